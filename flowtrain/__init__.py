@@ -1,0 +1,14 @@
+"""FlowTrain: vision-language models trained as producer and consumer."""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "plan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``train`` and ``plan`` when they are first used, so that ``import flowtrain`` stays light."""
+    if name in ("train", "plan"):
+        return getattr(import_module("flowtrain.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

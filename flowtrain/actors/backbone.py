@@ -1,0 +1,240 @@
+"""A backbone rank: runs units with the microbatches that its prefetch thread brings."""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from flowtrain.actors.link import CoordinatorLink, node_address
+from flowtrain.actors.pooling import join_pool
+from flowtrain.actors.prefetch import Fetched, Prefetcher
+from flowtrain.config.run import RunConfig
+from flowtrain.mempool.pool import Pool
+from flowtrain.models.device import default_device
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.pipeline.actions import Action
+from flowtrain.pipeline.executor import execute
+from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
+from flowtrain.training.batch import build_batch
+from flowtrain.training.checkpoint_store import temporary_directory
+from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.training.peak import measure_peak_flops
+from flowtrain.training.trainer import StepResult, Trainer
+from flowtrain.types import RankReport, Span, StepPlan, UnitKind
+
+T = TypeVar("T")
+
+
+class BackboneRank:
+    """One rank of the backbone's (dp) group: a thin shell round ``Trainer``.
+
+    num_steps: of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dp_rank: int,
+        dp_size: int,
+        name: str,
+        num_steps: int,
+        run_id: str,
+    ) -> None:
+        self._config = config
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._name = name
+        self._num_steps = num_steps
+        self._run_id = run_id
+        self._listener: socket.socket | None = None
+        self._spans: list[Span] = []
+        self._starved_s = 0.0
+        self._fetch_s = 0.0
+        self._saved_step = 0
+
+    # --- start --------------------------------------------------------------------------------------------------
+
+    def node_address(self) -> str:
+        """The address of this rank's node, by which the driver sees whether all ranks share one."""
+        return node_address()
+
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0: listen on ``host`` for the other ranks; returns the port."""
+        self._listener = open_listener(host)
+        return int(self._listener.getsockname()[1])
+
+    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> float:
+        """Join the group, build the model, load a checkpoint; returns the measured peak FLOP/s of this rank.
+
+        eval_every: steps between evaluation rounds (None: none); a checkpoint that is due waits for the round.
+        """
+        # The pool's views are read-only on purpose, and are only copied from.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        self._eval_every = eval_every
+        device = default_device(self._config.model.device)
+        self._family = family_from_config(self._config)
+        limits = self._config.limits
+        self._group = init_backbone_group(
+            self._dp_rank,
+            self._dp_size,
+            device,
+            host=host,
+            port=port,
+            listener=self._listener,
+            start_timeout_s=limits.start_timeout_s,
+            collective_timeout_s=limits.stall_timeout_s,
+        )
+        self.trainer = self.make_trainer()
+        if checkpoint is not None:
+            self.trainer.load_checkpoint(Path(checkpoint))
+        return measure_peak_flops(device, self._dtype)
+
+    def make_trainer(self) -> Trainer:
+        """Build this rank's trainer; collective."""
+        return Trainer(self._config, self._family, self._group, self._num_steps, record=self._span)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self._config.model.dtype)  # type: ignore[no-any-return]
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self, link: CoordinatorLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
+        """Run units until the coordinator says stop, writing checkpoints into temporaries under ``checkpoint_dir``.
+
+        first_step: steps already done. Raises what its prefetch thread or the training step raise.
+        """
+        self._link = link
+        self._saved_step = first_step
+        member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone")
+        prefetcher = self._prefetcher(member.pool, first_unit)
+        step = first_step
+        try:
+            unit = first_unit
+            while self._link.call("begin", unit):
+                step = self._run_unit(prefetcher, checkpoint_dir)
+                unit += 1
+            self._checkpoint(step, checkpoint_dir)
+        finally:
+            prefetcher.close()
+            member.pool.close()
+            self._group.close()
+
+    def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
+        feature_dim = self._family.feature_dim(self._family.encoder_names[0])
+        build = partial(
+            build_batch,
+            image_token_id=self._family.image_token_id,
+            feature_dim=feature_dim,
+            dtype=self._dtype,
+            loss_normalization=self._config.training.loss_normalization,
+            device=self._group.device,
+        )
+        return Prefetcher(
+            name=self._name,
+            dp_rank=self._dp_rank,
+            link=self._link,
+            pool=pool,
+            limits=self._config.limits,
+            build=build,
+            feature_dim=feature_dim,
+            feature_dtype=self._dtype,
+            depth=self._config.backbone.prefetch_microbatches,
+            arrival=self._config.data.order == "arrival",
+            first_unit=first_unit,
+            record=self._spans.append,
+        )
+
+    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
+        started = time.time()
+        plan = self._starving(prefetcher.next_plan)
+        self.trainer.begin_unit(plan)
+        is_training = plan.unit.kind is UnitKind.TRAIN
+        num_microbatches = len(plan.slots)
+        execute(
+            one_f_one_b(1, num_microbatches)[0] if is_training else forward_only(num_microbatches),
+            _OneStage(self.trainer, is_training),
+            lambda _: self._starving(prefetcher.next_microbatch),
+            lambda fetched: self._release(plan, fetched),
+        )
+        result = self.trainer.finish_step() if is_training else self.trainer.finish_eval()
+        self._report(plan, result, started)
+        step = plan.unit.step
+        if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
+            self._checkpoint(step, checkpoint_dir)
+        return step
+
+    def _release(self, plan: StepPlan, fetched: Fetched) -> None:
+        self._fetch_s += fetched.fetch_s
+        self._link.post("release", plan.unit.index, fetched.slot, self._dp_rank)
+
+    def _starving(self, wait: Callable[[], T]) -> T:
+        """Wait for the prefetch thread, counting the time."""
+        started = time.monotonic()
+        item = wait()
+        self._starved_s += time.monotonic() - started
+        return item
+
+    def _report(self, plan: StepPlan, result: StepResult, started: float) -> None:
+        self._link.flush()
+        report = RankReport(
+            unit=plan.unit.index,
+            kind=plan.unit.kind,
+            step=plan.unit.step,
+            dp_rank=self._dp_rank,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            num_samples=result.num_samples,
+            num_tokens=result.num_tokens,
+            num_target_tokens=result.num_target_tokens,
+            started_s=started,
+            finished_s=time.time(),
+            starved_s=self._starved_s,
+            fetch_s=self._fetch_s,
+        )
+        self._starved_s = self._fetch_s = 0.0
+        spans, self._spans[:] = tuple(self._spans), []
+        self._link.call("finish", report, spans)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def _eval_follows(self, step: int) -> bool:
+        return self._eval_every is not None and step % self._eval_every == 0
+
+    def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
+        """Write this rank's share of the state after ``step``, once; the driver makes it complete."""
+        if step <= self._saved_step:
+            return
+        directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
+        self.trainer.save_checkpoint(directory)
+        self._saved_step = step
+        self._link.call("checkpoint_written", step, self._dp_rank, str(directory))
+
+    def _span(self, name: str, start_s: float, end_s: float, **args: int | float | str) -> None:
+        self._spans.append(Span(self._name, name, start_s, end_s, args))
+
+
+class _OneStage:
+    """The compute of a pipeline with one stage: the trainer's forward and backward, or its evaluation."""
+
+    def __init__(self, trainer: Trainer, is_training: bool) -> None:
+        self._trainer = trainer
+        self._is_training = is_training
+
+    def forward_stage(self, action: Action, microbatch: Fetched) -> None:
+        if self._is_training:
+            self._trainer.forward_microbatch(action.microbatch, microbatch.batch)
+        else:
+            self._trainer.eval_microbatch(microbatch.batch, action.microbatch)
+
+    def backward_stage(self, action: Action, microbatch: Fetched, *, is_last: bool) -> None:
+        self._trainer.backward_microbatch(action.microbatch, microbatch.batch, is_last=is_last)
+

@@ -1,0 +1,168 @@
+"""The coordinator: the one place where control messages meet. A thin asynchronous shell round ``Flow``.
+
+Every waiting method answers after ``poll_s`` at the latest, with None or an empty order; the caller asks again and keeps
+its own limit, so that a wait can say who waits for what.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from flowtrain.actors.flow import Flow
+from flowtrain.actors.signals import Signal
+from flowtrain.types import (
+    EncoderReport,
+    Event,
+    Extent,
+    FeedOrder,
+    FeedReport,
+    Joined,
+    LeaseOrder,
+    MicrobatchLocation,
+    RankReport,
+    SegmentExport,
+    Span,
+    StepPlan,
+)
+
+NOTHING_TO_LEASE = LeaseOrder(None, (), blocked=True, stop=False)
+NOTHING_TO_FEED = FeedOrder(None, (), (), stop=False)
+
+
+class Coordinator:
+    """Answers feeder, encoders, backbone ranks and driver; all methods run on one event loop, one at a time.
+
+    make_flow builds the Flow inside this process (it imports only pure rooms, so the actor starts fast).
+    """
+
+    def __init__(self, make_flow: Callable[[], Flow], poll_s: float = 5.0) -> None:
+        self._flow = make_flow()
+        self._poll_s = poll_s
+        self._feed_signal = Signal()
+        self._lease_signal = Signal()
+        self._plan_signal = Signal()
+        self._event_signal = Signal()
+        self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
+
+    # --- pool processes -----------------------------------------------------------------------------------------
+
+    async def join(self, name: str, node_id: str) -> Joined:
+        """A pool process takes its place; see Flow.join."""
+        joined = self._flow.join(name, node_id)
+        self._wake_producers()
+        return joined
+
+    async def publish(self, export: SegmentExport) -> None:
+        """A process exports its segment."""
+        self._flow.publish(export)
+
+    async def exports(self) -> tuple[SegmentExport, ...]:
+        """What all living processes export."""
+        return self._flow.exports()
+
+    async def name_lost(self, name: str) -> None:
+        """The process with this name died."""
+        self._flow.name_lost(name)
+        self._wake_producers()
+
+    # --- feeder and encoders ------------------------------------------------------------------------------------
+
+    async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
+        """The feeder reports, then waits for work."""
+        self._flow.feed(owner, report)
+        if report.unit is not None:
+            self._plan_signal.notify()
+            self._lease_signal.notify()
+        self._wake_backbone()
+        self._event_signal.notify()
+        order = await self._feed_signal.until(lambda: self._flow.feed_order(owner), self._poll_s)
+        return order or NOTHING_TO_FEED
+
+    async def released(self, owner: int) -> tuple[Extent, ...]:
+        """A producer with a full segment waits for memory."""
+        return await self._feed_signal.until(lambda: self._flow.take_released(owner), self._poll_s) or ()
+
+    async def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        """An encoder reports what it finished; it frees what comes back (parts whose lease was lost)."""
+        refused = self._flow.hand_in(owner, report)
+        self._wake_backbone()
+        self._event_signal.notify()
+        return refused
+
+    async def lease(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
+        """An encoder waits for work; free_nbytes: what its segment can still take."""
+        order = await self._lease_signal.until(
+            lambda: self._flow.lease_order(owner, encoder, free_nbytes), self._poll_s
+        )
+        return order or NOTHING_TO_LEASE
+
+    # --- backbone -----------------------------------------------------------------------------------------------
+
+    async def next_plan(self, unit_index: int) -> tuple[StepPlan | None, bool]:
+        """Wait for a unit's plan. Returns (plan, False), (None, True) past the end, or (None, False) to ask again."""
+
+        def attempt() -> tuple[StepPlan | None, bool] | None:
+            plan = self._flow.plan_of(unit_index)
+            past_end = plan is None and self._flow.is_past_end(unit_index)
+            return (plan, past_end) if plan is not None or past_end else None
+
+        return await self._plan_signal.until(attempt, self._poll_s) or (None, False)
+
+    async def begin(self, unit_index: int) -> bool:
+        """A rank is about to run a unit; False means stop."""
+        go = self._flow.begin(unit_index)
+        if not go:
+            self._wake_producers()
+            self._plan_signal.notify()
+        return go
+
+    async def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
+        """Wait until a microbatch is READY; None to ask again."""
+        return await self._locate_signals[dp_rank].until(
+            lambda: self._flow.locate(unit_index, slot, dp_rank), self._poll_s
+        )
+
+    async def release(self, unit_index: int, slot: int, dp_rank: int) -> None:
+        """A rank is done with a microbatch's bytes."""
+        self._flow.release(unit_index, slot, dp_rank)
+        self._wake_producers()
+
+    async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
+        """A rank finished a unit."""
+        if self._flow.finish(report, spans):
+            self._wake_producers()
+            self._event_signal.notify()
+
+    async def checkpoint_written(self, step: int, dp_rank: int, directory: str) -> None:
+        """A rank wrote its share of a checkpoint."""
+        if self._flow.checkpoint_written(step, dp_rank, directory):
+            self._event_signal.notify()
+
+    async def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
+        """Who waits for what."""
+        return self._flow.describe_wait(unit_index, slot, dp_rank)
+
+    # --- driver -------------------------------------------------------------------------------------------------
+
+    async def events(self) -> tuple[Event, ...]:
+        """Wait for something to have happened."""
+        return await self._event_signal.until(lambda: self._flow.take_events() or None, self._poll_s) or ()
+
+    async def take_events(self) -> tuple[Event, ...]:
+        """What happened since the last call, at once."""
+        return self._flow.take_events()
+
+    async def request_stop(self) -> None:
+        """End the run after the unit that is running."""
+        self._flow.request_stop()
+        self._wake_producers()
+        self._plan_signal.notify()
+
+    def _wake_producers(self) -> None:
+        self._feed_signal.notify()
+        self._lease_signal.notify()
+
+    def _wake_backbone(self) -> None:
+        for signal in self._locate_signals.values():
+            signal.notify()

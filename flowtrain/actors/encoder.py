@@ -1,0 +1,171 @@
+"""An encoder: leases batches of images, decodes and forwards them, and puts the features into the pool."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.pooling import PoolMember, join_pool
+from flowtrain.config.run import RunConfig
+from flowtrain.data.images import decode_image
+from flowtrain.data.sources.base import BadSample
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.mempool.arena import Hold
+from flowtrain.models.device import default_device
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.types import EncoderReport, Lease, LeaseOrder, PartReady, Rejection, SampleRef, Span
+
+PixelValues = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A leased batch, decoded: pixel values per position in the batch's order, and what turned out bad."""
+
+    lease: Lease
+    hold: Hold
+    pixels: dict[int, PixelValues]
+    rejections: tuple[Rejection, ...]
+
+
+class Encoder:
+    """One replica of a frozen vision encoder.
+
+    Two threads: one leases and decodes the next batch while the other forwards the last. A batch is forwarded as it was
+    planned, also when only some of it is needed again, so that the features never depend on timing (DESIGN section 6).
+    """
+
+    def __init__(self, config: RunConfig, encoder: str, name: str, run_id: str) -> None:
+        self._config = config
+        self._settings = config.encoders[encoder]
+        self._encoder = encoder
+        self._name = name
+        self._run_id = run_id
+        self._spans: list[Span] = []
+        self._blocked_s = 0.0
+
+    def run(self, link: CoordinatorLink) -> None:
+        """Encode until the coordinator says stop."""
+        self._link = link
+        torch.set_num_threads(self._settings.num_threads)
+        self._sources = SourceSet.from_config(self._config.data)
+        self._family = family_from_config(self._config)
+        self._module = self._family.load_encoder(self._encoder).to(default_device(self._config.model.device))
+        knob = f"encoders.{self._encoder}.segment_nbytes"
+        member = join_pool(
+            self._link, self._config.pool, self._run_id, self._name, self._settings.segment_nbytes, knob
+        )
+        ready: queue.Queue[Work | BaseException | None] = queue.Queue(maxsize=1)
+        leaser = threading.Thread(target=self._lease_and_decode, args=(member, ready), name="lease", daemon=True)
+        leaser.start()
+        try:
+            for work in self._decoded(ready):
+                self._finish(member, work)
+        finally:
+            member.pool.close()
+
+    def _decoded(self, ready: queue.Queue[Work | BaseException | None]) -> Iterator[Work]:
+        while True:
+            started = time.monotonic()
+            item = ready.get()
+            self._blocked_s += time.monotonic() - started
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                return
+            yield item
+
+    # --- leasing and decoding, in a thread of its own -----------------------------------------------------------
+
+    def _lease_and_decode(self, member: PoolMember, ready: queue.Queue[Work | BaseException | None]) -> None:
+        try:
+            with ThreadPoolExecutor(self._settings.decode_threads, thread_name_prefix="decode") as decoders:
+                for lease, hold in self._leases(member):
+                    ready.put(self._decode(lease, hold, decoders))
+            ready.put(None)
+        except BaseException as error:  # handed to the thread that runs the actor, which raises it
+            ready.put(error)
+
+    def _leases(self, member: PoolMember) -> Iterator[tuple[Lease, Hold]]:
+        while True:
+            patience = self._patience()
+            order = self._next_order(member)
+            while order.lease is None and not order.stop:
+                patience.tick()
+                order = self._next_order(member)
+            if order.lease is None:
+                return
+            yield order.lease, member.pool.hold(order.lease.nbytes)
+
+    def _next_order(self, member: PoolMember) -> LeaseOrder:
+        order: LeaseOrder = self._link.call("lease", member.index, self._encoder, member.pool.stats().free_nbytes)
+        member.pool.release(order.released)
+        return order
+
+    def _patience(self) -> Patience:
+        reason = "no batch to encode: the backbone is behind (lookahead or pool memory), or nothing is sized yet"
+        return Patience(self._name, self._config.limits, lambda: reason, endless=True)
+
+    def _decode(self, lease: Lease, hold: Hold, decoders: ThreadPoolExecutor) -> Work:
+        started = time.time()
+        pixels: dict[int, PixelValues] = {}
+        rejections = []
+        for ref, outcome in zip(lease.refs, decoders.map(self._load, lease.refs), strict=True):
+            if isinstance(outcome, Rejection):
+                rejections.append(outcome)
+            else:
+                pixels[ref.position] = outcome
+        self._spans.append(Span(self._name, "decode", started, time.time(), {"samples": len(lease.refs)}))
+        return Work(lease, hold, pixels, tuple(rejections))
+
+    def _load(self, ref: SampleRef) -> PixelValues | Rejection:
+        limit = self._config.data.max_image_pixels
+        try:
+            images = self._sources.read(ref).images
+            return [self._family.preprocess(self._encoder, decode_image(image.read(), limit)) for image in images]
+        except BadSample as bad:
+            return Rejection(ref, bad.reason, bad.detail)
+
+    # --- forwarding ---------------------------------------------------------------------------------------------
+
+    def _finish(self, member: PoolMember, work: Work) -> None:
+        features = self.encode(work)
+        started = time.time()
+        ready = tuple(
+            PartReady(position, self._encoder, work.lease.epoch, member.pool.put(_as_bytes(features[position]), work.hold))
+            for position in work.lease.needed
+            if position in features
+        )
+        member.pool.unhold(work.hold)
+        self._spans.append(Span(self._name, "put", started, time.time(), {"samples": len(ready)}))
+        self._hand_in(member, ready, work.rejections)
+
+    def encode(self, work: Work) -> dict[int, torch.Tensor]:
+        """Forward a batch; returns each position's features [rows, feature_dim], its images joined in order."""
+        started = time.time()
+        flat = [array for arrays in work.pixels.values() for array in arrays]
+        rows = iter(self._module.encode(flat) if flat else [])
+        features = {
+            position: torch.cat([next(rows) for _ in arrays]) for position, arrays in work.pixels.items() if arrays
+        }
+        args: dict[str, int | float | str] = {"images": len(flat), "unit": work.lease.batch.unit}
+        self._spans.append(Span(self._name, "encode", started, time.time(), args))
+        return features
+
+    def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
+        spans, self._spans = tuple(self._spans), []
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
+        report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, spans)
+        member.pool.release(self._link.call("hand_in", member.index, report))
+
+
+def _as_bytes(features: torch.Tensor) -> np.ndarray:
+    return features.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)

@@ -1,0 +1,81 @@
+"""The feeder: sizes samples in position order and puts their text into the pool."""
+
+from __future__ import annotations
+
+import time
+
+from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.pooling import PoolMember, join_pool
+from flowtrain.config.run import RunConfig
+from flowtrain.data.feed import Feed
+from flowtrain.data.sizing import SizedResult
+from flowtrain.errors import OutOfPoolMemory
+from flowtrain.types import TEXT_PART, FeedOrder, FeedReport, PartReady, Rejection, SampleRef, Span, Unit
+
+NAME = "feeder-0"
+
+
+class Feeder:
+    """Runs the plain ``Feed`` against the coordinator; a thin shell that puts and reports."""
+
+    def __init__(self, config: RunConfig, run_id: str) -> None:
+        self._config = config
+        self._run_id = run_id
+
+    def run(self, link: CoordinatorLink) -> None:
+        """Feed until the coordinator says stop."""
+        self._link = link
+        self._feed = Feed.from_config(self._config)
+        knob = "pool.text_segment_nbytes"
+        member = join_pool(
+            self._link, self._config.pool, self._run_id, NAME, self._config.pool.text_segment_nbytes, knob
+        )
+        assert member.joined.sampler_state is not None
+        self._feed.restore(member.joined.sampler_state)
+        try:
+            self._serve(member)
+        finally:
+            member.pool.close()
+
+    def _serve(self, member: PoolMember) -> None:
+        report = FeedReport()
+        while True:
+            order: FeedOrder = self._link.call("feed", member.index, report)
+            member.pool.release(order.released)
+            if order.stop:
+                return
+            remade = tuple(self._remake(member, ref) for ref in order.remake)
+            report = FeedReport(remade=remade, stats=member.pool.stats())
+            if order.unit is not None:
+                report = self._size(member, order.unit, remade)
+
+    def _size(self, member: PoolMember, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
+        started = time.time()
+        results = self._feed.next_unit(unit)
+        sized = [result for result in results if not isinstance(result, Rejection)]
+        texts = tuple(self._put(member, result) for result in sized)
+        return FeedReport(
+            unit=unit,
+            sized=tuple(result.sample for result in sized),
+            texts=texts,
+            rejections=tuple(result for result in results if isinstance(result, Rejection)),
+            sampler_state=self._feed.state(),
+            remade=remade,
+            stats=member.pool.stats(),
+            spans=(Span(NAME, "size", started, time.time(), {"step": unit.step, "samples": len(results)}),),
+        )
+
+    def _remake(self, member: PoolMember, ref: SampleRef) -> PartReady:
+        return self._put(member, self._feed.resize(ref))
+
+    def _put(self, member: PoolMember, result: SizedResult) -> PartReady:
+        """Put a text part, waiting for the backbone to release memory if there is none."""
+        patience = Patience(NAME, self._config.limits, lambda: "its pool segment is full of text not consumed yet")
+        while True:
+            try:
+                extents = member.pool.put(result.text)
+            except OutOfPoolMemory:
+                member.pool.release(self._link.call("released", member.index))
+                patience.tick()
+            else:
+                return PartReady(result.sample.position, TEXT_PART, 0, extents)

@@ -1,0 +1,360 @@
+"""The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (DESIGN: a sample's way).
+
+Nothing here waits, does I/O or knows of Ray: every method answers at once, and the coordinator's shell does the waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from flowtrain.actors.membership import Membership
+from flowtrain.errors import StaleLeaseError
+from flowtrain.mempool.directory import Directory
+from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.types import (
+    EVAL_POSITION_BASE,
+    CheckpointWritten,
+    EncoderReport,
+    Event,
+    Extent,
+    FeedOrder,
+    FeedReport,
+    Joined,
+    LeaseOrder,
+    MicrobatchLocation,
+    PoolStats,
+    RankReport,
+    Rejected,
+    Rejection,
+    SampleRef,
+    SegmentExport,
+    SizedSample,
+    Span,
+    SpansRecorded,
+    StepPlan,
+    Unit,
+    UnitDone,
+    UnitKind,
+)
+
+SamplerState = dict[str, int | list[int]]
+FlopsOf = Callable[[list[SizedSample]], float]
+
+
+class Flow:
+    """Directory, planner and window of one run, joined.
+
+    A unit may be sized, planned and encoded when at most ``lookahead`` units lie between it and the one that the
+    backbone works on. ``units`` yields the run's units in order; ``sampler_state`` belongs to the first of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Iterator[Unit],
+        sampler_state: SamplerState,
+        lookahead: int,
+        dp_size: int,
+        planner: StepPlanner,
+        directory: Directory,
+        membership: Membership,
+        flops_of: FlopsOf,
+        trace_steps: int,
+        num_rejected: int = 0,
+        num_seen: int = 0,
+    ) -> None:
+        self._units = units
+        self._lookahead = lookahead
+        self._dp_size = dp_size
+        self._planner = planner
+        self._directory = directory
+        self._membership = membership
+        self._flops_of = flops_of
+        self._trace_steps = trace_steps
+        self._first_step: int | None = None
+
+        self._sampler_state = sampler_state
+        self._upcoming: Unit | None = None
+        self._current: int | None = None
+        self._plans: dict[int, StepPlan] = {}
+        self._flops: dict[int, float] = {}
+        self._plan_time_s: dict[int, float] = {}
+        self._sampler_states: dict[int, SamplerState] = {}
+        self._reports: dict[int, list[RankReport]] = {}
+        self._taken: dict[tuple[int, int], set[int]] = {}
+
+        self._begun = -1
+        self._stop_requested = False
+        self._stop_at: int | None = None
+        self._stats: dict[int, PoolStats] = {}
+        self._blocked_s = 0.0
+        self._produced_mark = 0
+        self._num_rejected = num_rejected
+        self._num_seen = num_seen
+        self._checkpoints: dict[int, set[int]] = {}
+        self.events: deque[Event] = deque()
+
+    # --- membership ---------------------------------------------------------------------------------------------
+
+    def join(self, name: str, node_id: str) -> Joined:
+        """A pool process starts (or starts again, which ends the process that had its name)."""
+        index, previous = self._membership.join(name, node_id)
+        if previous is not None:
+            self.owner_lost(previous)
+        upcoming = self._peek()
+        next_unit = upcoming.index if upcoming is not None else -1
+        return Joined(index, self._sampler_state, next_unit)
+
+    def publish(self, export: SegmentExport) -> None:
+        """A process exports its segment."""
+        self._membership.publish(export)
+
+    def exports(self) -> tuple[SegmentExport, ...]:
+        """What the living processes export."""
+        return self._membership.exports()
+
+    def owner_lost(self, owner: int) -> None:
+        """A pool process died: what only it held is to be made again. Harmless when said twice."""
+        self._membership.withdraw(owner)
+        self._stats.pop(owner, None)
+        self._directory.owner_lost(owner)
+
+    def name_lost(self, name: str) -> None:
+        """As ``owner_lost``, for the process that has this name now."""
+        index = self._membership.index_of(name)
+        if index is not None:
+            self.owner_lost(index)
+
+    # --- feeder -------------------------------------------------------------------------------------------------
+
+    def feed(self, owner: int, report: FeedReport) -> None:
+        """Take in a sized unit and plan it; take in text parts that were made again."""
+        if report.stats is not None:
+            self._stats[owner] = report.stats
+        for ready in report.remade:
+            self._directory.text_ready(owner, ready)
+        self.record(report.spans)
+        if report.unit is None:
+            return
+        unit = report.unit
+        assert self._upcoming is not None and unit == self._upcoming, f"unit {unit} was reported, not {self._upcoming}"
+        assert report.sampler_state is not None
+        self._upcoming = None
+        self._sampler_state = report.sampler_state
+        self._sampler_states[unit.index] = report.sampler_state
+        for sample, text in zip(report.sized, report.texts, strict=True):
+            self._directory.add_sized(sample, owner, text)
+        if unit.kind is UnitKind.TRAIN:
+            self._num_seen += unit.num_positions
+        self._reject(report.rejections)
+        self._plan(unit, report.sized)
+
+    def take_released(self, owner: int) -> tuple[Extent, ...] | None:
+        """Extents of this owner that are free again, or None."""
+        return self._directory.take_released(owner) or None
+
+    def feed_order(self, owner: int) -> FeedOrder | None:
+        """What the feeder can do now, or None if it has to wait."""
+        released = self._directory.take_released(owner)
+        remake = self._directory.lost_text(owner)
+        unit = self._peek()
+        if unit is not None and not self._may_size(unit.index):
+            unit = None
+        if self.stopped:
+            return FeedOrder(None, (), released, stop=True)
+        if unit is None and not remake and not released:
+            return None
+        return FeedOrder(unit, remake, released, stop=False)
+
+    def _plan(self, unit: Unit, sized: tuple[SizedSample, ...]) -> None:
+        started = time.time()
+        plan = self._planner.plan(unit, sized)
+        finished = time.time()
+        self._directory.add_plan(plan)
+        self._plans[unit.index] = plan
+        self._plan_time_s[unit.index] = finished - started
+        self._flops[unit.index] = self._flops_of(list(sized))
+        self.record((Span("coordinator", "pack", started, finished, {"step": unit.step}),))
+
+    def _peek(self) -> Unit | None:
+        if self._upcoming is None:
+            self._upcoming = next(self._units, None)
+            if self._upcoming is not None and self._current is None:
+                self._current = self._upcoming.index
+                self._first_step = self._upcoming.step
+        return self._upcoming
+
+    def _may_size(self, unit_index: int) -> bool:
+        """A stopping run sizes only what a rank already began; else the window decides."""
+        if self._stop_requested:
+            return unit_index <= self._begun
+        return self._current is not None and unit_index <= self._current + self._lookahead
+
+    # --- encoders -----------------------------------------------------------------------------------------------
+
+    def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        """Take in what an encoder finished; returns the extents of parts whose lease is no longer its own, to free."""
+        if report.stats is not None:
+            self._stats[owner] = report.stats
+        self._blocked_s += report.blocked_s
+        self.record(report.spans)
+        self._reject(report.rejections)
+        refused: list[Extent] = []
+        for ready in report.ready:
+            try:
+                self._directory.ready(owner, ready)
+            except StaleLeaseError:
+                refused.extend(ready.extents)
+        return tuple(refused)
+
+    def lease_order(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder | None:
+        """What an encoder can do now, or None if it has to wait (for memory, for the window, for sizes)."""
+        released = self._directory.take_released(owner)
+        if self.stopped:
+            return LeaseOrder(None, released, blocked=False, stop=True)
+        self._directory.expire_leases()
+        lease = self._directory.lease(owner, encoder, free_nbytes)
+        if lease is None and not released:
+            return None
+        return LeaseOrder(lease, released, blocked=lease is None, stop=False)
+
+    # --- backbone -----------------------------------------------------------------------------------------------
+
+    def plan_of(self, unit_index: int) -> StepPlan | None:
+        """The plan of a unit, or None while it is not planned."""
+        return self._plans.get(unit_index)
+
+    def is_past_end(self, unit_index: int) -> bool:
+        """Whether a unit that no rank began will never come: the run was stopped, or its units are used up."""
+        if self._stop_at is not None:
+            return unit_index >= self._stop_at
+        return self._peek() is None and unit_index not in self._plans
+
+    def begin(self, unit_index: int) -> bool:
+        """A rank is about to run a unit; False means stop. All ranks get the same answer for the same unit."""
+        if unit_index <= self._begun:
+            return True
+        if self._stop_requested and self._stop_at is None:
+            self._stop_at = unit_index
+        if self.is_past_end(unit_index):
+            return False
+        self._begun = unit_index
+        return True
+
+    def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
+        """Where the rank's next microbatch lies, or None while it is not READY.
+
+        slot None (``arrival`` order): the first of the unit's READY microbatches that the rank has not taken.
+        """
+        if slot is not None:
+            return self._directory.locate(unit_index, slot, dp_rank)
+        taken = self._taken.setdefault((unit_index, dp_rank), set())
+        for ready in self._directory.ready_slots(unit_index, dp_rank):
+            if ready not in taken:
+                taken.add(ready)
+                return self._directory.locate(unit_index, ready, dp_rank)
+        return None
+
+    def release(self, unit_index: int, slot: int, dp_rank: int) -> None:
+        """A rank is done with a microbatch: its bytes may be used again."""
+        self._directory.release(unit_index, slot, dp_rank)
+
+    def finish(self, report: RankReport, spans: tuple[Span, ...]) -> bool:
+        """A rank finished a unit; True once all have, which consumes its positions and moves the window."""
+        self.record(spans)
+        reports = self._reports.setdefault(report.unit, [])
+        reports.append(report)
+        if len(reports) < self._dp_size:
+            return False
+        self._finish_unit(report.unit)
+        return True
+
+    def _finish_unit(self, unit_index: int) -> None:
+        plan = self._plans.pop(unit_index)
+        reports = sorted(self._reports.pop(unit_index), key=lambda report: report.dp_rank)
+        for rank in range(self._dp_size):
+            self._taken.pop((unit_index, rank), None)
+        self._current = unit_index + 1
+        produced = self._directory.num_produced
+        self.events.append(
+            UnitDone(
+                unit=plan.unit,
+                reports=tuple(reports),
+                plan_time_s=self._plan_time_s.pop(unit_index),
+                num_microbatches=plan.num_microbatches,
+                packing_fill=packing_fill(plan),
+                dp_imbalance=imbalance(plan),
+                model_flops=self._flops.pop(unit_index),
+                blocked_s=self._blocked_s,
+                produced_samples=produced - self._produced_mark,
+                num_rejected=self._num_rejected,
+                pool_dram_nbytes=sum(stats.used_nbytes for stats in self._stats.values()),
+                pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self._stats.values()),
+                ledger=tuple(self._directory.consume(unit_index)),
+                sampler_state=self._sampler_states.pop(unit_index),
+            )
+        )
+        self._produced_mark = produced
+        self._blocked_s = 0.0
+
+    def checkpoint_written(self, step: int, dp_rank: int, directory: str) -> bool:
+        """A rank wrote its share; True once all have."""
+        ranks = self._checkpoints.setdefault(step, set())
+        ranks.add(dp_rank)
+        if len(ranks) < self._dp_size:
+            return False
+        del self._checkpoints[step]
+        self.events.append(CheckpointWritten(step, directory))
+        return True
+
+    # --- driver -------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """End the run after the unit that is running."""
+        self._stop_requested = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the producers have nothing left to do: the backbone stopped, or all units are done."""
+        if self._stop_at is not None:
+            return not any(unit_index < self._stop_at for unit_index in self._plans)
+        return self._peek() is None and not self._plans
+
+    def take_events(self) -> tuple[Event, ...]:
+        """Hand over what happened since the last call."""
+        events = tuple(self.events)
+        self.events.clear()
+        return events
+
+    def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
+        """Who waits for what, for the message of a stalled wait."""
+        if unit_index not in self._plans:
+            upcoming = self._peek()
+            return f"unit {unit_index} is not planned yet; the feeder is to size unit {upcoming and upcoming.index}"
+        return self._directory.describe_wait(unit_index, slot if slot is not None else 0, dp_rank)
+
+    def record(self, spans: tuple[Span, ...]) -> None:
+        """Keep spans for the trace while it is on."""
+        if spans and self._tracing():
+            self.events.append(SpansRecorded(spans))
+
+    def _tracing(self) -> bool:
+        if self._first_step is None or self._current is None:
+            return self._trace_steps > 0
+        plan = self._plans.get(self._current)
+        return plan is None or plan.unit.step < self._first_step + self._trace_steps
+
+    def _reject(self, rejections: tuple[Rejection, ...]) -> None:
+        # A batch that is encoded again meets the same bad image again; it counts once.
+        fresh = tuple(rejection for rejection in rejections if self._directory.reject(rejection))
+        if not fresh:
+            return
+        self._num_rejected += sum(1 for rejection in fresh if _is_training(rejection.ref))
+        self.events.append(Rejected(fresh, self._num_rejected, self._num_seen))
+
+
+def _is_training(ref: SampleRef) -> bool:
+    return ref.position < EVAL_POSITION_BASE

@@ -1,0 +1,95 @@
+"""How an actor talks to the coordinator: one small interface, so that every actor class runs without Ray as well."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from flowtrain.config.flow import LimitsConfig
+from flowtrain.errors import StallError
+
+logger = logging.getLogger(__name__)
+
+ANSWER_MARGIN_S = 120.0
+"""How much later than asked an answer may come before the coordinator counts as unreachable (a loaded machine)."""
+
+
+class CoordinatorLink(ABC):
+    """Calls the coordinator's methods by name; ``node_id`` tells which processes share a node."""
+
+    node_id: str
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """Call and wait for the answer."""
+
+    @abstractmethod
+    def post(self, method: str, *args: Any) -> None:
+        """Call without waiting; a failure is raised by the next ``flush``."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait for everything posted; raises what failed."""
+
+
+class RayLink(CoordinatorLink):
+    """The coordinator as a Ray actor. Used by one thread at a time per method kind; Ray keeps each caller's order."""
+
+    def __init__(self, coordinator: ActorHandle) -> None:
+        self._coordinator = coordinator
+        self._posted: list[ray.ObjectRef] = []
+
+    @property
+    def node_id(self) -> str:  # type: ignore[override]
+        """The Ray node that this process runs on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call and wait; raises ray.exceptions.GetTimeoutError when the coordinator does not answer."""
+        return ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_MARGIN_S)
+
+    def post(self, method: str, *args: Any) -> None:
+        """Call without waiting."""
+        self._posted.append(getattr(self._coordinator, method).remote(*args))
+
+    def flush(self) -> None:
+        """Wait for everything posted."""
+        posted, self._posted = self._posted, []
+        ray.get(posted, timeout=ANSWER_MARGIN_S)
+
+
+def node_address() -> str:
+    """Where other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
+class Patience:
+    """Counts how long a wait has lasted: warns with the reason after a while, and ends it at the limit.
+
+    describe: asked only when a message is due. limit_s None: the wait may last (a producer waits for its consumer).
+    """
+
+    def __init__(self, who: str, limits: LimitsConfig, describe: Callable[[], str], endless: bool = False) -> None:
+        self._who = who
+        self._describe = describe
+        self._warning_s = limits.stall_warning_s
+        self._limit_s = None if endless else limits.stall_timeout_s
+        self._started = time.monotonic()
+        self._next_warning_s = self._warning_s
+
+    def tick(self) -> None:
+        """Call after every attempt that brought nothing. Raises StallError at the limit."""
+        waited_s = time.monotonic() - self._started
+        if self._limit_s is not None and waited_s >= self._limit_s:
+            raise StallError(
+                f"{self._who} waited {waited_s:.0f} s, the limit of limits.stall_timeout_s: {self._describe()}"
+            )
+        if waited_s >= self._next_warning_s:
+            self._next_warning_s += self._warning_s
+            logger.warning("%s has waited %.0f s: %s", self._who, waited_s, self._describe())

@@ -1,0 +1,37 @@
+"""Waiting without polling: a signal that wakes whoever waits for a change, always with a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Signal:
+    """Wakes its waiters when something that they wait for may have changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake everybody who waits now."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, attempt: Callable[[], T | None], timeout_s: float) -> T | None:
+        """Return the first result of ``attempt`` that is not None, trying again at every signal; None after a timeout.
+
+        Attempts run on the event loop, so no signal can fall between an attempt and the wait after it.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            result = attempt()
+            if result is not None:
+                return result
+            try:
+                await asyncio.wait_for(self._event.wait(), max(0.0, deadline - loop.time()))
+            except TimeoutError:
+                return None

@@ -1,0 +1,134 @@
+"""The plan of a run: how many actors each module gets, with which parallelism and which resources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
+from flowtrain.errors import ConfigError
+from flowtrain.types import PLAN_SCHEMA
+
+_Degree = Annotated[int, Field(ge=1)]
+_Amount = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """Parallel degrees of one module and what each of its actors takes.
+
+    num_cpus, num_devices: reserved for each actor; fractions are allowed. segment_nbytes: what each actor gives to the
+    memory pool, in bytes.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    data_parallel_size: _Degree = 1
+    tensor_parallel_size: _Degree = 1
+    pipeline_parallel_size: _Degree = 1
+    num_cpus: _Amount = 0.0
+    num_devices: _Amount = 0.0
+    segment_nbytes: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def num_actors(self) -> int:
+        """Actors of this module, one per rank of all its replicas."""
+        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole run's plan, as saved in ``plan.yaml``; ``encoders`` by name, in the configuration's order."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    encoders: dict[str, ModulePlan]
+    backbone: ModulePlan
+    feeder: ModulePlan
+    schema: int = PLAN_SCHEMA
+
+    def modules(self) -> Iterator[tuple[str, ModulePlan]]:
+        """Iterate over (name, plan) of all modules: encoders, backbone, feeder."""
+        yield from self.encoders.items()
+        yield "backbone", self.backbone
+        yield "feeder", self.feeder
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a plan takes in all. num_actors includes the coordinator; pool_nbytes: all segments of the memory pool."""
+
+    num_actors: int
+    num_cpus: float
+    num_devices: float
+    pool_nbytes: int
+
+
+def fixed_plan(config: RunConfig, use_devices: bool = False) -> Plan:
+    """Return the plan that the configuration's explicit degrees spell out.
+
+    use_devices: encoder and backbone actors take one accelerator each, unless ``model.device`` is ``cpu``.
+    """
+    num_devices = 1.0 if use_devices and config.model.device != "cpu" else 0.0
+    encoders = {
+        name: ModulePlan(
+            data_parallel_size=encoder.data_parallel_size,
+            tensor_parallel_size=encoder.tensor_parallel_size,
+            num_cpus=encoder.num_cpus,
+            num_devices=num_devices,
+            segment_nbytes=encoder.segment_nbytes,
+        )
+        for name, encoder in config.encoders.items()
+    }
+    backbone = ModulePlan(
+        data_parallel_size=config.backbone.data_parallel_size,
+        tensor_parallel_size=config.backbone.tensor_parallel_size,
+        pipeline_parallel_size=config.backbone.pipeline_parallel_size,
+        num_cpus=config.backbone.num_cpus,
+        num_devices=num_devices,
+    )
+    # The feeder reserves no CPU: it runs ahead of everybody and yields, and small machines have none to spare.
+    return Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=config.pool.text_segment_nbytes))
+
+
+def requirements(plan: Plan) -> Requirements:
+    """Return what the plan takes in all, to be held against what the cluster has before anything starts."""
+    modules = [module for _, module in plan.modules()]
+    return Requirements(
+        num_actors=1 + sum(module.num_actors for module in modules),
+        num_cpus=_exact(sum(module.num_actors * module.num_cpus for module in modules)),
+        num_devices=_exact(sum(module.num_actors * module.num_devices for module in modules)),
+        pool_nbytes=sum(module.num_actors * module.segment_nbytes for module in modules),
+    )
+
+
+def to_yaml(plan: Plan) -> str:
+    """Return the plan as YAML text that ``from_yaml`` reads back to an equal plan."""
+    return dump_yaml(asdict(plan))
+
+
+def from_yaml(text: str, label: str = "plan.yaml") -> Plan:
+    """Return the plan in a YAML text; ConfigError names every fault. label: the file, as messages call it."""
+    try:
+        values: Any = parse_yaml(text)[0]
+        # The schema decides how the rest is read, so it is looked at first.
+        found = values.get("schema") if isinstance(values, dict) else None
+        if found != PLAN_SCHEMA:
+            raise ConfigError(
+                f"{label}: schema ({found!r}) is not the one that this version reads ({PLAN_SCHEMA}); make a new plan"
+            )
+        return TypeAdapter(Plan).validate_python(values)
+    except YamlError as error:
+        raise ConfigError(f"{label}: {error}") from error
+    except ValidationError as error:
+        faults = [f"{dotted(fault['loc'])} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()]
+        raise ConfigError(f"{label}: {'; '.join(faults)}") from error
+
+
+def _exact(amount: float) -> float:
+    """Drop the noise of adding fractions: Ray counts resources in ten-thousandths."""
+    return round(amount, 4)

@@ -1,0 +1,115 @@
+"""The command line. Torch and Ray are imported only after a command's arguments are known to be good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import flowtrain
+from flowtrain.errors import ConfigError, FlowTrainError
+
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="flowtrain",
+    help="Train vision-language models as producer and consumer: encoders and backbone, decoupled.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"flowtrain {flowtrain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train vision-language models as producer and consumer: encoders and backbone, decoupled."""
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Changes to it, e.g. training.max_steps=20", metavar="[SECTION.KEY=VALUE]...", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and start nothing.")] = False,
+) -> None:
+    """Train what CONFIG describes; alone, or on the Ray cluster that RAY_ADDRESS names."""
+    with _errors_to_exit_codes():
+        from flowtrain import api
+        from flowtrain.cli.tables import plan_tables, summary_table
+        from flowtrain.observability.run_dir import check_run_dir
+
+        resolved = api.resolve(config, overrides or ())
+        if dry_run:
+            if resume:
+                check_run_dir(resolved, resume)
+            Console().print(*plan_tables(api.plan(resolved)), sep="\n")
+            return
+        summary = api.train(resolved, resume=resume)
+        Console().print(summary_table(summary), soft_wrap=True)
+        if summary.stopped:
+            raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Where to write [default: RUN/export].", metavar="DIR")
+    ] = None,
+) -> None:
+    """Write a run's last checkpoint as a Hugging Face directory."""
+    with _errors_to_exit_codes():
+        run_path = _find_run(run)
+        from flowtrain.controller.export import export_run
+
+        typer.echo(f"exported to {export_run(run_path, to)}")
+
+
+def main() -> None:
+    """Entry point of the ``flowtrain`` command."""
+    app()
+
+
+def _find_run(run: str) -> Path:
+    candidates = [Path(run).expanduser(), Path("runs") / run]
+    for candidate in candidates:
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
+    raise ConfigError(f"no run {run!r}: there is no {looked}")
+
+
+@contextmanager
+def _errors_to_exit_codes() -> Iterator[None]:
+    """One message on standard error, and the exit code that says whose fault it was."""
+    try:
+        yield
+    except FlowTrainError as error:
+        typer.echo(f"flowtrain: {error}", err=True)
+        raise typer.Exit(EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED) from error
+    except KeyboardInterrupt as error:
+        typer.echo("flowtrain: interrupted", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Tables that the command line prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from flowtrain.allocator.plan import requirements
+from flowtrain.observability.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from flowtrain.controller.prepare import Prepared
+    from flowtrain.controller.run import RunSummary
+
+
+def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
+    """What a run would be, and the actors that would run it."""
+    config, needs = prepared.config, requirements(prepared.plan)
+    run = Table(title=f"run {config.name}", title_justify="left", show_header=False)
+    run.add_row("mode", f"{config.mode}, {config.model.dtype}, family {config.model.family}")
+    run.add_row("steps", f"{prepared.num_steps} of {config.training.global_batch_size} samples")
+    for name, size in zip(prepared.source_names, prepared.source_sizes, strict=True):
+        run.add_row(f"data {name}", f"{size:,} samples")
+    if config.data.eval is not None and prepared.eval_every is not None:
+        run.add_row("evaluation", f"{prepared.num_eval:,} samples every {prepared.eval_every} steps")
+    run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")
+    run.add_row("CPUs", f"{needs.num_cpus:g}")
+    run.add_row("devices", f"{needs.num_devices:g}")
+    run.add_row("memory pool", _nbytes(needs.pool_nbytes))
+
+    actors = Table(title="actors", title_justify="left")
+    for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
+        actors.add_column(heading, justify="left" if heading == "module" else "right")
+    for name, module in prepared.plan.modules():
+        segment = _nbytes(module.segment_nbytes) if module.segment_nbytes else "-"
+        actors.add_row(name, str(module.num_actors), f"{module.num_cpus:g}", f"{module.num_devices:g}", segment)
+    actors.add_row("coordinator", "1", "0", "0", "-")
+    return run, actors
+
+
+def summary_table(summary: RunSummary) -> Table:
+    """How a run ended, and where everything of it lies."""
+    run = RunDir(summary.directory)
+    table = Table.grid(padding=(0, 2))
+    ended = "stopped" if summary.stopped else "done"
+    table.add_row(ended, f"step {summary.step} of {summary.num_steps} in {summary.duration_s:.0f} s")
+    for name, loss in (("loss", summary.loss), ("held-out loss", summary.eval_loss)):
+        if loss is not None:
+            table.add_row(name, f"{loss:.4f}")
+    if summary.num_rejected:
+        table.add_row("quarantined", f"{summary.num_rejected} samples: {run.quarantine}")
+    for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
+        table.add_row(name, str(path))
+    if summary.checkpoint is not None:
+        table.add_row("checkpoint", str(summary.checkpoint))
+        table.add_row("export it", f"flowtrain export {run.root}")
+    return table
+
+
+def _nbytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"

@@ -1,0 +1,1 @@
+"""Configuration of a run: pydantic models, one file per role; ``run.py`` joins them and checks across roles."""

@@ -1,0 +1,11 @@
+"""The base of every configuration model: frozen, unknown keys refused."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ConfigModel(BaseModel):
+    """A configuration section; unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -1,0 +1,65 @@
+"""How it flows: scheduler, memory pool, limits on waiting, observability."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from flowtrain.config.base import ConfigModel
+
+
+class SchedulerConfig(ConfigModel):
+    """Packing and dispatch.
+
+    microbatch_tokens: capacity of one packed microbatch (not ``data.max_seq_len``, what one sample may have).
+    num_buckets: classes of similar cost. lookahead_steps: units that are sized, planned and encoded ahead of the
+    backbone.
+    """
+
+    packing: Literal["best_fit"] = "best_fit"
+    microbatch_tokens: int = Field(4096, ge=8)
+    cost: Literal["eq3", "tokens"] = "eq3"
+    num_buckets: int = Field(4, ge=1)
+    dispatch: Literal["zigzag"] = "zigzag"
+    lookahead_steps: int = Field(2, ge=1)
+
+
+class PoolConfig(ConfigModel):
+    """The unified memory pool.
+
+    text_segment_nbytes: what the feeder gives for token ids. max_processes, max_segment_nbytes: extent of the address
+    space (N and C of FlowTrain 3.2); reserving costs nothing. processes_per_node: indices that a node owns, restarts
+    included. alignment: of every extent.
+    """
+
+    text_segment_nbytes: int = Field(64 << 20, ge=1 << 16)
+    max_processes: int = Field(1024, ge=4)
+    processes_per_node: int = Field(64, ge=4)
+    max_segment_nbytes: int = Field(1 << 36, ge=1 << 20)
+    alignment: int = Field(256, ge=64)
+
+
+class LimitsConfig(ConfigModel):
+    """Limits on waiting, in seconds. Each prints who waits for what when it passes."""
+
+    placement_timeout_s: float = Field(120.0, gt=0)
+    start_timeout_s: float = Field(300.0, gt=0)
+    stall_warning_s: float = Field(60.0, gt=0)
+    stall_timeout_s: float = Field(900.0, gt=0)
+    lease_timeout_s: float = Field(600.0, gt=0)
+    stop_timeout_s: float = Field(60.0, gt=0)
+    max_encoder_restarts: int = Field(10, ge=0)
+
+
+class ObservabilityConfig(ConfigModel):
+    """What a run shows. trace_steps: steps that ``trace.json`` covers (from the start or a resume; 0 turns it off).
+
+    progress: the live display (``auto``: on a terminal; else one line every few seconds). dashboard: start the Ray
+    dashboard on localhost when the run starts its own Ray.
+    """
+
+    progress: Literal["auto", "plain", "off"] = "auto"
+    trace_steps: int = Field(100, ge=0)
+    ray_metrics: bool = True
+    dashboard: bool = True

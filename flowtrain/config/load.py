@@ -1,0 +1,81 @@
+"""Load a configuration: YAML, then dotted overrides, then pydantic, then paths; and write it back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowtrain.config.messages import Document, refusal, render_validation
+from flowtrain.config.overrides import apply_overrides
+from flowtrain.config.paths import resolve_paths
+from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
+from flowtrain.errors import ConfigError
+
+
+def load_config(path: str | PathLike[str], overrides: Sequence[str] = (), check_paths: bool = True) -> RunConfig:
+    """Configuration in a YAML file with overrides (``section.key=value``) applied and its paths made absolute.
+
+    check_paths: paths of data and local models must exist. Raises ConfigError with one message that names file, key,
+    value and the nearest valid key for every fault found.
+    """
+    file = Path(path).expanduser()
+    try:
+        values, lines = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from error
+    except YamlError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be a mapping of keys, not {type(values).__name__}")
+    document = Document(str(path), values, lines, apply_overrides(values, overrides))
+    return _build(document, file.resolve().parent, check_paths)
+
+
+def override_config(config: RunConfig, overrides: Sequence[str], check_paths: bool = True) -> RunConfig:
+    """A configuration with overrides applied; relative paths in it start from the current directory."""
+    values = plain_values(config)
+    document = Document("configuration", values, {}, apply_overrides(values, overrides))
+    return _build(document, Path.cwd(), check_paths)
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """The configuration with every default, as YAML that loads again to an equal one."""
+    return dump_yaml(plain_values(config))
+
+
+def plain_values(config: RunConfig) -> dict[str, Any]:
+    """The configuration as mappings, lists and scalars."""
+    values: dict[str, Any] = _plain(config.model_dump())
+    return values
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 of plain values, the same whatever the order of keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _build(document: Document, config_dir: Path, check_paths: bool) -> RunConfig:
+    try:
+        values = plain_values(RunConfig.model_validate(document.values))
+        faults = resolve_paths(values, document, config_dir, check_paths)
+        if faults:
+            raise ConfigError(refusal(document.label, faults))
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(render_validation(document, error)) from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

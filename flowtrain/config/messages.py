@@ -1,0 +1,119 @@
+"""What a user reads when a configuration is refused: one line per fault, with its place, key, value and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from flowtrain.config.schema import nearest_key
+from flowtrain.config.yaml_text import Path, dotted
+
+_MAX_VALUE_LENGTH = 60
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section (a mapping of keys)",
+    "model_attributes_type": "a section (a mapping of keys)",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+_NEEDS_ITEMS = {"too_short": "at least {min_length}", "too_long": "at most {max_length}"}
+
+
+@dataclass
+class Document:
+    """A configuration before validation, with what is needed to say where a value came from.
+
+    label: the file as the user named it. lines: line of every value in the file. overrides: text of the override that
+    set a value.
+    """
+
+    label: str
+    values: dict[str, Any]
+    lines: Mapping[Path, int] = field(default_factory=dict)
+    overrides: Mapping[Path, str] = field(default_factory=dict)
+
+    def place(self, path: Path) -> str | None:
+        """``line 12`` or ``override 'a.b=1'`` for the innermost known value on ``path``."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.overrides:
+                return f"override {self.overrides[path[:length]]!r}"
+            if path[:length] in self.lines:
+                return f"line {self.lines[path[:length]]}"
+        return None
+
+
+def refusal(label: str, faults: Sequence[str]) -> str:
+    """One message for all faults of a file."""
+    if len(faults) == 1:
+        return f"{label}: {faults[0]}"
+    return "\n".join([f"{label}: {len(faults)} errors", *(f"  - {fault}" for fault in faults)])
+
+
+def render_validation(document: Document, error: ValidationError) -> str:
+    """Message for what pydantic found."""
+    return refusal(document.label, [_fault(document, details) for details in error.errors(include_url=False)])
+
+
+def fault_line(document: Document, path: Path, text: str) -> str:
+    """A fault's text with its place in front."""
+    place = document.place(path)
+    return f"{place}: {text}" if place else text
+
+
+def show_value(value: Any) -> str:
+    """A value as the message shows it, shortened."""
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
+
+
+def _fault(document: Document, details: ErrorDetails) -> str:
+    path, kind, value = tuple(details["loc"]), details["type"], details["input"]
+    context: dict[str, Any] = details.get("ctx") or {}
+    key = dotted(path)
+    if kind == "value_error":
+        return fault_line(document, path, str(context["error"]))
+    if kind == "missing":
+        return fault_line(document, path[:-1], f"{key} is missing; it is required")
+    if kind == "extra_forbidden":
+        return fault_line(document, path, _unknown_key(document, path, value))
+    if kind in _NEEDS_ITEMS:
+        count = _NEEDS_ITEMS[kind].format(**context)
+        return fault_line(document, path, f"{key} has {context['actual_length']} entries; it must have {count}")
+    if kind not in _EXPECTED:
+        return fault_line(document, path, f"{key} = {show_value(value)}: {details['msg']}")
+    text = f"{key} = {show_value(value)}: must be {_EXPECTED[kind].format(**context)}"
+    return fault_line(document, path, text + _nearest_value(kind, value, context))
+
+
+def _unknown_key(document: Document, path: Path, value: Any) -> str:
+    near = nearest_key(path, document.values)
+    way_out = f"did you mean {near}?" if near else "remove it"
+    return f"{dotted(path)} = {show_value(value)}: unknown key; {way_out}"
+
+
+def _nearest_value(kind: str, value: Any, context: Mapping[str, Any]) -> str:
+    if kind != "literal_error" or not isinstance(value, str):
+        return ""
+    choices = [choice.strip("'") for choice in str(context["expected"]).replace(" or ", ", ").split(", ")]
+    near = difflib.get_close_matches(value, choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,80 @@
+"""Paths in a configuration: where relative ones start from, and which must exist.
+
+A relative path is looked for in the current directory, then in the configuration file's directory, then in that
+directory's parent (so that ``configs/a.yaml`` may name the project's files from anywhere); what is found becomes
+absolute. A model or tokenizer that is found nowhere stays as it is when it looks like a hub id (``name`` or
+``owner/name``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+from flowtrain.config.messages import Document, fault_line
+from flowtrain.config.schema import ANY
+from flowtrain.config.yaml_text import Path, dotted
+
+_FILES = (
+    ("data", "sources", ANY, "path"),
+    ("data", "sources", ANY, "image_root"),
+    ("data", "eval", "path"),
+    ("data", "eval", "image_root"),
+    ("model", "chat_template"),
+)
+_MODELS = (
+    ("model", "path"),
+    ("model", "tokenizer"),
+    ("encoders", ANY, "path"),
+    ("backbone", "path"),
+)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[str]:
+    """Make the paths in ``values`` absolute, in place; returns a fault for each that does not exist (if ``check``)."""
+    faults: list[str] = []
+    for patterns, may_be_hub_id in ((_FILES, False), (_MODELS, True)):
+        for pattern in patterns:
+            for holder, path in _holders(values, pattern, ()):
+                fault = _resolve(holder, path, config_dir, may_be_hub_id)
+                if fault and check:
+                    faults.append(fault_line(document, path, fault))
+    return faults
+
+
+def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hub_id: bool) -> str | None:
+    name = str(path[-1])
+    text = holder[name]
+    if name == "chat_template" and "{" in text:
+        return None  # the template itself, not the name of a file
+    written = FilePath(text).expanduser()
+    bases = [] if written.is_absolute() else [FilePath.cwd(), config_dir, config_dir.parent]
+    for candidate in [base / written for base in bases] or [written]:
+        if candidate.exists():
+            if name == "image_root" and not candidate.is_dir():
+                return f"{dotted(path)} = {text!r}: must be a directory"
+            holder[name] = str(candidate.resolve())
+            return None
+    if may_be_hub_id and _HUB_ID.fullmatch(text):
+        return None
+    where = f" (looked in {', '.join(dict.fromkeys(str(base) for base in bases))})" if bases else ""
+    hub = "; it is no hub id (owner/name) either" if may_be_hub_id else ""
+    return f"{dotted(path)} = {text!r}: no such file or directory{where}{hub}"
+
+
+def _holders(value: Any, pattern: tuple[str, ...], walked: Path) -> Iterator[tuple[dict[str, Any], Path]]:
+    """Mappings in ``value`` whose key the pattern's last name is set, with the key's whole path."""
+    if len(pattern) == 1:
+        if value is not None and value[pattern[0]] is not None:
+            yield value, (*walked, pattern[0])
+        return
+    if value is None:
+        return
+    keys: Any = [pattern[0]]
+    if pattern[0] == ANY:
+        keys = range(len(value)) if isinstance(value, list) else list(value)
+    for key in keys:
+        yield from _holders(value[key], pattern[1:], (*walked, key))

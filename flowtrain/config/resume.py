@@ -1,0 +1,89 @@
+"""Which keys a resumed run may change: those that leave the losses as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from flowtrain.config.load import digest_of, plain_values
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError
+
+_MAY_CHANGE = (
+    "name",
+    "runs_dir",
+    "observability.*",
+    "checkpoint.*",
+    "limits.*",
+    "pool.*",
+    "data.max_rejected_fraction",
+    "scheduler.lookahead_steps",
+    "encoders.*.data_parallel_size",
+    "encoders.*.segment_nbytes",
+    "encoders.*.num_cpus",
+    "encoders.*.decode_threads",
+    "backbone.num_cpus",
+    "backbone.prefetch_microbatches",
+    "backbone.activation_checkpointing",  # recomputation repeats the same operations
+)
+_MAY_GROW = ("training.max_steps", "training.num_epochs")
+_ABSENT = "(not given)"
+
+
+def check_resumable(old: RunConfig, new: RunConfig) -> None:
+    """Raise ConfigError unless ``new`` can continue a run begun with ``old``; it names each key with both values.
+
+    Pools, limits, checkpoints, observability and the run's length may change; whatever decides the order of the data,
+    the model or a bit of the arithmetic may not.
+    """
+    before, after = _flat(old), _flat(new)
+    faults = [
+        fault
+        for key in dict.fromkeys([*before, *after])
+        if (fault := _fault(key, before.get(key, _ABSENT), after.get(key, _ABSENT)))
+    ]
+    if faults:
+        raise ConfigError(
+            "\n".join(
+                [
+                    f"run {new.name!r} cannot be resumed with this configuration; "
+                    "set these keys back, or start a run under another name:",
+                    *(f"  - {fault}" for fault in faults),
+                ]
+            )
+        )
+
+
+def config_digest(config: RunConfig) -> str:
+    """Hash of the keys that a resume must keep: equal for configurations that may continue each other."""
+    return digest_of({key: value for key, value in _flat(config).items() if not _free(key) and key not in _MAY_GROW})
+
+
+def _fault(key: str, old: Any, new: Any) -> str | None:
+    if old == new or _free(key):
+        return None
+    if key in _MAY_GROW and old is not None and new is not None:
+        return None if new > old else f"{key} was {old!r}, is now {new!r}; it may only grow"
+    return f"{key} was {old!r}, is now {new!r}"
+
+
+def _free(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in _MAY_CHANGE)
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return dict(_leaves(plain_values(config), ""))
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    items: Any = None
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    if not items:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))

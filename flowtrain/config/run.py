@@ -1,0 +1,119 @@
+"""The whole configuration, and the checks that need more than one role."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from flowtrain.config.base import ConfigModel
+from flowtrain.config.data import DataConfig
+from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
+from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
+from flowtrain.config.training import CheckpointConfig, TrainingConfig
+from flowtrain.types import TEXT_PART
+
+
+class RunConfig(ConfigModel):
+    """One training run, as written in one YAML file.
+
+    name: the run's directory is ``<runs_dir>/<name>``. seed: order of the data and random initial weights.
+    mode: ``decoupled`` is FlowTrain. encoders: from a name to an encoder, though most runs have one.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    runs_dir: str = "runs"
+    seed: int = Field(0, ge=0)
+    mode: Literal["decoupled"] = "decoupled"
+    model: ModelConfig = ModelConfig()
+    encoders: dict[str, EncoderConfig] = Field(min_length=1)
+    connector: ConnectorConfig = ConnectorConfig()
+    backbone: BackboneConfig = BackboneConfig()
+    data: DataConfig
+    training: TrainingConfig = TrainingConfig(max_steps=1000)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    pool: PoolConfig = PoolConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    limits: LimitsConfig = LimitsConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @model_validator(mode="after")
+    def _across_roles(self) -> RunConfig:
+        for check in (
+            _capacity_holds_a_sample,
+            _batch_feeds_every_rank,
+            _encoder_names,
+            _not_yet_parallel,
+            _segments_fit_the_space,
+            _modules_have_an_origin,
+        ):
+            check(self)
+        return self
+
+
+def _capacity_holds_a_sample(config: RunConfig) -> None:
+    if config.data.max_seq_len > config.scheduler.microbatch_tokens:
+        raise ValueError(
+            f"data.max_seq_len ({config.data.max_seq_len}) is larger than scheduler.microbatch_tokens "
+            f"({config.scheduler.microbatch_tokens}): a longest sample would fit no microbatch; lower the first or "
+            "raise the second"
+        )
+
+
+def _batch_feeds_every_rank(config: RunConfig) -> None:
+    dp_size, batch = config.backbone.data_parallel_size, config.training.global_batch_size
+    if batch < dp_size:
+        raise ValueError(
+            f"training.global_batch_size ({batch}) is smaller than backbone.data_parallel_size ({dp_size}): some "
+            "ranks would never have a sample; raise the first or lower the second"
+        )
+
+
+def _encoder_names(config: RunConfig) -> None:
+    for name in config.encoders:
+        if name == TEXT_PART or not name.isidentifier():
+            raise ValueError(f"encoders: {name!r} is no valid encoder name; use an identifier other than {TEXT_PART!r}")
+    if len(config.encoders) > 1:
+        raise ValueError(
+            f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); "
+            f"family {config.model.family!r} has exactly one encoder"
+        )
+
+
+def _not_yet_parallel(config: RunConfig) -> None:
+    backbone = config.backbone
+    degrees = {
+        "backbone.tensor_parallel_size": backbone.tensor_parallel_size,
+        "backbone.pipeline_parallel_size": backbone.pipeline_parallel_size,
+        "backbone.context_parallel_size": backbone.context_parallel_size,
+    }
+    degrees |= {f"encoders.{name}.tensor_parallel_size": e.tensor_parallel_size for name, e in config.encoders.items()}
+    for key, degree in degrees.items():
+        if degree > 1:
+            raise ValueError(f"{key} ({degree}) above 1 is not supported yet; set it to 1 and use data parallelism")
+
+
+def _segments_fit_the_space(config: RunConfig) -> None:
+    limit = config.pool.max_segment_nbytes
+    sizes = {"pool.text_segment_nbytes": config.pool.text_segment_nbytes}
+    sizes |= {f"encoders.{name}.segment_nbytes": e.segment_nbytes for name, e in config.encoders.items()}
+    for key, nbytes in sizes.items():
+        if nbytes > limit:
+            raise ValueError(f"{key} ({nbytes}) is larger than pool.max_segment_nbytes ({limit}); raise the second")
+
+
+def _modules_have_an_origin(config: RunConfig) -> None:
+    modules: dict[str, EncoderConfig | BackboneConfig] = {
+        f"encoders.{name}": encoder for name, encoder in config.encoders.items()
+    }
+    modules["backbone"] = config.backbone
+    for key, module in modules.items():
+        given = [name for name in ("path", "config") if getattr(module, name) is not None]
+        if len(given) == 2:
+            raise ValueError(f"{key}.path and {key}.config are both given; keep one of them")
+        if config.model.path is not None and given:
+            raise ValueError(
+                f"model.path ({config.model.path}) is a whole checkpoint and {key}.{given[0]} is given too; keep one"
+            )
+        if config.model.path is None and not given:
+            raise ValueError(f"{key} needs a path or a config (or give model.path, a whole checkpoint)")

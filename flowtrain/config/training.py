@@ -1,0 +1,57 @@
+"""How it is trained: batch, optimizer, schedule, loss, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from flowtrain.config.base import ConfigModel
+
+
+class LearningRateConfig(ConfigModel):
+    """Peak learning rate per module; None means the module takes ``training.learning_rate``."""
+
+    connector: float | None = Field(None, ge=0)
+    backbone: float | None = Field(None, ge=0)
+
+
+class TrainingConfig(ConfigModel):
+    """Optimisation.
+
+    global_batch_size: samples per optimizer step over all ranks. max_steps / num_epochs: one of them ends the run.
+    learning_rate: peak; learning_rates: overrides per module. loss_normalization: ``token`` divides the sum of token
+    losses by the step's number of target tokens, ``sample`` is the mean over samples of their mean token loss.
+    max_grad_norm: 0 turns clipping off.
+    """
+
+    global_batch_size: int = Field(8, ge=1)
+    max_steps: int | None = Field(None, ge=1)
+    num_epochs: float | None = Field(None, gt=0)
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(1e-4, ge=0)
+    learning_rates: LearningRateConfig = LearningRateConfig()
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, ge=0)
+    loss_normalization: Literal["token", "sample"] = "token"
+
+    @model_validator(mode="after")
+    def _one_end(self) -> TrainingConfig:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            raise ValueError(
+                f"give exactly one of training.max_steps (now {self.max_steps}) "
+                f"and training.num_epochs (now {self.num_epochs})"
+            )
+        return self
+
+
+class CheckpointConfig(ConfigModel):
+    """Resumable checkpoints: every ``every_steps`` steps and at the end; the last ``keep`` complete ones stay."""
+
+    every_steps: int = Field(100, ge=1)
+    keep: int = Field(2, ge=1)

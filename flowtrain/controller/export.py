@@ -1,0 +1,48 @@
+"""A run's weights as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.observability.files import sync_directory
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.training.checkpoint import load_backbone_state
+from flowtrain.training.checkpoint_store import latest_complete
+
+
+def export_run(run_dir: Path, to: Path | None = None) -> Path:
+    """Write the run's last complete checkpoint as a Hugging Face directory and return where.
+
+    to: by default ``<run_dir>/export``, which is replaced; a directory of the user's own must be empty or absent. It
+    appears whole or not at all. Raises ConfigError or CheckpointError where there is nothing to export.
+    """
+    run = RunDir(run_dir.expanduser().absolute())
+    config = run.load_config()
+    target = run.export if to is None else to.expanduser().absolute()
+    if target != run.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty; name another directory with --to, or remove it")
+    checkpoint = latest_complete(run.checkpoints)
+    if checkpoint is None:
+        raise CheckpointError(f"{run.checkpoints}: no complete checkpoint to export; the run writes one as it goes")
+    return _write(config, checkpoint, target)
+
+
+def _write(config: RunConfig, checkpoint: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        family_from_config(config).export(load_backbone_state(checkpoint), staging)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    sync_directory(target.parent)
+    return target

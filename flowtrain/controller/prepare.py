@@ -1,0 +1,105 @@
+"""What a run needs to know before anything starts: steps, sizes, plan, and whether its memory suffices. No Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowtrain.allocator.plan import Plan, fixed_plan
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
+from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.data.units import num_steps_of
+from flowtrain.errors import ConfigError
+from flowtrain.mempool.capacity import check_capacity
+from flowtrain.models.families.base import Family
+from flowtrain.models.families.registry import family_from_config
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that can start.
+
+    source_sizes: rows of each training source; source_names in the same order. num_eval: samples of an evaluation
+    round, 0 for none. num_steps, total_positions: as ``num_steps_of``.
+    """
+
+    config: RunConfig
+    plan: Plan
+    model_spec: ModelSpec
+    source_names: tuple[str, ...]
+    source_sizes: tuple[int, ...]
+    num_eval: int
+    num_steps: int
+    total_positions: int | None
+
+    @property
+    def eval_every(self) -> int | None:
+        """Steps between evaluation rounds, None without evaluation."""
+        return self.config.data.eval.every_steps if self.config.data.eval and self.num_eval else None
+
+    @property
+    def epoch_positions(self) -> int:
+        """Positions in one pass over the data."""
+        return max(1, sum(self.source_sizes))
+
+
+def prepare(config: RunConfig, use_devices: bool = False) -> Prepared:
+    """Look at data and model headers; raises ConfigError or DataError where the run could not work."""
+    sources = SourceSet.from_config(config.data)
+    if sum(sources.sizes) == 0:
+        raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
+    num_eval = 0
+    if config.data.eval is not None and sources.evaluation is not None:
+        num_eval = min(config.data.eval.max_samples, len(sources.evaluation))
+    num_steps, total_positions = num_steps_of(config.training, sources.sizes)
+    family = family_from_config(config)
+    check_memory(config, family, num_eval)
+    return Prepared(
+        config=config,
+        plan=fixed_plan(config, use_devices),
+        model_spec=model_spec(family),
+        source_names=tuple(source.name for source in sources.train),
+        source_sizes=sources.sizes,
+        num_eval=num_eval,
+        num_steps=num_steps,
+        total_positions=total_positions,
+    )
+
+
+def model_spec(family: Family) -> ModelSpec:
+    """The model's shapes for the cost model."""
+    backbone = from_hf_text_config(family.text_config.to_dict())
+    vision = from_hf_vision_config(family.vision_config.to_dict())
+    name = family.encoder_names[0]
+    connector = ConnectorSpec(family.feature_dim(name), backbone.hidden_size, backbone.hidden_size)
+    return ModelSpec({name: vision}, connector, backbone)
+
+
+def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
+    """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock (DESIGN 5)."""
+    samples = max(config.training.global_batch_size, num_eval)
+    limit, align = config.data.max_seq_len, config.pool.alignment
+    text_nbytes = _aligned(2 * 4 * limit, align)
+    check_capacity(
+        [config.pool.text_segment_nbytes],
+        largest_part_nbytes=text_nbytes,
+        parts_per_step=samples,
+        knob="pool.text_segment_nbytes",
+    )
+    for name, encoder in config.encoders.items():
+        # A lease takes a whole batch: at most what one sample can have, or the batch's limit of patches.
+        rows = max(limit, encoder.max_batch_patches)
+        batch_nbytes = _aligned(rows * family.row_nbytes(name), align)
+        sample_nbytes = _aligned(limit * family.row_nbytes(name), align)
+        num_batches = min(samples, 1 + -(-samples * sample_nbytes // max(1, batch_nbytes // 2)))
+        check_capacity(
+            [encoder.segment_nbytes] * encoder.data_parallel_size,
+            largest_part_nbytes=batch_nbytes,
+            parts_per_step=num_batches,
+            knob=f"encoders.{name}.segment_nbytes",
+        )
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

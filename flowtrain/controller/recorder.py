@@ -1,0 +1,187 @@
+"""Turns the coordinator's events into the run's files and into what people watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+
+from flowtrain.controller.prepare import Prepared
+from flowtrain.observability.files import read_json_lines
+from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
+from flowtrain.observability.metrics import MetricsWriter, StepMetrics
+from flowtrain.observability.progress import ProgressDisplay, ProgressState
+from flowtrain.observability.quarantine import QuarantineWriter
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.trace import TraceWriter
+from flowtrain.types import (
+    EVAL_POSITION_BASE,
+    CheckpointWritten,
+    Event,
+    Rejected,
+    Rejection,
+    SpansRecorded,
+    UnitDone,
+    UnitKind,
+)
+from flowtrain.types import LedgerRow as RowMessage
+
+MetricsSink = Callable[[StepMetrics], None]
+
+
+class Recorder:
+    """Writes metrics, ledger, quarantine and trace of one run, and keeps the totals that a checkpoint needs.
+
+    first_step: steps done before (files are cut back to it). sink: takes each step's metrics (Ray's gauges), or None.
+    peak_flops: FLOP/s of one device, set once it is known. A device is what one encoder or backbone actor runs on.
+    """
+
+    def __init__(
+        self, prepared: Prepared, files: RunDir, first_step: int, display: ProgressDisplay, sink: MetricsSink | None
+    ) -> None:
+        self._prepared = prepared
+        self._display = display
+        self._sink = sink
+        self._metrics = MetricsWriter(files.metrics)
+        self._ledger = LedgerWriter(files.ledger)
+        self._quarantine = QuarantineWriter(files.quarantine, prepared.source_names)
+        self._trace = TraceWriter(files.trace)
+        self._held: StepMetrics | None = None
+        self._held_bound_nbytes = 0
+        self._last_finished_s: float | None = None
+        plan = prepared.plan
+        self._num_devices = plan.backbone.num_actors + sum(module.num_actors for module in plan.encoders.values())
+        self.peak_flops: float | None = None
+        self.last: StepMetrics | None = None
+        self.last_eval_loss: float | None = None
+        self.sampler_states: dict[int, dict[str, object]] = {}
+        self.num_rejected = self._cut_back(first_step)
+        self._known_eval_rows = {record["row"] for record in read_json_lines(files.quarantine) if record["position"] >= EVAL_POSITION_BASE}
+        self.num_seen = min(first_step * prepared.config.training.global_batch_size, prepared.total_positions or 1 << 62)
+
+    def _cut_back(self, first_step: int) -> int:
+        self._metrics.truncate_after(first_step)
+        self._ledger.truncate_after(first_step)
+        every = self._prepared.eval_every
+        rounds = first_step // every if every else 0
+        return self._quarantine.truncate_from(
+            first_step * self._prepared.config.training.global_batch_size,
+            EVAL_POSITION_BASE + rounds * self._prepared.num_eval,
+        )
+
+    def take(self, event: Event) -> None:
+        """Record one event."""
+        if isinstance(event, UnitDone):
+            self._take_unit(event)
+        elif isinstance(event, Rejected):
+            self._take_rejections(event)
+        elif isinstance(event, SpansRecorded):
+            self._trace.write(event.spans)
+        else:
+            assert isinstance(event, CheckpointWritten)
+
+    def flush(self) -> None:
+        """Make ledger and metrics durable; called before a checkpoint becomes complete."""
+        self._release_held(None)
+        self._ledger.flush()
+
+    def forget_before(self, step: int) -> None:
+        """Drop the sampler states of steps that no coming checkpoint is of."""
+        self.sampler_states = {known: state for known, state in self.sampler_states.items() if known > step}
+
+    def close(self) -> None:
+        """Write what is held back and close the files; the ledger keeps what the last checkpoint covers."""
+        self._release_held(None)
+        for writer in (self._metrics, self._quarantine, self._trace):
+            writer.close()
+
+    def _take_unit(self, done: UnitDone) -> None:
+        step = done.unit.step
+        if done.unit.kind is UnitKind.EVAL:
+            self._last_finished_s = max(report.finished_s for report in done.reports)
+            self._release_held(done.reports[0].loss)
+            return
+        self._ledger.append([self._ledger_row(row) for row in done.ledger])
+        self.sampler_states[step] = dict(done.sampler_state)
+        self._release_held(None)
+        self._held = self._step_metrics(done)
+        self._held_bound_nbytes = done.pool_dram_bound_nbytes
+        every = self._prepared.eval_every
+        if every is None or step % every != 0:
+            self._release_held(None)
+
+    def _release_held(self, eval_loss: float | None) -> None:
+        """Write the line of the last step; it is held while an evaluation may still add its loss."""
+        if self._held is None:
+            return
+        metrics, self._held = replace(self._held, eval_loss=eval_loss), None
+        self._metrics.write(metrics)
+        self.last = metrics
+        self.last_eval_loss = eval_loss if eval_loss is not None else self.last_eval_loss
+        self._display.update(ProgressState(metrics, self._held_bound_nbytes))
+        if self._sink is not None:
+            self._sink(metrics)
+
+    def _step_metrics(self, done: UnitDone) -> StepMetrics:
+        report = done.reports[0]
+        finished_s = max(each.finished_s for each in done.reports)
+        started_s = self._last_finished_s or min(each.started_s for each in done.reports)
+        self._last_finished_s = finished_s
+        step_time_s = max(finished_s - started_s, 1e-9)
+        num_devices = self._num_devices
+        mfu = done.model_flops / step_time_s / (num_devices * self.peak_flops) if self.peak_flops else None
+        assert report.lr is not None
+        return StepMetrics(
+            step=done.unit.step,
+            epoch=(done.unit.first_position + done.unit.num_positions) / self._prepared.epoch_positions,
+            loss=report.loss,
+            lr=report.lr,
+            grad_norm=report.grad_norm,
+            num_samples=report.num_samples,
+            num_tokens=report.num_tokens,
+            num_target_tokens=report.num_target_tokens,
+            step_time_s=step_time_s,
+            tokens_per_s=report.num_tokens / step_time_s,
+            tokens_per_s_per_device=report.num_tokens / step_time_s / num_devices,
+            mfu=mfu,
+            starved_s=fmean(each.starved_s for each in done.reports),
+            blocked_s=done.blocked_s,
+            fetch_s=fmean(each.fetch_s for each in done.reports),
+            plan_time_s=done.plan_time_s,
+            produced_samples_per_s=done.produced_samples / step_time_s,
+            consumed_samples_per_s=report.num_samples / step_time_s,
+            num_microbatches=done.num_microbatches,
+            packing_fill=done.packing_fill,
+            dp_imbalance=done.dp_imbalance,
+            pool_dram_nbytes=done.pool_dram_nbytes,
+            pool_hbm_nbytes=0,
+            eval_loss=None,
+            rejected=done.num_rejected,
+        )
+
+    def _ledger_row(self, row: RowMessage) -> LedgerRow:
+        return LedgerRow(
+            position=row.position,
+            source=self._prepared.source_names[row.source],
+            row=row.row,
+            epoch=row.epoch,
+            step=row.step,
+            dp_rank=row.dp_rank if row.dp_rank >= 0 else None,
+            microbatch=row.slot if row.slot >= 0 else None,
+            state=LedgerState(row.state),
+        )
+
+    def _take_rejections(self, event: Rejected) -> None:
+        self.num_rejected, self.num_seen = event.num_rejected, event.num_seen
+        for rejection in event.rejections:
+            if self._is_new(rejection):
+                self._quarantine.write(rejection)
+
+    def _is_new(self, rejection: Rejection) -> bool:
+        """An evaluation sample is bad in every round; it is written once."""
+        if rejection.ref.position < EVAL_POSITION_BASE:
+            return True
+        if rejection.ref.row in self._known_eval_rows:
+            return False
+        self._known_eval_rows.add(rejection.ref.row)
+        return True

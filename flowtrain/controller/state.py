@@ -1,0 +1,148 @@
+"""The run as a state machine: what happened goes in, what to do comes out. No I/O, no waiting, no Ray."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flowtrain.errors import DataError, FlowTrainError, WorkerLostError
+
+
+class Role(enum.StrEnum):
+    """What an actor does, which decides what its death means."""
+
+    COORDINATOR = "coordinator"
+    FEEDER = "feeder"
+    ENCODER = "encoder"
+    BACKBONE = "backbone"
+
+
+class Phase(enum.StrEnum):
+    """Where the run stands."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DRAINING = "draining"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Tell the coordinator that this actor's memory is gone, and run it again."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class RequestStop:
+    """Ask the coordinator to end the run after the unit that is running."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Everybody returned: drain the last events and close the files."""
+
+
+@dataclass(frozen=True)
+class Fail:
+    """End the run with this error."""
+
+    error: FlowTrainError
+
+
+Decision = Restart | RequestStop | Finish | Fail
+
+MIN_SAMPLES_TO_JUDGE = 64
+"""The rejected share means nothing before this many samples were seen."""
+
+
+class RunState:
+    """Decides what each event means.
+
+    actors: every actor's name and role, the coordinator excepted. max_restarts: of one producer in this run.
+    """
+
+    def __init__(self, actors: Mapping[str, Role], max_restarts: int, max_rejected_fraction: float) -> None:
+        self._running = dict(actors)
+        self._max_restarts = max_restarts
+        self._max_rejected_fraction = max_rejected_fraction
+        self._restarts: dict[str, int] = {}
+        self._stop_asked = False
+        self.phase = Phase.RUNNING
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether somebody asked for the end before the last step."""
+        return self._stop_asked
+
+    def on_returned(self, name: str) -> list[Decision]:
+        """An actor's loop ended by itself."""
+        del self._running[name]
+        if self.phase is Phase.FAILED:
+            return []
+        if not self._running:
+            self.phase = Phase.FINISHED
+            return [Finish()]
+        if not self._has(Role.BACKBONE):
+            self.phase = Phase.DRAINING
+        return []
+
+    def on_died(self, name: str, reason: str) -> list[Decision]:
+        """An actor's process died. A producer is started again; without a backbone rank the run cannot go on."""
+        role = self._running[name]
+        if self.phase in (Phase.FAILED, Phase.DRAINING):
+            return self.on_returned(name)
+        if role is Role.BACKBONE:
+            return self._fail(
+                WorkerLostError(f"{name} died ({reason}); its gradients are lost. Start again with --resume to go on "
+                                "from the last checkpoint")
+            )
+        restarts = self._restarts.get(name, 0) + 1
+        if restarts > self._max_restarts:
+            return self._fail(
+                WorkerLostError(f"{name} died {restarts} times ({reason}), limits.max_encoder_restarts is "
+                                f"{self._max_restarts}; look at its log, then start again with --resume")
+            )
+        self._restarts[name] = restarts
+        return [Restart(name)]
+
+    def on_failed(self, name: str, error: BaseException) -> list[Decision]:
+        """An actor's loop raised: a bug or a condition that a restart does not mend."""
+        if self.phase is Phase.FAILED:
+            return []
+        if isinstance(error, FlowTrainError):
+            return self._fail(error)
+        return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))
+
+    def on_coordinator_lost(self, reason: str) -> list[Decision]:
+        """The coordinator died: nobody knows any more what lies where."""
+        return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
+
+    def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:
+        """Samples were quarantined; the run fails when their share passes the limit."""
+        share = num_rejected / max(1, num_seen)
+        if self.phase is Phase.FAILED or num_seen < MIN_SAMPLES_TO_JUDGE or share <= self._max_rejected_fraction:
+            return []
+        return self._fail(
+            DataError(
+                f"{num_rejected} of {num_seen} samples ({share:.1%}) were rejected, more than "
+                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; quarantine.jsonl says why"
+            )
+        )
+
+    def on_stop(self) -> list[Decision]:
+        """The user asks for a clean end."""
+        if self.phase is not Phase.RUNNING:
+            return []
+        self.phase = Phase.STOPPING
+        self._stop_asked = True
+        return [RequestStop()]
+
+    def _has(self, role: Role) -> bool:
+        return role in self._running.values()
+
+    def _fail(self, error: FlowTrainError) -> list[Decision]:
+        self.phase = Phase.FAILED
+        return [Fail(error)]

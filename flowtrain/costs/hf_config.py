@@ -1,0 +1,160 @@
+"""Reads Hugging Face configurations, as plain mappings, into model specs; transformers is not needed for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+from flowtrain.errors import ConfigError
+
+HFConfig = Mapping[str, Any]
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What a config does not say, since HF has it hard-wired by type.
+_TWO_MATRIX_MLP = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "phi", "starcoder2"}
+_OWN_NUM_KV_HEADS = {"mistral", "qwen2", "qwen3"}
+
+
+def from_hf_text_config(config: HFConfig) -> TransformerSpec:
+    """Return the spec of a causal LM from its HF config (``config.to_dict()`` or the content of ``config.json``).
+
+    Exact in every parameter for ``llama``, ``mistral``, ``qwen2`` and ``qwen3``; for other types the matrices are right
+    as far as they are named alike. Raises ConfigError for a missing key, and for experts, which no formula here covers.
+    """
+    model_type = config.get("model_type", "")
+    for key in _EXPERT_KEYS:
+        if config.get(key):
+            raise ConfigError(
+                f"backbone config ({model_type!r}) has {key} ({config[key]}): the cost model has no mixture of experts "
+                "yet; use a dense backbone"
+            )
+    hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+    attention_bias = bool(config.get("attention_bias", False))
+    return TransformerSpec(
+        num_layers=_int(config, "num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=_int(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, num_heads),
+        head_dim=_head_dim(config, hidden_size, num_heads),
+        vocab_size=_int(config, "vocab_size"),
+        gated_mlp=model_type not in _TWO_MATRIX_MLP,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or model_type == "qwen2",
+        out_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def from_hf_vision_config(config: HFConfig) -> VisionSpec:
+    """Return the spec of a vision tower from its HF config; a CLIP or SigLIP config of both towers works too.
+
+    Types: ``siglip_vision_model``, ``clip_vision_model``, ``dinov2``, ``dinov2_with_registers``, ``vit``. Raises
+    ConfigError for others or a missing key.
+    """
+    config = config.get("vision_config", config)
+    model_type = config.get("model_type", "")
+    if model_type not in _VISION_READERS:
+        raise ConfigError(
+            f"encoder config has model_type ({model_type!r}), which the cost model does not know; "
+            f"it knows {', '.join(sorted(_VISION_READERS))}"
+        )
+    return _VISION_READERS[model_type](config)
+
+
+def _siglip(config: HFConfig) -> VisionSpec:
+    hidden, intermediate, patches = _int(config, "hidden_size"), _int(config, "intermediate_size"), _num_patches(config)
+    outside = _patch_parameters(config) + hidden + patches * hidden + 2 * hidden
+    if config.get("vision_use_head", True):
+        attention, mlp = 4 * hidden * (hidden + 1), 2 * hidden * intermediate + intermediate + hidden
+        outside += hidden + attention + 2 * hidden + mlp  # probe, attention over the patches, norm, MLP
+    return _vision_spec(config, intermediate, num_prefix_tokens=0, outside_parameters=outside)
+
+
+def _clip(config: HFConfig) -> VisionSpec:
+    hidden = _int(config, "hidden_size")
+    outside = _patch_parameters(config) + hidden + (_num_patches(config) + 1) * hidden + 4 * hidden
+    return _vision_spec(config, _int(config, "intermediate_size"), num_prefix_tokens=1, outside_parameters=outside)
+
+
+def _dinov2(config: HFConfig) -> VisionSpec:
+    hidden, gated = _int(config, "hidden_size"), bool(config.get("use_swiglu_ffn", False))
+    intermediate = int(hidden * config.get("mlp_ratio", 4))
+    if gated:
+        intermediate = (int(intermediate * 2 / 3) + 7) // 8 * 8  # as Dinov2SwiGLUFFN rounds it
+    num_prefix = 1 + config.get("num_register_tokens", 0)  # a plain dinov2 has none
+    outside = _patch_parameters(config) + hidden + (num_prefix + _num_patches(config) + 1) * hidden + 2 * hidden
+    outside += hidden * bool(config.get("use_mask_token", True))
+    return _vision_spec(
+        config,
+        intermediate,
+        num_prefix_tokens=num_prefix,
+        outside_parameters=outside,
+        gated_mlp=gated,
+        qkv_bias=bool(config.get("qkv_bias", True)),
+        layer_scale=True,
+    )
+
+
+def _vit(config: HFConfig) -> VisionSpec:
+    hidden, pooled = _int(config, "hidden_size"), config.get("pooler_output_size") or _int(config, "hidden_size")
+    outside = _patch_parameters(config) + hidden + hidden + (_num_patches(config) + 1) * hidden + 2 * hidden
+    return _vision_spec(
+        config,
+        _int(config, "intermediate_size"),
+        num_prefix_tokens=1,
+        outside_parameters=outside + (hidden + 1) * pooled,
+        qkv_bias=bool(config.get("qkv_bias", True)),
+    )
+
+
+def _vision_spec(config: HFConfig, intermediate_size: int, **traits: Any) -> VisionSpec:
+    return VisionSpec(
+        num_layers=_int(config, "num_hidden_layers"),
+        hidden_size=_int(config, "hidden_size"),
+        intermediate_size=intermediate_size,
+        num_heads=_int(config, "num_attention_heads"),
+        patch_size=_int(config, "patch_size"),
+        num_channels=config.get("num_channels", 3),
+        **traits,
+    )
+
+
+_VISION_READERS: dict[str, Callable[[HFConfig], VisionSpec]] = {
+    "siglip_vision_model": _siglip,
+    "clip_vision_model": _clip,
+    "dinov2": _dinov2,
+    "dinov2_with_registers": _dinov2,
+    "vit": _vit,
+}
+
+
+def _int(config: HFConfig, key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(
+            f"model config ({config.get('model_type', 'no model_type')}) has {key} = {value!r}, but the cost model "
+            "needs an integer; write the key out, since defaults are known to transformers alone"
+        )
+    return value
+
+
+def _num_kv_heads(config: HFConfig, num_heads: int) -> int:
+    if config.get("model_type") in _OWN_NUM_KV_HEADS:
+        return _int(config, "num_key_value_heads")  # a missing key would not mean num_heads there
+    return config.get("num_key_value_heads") or num_heads
+
+
+def _head_dim(config: HFConfig, hidden_size: int, num_heads: int) -> int:
+    if config.get("model_type") == "qwen3":
+        return _int(config, "head_dim")
+    return config.get("head_dim") or hidden_size // num_heads
+
+
+def _num_patches(config: HFConfig) -> int:
+    return (_int(config, "image_size") // _int(config, "patch_size")) ** 2
+
+
+def _patch_parameters(config: HFConfig) -> int:
+    return int(config.get("num_channels", 3)) * _int(config, "patch_size") ** 2 * _int(config, "hidden_size")

@@ -1,0 +1,83 @@
+"""From units to sized samples: what the feeder actor wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowtrain.config.run import RunConfig
+from flowtrain.data.sampler import PlainState, Sampler, SamplerState
+from flowtrain.data.sizing import SizedResult, Sizer
+from flowtrain.data.sources.base import BadSample
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.errors import DataError
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.types import Rejection, SampleRef, Unit, UnitKind
+
+
+class Feed:
+    """Draws and sizes the samples of one unit after another. Not thread-safe."""
+
+    def __init__(self, sources: SourceSet, sampler: Sampler, sizer: Sizer) -> None:
+        self._sources = sources
+        self._sampler = sampler
+        self._sizer = sizer
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Feed:
+        """Open the sources and the tokenizer; raises ConfigError or DataError where either cannot be used."""
+        sources = SourceSet.from_config(config.data)
+        family = family_from_config(config)
+        return cls(sources, sampler_from_config(config, sources.sizes), Sizer(family, family.tokenizer, config.data))
+
+    def next_unit(self, unit: Unit) -> list[SizedResult | Rejection]:
+        """Return the unit's samples, sized or rejected, in the order of their positions.
+
+        Training units come in the order of their positions; an evaluation takes the first rows of its source.
+        Raises SourceReadError where a source cannot be read.
+        """
+        return [self._size(ref) for ref in self._refs(unit)]
+
+    def resize(self, ref: SampleRef) -> SizedResult:
+        """Make a sized sample again, equal to the first time, when its text part was lost with its segment.
+
+        Raises DataError where the sample is rejected now, SourceReadError where it cannot be read.
+        """
+        result = self._size(ref)
+        if isinstance(result, Rejection):
+            name = self._sources.source(ref.source).name
+            raise DataError(
+                f"position {ref.position} (row {ref.row} of {name}) was sized once and is rejected now "
+                f" ({result.reason.value}: {result.detail}); do not change the data under a run"
+            )
+        return result
+
+    def state(self) -> PlainState:
+        """Return where the order stands, after the last unit (which the backbone has yet to train)."""
+        return self._sampler.state().to_dict()
+
+    def restore(self, state: Mapping[str, int | list[int]]) -> None:
+        """Continue from a state; raises CheckpointError where it comes from other data or another seed."""
+        self._sampler.restore(SamplerState.from_dict(state))
+
+    def _refs(self, unit: Unit) -> list[SampleRef]:
+        if unit.kind is UnitKind.EVAL:
+            index = self._sources.eval_index
+            return [SampleRef(position, index, row, 0) for row, position in enumerate(unit.positions)]
+        refs = self._sampler.take(unit.num_positions)
+        assert refs[0].position == unit.first_position, (
+            f"unit {unit.index} starts at position {unit.first_position}, the sampler stands at {refs[0].position}"
+        )
+        return refs
+
+    def _size(self, ref: SampleRef) -> SizedResult | Rejection:
+        try:
+            raw = self._sources.read(ref)
+        except BadSample as error:
+            return Rejection(ref, error.reason, error.detail)
+        return self._sizer.size(ref, raw)
+
+
+def sampler_from_config(config: RunConfig, sizes: Sequence[int]) -> Sampler:
+    """Build the run's sampler at its first position; ``sizes`` are the rows of ``data.sources``."""
+    weights = [source.weight for source in config.data.sources]
+    return Sampler(sizes, weights, config.seed, config.data.shuffle)

@@ -1,0 +1,109 @@
+"""Sizes samples from image headers and tokenizer alone: nothing is decoded before it is planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flowtrain.config.data import DataConfig
+from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
+from flowtrain.data.images import image_size
+from flowtrain.data.sources.base import BadSample, RawSample
+from flowtrain.types import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ImageGeometry(Protocol):
+    """What sizing asks a model family."""
+
+    @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """Encoders of the model; every image goes to the first."""
+
+    @property
+    def image_token_id(self) -> int:
+        """Token that stands for one vision token in the backbone's sequence."""
+
+    def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """Tell what an image of ``width`` x ``height`` pixels becomes."""
+
+    def row_nbytes(self, encoder: str) -> int:
+        """Tell the bytes of one feature row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizedResult:
+    """A sized sample and its text part.
+
+    text: C-contiguous int32 ``[2, num_tokens]``: token ids with each image expanded to its vision tokens, and unshifted
+    labels (-100: no loss).
+    """
+
+    sample: SizedSample
+    text: npt.NDArray[np.int32]
+
+
+class Sizer:
+    """Turns raw samples into sized ones, or into rejections; raises ConfigError where the tokenizer cannot be used."""
+
+    def __init__(self, family: ImageGeometry, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._family = family
+        self._encoder = family.encoder_names[0]
+        self._config = config
+        image_token = tokenizer.convert_ids_to_tokens(family.image_token_id)
+        assert isinstance(image_token, str)
+        self._conversations = ConversationEncoder(tokenizer, config.system_prompt, image_token)
+
+    def size(self, ref: SampleRef, raw: RawSample) -> SizedResult | Rejection:
+        """Size one sample; raises SourceReadError where an image file cannot be read."""
+        try:
+            return self._size(ref, raw)
+        except BadSample as error:
+            return Rejection(ref, error.reason, error.detail)
+
+    def _size(self, ref: SampleRef, raw: RawSample) -> SizedResult:
+        encoded = self._conversations.encode(raw.turns)
+        layouts = [self._layout(index, raw) for index in range(len(raw.images))]
+        num_vision_tokens = sum(layout.num_tokens for layout in layouts)
+        num_tokens = len(encoded.ids) - len(layouts) + num_vision_tokens
+        if num_tokens > self._config.max_seq_len:
+            raise BadSample(
+                RejectReason.OVERSIZED_SAMPLE,
+                f"{num_tokens} tokens ({num_vision_tokens} of them from {len(layouts)} images) are more than "
+                f"data.max_seq_len ({self._config.max_seq_len})",
+            )
+        text = self._expand(encoded, layouts)
+        parts = [PartSize(TEXT_PART, 1, 0, num_tokens, text.nbytes)]
+        if layouts:
+            parts.append(self._encoder_part(layouts))
+        num_target_tokens = int((text[1, 1:] != IGNORE_LABEL).sum())
+        sample = SizedSample(ref, num_tokens, num_vision_tokens, num_target_tokens, tuple(parts))
+        return SizedResult(sample, text)
+
+    def _layout(self, index: int, raw: RawSample) -> ImageLayout:
+        try:
+            width, height = image_size(raw.images[index].read(), self._config.max_image_pixels)
+        except BadSample as error:
+            raise BadSample(error.reason, f"image {index + 1} of {len(raw.images)}: {error.detail}") from error
+        return self._family.image_layout(self._encoder, width, height)
+
+    def _encoder_part(self, layouts: list[ImageLayout]) -> PartSize:
+        num_rows = sum(layout.num_rows for layout in layouts)
+        return PartSize(
+            name=self._encoder,
+            num_items=len(layouts),
+            num_patches=sum(layout.num_patches for layout in layouts),
+            num_rows=num_rows,
+            nbytes=num_rows * self._family.row_nbytes(self._encoder),
+        )
+
+    def _expand(self, encoded: EncodedText, layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
+        """Repeat each image's token as often as it has vision tokens; int32 ``[2, num_tokens]``."""
+        repeats = np.ones(len(encoded.ids), dtype=np.int64)
+        repeats[encoded.ids == self._family.image_token_id] = [layout.num_tokens for layout in layouts]
+        return np.repeat(np.stack([encoded.ids, encoded.labels]), repeats, axis=1)

@@ -1,0 +1,136 @@
+"""What every data source gives: raw images, turns, and the reason when a row cannot be used."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+from flowtrain.errors import SourceReadError
+from flowtrain.types import RejectReason
+
+IMAGE_PLACEHOLDER = "<image>"
+"""Stands in a turn's text where an image belongs, whatever the tokenizer calls its image token."""
+
+RETRY_DELAYS_S = (0.1, 0.5, 2.0)
+"""Waits between the attempts to read something that failed with an operating system error."""
+
+Role = Literal["system", "user", "assistant"]
+
+_T = TypeVar("_T")
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors that mean that no such file can be there, as against storage that does not answer."""
+
+
+class BadSample(Exception):
+    """A row that must be rejected: ``reason`` for the statistics, ``detail`` with the values that disagree."""
+
+    def __init__(self, reason: RejectReason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class RawImage:
+    """An encoded image: its bytes, or the file that holds them (exactly one is given)."""
+
+    data: bytes | None = None
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.data is None) != (self.path is None), "give either data or path"
+
+    def read(self) -> bytes:
+        """Return the encoded bytes.
+
+        Raises BadSample (MISSING_IMAGE) where there is no such file, SourceReadError where it cannot be read.
+        """
+        if self.data is not None:
+            return self.data
+        return read_with_retries(self._read_file, f"image {self.path}")
+
+    def _read_file(self) -> bytes:
+        assert self.path is not None
+        try:
+            return self.path.read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            if isinstance(error, OSError) and error.errno not in _ABSENT:
+                raise
+            raise BadSample(RejectReason.MISSING_IMAGE, f"no image file {str(self.path)[:200]!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a conversation; ``<image>`` in its text stands for the sample's next image."""
+
+    role: Role
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawSample:
+    """A sample as its source holds it, with exactly one ``<image>`` in the turns for each image, in order."""
+
+    images: tuple[RawImage, ...]
+    turns: tuple[Turn, ...]
+
+
+class Source(Protocol):
+    """Rows of raw samples at random access; safe to read from several threads, opened once in each process."""
+
+    @property
+    def name(self) -> str:
+        """Stands for the source in the quarantine file and the ledger."""
+
+    def __len__(self) -> int:
+        """Count the rows."""
+
+    def read(self, row: int) -> RawSample:
+        """Return a row; raises BadSample where it must be rejected, SourceReadError where it cannot be read."""
+
+
+def read_with_retries(read: Callable[[], _T], what: str) -> _T:
+    """Call ``read``, again after an OSError, a few times; then SourceReadError, which names ``what``."""
+    for delay_s in (*RETRY_DELAYS_S, None):
+        try:
+            return read()
+        except OSError as error:
+            if delay_s is None:
+                attempts = len(RETRY_DELAYS_S) + 1
+                raise SourceReadError(
+                    f"cannot read {what} after {attempts} attempts: {error}; check the storage, then resume the run"
+                ) from error
+            time.sleep(delay_s)
+    raise AssertionError("unreachable")
+
+
+def normalise(images: Sequence[RawImage], turns: Sequence[Turn]) -> RawSample:
+    """Give every image exactly one ``<image>`` in the turns.
+
+    Images without any placeholder (as in FineVision) go in front of the first user turn. Raises BadSample
+    (PLACEHOLDER_MISMATCH) with both counts for every other disagreement.
+    """
+    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns)
+    if num_placeholders == len(images):
+        return RawSample(tuple(images), tuple(turns))
+    if num_placeholders:
+        raise BadSample(
+            RejectReason.PLACEHOLDER_MISMATCH,
+            f"{len(images)} images but {num_placeholders} {IMAGE_PLACEHOLDER} placeholders",
+        )
+    for index, turn in enumerate(turns):
+        if turn.role == "user":
+            text = f"{IMAGE_PLACEHOLDER * len(images)}\n{turn.text}"
+            return RawSample(tuple(images), (*turns[:index], replace(turn, text=text), *turns[index + 1 :]))
+    raise BadSample(
+        RejectReason.PLACEHOLDER_MISMATCH,
+        f"{len(images)} images but 0 {IMAGE_PLACEHOLDER} placeholders, and no user turn to put them in front of",
+    )

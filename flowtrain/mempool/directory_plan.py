@@ -1,0 +1,62 @@
+"""A step plan as the directory's records, checked against the sizes that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flowtrain.errors import PoolError
+from flowtrain.mempool.directory_records import BatchRecord, MicrobatchRecord, PositionRecord, UnitRecord
+from flowtrain.types import EncodeBatch, Microbatch, StepPlan
+
+Known = Callable[[int], PositionRecord]
+
+
+def build_unit(plan: StepPlan, known: Known, aligned: Callable[[int], int]) -> UnitRecord:
+    """Return the records of a plan, and tie its positions to their microbatches.
+
+    known: record of a position, or PoolError. aligned: bytes that a part takes. Raises PoolError unless every position
+    of the unit is planned once or rejected, and every part from an encoder is in the batches.
+    """
+    unit = UnitRecord(plan.unit, plan.dp_size)
+    for slot in plan.slots:
+        for microbatch in slot:
+            unit.microbatches[microbatch.slot, microbatch.dp_rank] = _microbatch_record(unit, microbatch, known)
+    for position in plan.unit.positions:
+        record = known(position)
+        if record.microbatch is None and not record.rejected:
+            raise PoolError(f"unit {plan.unit.index} leaves out its position {position}, which was not rejected")
+    unit.unreleased = len(unit.microbatches)
+    unit.batches = [_batch_record(batch, known, aligned) for batch in plan.encode_batches]
+    num_planned = sum(len(position.parts) - 1 for record in unit.microbatches.values() for position in record.positions)
+    num_batched = sum(len(batch.parts) for batch in unit.batches)
+    if num_batched != num_planned:
+        raise PoolError(
+            f"unit {plan.unit.index}: its samples need {num_planned} parts from encoders, its encode batches make "
+            f"{num_batched}"
+        )
+    return unit
+
+
+def _microbatch_record(unit: UnitRecord, microbatch: Microbatch, known: Known) -> MicrobatchRecord:
+    record = MicrobatchRecord(unit, microbatch.slot, microbatch.dp_rank)
+    for sample in microbatch.samples:
+        position = known(sample.position)
+        if position.microbatch is not None:
+            raise PoolError(f"position {sample.position} was planned twice; every position runs once")
+        position.microbatch = record
+        record.positions.append(position)
+        record.missing += position.missing > 0 and not position.rejected
+    if not record.missing:
+        unit.ready[record.dp_rank].add(record.slot)
+    return record
+
+
+def _batch_record(batch: EncodeBatch, known: Known, aligned: Callable[[int], int]) -> BatchRecord:
+    record = BatchRecord(batch, {position: known(position).parts[batch.encoder] for position in batch.positions})
+    nbytes = sum(aligned(part.nbytes) for part in record.parts.values())
+    if nbytes != batch.nbytes:
+        raise PoolError(
+            f"unit {batch.unit}, encode batch {batch.index} was planned with {batch.nbytes} bytes; its parts take "
+            f"{nbytes} when aligned (pool.alignment)"
+        )
+    return record

@@ -1,0 +1,113 @@
+"""An index of free runs of bytes: coalescing, near-best fit and largest run, each in O(log n) amortised.
+
+Runs lie in size classes, 16 to each power of two (two-level segregated fit); a class is a heap whose top is its largest
+run. Entries of runs that are gone stay in their heap until they reach the top or outnumber the living.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+_SLACK = 16
+
+
+def _size_class(nbytes: int) -> int:
+    """Class of a size, monotone in it: sizes of one class differ by less than 1/16."""
+    if nbytes < 16:
+        return nbytes
+    shift = nbytes.bit_length() - 5
+    return ((shift + 1) << 4) + ((nbytes >> shift) & 15)
+
+
+class FreeRuns:
+    """Disjoint free runs ``(start, nbytes)``; neighbours are always one run."""
+
+    def __init__(self) -> None:
+        self._nbytes_from: dict[int, int] = {}
+        self._start_to: dict[int, int] = {}
+        self._heaps: dict[int, list[tuple[int, int]]] = {}
+        self._living: dict[int, int] = {}
+        self._occupied = 0
+
+    def __len__(self) -> int:
+        return len(self._nbytes_from)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return all runs in order of address."""
+        return sorted(self._nbytes_from.items())
+
+    def add(self, start: int, nbytes: int) -> None:
+        """Add a free run, joined with its free neighbours."""
+        end = start + nbytes
+        before = self._start_to.get(start)
+        if before is not None:
+            self._remove(before, start - before)
+            start = before
+        after = self._nbytes_from.get(end)
+        if after is not None:
+            self._remove(end, after)
+            end += after
+        self._insert(start, end - start)
+
+    def take(self, nbytes: int) -> int | None:
+        """Cut ``nbytes`` from the start of a run that has as many, of the closest class; None if no run has."""
+        run = self._find(nbytes)
+        if run is None:
+            return None
+        self.cut(*run, nbytes)
+        return run[0]
+
+    def cut(self, start: int, run_nbytes: int, nbytes: int) -> None:
+        """Take the first ``nbytes`` of a given run."""
+        self._remove(start, run_nbytes)
+        if nbytes < run_nbytes:
+            self._insert(start + nbytes, run_nbytes - nbytes)
+
+    def largest(self) -> tuple[int, int] | None:
+        """Return the largest run (start, nbytes), or None if nothing is free."""
+        return self._top(self._occupied.bit_length() - 1) if self._occupied else None
+
+    def _find(self, nbytes: int) -> tuple[int, int] | None:
+        size_class = _size_class(nbytes)
+        if self._occupied >> size_class & 1:
+            run = self._top(size_class)
+            if run[1] >= nbytes:
+                return run
+        above = self._occupied >> (size_class + 1)
+        if not above:
+            return None
+        return self._top(size_class + (above & -above).bit_length())
+
+    def _top(self, size_class: int) -> tuple[int, int]:
+        heap = self._heaps[size_class]
+        while True:
+            negative, start = heap[0]
+            if self._nbytes_from.get(start) == -negative:
+                return start, -negative
+            heapq.heappop(heap)
+
+    def _insert(self, start: int, nbytes: int) -> None:
+        self._nbytes_from[start] = nbytes
+        self._start_to[start + nbytes] = start
+        size_class = _size_class(nbytes)
+        living = self._living.get(size_class, 0) + 1
+        self._living[size_class] = living
+        self._occupied |= 1 << size_class
+        heap = self._heaps.setdefault(size_class, [])
+        heapq.heappush(heap, (-nbytes, start))
+        if len(heap) > 2 * living + _SLACK:
+            self._sweep(size_class)
+
+    def _remove(self, start: int, nbytes: int) -> None:
+        del self._nbytes_from[start]
+        del self._start_to[start + nbytes]
+        size_class = _size_class(nbytes)
+        self._living[size_class] -= 1
+        if not self._living[size_class]:
+            self._heaps[size_class].clear()
+            self._occupied &= ~(1 << size_class)
+
+    def _sweep(self, size_class: int) -> None:
+        entries = {entry for entry in self._heaps[size_class] if self._nbytes_from.get(entry[1]) == -entry[0]}
+        heap = sorted(entries)
+        self._heaps[size_class] = heap

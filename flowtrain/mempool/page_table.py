@@ -1,0 +1,77 @@
+"""A process's table of what its peers bound: address translation without asking anybody (FlowTrain 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from flowtrain.errors import AddressError
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.types import Extent, SegmentExport, Tier
+
+SegmentKey = tuple[Tier, int]
+"""(tier, process index): names a segment for the whole run, since an index is never used again."""
+
+
+class Mapping(NamedTuple):
+    """An extent resolved: ``nbytes`` bytes from ``offset`` of the segment that ``export`` describes."""
+
+    export: SegmentExport
+    offset: int
+    nbytes: int
+
+
+class PageTable:
+    """From (tier, process index) to what that process exported.
+
+    A restarted process takes a new index, so an entry never comes to mean another process; it can only grow or go.
+    """
+
+    def __init__(self, space: AddressSpace) -> None:
+        self._space = space
+        self._exports: dict[SegmentKey, SegmentExport] = {}
+
+    def update(self, exports: Iterable[SegmentExport]) -> tuple[SegmentKey, ...]:
+        """Replace the table by what all living processes export; return the segments that are gone.
+
+        Raises AddressError for an index outside the space, more bytes than a segment has, and an index used again.
+        """
+        fresh: dict[SegmentKey, SegmentExport] = {}
+        for export in exports:
+            self._check(export)
+            fresh[export.tier, export.process_index] = export
+        gone = tuple(key for key in self._exports if key not in fresh)
+        self._exports = fresh
+        return gone
+
+    def lookup(self, extent: Extent) -> Mapping | None:
+        """Resolve an extent; None is a miss: its process or its bytes are not in the table, which may be too old.
+
+        Raises AddressError for an extent that no table could resolve.
+        """
+        place = self._space.place(extent)
+        export = self._exports.get((place.tier, place.process_index))
+        if export is None or place.offset + extent.nbytes > export.bound_nbytes:
+            return None
+        return Mapping(export, place.offset, extent.nbytes)
+
+    def export_of(self, tier: Tier, process_index: int) -> SegmentExport | None:
+        """Return what a process exports in a tier, or None."""
+        return self._exports.get((tier, process_index))
+
+    def _check(self, export: SegmentExport) -> None:
+        self._space.gva(export.tier, export.process_index, 0)
+        if export.bound_nbytes > self._space.segment_nbytes:
+            raise AddressError(
+                f"process {export.process_index} exports {export.bound_nbytes} bytes of {export.tier}; a segment of "
+                f"the address space has {self._space.segment_nbytes} (pool.max_segment_nbytes)"
+            )
+        known = self._exports.get((export.tier, export.process_index))
+        if known is None:
+            return
+        if (known.node_id, known.pid) != (export.node_id, export.pid) or export.bound_nbytes < known.bound_nbytes:
+            raise AddressError(
+                f"process index {export.process_index} was used again: node {known.node_id} pid {known.pid} with "
+                f"{known.bound_nbytes} bytes, now node {export.node_id} pid {export.pid} with {export.bound_nbytes}; "
+                "a restarted process must take a new index"
+            )

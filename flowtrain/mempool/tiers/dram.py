@@ -1,0 +1,224 @@
+"""The DRAM tier on one node: segments in anonymous shared memory, read by peers without a copy (DESIGN section 5).
+
+A segment is a memfd that peers open through ``/proc/<pid>/fd/<fd>``: it has no name in ``/dev/shm`` that could be left
+behind, and its pages go with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import weakref
+
+import numpy as np
+
+from flowtrain.errors import OwnerLostError, ResourceError
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.tiers import virtual_memory
+from flowtrain.types import SegmentExport
+
+logger = logging.getLogger(__name__)
+
+_TOUCH_NBYTES = 8 << 20
+_MAX_NAME = 240
+
+
+def segment_name(run_id: str, process_index: int) -> str:
+    """Return the memfd's name, unique as long as ``run_id`` is; ``/proc/<pid>/maps`` and ``fd`` show it."""
+    return f"flowtrain-{run_id}-{process_index}"
+
+
+class DramSegment:
+    """What this process gives to the pool: bound shared memory, writable here, read-only for peers.
+
+    nbytes: bytes bound at first. Fresh pages are touched by a background thread, since a first touch is slow. Raises
+    ResourceError where the machine refuses the memory.
+    """
+
+    def __init__(self, run_id: str, process_index: int, nbytes: int) -> None:
+        name = segment_name(run_id, process_index)
+        assert len(name) <= _MAX_NAME, f"run id of {len(run_id)} characters is too long for a memfd's name"
+        self._name = name
+        self._closing = threading.Event()
+        self._touchers: list[threading.Thread] = []
+        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # A reader's mapping can then never lose bytes that it counts on (that would be a SIGBUS).
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._array = self._bind(0, nbytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """Descriptor that peers open; valid until ``close``."""
+        return self._fd
+
+    @property
+    def array(self) -> np.ndarray:
+        """All bound bytes, uint8, writable. A view of it keeps the memory mapped, also after ``close``."""
+        return self._array
+
+    def grow(self, nbytes: int) -> None:
+        """Bind more memory, up to ``nbytes`` in all. Views of the array stay valid; the array becomes a longer one."""
+        self._array = self._bind(len(self._array), nbytes)
+
+    def close(self) -> None:
+        """Stop offering the memory to peers; those who map it keep it."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for toucher in self._touchers:
+            toucher.join()
+        os.close(self._fd)
+        self._array = np.empty(0, np.uint8)
+
+    def _bind(self, start: int, nbytes: int) -> np.ndarray:
+        try:
+            os.ftruncate(self._fd, nbytes)
+            address = virtual_memory.map_file(self._fd, nbytes, writable=True)
+        except OSError as error:
+            raise ResourceError(f"{self._name}: cannot bind {nbytes} bytes of shared memory: {error}") from error
+        array = virtual_memory.array_at(address, nbytes, writable=True, on_release=virtual_memory.unmap)
+        start -= start % virtual_memory.PAGE_NBYTES
+        toucher = threading.Thread(
+            target=self._touch, args=(array, address, start), name=f"touch-{self._name}", daemon=True
+        )
+        self._touchers.append(toucher)
+        toucher.start()
+        return array
+
+    def _touch(self, array: np.ndarray, address: int, start: int) -> None:
+        """Touch the pages of ``array``, which this thread thereby keeps mapped, from byte ``start`` on."""
+        for offset in range(start, len(array), _TOUCH_NBYTES):
+            if self._closing.is_set():
+                return
+            nbytes = min(_TOUCH_NBYTES, len(array) - offset)
+            if not virtual_memory.populate(address + offset, nbytes):
+                logger.info("%s: this kernel cannot touch pages ahead of use; the first puts are slower", self._name)
+                return
+
+
+class _Reservation:
+    """A range of addresses, given back when neither the region nor a view needs it any more."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.address = virtual_memory.reserve(nbytes)
+        weakref.finalize(self, virtual_memory.unmap, self.address, nbytes).atexit = False
+
+    def withdraw(self, address: int, nbytes: int) -> None:
+        virtual_memory.withdraw(address, nbytes)
+
+
+class DramRegion:
+    """This process's read-only picture of its node's part of the DRAM region.
+
+    processes: the indices that live on this node. Their part of the region is one contiguous range of addresses here
+    too, and each segment is mapped at its place when first read, so that a read is an addition. Where the host forbids
+    such a reservation, segments are mapped wherever there is room; the interface is the same.
+    """
+
+    def __init__(self, space: AddressSpace, run_id: str, processes: range) -> None:
+        self._space = space
+        self._run_id = run_id
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._arrays: dict[int, np.ndarray] = {}
+        self._placed: set[int] = set()
+        self._reservation = self._reserve()
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the region is one reserved range."""
+        return self._reservation is not None
+
+    def view(self, export: SegmentExport, offset: int, nbytes: int) -> np.ndarray:
+        """Return bytes of a segment as a read-only uint8 array without copying.
+
+        The caller has checked that they are bound. The view keeps the segment mapped, whatever becomes of its owner.
+        Raises OwnerLostError if the segment was never mapped here and its owner is gone.
+        """
+        array = self._arrays.get(export.process_index)
+        if array is None or offset + nbytes > len(array):
+            array = self._attach(export)
+        return array[offset : offset + nbytes]
+
+    def drop(self, process_index: int) -> None:
+        """Let go of a segment; its memory is given back when the last view of it is gone."""
+        with self._lock:
+            self._arrays.pop(process_index, None)
+
+    def close(self) -> None:
+        """Let go of all segments."""
+        with self._lock:
+            self._arrays.clear()
+            self._reservation = None
+            self._processes = range(0)
+
+    def _reserve(self) -> _Reservation | None:
+        if not self._processes or self._space.segment_nbytes % virtual_memory.PAGE_NBYTES:
+            return None
+        nbytes = len(self._processes) * self._space.segment_nbytes
+        try:
+            return _Reservation(nbytes)
+        except OSError as error:
+            logger.info(
+                "mapping the pool segment by segment: this host forbids one range of %d bytes (%s)", nbytes, error
+            )
+            return None
+
+    def _attach(self, export: SegmentExport) -> np.ndarray:
+        with self._lock:
+            array = self._arrays.get(export.process_index)
+            if array is None or len(array) < export.bound_nbytes:
+                fd = _open_segment(export, self._run_id)
+                try:
+                    array = self._map(fd, export)
+                finally:
+                    os.close(fd)
+                self._arrays[export.process_index] = array
+            return array
+
+    def _map(self, fd: int, export: SegmentExport) -> np.ndarray:
+        reservation, index = self._reservation, export.process_index
+        # A place is used once: should a segment that was let go come back, a view of the first mapping may be alive.
+        if reservation is None or index not in self._processes or index in self._placed:
+            address = virtual_memory.map_file(fd, export.bound_nbytes, writable=False)
+            return virtual_memory.array_at(
+                address, export.bound_nbytes, writable=False, on_release=virtual_memory.unmap
+            )
+        # All that the segment can ever become is mapped at once, so that growth needs no new mapping; who looks past
+        # the bound bytes has been stopped by the page table.
+        nbytes = self._space.segment_nbytes
+        address = reservation.address + self._processes.index(index) * nbytes
+        virtual_memory.map_file(fd, nbytes, writable=False, address=address)
+        self._placed.add(index)
+        return virtual_memory.array_at(address, nbytes, writable=False, on_release=reservation.withdraw)
+
+
+def _open_segment(export: SegmentExport, run_id: str) -> int:
+    """Open a peer's segment. Raises OwnerLostError if that process is gone, or its number is somebody else's now."""
+    path = f"/proc/{export.pid}/fd/{export.fd}"
+    expected = f"/memfd:{segment_name(run_id, export.process_index)} (deleted)"
+    found = None
+    try:
+        # Looked at first, since opening a stranger's pipe or device may block or do something.
+        found = os.readlink(path)
+        if found == expected:
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            found = os.readlink(f"/proc/self/fd/{fd}")
+            if found == expected and os.fstat(fd).st_size >= export.bound_nbytes:
+                return fd
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM):
+            raise
+        found = os.strerror(error.errno)
+    raise OwnerLostError(
+        f"the segment of process {export.process_index} (pid {export.pid} on node {export.node_id}) is gone: {path} is "
+        f"{found}, not {expected}; ask the directory again by position"
+    )

@@ -1,0 +1,87 @@
+"""Mappings at chosen addresses, which Python's mmap module cannot make: thin wrappers round libc."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+PAGE_NBYTES = mmap.PAGESIZE
+_MAP_FIXED = 0x10  # values of Linux that the mmap module does not name
+_MAP_NORESERVE = 0x4000
+_PROT_NONE = 0
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def reserve(nbytes: int) -> int:
+    """Reserve a contiguous range of addresses that costs no memory; returns its start. Raises OSError if forbidden."""
+    return _map(None, nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+
+
+def withdraw(address: int, nbytes: int) -> None:
+    """Turn part of a reservation back into mere addresses; whatever was mapped there lets go of its pages."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    _map(address, nbytes, _PROT_NONE, flags, -1)
+
+
+def map_file(fd: int, nbytes: int, *, writable: bool, address: int | None = None) -> int:
+    """Map a file's first bytes, shared; at ``address`` (inside a reservation) if it is given. Returns the address."""
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    return _map(address, nbytes, protection, mmap.MAP_SHARED | (_MAP_FIXED if address is not None else 0), fd)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Give a range back to the system."""
+    if _libc.munmap(address, nbytes):
+        raise _last_error(f"munmap of {nbytes} bytes at {address:#x}")
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Touch a writable range without changing it; False where the kernel does not know how (before Linux 5.14)."""
+    return _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0
+
+
+def array_at(address: int, nbytes: int, *, writable: bool, on_release: Callable[[int, int], None]) -> np.ndarray:
+    """Return mapped bytes as a uint8 array.
+
+    ``on_release(address, nbytes)`` is called when the array and every view of it are gone; not at exit, when the system
+    unmaps.
+    """
+    memory = _Memory(address, nbytes, writable)
+    weakref.finalize(memory, on_release, address, nbytes).atexit = False
+    return np.asarray(memory)
+
+
+class _Memory:
+    """What numpy keeps as the base of an array and of all its views."""
+
+    def __init__(self, address: int, nbytes: int, writable: bool) -> None:
+        self.__array_interface__ = {
+            "data": (address, not writable),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    result = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if result is None or result == _MAP_FAILED:
+        raise _last_error(f"mmap of {nbytes} bytes")
+    return int(result)
+
+
+def _last_error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,88 @@
+"""What the rest of FlowTrain knows of a vision-language model: a family adapter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+from PIL import Image
+
+from flowtrain.config.run import RunConfig
+from flowtrain.types import ImageLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from flowtrain.models.backbone import Backbone
+    from flowtrain.models.encoder import VisionEncoder
+
+DTYPE_NBYTES = {"float32": 4, "bfloat16": 2}
+
+
+class Family(ABC):
+    """Splits an HF vision-language model into encoders, connector and backbone, and joins them again.
+
+    Built cheaply: ``from_config`` reads HF configurations, the tokenizer and the image processor's settings, never
+    weights. Every process builds its own and loads only its module.
+
+    tokenizer: knows the image token and carries the chat template. image_token_id: id of that token. encoder_names:
+    names of the run's encoders. text_config, vision_config: HF configurations of backbone and encoder, as trained.
+    """
+
+    name: ClassVar[str]
+    encoder_names: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+    image_token_id: int
+    text_config: PreTrainedConfig
+    vision_config: PreTrainedConfig
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.encoder_names = tuple(config.encoders)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Self:
+        """Build the adapter; raises ConfigError where the configuration does not fit together."""
+        return cls(config)
+
+    @abstractmethod
+    def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """What an image of this size (pixels) becomes: patches, feature rows, tokens. Nothing is decoded."""
+
+    @abstractmethod
+    def feature_dim(self, encoder: str) -> int:
+        """Width of one feature row."""
+
+    def row_nbytes(self, encoder: str) -> int:
+        """Bytes of one feature row in the pool, in the compute type."""
+        return self.feature_dim(encoder) * DTYPE_NBYTES[self.config.model.dtype]
+
+    @abstractmethod
+    def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
+        """Pixel values of one image, float32 ``[C, H, W]``, as HF's image processor gives them."""
+
+    @abstractmethod
+    def load_encoder(self, encoder: str) -> VisionEncoder:
+        """The frozen encoder in the compute type, on the CPU."""
+
+    @abstractmethod
+    def load_backbone(self) -> Backbone:
+        """Connector and language model with float32 master weights, on the CPU, in training mode.
+
+        Random weights depend on ``config.seed`` alone. Modules named in ``model.freeze`` do not require gradients.
+        """
+
+    @abstractmethod
+    def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+        """The whole model as its HF class in float32, with these backbone weights or the initial ones."""
+
+    @abstractmethod
+    def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
+        """Write an HF directory (float32 safetensors, processor, tokenizer) with these backbone weights.
+
+        backbone_state: full tensors under the names of ``Backbone.state_dict()``.
+        """

@@ -1,0 +1,180 @@
+"""The Llava family: one vision tower, a two-layer connector, a causal language model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import BaseImageProcessor
+
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError
+from flowtrain.models.attention import implementation_name, resolve_attention
+from flowtrain.models.backbone import Backbone
+from flowtrain.models.connector import Connector
+from flowtrain.models.encoder import VisionEncoder
+from flowtrain.models.export import build_processor, generation_config, join_model, write_export
+from flowtrain.models.families.base import Family
+from flowtrain.models.image_processing import fixed_output_size, load_image_processor, pixel_values
+from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
+from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
+from flowtrain.models.towers import image_size, patch_grid, square_patch_size, tower_kind
+from flowtrain.models.weights import Origin, checkpoint_state, language_class, seeded, tower_class
+from flowtrain.types import ImageLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import LlavaForConditionalGeneration, PreTrainedModel
+
+
+class LlavaFamily(Family):
+    """What loads with ``LlavaForConditionalGeneration``: every image becomes the same number of tokens.
+
+    The modules come from HF checkpoints of their own, from configurations (random weights), or all from one HF Llava
+    checkpoint (``model.path``), our own export included.
+    """
+
+    name: ClassVar[str] = "llava"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        encoder_name, encoder = next(iter(config.encoders.items()))
+        self._encoder_key = f"encoders.{encoder_name}"
+        initial = read_llava_config(config)
+        self._initial_vocab_size: int = text_part(initial).vocab_size
+        self.tokenizer = load_tokenizer(self._tokenizer_path(), config.model)
+        self.image_token_id = ensure_image_token(self.tokenizer, config.model.image_token)
+        self.llava_config = with_tokenizer(
+            initial, self.tokenizer, config.model.image_token, self.image_token_id, config
+        )
+        self.text_config = text_part(self.llava_config)
+        self.vision_config = vision_part(self.llava_config)
+        self._tower_kind = tower_kind(self.vision_config, self._encoder_key)
+        self._patch_size = square_patch_size(self.vision_config, self._encoder_key)
+        self.image_processor = load_image_processor(
+            config.model.path or encoder.path, self.vision_config, encoder.image_processor, self._encoder_key
+        )
+        self._adapt_to_image_processor()
+
+    def _adapt_to_image_processor(self) -> None:
+        """Check that every image comes out at one size that the tower takes, and derive the layout from it."""
+        size, native_size = fixed_output_size(self.image_processor), image_size(self.vision_config)
+        if size is None:
+            raise ConfigError(
+                f"{self._encoder_key}: {type(self.image_processor).__name__} gives images of varying size; set "
+                f"{self._encoder_key}.image_processor.size to a height and a width, or model.family to variable_llava"
+            )
+        if self._tower_kind.interpolation == "flag" and size != native_size:
+            raise ConfigError(
+                f"{self._encoder_key}: the image processor gives {size[0]}x{size[1]} pixels (height x width), but the "
+                f"tower's image_size is {native_size[0]}x{native_size[1]}; set {self._encoder_key}.image_processor"
+            )
+        self._layout = self._layout_of(*size)
+        self.llava_config.image_seq_length = self._layout.num_tokens
+
+    def _layout_of(self, height: int, width: int) -> ImageLayout:
+        """Layout of an image that enters the tower at this size (pixels)."""
+        grid_height, grid_width = patch_grid(self.vision_config, height, width)
+        num_patches = grid_height * grid_width
+        num_rows = num_patches + self._tower_kind.num_prefix_tokens(self.vision_config) - self._drops_first
+        return ImageLayout(num_patches=num_patches, num_rows=num_rows, num_tokens=num_rows)
+
+    @property
+    def _drops_first(self) -> bool:
+        return self.llava_config.vision_feature_select_strategy == "default"
+
+    def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """The same for every image, since the image processor gives them one size."""
+        return self._layout
+
+    def feature_dim(self, encoder: str) -> int:
+        """The tower's hidden size."""
+        return self.vision_config.hidden_size
+
+    def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
+        """Pixel values, float32 ``[C, H, W]``."""
+        return pixel_values(self.image_processor, image)
+
+    def load_encoder(self, encoder: str) -> VisionEncoder:
+        """The tower up to its chosen layer, in the compute type."""
+        tower = self._load_tower().to(getattr(torch, self.config.model.dtype))
+        return VisionEncoder(tower, feature_layer=feature_layer(self.llava_config), drop_first=self._drops_first)
+
+    def _load_tower(self) -> PreTrainedModel:
+        """The whole tower in float32."""
+        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
+        return origin.build(tower_class(self.vision_config), self.vision_config)
+
+    def load_backbone(self) -> Backbone:
+        """Connector and language model in float32; attention and activation checkpointing as configured."""
+        backbone = Backbone(self._load_connector(), self._load_language_model())
+        if self.config.backbone.activation_checkpointing == "full":
+            backbone.enable_activation_checkpointing()
+        frozen = {"connector": backbone.connector, "backbone": backbone.language_model}
+        for module in self.config.model.freeze:
+            frozen[module].requires_grad_(False)
+        return backbone.train()
+
+    def _load_connector(self) -> Connector:
+        origin = self._origin("connector", "model", None)
+        with seeded(origin.seed, origin.module):
+            connector = Connector(
+                self.vision_config.hidden_size,
+                self.text_config.hidden_size,
+                hidden_act=self.llava_config.projector_hidden_act,
+                bias=self.llava_config.multimodal_projector_bias,
+            )
+            connector.reset_parameters(std=getattr(self.text_config, "initializer_range", 0.02))
+        if origin.checkpoint is not None:
+            connector.load_state_dict(dict(checkpoint_state(origin.checkpoint, origin.module)))
+        return connector
+
+    def _load_language_model(self) -> PreTrainedModel:
+        origin = self._origin("language", "backbone", self.config.backbone.path)
+        config = copy.deepcopy(self.text_config)
+        config.vocab_size = self._initial_vocab_size
+        attention = implementation_name(resolve_attention(self.config.backbone.attention))
+        model = origin.build(language_class(config), config, attn_implementation=attention)
+        if self.text_config.vocab_size > self._initial_vocab_size:
+            with seeded(origin.seed, "new_tokens"):
+                model.resize_token_embeddings(self.text_config.vocab_size, mean_resizing=False)
+        return model
+
+    def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> LlavaForConditionalGeneration:
+        """The whole model as HF's Llava class, float32, with HF's own attention."""
+        return join_model(
+            self.llava_config,
+            self.load_backbone().state_dict() if backbone_state is None else backbone_state,
+            self._load_tower().state_dict(),
+            language_class(self.text_config).base_model_prefix,
+        )
+
+    def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
+        """Write what ``LlavaForConditionalGeneration.from_pretrained`` and ``AutoProcessor.from_pretrained`` load."""
+        processor = build_processor(
+            self.llava_config,
+            self._exported_image_processor(),
+            self.tokenizer,
+            patch_size=self._patch_size,
+            num_prefix_tokens=self._tower_kind.num_prefix_tokens(self.vision_config),
+            image_token=self.config.model.image_token,
+        )
+        generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
+        write_export(self.load_joined(backbone_state), processor, generation, to)
+
+    def _exported_image_processor(self) -> BaseImageProcessor:
+        return self.image_processor
+
+    def _origin(self, module: str, key: str, path: str | None) -> Origin:
+        return Origin(module, self.config.seed, key, path=path, checkpoint=self.config.model.path)
+
+    def _tokenizer_path(self) -> str:
+        path = self.config.model.tokenizer or self.config.model.path or self.config.backbone.path
+        if path is None:
+            raise ConfigError("model.tokenizer is not given, and backbone.config brings no tokenizer; give one")
+        return path

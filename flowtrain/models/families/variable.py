@@ -1,0 +1,66 @@
+"""A variable-resolution Llava: an image keeps its aspect ratio, and its number of patches follows its size."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from PIL import Image
+
+from flowtrain.models.encoder import VisionEncoder
+from flowtrain.models.families.llava import LlavaFamily
+from flowtrain.models.image_processing import pixel_values, setting
+from flowtrain.models.towers import image_size
+from flowtrain.types import ImageLayout
+
+
+class VariableLlavaFamily(LlavaFamily):
+    """Llava whose tower sees each image at its own size, by an interpolated position encoding.
+
+    Sides are rounded to multiples of the patch size, at least one patch; an image is shrunk, never enlarged, so that
+    its longer side is at most the image processor's ``size.longest_edge`` (by default the tower's ``image_size``).
+
+    The export is a Llava checkpoint too. What differs when it is used: its processor does not resize, so images must
+    come resized by ``resize``, one size a batch; and where the tower is not DINOv2 its features come from
+    ``model.get_image_features(pixel_values, interpolate_pos_encoding=True, return_dict=True)`` and go to the model as
+    ``mm_encoder_outputs={"image": features}``, since HF's Llava does not pass that flag to the tower by itself.
+    """
+
+    name: ClassVar[str] = "variable_llava"
+
+    def _adapt_to_image_processor(self) -> None:
+        """Turn resizing off in the processor, which only normalises here, and find the longest side."""
+        processor = self.image_processor
+        longest_edge = getattr(setting(processor, "size"), "longest_edge", None) or max(image_size(self.vision_config))
+        self._max_patches_per_side = max(1, longest_edge // self._patch_size)
+        settings = {"do_resize": False, "do_center_crop": False, "size": {"longest_edge": longest_edge}}
+        self.image_processor = type(processor)(**{**processor.to_dict(), **settings})
+
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height (pixels) at which an image enters the tower."""
+        limit = self._max_patches_per_side
+        scale = min(1.0, limit * self._patch_size / max(width, height))
+        sides = (min(limit, max(1, round(side * scale / self._patch_size))) for side in (width, height))
+        new_width, new_height = (side * self._patch_size for side in sides)
+        return new_width, new_height
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        """Resize an image to the size at which it enters the tower."""
+        rgb = image if image.mode == "RGB" else image.convert("RGB")
+        return rgb.resize(self.resized_size(*rgb.size), Image.Resampling.BICUBIC)
+
+    def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """Patches of the resized image."""
+        new_width, new_height = self.resized_size(width, height)
+        return self._layout_of(new_height, new_width)
+
+    def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
+        """Pixel values of the resized image, float32 ``[C, H, W]``."""
+        return pixel_values(self.image_processor, self.resize(image))
+
+    def load_encoder(self, encoder: str) -> VisionEncoder:
+        """The tower with interpolated position encodings; images of equal shape are forwarded together."""
+        vision_encoder = super().load_encoder(encoder)
+        if self._tower_kind.interpolation == "flag":
+            vision_encoder.interpolate_positions()
+        return vision_encoder

@@ -1,0 +1,76 @@
+"""HF image processors: loading, sizing, and what they make of an image."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from PIL import Image
+from transformers import AutoImageProcessor, BaseImageProcessor, PreTrainedConfig
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.towers import image_size, tower_kind
+from flowtrain.models.weights import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def load_image_processor(
+    path: str | None, vision_config: PreTrainedConfig, overrides: Mapping[str, Any], key: str
+) -> BaseImageProcessor:
+    """The image processor of a checkpoint, or the tower's usual one for its ``image_size``; always the PIL variant.
+
+    One variant everywhere, since the torchvision one gives other pixels. overrides: replace the processor's settings.
+    key: configuration key of the encoder. Raises ConfigError for a setting that the processor does not have.
+    """
+    processor = _of_checkpoint(path, key) if path is not None else None
+    if processor is None:
+        kind = tower_kind(vision_config, key)
+        processor = getattr(transformers, kind.image_processor)(**kind.fitted_size(*image_size(vision_config)))
+    for name in overrides:
+        if not hasattr(processor, name):
+            hint = did_you_mean(name, processor.to_dict())
+            raise ConfigError(f"{key}.image_processor.{name} is no setting of {type(processor).__name__}{hint}")
+    return type(processor)(**{**processor.to_dict(), **overrides}) if overrides else processor
+
+
+def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:
+    """The checkpoint's image processor, or None where a local directory brings no settings for one."""
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _SETTINGS_FILES):
+        logger.warning(
+            "%s: %s has none of %s: the tower's usual image processor is taken", key, path, ", ".join(_SETTINGS_FILES)
+        )
+        return None
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: no image processor can be read from {path!r}: {error}") from error
+
+
+def fixed_output_size(processor: BaseImageProcessor) -> tuple[int, int] | None:
+    """Height and width (pixels) of everything that comes out of a processor, or None where they follow the image."""
+    size = None
+    if setting(processor, "do_center_crop"):
+        size = setting(processor, "crop_size")
+    elif setting(processor, "do_resize"):
+        size = setting(processor, "size")
+    height, width = (getattr(size, name, None) for name in ("height", "width"))
+    return None if height is None or width is None else (height, width)
+
+
+def setting(processor: BaseImageProcessor, name: str) -> Any:
+    """A setting of a processor (HF's base class declares none), or None where it has no such setting."""
+    return getattr(processor, name, None)
+
+
+def pixel_values(processor: BaseImageProcessor, image: Image.Image) -> np.ndarray:
+    """Run a processor on one image: float32 ``[C, H, W]``."""
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    return np.ascontiguousarray(processor(images=rgb, return_tensors="np")["pixel_values"][0], dtype=np.float32)

@@ -1,0 +1,152 @@
+"""One HF ``LlavaConfig`` for a run: a whole checkpoint's own, or put together from the modules' origins."""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+from transformers import LlavaConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
+
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError
+from flowtrain.models.towers import tower_kind
+from flowtrain.models.weights import did_you_mean, read_config
+
+_NOT_IN_LLAVA = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings between head and loss that HF's Llava class does not have."""
+
+_PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of decoder layers that ``flowtrain.models.attention`` keeps within a sequence."""
+
+
+def read_llava_config(config: RunConfig) -> LlavaConfig:
+    """The model's HF configuration, before the tokenizer is known; raises ConfigError where it cannot be one.
+
+    With ``model.path`` everything comes from the checkpoint, ``feature_layer``, ``feature_select`` and the connector's
+    settings too, since its weights were trained with them.
+    """
+    llava_config = _of_checkpoint(config.model.path) if config.model.path is not None else _of_modules(config)
+    text_config = text_part(llava_config)
+    text_config.tie_word_embeddings = llava_config.tie_word_embeddings
+    _check_text_config(text_config, "model.path" if config.model.path is not None else "backbone")
+    _check_feature_layer(llava_config, next(iter(config.encoders)))
+    return llava_config
+
+
+def text_part(llava_config: LlavaConfig) -> PreTrainedConfig:
+    """The language model's configuration."""
+    assert isinstance(llava_config.text_config, PreTrainedConfig)
+    return llava_config.text_config
+
+
+def vision_part(llava_config: LlavaConfig) -> PreTrainedConfig:
+    """The vision tower's configuration."""
+    assert isinstance(llava_config.vision_config, PreTrainedConfig)
+    return llava_config.vision_config
+
+
+def feature_layer(llava_config: LlavaConfig) -> int:
+    """Index of the tower's hidden state that the connector sees."""
+    assert isinstance(llava_config.vision_feature_layer, int)
+    return llava_config.vision_feature_layer
+
+
+def _of_checkpoint(path: str) -> LlavaConfig:
+    llava_config = read_config(path, None, "model")
+    if not isinstance(llava_config, LlavaConfig):
+        raise ConfigError(
+            f"model.path: {path!r} is a {llava_config.model_type!r} model, not 'llava'; give its parts as "
+            "encoders.<name>.path and backbone.path instead"
+        )
+    if not isinstance(llava_config.vision_feature_layer, int):
+        raise ConfigError(
+            f"model.path: {path!r} joins several feature layers ({llava_config.vision_feature_layer}); only one is "
+            "supported"
+        )
+    return llava_config
+
+
+def _of_modules(config: RunConfig) -> LlavaConfig:
+    name, encoder = next(iter(config.encoders.items()))
+    key = f"encoders.{name}"
+    vision_config = _without_text_side(read_config(encoder.path, encoder.config, key))
+    text_config = read_config(config.backbone.path, config.backbone.config, "backbone")
+    act = config.connector.hidden_act
+    if act not in ACT2FN:
+        raise ConfigError(f"connector.hidden_act: transformers knows no activation {act!r}{did_you_mean(act, ACT2FN)}")
+    strategy: Literal["default", "full"] | None = encoder.feature_select
+    if strategy is None:
+        strategy = "default" if tower_kind(vision_config, key).num_prefix_tokens(vision_config) > 0 else "full"
+    return LlavaConfig(
+        vision_config=vision_config,
+        text_config=text_config,
+        projector_hidden_act=act,
+        multimodal_projector_bias=config.connector.bias,
+        # HF's Llava takes a 0 for "none"; the same state counted from the end works
+        vision_feature_layer=encoder.feature_layer or -vision_config.num_hidden_layers - 1,
+        vision_feature_select_strategy=strategy,
+        tie_word_embeddings=text_config.tie_word_embeddings,
+    )
+
+
+def _without_text_side(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The vision half of a whole CLIP or SigLIP checkpoint; any other configuration as it is."""
+    return getattr(config, "vision_config", config)
+
+
+def _check_text_config(text_config: PreTrainedConfig, key: str) -> None:
+    model_type = text_config.model_type
+    if not getattr(text_config, "base_model_tp_plan", None):
+        raise ConfigError(f"{key}: {model_type!r} has no base_model_tp_plan in transformers; use e.g. qwen3 or llama")
+    other_layers = set(getattr(text_config, "layer_types", None) or ()) - _PACKABLE_LAYERS
+    if other_layers:
+        raise ConfigError(
+            f"{key}: {model_type!r} has {', '.join(sorted(other_layers))} layers; packed sequences would mix in them"
+        )
+    for name in _NOT_IN_LLAVA:
+        if getattr(text_config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"{key}: {model_type!r} has {name} ({getattr(text_config, name)}), which HF's Llava class would drop"
+            )
+
+
+def _check_feature_layer(llava_config: LlavaConfig, encoder: str) -> None:
+    layer, num_layers = feature_layer(llava_config), vision_part(llava_config).num_hidden_layers
+    if not -num_layers - 1 <= layer <= num_layers:
+        raise ConfigError(
+            f"encoders.{encoder}.feature_layer ({layer}) is out of range: the tower has {num_layers} layers "
+            f"(num_hidden_layers), so -{num_layers + 1} to {num_layers} exist"
+        )
+
+
+def with_tokenizer(
+    llava_config: LlavaConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    image_token: str,
+    image_token_id: int,
+    config: RunConfig,
+) -> LlavaConfig:
+    """A copy that fits the tokenizer: its image token's id, and a vocabulary that holds all its tokens.
+
+    A pretrained backbone's vocabulary grows (its embeddings are resized when loaded); a vocabulary padded beyond the
+    tokenizer stays. Raises ConfigError where a backbone made from a configuration is too small, or where a whole
+    checkpoint has another image token.
+    """
+    llava_config = copy.deepcopy(llava_config)
+    text_config = text_part(llava_config)
+    expected_id = llava_config.image_token_index
+    if config.model.path is not None and expected_id != image_token_id:
+        raise ConfigError(
+            f"model.image_token: {image_token!r} has id {image_token_id}, but image_token_index of "
+            f"{config.model.path!r} is {expected_id} ({tokenizer.convert_ids_to_tokens(expected_id)!r})"
+        )
+    if len(tokenizer) > text_config.vocab_size:
+        if config.backbone.config is not None:
+            raise ConfigError(
+                f"backbone.config.vocab_size ({text_config.vocab_size}) is smaller than the tokenizer "
+                f"({len(tokenizer)} tokens with {image_token!r}); raise it to at least {len(tokenizer)}"
+            )
+        text_config.vocab_size = len(tokenizer)
+    llava_config.image_token_index = image_token_id
+    return llava_config

@@ -1,0 +1,45 @@
+"""The tokenizer: image token and chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
+
+from flowtrain.config.model import ModelConfig
+from flowtrain.errors import ConfigError
+
+
+def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and make sure that ``model.image_token`` is one token of it; set ``model.chat_template``.
+
+    path: directory or hub id. ``model.chat_template`` is a template or the path of a file that holds one. Raises
+    ConfigError where nothing can be read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
+    ensure_image_token(tokenizer, config.image_token)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template_text(config.chat_template)
+    return tokenizer
+
+
+def ensure_image_token(tokenizer: PreTrainedTokenizerBase, image_token: str) -> int:
+    """Add the image token as a special token where it is missing, and return its id."""
+    if image_token not in tokenizer.get_added_vocab():
+        tokenizer.add_tokens([AddedToken(image_token, special=True, normalized=False)], special_tokens=True)
+    token_ids = tokenizer.encode(image_token, add_special_tokens=False)
+    assert len(token_ids) == 1, (image_token, token_ids)
+    return token_ids[0]
+
+
+def _template_text(value: str) -> str:
+    """The template itself: a value with Jinja in it, else the file that it names."""
+    if "{" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"model.chat_template: {value!r} is neither a template nor a readable file") from error

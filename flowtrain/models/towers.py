@@ -1,0 +1,82 @@
+"""Vision towers that FlowTrain knows: what their HF configuration does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedConfig
+
+from flowtrain.errors import ConfigError
+
+Interpolation = Literal["flag", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerKind:
+    """Facts about one ``model_type`` of vision tower.
+
+    image_processor: HF class (PIL variant) used where a checkpoint brings none. fitted_size: its size settings for
+    images of a height and a width. num_prefix_tokens: tokens ahead of the patches (class token, registers).
+    interpolation: whether image sizes other than ``image_size`` need ``interpolate_pos_encoding=True`` or always work.
+    """
+
+    image_processor: str
+    fitted_size: Callable[[int, int], dict[str, Any]]
+    num_prefix_tokens: Callable[[PreTrainedConfig], int]
+    interpolation: Interpolation
+
+
+def _exact(height: int, width: int) -> dict[str, Any]:
+    return {"size": {"height": height, "width": width}}
+
+
+def _crop(height: int, width: int) -> dict[str, Any]:
+    return {"size": {"shortest_edge": max(height, width)}, "crop_size": {"height": height, "width": width}}
+
+
+TOWERS: dict[str, TowerKind] = {
+    "clip_vision_model": TowerKind("CLIPImageProcessorPil", _crop, lambda config: 1, "flag"),
+    "siglip_vision_model": TowerKind("SiglipImageProcessorPil", _exact, lambda config: 0, "flag"),
+    "dinov2": TowerKind("BitImageProcessorPil", _crop, lambda config: 1, "always"),
+    "dinov2_with_registers": TowerKind(
+        "BitImageProcessorPil", _crop, lambda config: 1 + config.num_register_tokens, "always"
+    ),
+    "vit": TowerKind("ViTImageProcessorPil", _exact, lambda config: 1, "flag"),
+}
+
+
+def tower_kind(config: PreTrainedConfig, key: str) -> TowerKind:
+    """The facts about a tower; raises ConfigError (naming the configuration ``key``) for an unknown one."""
+    if config.model_type not in TOWERS:
+        raise ConfigError(
+            f"{key}: {config.model_type!r} is no vision tower that FlowTrain knows; use one of {', '.join(TOWERS)} "
+            "(or a whole CLIP or SigLIP checkpoint, whose vision part is taken)"
+        )
+    return TOWERS[config.model_type]
+
+
+def _pair(value: int | Iterable[int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
+
+
+def patch_grid(config: PreTrainedConfig, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of patches in an image of this size (pixels); what is left at the edges is not seen."""
+    patch_height, patch_width = _pair(config.patch_size)
+    return height // patch_height, width // patch_width
+
+
+def image_size(config: PreTrainedConfig) -> tuple[int, int]:
+    """Height and width (pixels) that a tower's position encoding was made for."""
+    return _pair(config.image_size)
+
+
+def square_patch_size(config: PreTrainedConfig, key: str) -> int:
+    """Side of a patch (pixels); raises ConfigError where it is not square, since HF's LlavaProcessor needs that."""
+    height, width = _pair(config.patch_size)
+    if height != width:
+        raise ConfigError(
+            f"{key}: patch_size ({height}, {width}) is not square, which HF's LlavaProcessor cannot express"
+        )
+    return height

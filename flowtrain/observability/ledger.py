@@ -1,0 +1,125 @@
+"""``ledger.parquet``: what became of every position, auditable from outside.
+
+A directory of part files, one per flush, named after the steps they were written for (a resume may have dropped the
+later ones). Any Parquet reader takes the directory as one table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from flowtrain.errors import CheckpointError
+from flowtrain.observability.files import PRIVATE_DIRECTORY, open_private, sync_directory
+from flowtrain.types import LEDGER_SCHEMA
+
+SCHEMA = pa.schema(
+    [
+        ("position", pa.int64()),
+        ("source", pa.string()),
+        ("row", pa.int64()),
+        ("epoch", pa.int64()),
+        ("step", pa.int64()),
+        ("dp_rank", pa.int32()),
+        ("microbatch", pa.int32()),
+        ("state", pa.string()),
+    ],
+    metadata={"schema": str(LEDGER_SCHEMA)},
+)
+_PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
+
+
+class LedgerState(StrEnum):
+    """What became of a position."""
+
+    CONSUMED = "consumed"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One position. source: its name. dp_rank, microbatch: None for a sample rejected before it was planned."""
+
+    position: int
+    source: str
+    row: int
+    epoch: int
+    step: int
+    dp_rank: int | None
+    microbatch: int | None
+    state: LedgerState
+
+
+class LedgerWriter:
+    """Buffers rows and writes them as one part file at each ``flush``.
+
+    Flush before a checkpoint becomes complete: then the ledger never lacks a step that a resume starts behind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[LedgerRow] = []
+        path.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+
+    def append(self, rows: Sequence[LedgerRow]) -> None:
+        """Add rows to the buffer."""
+        self._rows.extend(rows)
+
+    def flush(self) -> None:
+        """Write the buffered rows durably; a kill leaves the whole part or none of it."""
+        if not self._rows:
+            return
+        table = pa.Table.from_pylist([asdict(row) for row in self._rows], schema=SCHEMA)
+        steps = [row.step for row in self._rows]
+        target = self._part(min(steps), max(steps))
+        if target.exists():  # a second flush within the same steps
+            table = pa.concat_tables([pq.read_table(target, schema=SCHEMA), table])
+        _write_part(table, target)
+        self._rows.clear()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the rows of later steps, before a run resumes from a checkpoint of ``step``."""
+        self._rows = [row for row in self._rows if row.step <= step]
+        for part, first, last in _parts(self._path):
+            if last <= step:
+                continue
+            if first <= step:
+                table = pq.read_table(part, schema=SCHEMA)
+                _write_part(table.filter(pc.less_equal(table["step"], step)), part)
+            else:
+                part.unlink()
+        sync_directory(self._path)
+
+    def _part(self, first: int, last: int) -> Path:
+        return self._path / f"part-{first:08d}-{last:08d}.parquet"
+
+
+def read_ledger(path: Path) -> pa.Table:
+    """The whole ledger, in order of position. Raises CheckpointError if there is none."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no ledger here; a run writes one at its first checkpoint")
+    tables = [pq.read_table(part, schema=SCHEMA) for part, _, _ in _parts(path)]
+    return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("position")
+
+
+def _parts(path: Path) -> list[tuple[Path, int, int]]:
+    named = ((part, _PART.fullmatch(part.name)) for part in sorted(path.iterdir()))
+    return [(part, int(match[1]), int(match[2])) for part, match in named if match]
+
+
+def _write_part(table: pa.Table, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.tmp")  # readers of a Parquet directory skip names with a dot
+    with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        pq.write_table(table, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(target)
+    sync_directory(target.parent)

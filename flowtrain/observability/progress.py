@@ -1,0 +1,172 @@
+"""What a person watches while a run trains: a live display on a terminal, else one line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from flowtrain.observability.metrics import StepMetrics
+
+_PLAIN_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """What the display shows after a step. pool_bound_nbytes: memory that all segments give together."""
+
+    metrics: StepMetrics
+    pool_bound_nbytes: int
+
+    @property
+    def starved_share(self) -> float:
+        """Share of the step that the backbone waited for data, 0 to 1."""
+        return _share(self.metrics.starved_s, self.metrics.step_time_s)
+
+    @property
+    def blocked_share(self) -> float:
+        """Share of the step that encoders waited for memory; above 1 where several waited."""
+        return _share(self.metrics.blocked_s, self.metrics.step_time_s)
+
+    @property
+    def pool_share(self) -> float:
+        """Share of the pool that is in use, 0 to 1."""
+        return _share(self.metrics.pool_dram_nbytes + self.metrics.pool_hbm_nbytes, self.pool_bound_nbytes)
+
+
+class ProgressDisplay:
+    """Shows progress from ``first_step`` (steps done before, on a resume) to ``total_steps``; a context manager.
+
+    mode: ``auto`` (live on a terminal, else plain), ``plain`` or ``off``. stream: standard error by default, so that
+    output can be piped.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "plain", "off"],
+        total_steps: int,
+        first_step: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._total, self._first, self._clock = total_steps, first_step, clock
+        self._started_s = clock()
+        self._last_line_s: float | None = None
+        self._off = mode == "off"
+        self._eval_loss: float | None = None
+        self._pending: str | None = None
+        self._live = _LiveView(self._console, total_steps) if mode == "auto" and self._console.is_terminal else None
+
+    def update(self, state: ProgressState) -> None:
+        """Show a finished step."""
+        if state.metrics.eval_loss is not None:
+            self._eval_loss = state.metrics.eval_loss
+        if self._off:
+            return
+        eta = self._eta(state.metrics.step)
+        if self._live:
+            self._live.show(state, eta, self._eval_loss)
+            return
+        now = self._clock()
+        line = _plain_line(state, self._total, eta)
+        due = self._last_line_s is None or now - self._last_line_s >= _PLAIN_INTERVAL_S
+        if due or state.metrics.step >= self._total or state.metrics.eval_loss is not None:
+            self._last_line_s = now
+            self._pending = None
+            self._say(line)
+        else:
+            self._pending = line
+
+    def note(self, text: str) -> None:
+        """Say something beside the display (a resume, a restarted encoder, a warning); shown in every mode."""
+        self._say(text)
+
+    def close(self) -> None:
+        """End the display, showing the last step if it was not yet; idempotent."""
+        if self._live:
+            self._live.stop()
+        if self._pending:
+            self._say(self._pending)
+            self._pending = None
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def _eta(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0:
+            return "-"
+        return _duration((self._clock() - self._started_s) / done * max(self._total - step, 0))
+
+
+class _LiveView:
+    """The terminal display: a bar above a row of figures."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("ETA {task.fields[eta]}"),
+        )
+        self._bar = Progress(*columns, console=console, expand=True)
+        self._task = self._bar.add_task("steps", total=total_steps, eta="-")
+        self._live = Live(self._bar, console=console, refresh_per_second=4)
+        self._live.start()
+
+    def show(self, state: ProgressState, eta: str, eval_loss: float | None) -> None:
+        """Redraw."""
+        self._bar.update(self._task, completed=state.metrics.step, eta=eta)
+        grid = Table.grid(expand=True)
+        grid.add_row(self._bar)
+        grid.add_row("  ".join(_figures(state, eval_loss)))
+        self._live.update(grid)
+
+    def stop(self) -> None:
+        """Leave the last frame on the screen."""
+        self._live.stop()
+
+
+def _plain_line(state: ProgressState, total_steps: int, eta: str) -> str:
+    head = f"step {state.metrics.step}/{total_steps}  ETA {eta}"
+    return "  ".join([head, *_figures(state, state.metrics.eval_loss)])
+
+
+def _figures(state: ProgressState, eval_loss: float | None) -> list[str]:
+    metrics = state.metrics
+    return [
+        f"loss {metrics.loss:.4f}",
+        *([f"eval {eval_loss:.4f}"] if eval_loss is not None else []),
+        f"{metrics.tokens_per_s:,.0f} tokens/s",
+        f"pool {state.pool_share:.0%}",
+        f"starved {state.starved_share:.0%}",
+        f"blocked {state.blocked_share:.0%}",
+        f"quarantined {metrics.rejected}",
+    ]
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

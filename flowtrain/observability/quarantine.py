@@ -1,0 +1,60 @@
+"""``quarantine.jsonl``: one object a rejected sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowtrain.observability.files import JsonLines
+from flowtrain.types import EVAL_POSITION_BASE, Rejection
+
+QUARANTINE_SCHEMA = 1
+
+
+class QuarantineWriter:
+    """Writes each rejected sample once: schema, position, source (its name), row, epoch, reason, detail.
+
+    source_names: name of each training source; samples of the evaluation source are said to be from ``eval``.
+    """
+
+    def __init__(self, path: Path, source_names: Sequence[str]) -> None:
+        self._lines = JsonLines(path)
+        self._source_names = source_names
+
+    def write(self, rejection: Rejection) -> None:
+        """Append a rejected sample."""
+        ref = rejection.ref
+        evaluated = ref.position >= EVAL_POSITION_BASE
+        self._lines.append(
+            {
+                "schema": QUARANTINE_SCHEMA,
+                "position": ref.position,
+                "source": "eval" if evaluated else self._source_names[ref.source],
+                "row": ref.row,
+                "epoch": ref.epoch,
+                "reason": rejection.reason.value,
+                "detail": rejection.detail,
+            }
+        )
+
+    def truncate_from(self, position: int, eval_position: int = EVAL_POSITION_BASE) -> int:
+        """Drop what a resumed run will look at again; returns how many training samples stay.
+
+        position: first training position that is not done. eval_position: first evaluation position that is not done.
+        """
+        kept_training = 0
+
+        def wanted(record: Mapping[str, Any]) -> bool:
+            nonlocal kept_training
+            evaluated = record["position"] >= EVAL_POSITION_BASE
+            keep = bool(record["position"] < (eval_position if evaluated else position))
+            kept_training += keep and not evaluated
+            return keep
+
+        self._lines.keep(wanted)
+        return kept_training
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._lines.close()

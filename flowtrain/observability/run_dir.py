@@ -1,0 +1,107 @@
+"""``runs/<name>/``: where everything of a run lies, and when a directory may be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowtrain.config.load import dump_resolved, load_config
+from flowtrain.config.resume import check_resumable
+from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import dump_yaml
+from flowtrain.errors import ConfigError
+from flowtrain.observability.files import PRIVATE_DIRECTORY, replace_text
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The files of one run; ``root`` is its directory, an absolute path."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """Which actors run, with which resources."""
+        return self.root / "plan.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """What became of every position."""
+        return self.root / "ledger.parquet"
+
+    @property
+    def quarantine(self) -> Path:
+        """Rejected samples with their reasons."""
+        return self.root / "quarantine.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Spans of all actors, for Perfetto or Chrome."""
+        return self.root / "trace.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Resumable checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The trained model as a Hugging Face directory."""
+        return self.root / "export"
+
+    def write_plan(self, plan: Mapping[str, Any]) -> None:
+        """Write ``plan.yaml``."""
+        replace_text(self.plan, dump_yaml(plan))
+
+    def load_config(self) -> RunConfig:
+        """The configuration that the run was last started with; raises ConfigError if there is none."""
+        if not self.config.is_file():
+            raise ConfigError(f"{self.root}: not a run's directory (it has no {self.config.name})")
+        return load_config(self.config, check_paths=False)
+
+
+def run_dir(config: RunConfig) -> RunDir:
+    """The run's directory; nothing is created."""
+    return RunDir(Path(config.runs_dir).expanduser().absolute() / config.name)
+
+
+def open_run_dir(config: RunConfig, resume: bool) -> RunDir:
+    """Create or reopen the run's directory, private to its owner, and write ``config.yaml`` into it.
+
+    With ``resume`` a run that was begun must be resumable with this configuration; one that was not begun starts from
+    the beginning. Raises ConfigError, before anything is written, otherwise.
+    """
+    check_run_dir(config, resume)
+    run = run_dir(config)
+    run.root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    run.checkpoints.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+    replace_text(run.config, dump_resolved(config))
+    return run
+
+
+def check_run_dir(config: RunConfig, resume: bool) -> None:
+    """Raise ConfigError unless ``open_run_dir`` would succeed; writes nothing."""
+    run = run_dir(config)
+    if run.root.exists() and not run.root.is_dir():
+        raise ConfigError(f"{run.root} is a file; the run's directory goes there, so move the file away or change name")
+    if not run.root.is_dir() or not any(run.root.iterdir()):
+        return
+    if not resume:
+        raise ConfigError(
+            f"{run.root} already holds a run; continue it with --resume, give this one another name "
+            f"(name={config.name}-2), or remove the directory"
+        )
+    if run.config.is_file():
+        check_resumable(run.load_config(), config)

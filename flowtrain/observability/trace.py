@@ -1,0 +1,122 @@
+"""``trace.json``: spans of all actors in Chrome trace format, one process row per actor, for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flowtrain.observability.files import open_private
+from flowtrain.types import Span
+
+_HEAD = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
+_TAIL = b"\n]}\n"
+_BESIDE = frozenset({"decode", "fetch"})
+"""Work of an actor's side threads: it runs beside its other spans, so it has lanes of its own."""
+
+
+class TraceWriter:
+    """Streams spans into a trace that is valid JSON after every ``write``, so a killed run leaves a readable one.
+
+    An actor is a process (``pid``) of the trace; its spans lie on lanes (``tid``), more than one where they overlap,
+    since viewers drop spans of one lane that overlap without nesting.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
+        self._pids: dict[str, int] = {}
+        self._lanes: dict[tuple[str, str], list[_Lane]] = {}
+        self._num_lanes: dict[str, int] = {}
+        self._num_events = 0
+        self._file.write(_HEAD + _TAIL)
+        self._file.flush()
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Append spans of any actors, in any order."""
+        events: list[dict[str, Any]] = []
+        for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+            events.extend(self._events(span))
+        if not events:
+            return
+        separator = b",\n" if self._num_events else b""
+        body = ",\n".join(json.dumps(event) for event in events).encode()
+        self._num_events += len(events)
+        self._file.seek(-len(_TAIL), os.SEEK_END)
+        self._file.write(separator + body + _TAIL)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        self._file.close()
+
+    def _events(self, span: Span) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        pid = self._pids.get(span.actor)
+        if pid is None:
+            pid = self._pids[span.actor] = len(self._pids) + 1
+            events.append(_metadata("process_name", pid, 0, span.actor))
+        lane, is_new = self._lane(span)
+        if is_new:
+            events.append(_metadata("thread_name", pid, lane.tid, lane.name))
+        events.append(
+            {
+                "name": span.name,
+                "cat": "flowtrain",
+                "ph": "X",
+                "ts": round(span.start_s * 1e6, 1),
+                "dur": round(max(span.end_s - span.start_s, 0.0) * 1e6, 1),
+                "pid": pid,
+                "tid": lane.tid,
+                "args": span.args,
+            }
+        )
+        return events
+
+    def _lane(self, span: Span) -> tuple[_Lane, bool]:
+        kind = span.name if span.name in _BESIDE else ""
+        lanes = self._lanes.setdefault((span.actor, kind), [])
+        for lane in lanes:
+            if lane.takes(span):
+                return lane, False
+        tid = self._num_lanes[span.actor] = self._num_lanes.get(span.actor, 0) + 1
+        lane = _Lane(tid, f"{span.actor} {kind}".strip(), span)
+        lanes.append(lane)
+        return lane, True
+
+
+class _Lane:
+    """One row of spans; it takes a span that comes after its last outermost one, or lies within it."""
+
+    def __init__(self, tid: int, name: str, span: Span) -> None:
+        self.tid = tid
+        self.name = name
+        self._start_s, self._end_s = span.start_s, span.end_s
+
+    def takes(self, span: Span) -> bool:
+        if span.start_s >= self._end_s:
+            self._start_s, self._end_s = span.start_s, span.end_s
+            return True
+        return self._start_s <= span.start_s and span.end_s <= self._end_s
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Spans of a ``trace.json``; times are seconds since the Unix epoch."""
+    events = json.loads(path.read_bytes())["traceEvents"]
+    actors = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    return [
+        Span(
+            actor=actors[event["pid"]],
+            name=event["name"],
+            start_s=event["ts"] / 1e6,
+            end_s=(event["ts"] + event["dur"]) / 1e6,
+            args=event["args"],
+        )
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def _metadata(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,157 @@
+"""Assembly of a packed microbatch from its samples' arrays; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from flowtrain.errors import DataError
+
+IGNORED_LABEL = -100
+LossNormalization = Literal["token", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleArrays:
+    """What the pool holds of one sample.
+
+    text: int32 [2, T], token ids with images expanded, and unshifted labels (-100: no loss). features: [rows, D] of all
+    its images in order, None without images.
+    """
+
+    position: int
+    text: np.ndarray
+    features: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One microbatch as the backbone takes it; T tokens of S sequences, R feature rows.
+
+    input_ids, targets (shifted, -100 none), position_ids: int64 [T]. weights: float32 [T], what each token's loss
+    counts. cu_seqlens: int32 [S + 1]. features: [R, D]. feature_index: int64 [R], the token that each row replaces.
+    sequence_lengths: host copy, one a sequence. The totals count real samples: zero for the weightless microbatch.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    weights: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    features: torch.Tensor
+    feature_index: torch.Tensor
+    sequence_lengths: tuple[int, ...]
+    num_samples: int
+    num_tokens: int
+    num_target_tokens: int
+
+    def forward_kwargs(self) -> dict[str, torch.Tensor | int]:
+        """Keyword arguments of ``Backbone.forward``."""
+        names = ("input_ids", "targets", "weights", "position_ids", "cu_seqlens", "max_seqlen", "features")
+        return {name: getattr(self, name) for name in (*names, "feature_index")}
+
+
+def build_batch(
+    samples: Sequence[SampleArrays],
+    *,
+    image_token_id: int,
+    feature_dim: int,
+    dtype: torch.dtype,
+    loss_normalization: LossNormalization,
+    device: torch.device,
+    pad_token_id: int = 0,
+) -> PackedBatch:
+    """Pack samples into one sequence; an empty list gives the weightless microbatch (one token of zero weight).
+
+    Labels are shifted within each sample, so its last token has no target. Raises DataError when a sample's image
+    tokens and feature rows differ in number, or when its loss is undefined (no target token under ``sample``).
+    """
+    if not samples:
+        return _weightless(feature_dim, dtype, device, pad_token_id)
+    texts = [np.asarray(sample.text, dtype=np.int64) for sample in samples]
+    targets = [_shift(text[1]) for text in texts]
+    num_targets = [int(np.count_nonzero(target != IGNORED_LABEL)) for target in targets]
+    for sample, text, count in zip(samples, texts, num_targets, strict=True):
+        _check_sample(sample, text, count, image_token_id, feature_dim, loss_normalization)
+    weights = [
+        (target != IGNORED_LABEL) * np.float32(1.0 if loss_normalization == "token" else 1.0 / count)
+        for target, count in zip(targets, num_targets, strict=True)
+    ]
+    lengths = [text.shape[1] for text in texts]
+    input_ids = np.concatenate([text[0] for text in texts])
+    rows = [sample.features for sample in samples if sample.features is not None]
+    features = torch.cat(rows) if rows else torch.zeros(0, feature_dim)
+
+    def tensor(array: np.ndarray, array_dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(array).to(device=device, dtype=array_dtype)
+
+    return PackedBatch(
+        input_ids=tensor(input_ids, torch.int64),
+        targets=tensor(np.concatenate(targets), torch.int64),
+        weights=tensor(np.concatenate(weights), torch.float32),
+        position_ids=tensor(np.concatenate([np.arange(length) for length in lengths]), torch.int64),
+        cu_seqlens=tensor(np.cumsum([0, *lengths]), torch.int32),
+        max_seqlen=max(lengths),
+        features=features.to(device=device, dtype=dtype),
+        feature_index=tensor(np.flatnonzero(input_ids == image_token_id), torch.int64),
+        sequence_lengths=tuple(lengths),
+        num_samples=len(samples),
+        num_tokens=sum(lengths),
+        num_target_tokens=sum(num_targets),
+    )
+
+
+def _shift(labels: np.ndarray) -> np.ndarray:
+    return np.append(labels[1:], IGNORED_LABEL)
+
+
+def _check_sample(
+    sample: SampleArrays,
+    text: np.ndarray,
+    num_targets: int,
+    image_token_id: int,
+    feature_dim: int,
+    loss_normalization: LossNormalization,
+) -> None:
+    num_rows = 0 if sample.features is None else sample.features.shape[0]
+    num_image_tokens = int(np.count_nonzero(text[0] == image_token_id))
+    if num_image_tokens != num_rows:
+        raise DataError(
+            f"position {sample.position}: {num_image_tokens} image tokens in its text but {num_rows} feature rows; "
+            "the sizing of its images and its encoder disagree"
+        )
+    if sample.features is not None and sample.features.shape[1] != feature_dim:
+        raise DataError(
+            f"position {sample.position}: feature rows of width {sample.features.shape[1]} but the connector takes "
+            f"{feature_dim}; the encoder and the connector belong to different models"
+        )
+    if num_targets == 0 and loss_normalization == "sample":
+        raise DataError(
+            f"position {sample.position}: no token carries loss, so its mean is undefined "
+            "(training.loss_normalization: sample); such samples must be rejected when they are sized"
+        )
+
+
+def _weightless(feature_dim: int, dtype: torch.dtype, device: torch.device, pad_token_id: int) -> PackedBatch:
+    def tensor(values: list[int], tensor_dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=tensor_dtype, device=device)
+
+    return PackedBatch(
+        input_ids=tensor([pad_token_id]),
+        targets=tensor([IGNORED_LABEL]),
+        weights=tensor([0], torch.float32),
+        position_ids=tensor([0]),
+        cu_seqlens=tensor([0, 1], torch.int32),
+        max_seqlen=1,
+        features=torch.zeros(0, feature_dim, dtype=dtype, device=device),
+        feature_index=tensor([]),
+        sequence_lengths=(1,),
+        num_samples=0,
+        num_tokens=0,
+        num_target_tokens=0,
+    )

@@ -1,0 +1,234 @@
+"""Weights, optimizer state and random state of the backbone's ranks, in torch's distributed checkpoint format.
+
+Everything in the distributed checkpoint is a tensor, under ``model.<name>`` or ``optimizer.<name>.<key>``; sharded
+ones are stored by shard and may be loaded at another world size.
+
+Trust: a checkpoint is a file of one's own run. Still no pickle runs code: shards and random state are read with
+``weights_only=True``, the index ``.metadata`` (which torch writes as a pickle) by an unpickler that knows only the
+index's own types, and other values than tensors, which torch would unpickle freely, are neither written nor read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from flowtrain.errors import CheckpointError
+from flowtrain.training.mesh import BackboneGroup
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "model."
+_OPTIMIZER = "optimizer."
+_TIED_FILE = "tied.json"
+
+_INDEX_TYPES = {
+    "torch": frozenset({"Size"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "ChunkStorageMetadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+        }
+        | {"_MEM_FORMAT_ENCODING"}
+    ),
+    "pathlib": frozenset({"PosixPath"}),
+    "pathlib._local": frozenset({"PosixPath"}),
+}
+
+
+def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
+    """Write this rank's shards and random state into ``directory``; collective over the checkpoint group.
+
+    Files are durable on return. Raises CheckpointError when this rank, or any in writing its shards, could not write.
+    """
+    state = _model_state(model) | _optimizer_state(model, optimizer)
+    try:
+        # The collective part first: a rank that failed before it would leave the others waiting.
+        writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
+        dcp.save(state, storage_writer=writer, process_group=group.checkpoint_group)
+        _write_random_state(directory / _random_state_file(group.rank), group.device)
+        if group.rank == 0:
+            _write_tied_names(directory / _TIED_FILE, model)
+    except (OSError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {directory} could not be written by rank {group.rank}: {error}") from error
+
+
+def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
+    """Load what `save` wrote into a sharded model and its fresh optimizer; collective over the checkpoint group.
+
+    The world size may differ; the random state is then left as it is. Raises CheckpointError when the checkpoint cannot
+    be read or belongs to another model.
+    """
+    reader = _TensorReader(directory)
+    index = _read_index(reader)
+    _allocate_optimizer_state(model, optimizer, index)
+    state = _model_state(model) | _optimizer_state(model, optimizer)
+    _check_index(directory, index, state)
+    try:
+        dcp.load(state, storage_reader=reader, process_group=group.checkpoint_group)
+    except (OSError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {directory} could not be read by rank {group.rank}: {error}") from error
+    _read_random_state(directory, group)
+
+
+def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
+    """Full weights under the names of ``Backbone.state_dict()``, without a process group; tied names share a tensor."""
+    reader = _TensorReader(directory)
+    index = _read_index(reader)
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in index.state_dict_metadata.items()
+        if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+    try:
+        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # it says that it loads without a group
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        tied = json.loads((directory / _TIED_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"checkpoint {directory} could not be read: {error}") from error
+    weights = {key.removeprefix(_MODEL): tensor for key, tensor in state.items()}
+    return weights | {name: weights[stored_as] for name, stored_as in tied.items()}
+
+
+# --- what is stored ------------------------------------------------------------------------------------------------
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """Every tensor once, tied parameters under their first name."""
+    stored = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {f"{_MODEL}{name}": tensor for name, tensor in model.state_dict().items() if name in stored}
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State tensors by parameter name; the groups' settings come from the configuration and the step."""
+    return {
+        f"{_OPTIMIZER}{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _allocate_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Metadata) -> None:
+    """Give the optimizer the state tensors that the checkpoint has, so that they can be loaded in place.
+
+    A state of its parameter's shape is sharded as the parameter; others (step counters) are whole on every rank.
+    """
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
+    for name, entry in index.state_dict_metadata.items():
+        if not name.startswith(_OPTIMIZER) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        parameter_name, _, key = name.removeprefix(_OPTIMIZER).rpartition(".")
+        parameter = parameters.get(parameter_name)
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if entry.size == parameter.shape and entry.size != torch.Size([]):
+            value = torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        else:
+            value = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+        optimizer.state[parameter][key] = value
+
+
+def _check_index(directory: Path, index: Metadata, state: dict[str, Any]) -> None:
+    for name, tensor in state.items():
+        entry = index.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"checkpoint {directory} has no {name}: it belongs to another model or optimizer")
+        if entry.size != tensor.shape:
+            raise CheckpointError(
+                f"checkpoint {directory} has {name} of shape {list(entry.size)}, the model {list(tensor.shape)}; "
+                "it belongs to another model"
+            )
+
+
+def _write_tied_names(path: Path, model: nn.Module) -> None:
+    """Names that share a stored parameter: {name: name it is stored under}."""
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
+    every_name = dict(model.named_parameters(remove_duplicate=False))
+    tied = {name: first_names[parameter] for name, parameter in every_name.items() if first_names[parameter] != name}
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(tied, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# --- random state --------------------------------------------------------------------------------------------------
+
+
+def _random_state_file(rank: int) -> str:
+    return f"random-{rank:05d}.pt"
+
+
+def _write_random_state(path: Path, device: torch.device) -> None:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    with path.open("wb") as file:
+        torch.save(states, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_random_state(directory: Path, group: BackboneGroup) -> None:
+    num_saved = len(list(directory.glob("random-*.pt")))
+    if num_saved != group.world_size:
+        logger.warning(
+            "checkpoint %s was written by %d ranks and is read by %d: the random state is not restored",
+            *(directory, num_saved, group.world_size),
+        )
+        return
+    states = torch.load(directory / _random_state_file(group.rank), weights_only=True)
+    torch.set_rng_state(states["cpu"])
+    if group.device.type != "cpu" and "device" in states:
+        torch.get_device_module(group.device).set_rng_state(states["device"], group.device)
+
+
+# --- reading without running pickled code --------------------------------------------------------------------------
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles the checkpoint's index and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _INDEX_TYPES.get(module, ()) or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's index")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+class _TensorReader(dcp.FileSystemReader):
+    """Reads the files as torch's own reader does, but the index without running what a pickle may name."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _IndexUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def _read_index(reader: _TensorReader) -> Metadata:
+    try:
+        return reader.read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {reader.path} has no readable index: {error}") from error

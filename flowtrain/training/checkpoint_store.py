@@ -1,0 +1,164 @@
+"""The checkpoint directory: temporaries, commit by rename, pruning, finding the last complete one. No torch.
+
+Ranks write into ``.tmp-step-00000012-<nonce>/``; once all are done the driver adds ``meta.json``, makes everything
+durable and renames the directory to ``step-00000012``. A kill at any moment leaves either the old state or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowtrain.errors import CheckpointError
+from flowtrain.types import CHECKPOINT_SCHEMA
+
+logger = logging.getLogger(__name__)
+
+META_FILE = "meta.json"
+_TEMPORARY_PREFIX = ".tmp-"
+_FINAL_NAME = re.compile(r"^step-(\d{8,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMeta:
+    """What ``meta.json`` holds.
+
+    step: optimizer steps finished. state: what the driver needs to go on (sampler, frozen cost coefficients), JSON
+    values. config_digest: of the parts of the configuration that must not change. dp_size, num_threads, torch_version:
+    a resume is exact to the bit only where they are the same. files: bytes of every other file, filled in by `commit`.
+    """
+
+    step: int
+    state: dict[str, Any]
+    config_digest: str
+    dp_size: int
+    num_threads: int
+    torch_version: str
+    files: dict[str, int] = field(default_factory=dict)
+    schema: int = CHECKPOINT_SCHEMA
+
+
+def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
+    """Directory that all ranks write the checkpoint of ``step`` into; nonce: the same on all ranks, new in every run."""
+    return checkpoints / f"{_TEMPORARY_PREFIX}{_name(step)}-{nonce}"
+
+
+def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
+    """Make a checkpoint that all ranks have written the newest complete one; returns its final directory.
+
+    Then keeps the ``keep`` newest complete ones; temporaries stay, since the next one may be under way. A complete checkpoint of the same step is left as
+    it is: a run that comes to a step again comes to the same state.
+    """
+    checkpoints = temporary.parent
+    files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
+    _write_durably(temporary / META_FILE, json.dumps(asdict(meta) | {"files": files}, indent=1, sort_keys=True))
+    for directory in {temporary, *(path.parent for path in _files(temporary))}:
+        _fsync(directory)
+    final = checkpoints / _name(meta.step)
+    if problem_of(final) is not None:
+        if final.exists():
+            _retire(final)
+        temporary.rename(final)
+        _fsync(checkpoints)
+    else:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _prune(checkpoints, keep)
+    return final
+
+
+def latest_complete(checkpoints: Path) -> Path | None:
+    """The complete checkpoint of the highest step, or None; others are skipped with a line in the log."""
+    for path in _newest_first(checkpoints):
+        problem = problem_of(path)
+        if problem is None:
+            return path
+        logger.warning("checkpoint %s is skipped: %s", path, problem)
+    return None
+
+
+def read_meta(directory: Path) -> CheckpointMeta:
+    """Read ``meta.json``; raises CheckpointError when it is missing, unreadable or of another schema."""
+    path = directory / META_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        schema = values["schema"]
+        if schema != CHECKPOINT_SCHEMA:
+            raise CheckpointError(f"{path}: schema ({schema}) differs from this version's ({CHECKPOINT_SCHEMA})")
+        return CheckpointMeta(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+
+
+def problem_of(directory: Path) -> str | None:
+    """Why a directory is no complete checkpoint, or None; every file must have the size it was written with."""
+    try:
+        meta = read_meta(directory)
+    except CheckpointError as error:
+        return str(error)
+    for name, nbytes in meta.files.items():
+        path = directory / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != nbytes:
+            return f"{name} has {'no file' if found is None else f'{found} bytes'} where {nbytes} bytes were written"
+    return None
+
+
+def remove_temporaries(checkpoints: Path) -> None:
+    """Remove what unfinished writes left behind; only while no write is under way."""
+    for path in checkpoints.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _prune(checkpoints: Path, keep: int) -> None:
+    complete = 0
+    for path in _newest_first(checkpoints):
+        if problem_of(path) is None:
+            complete += 1
+            if complete <= keep:
+                continue
+        _retire(path)
+
+
+def _retire(final: Path) -> None:
+    """Take a checkpoint's name away first, so that a half-removed one never looks like one."""
+    retired = final.with_name(f"{_TEMPORARY_PREFIX}retired-{final.name}-{secrets.token_hex(4)}")
+    final.rename(retired)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _newest_first(checkpoints: Path) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    steps = {path: match for path in checkpoints.iterdir() if (match := _FINAL_NAME.match(path.name))}
+    return sorted(steps, key=lambda path: int(steps[path].group(1)), reverse=True)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

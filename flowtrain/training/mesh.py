@@ -1,0 +1,145 @@
+"""Process groups and the device mesh of the backbone's ranks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flowtrain.errors import StallError
+
+DP_AXIS = "dp"
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class BackboneGroup:
+    """What one backbone rank communicates through.
+
+    mesh: device mesh with the axis ``dp``. process_group: carries CPU tensors over gloo and device tensors over the
+    device's own backend. checkpoint_group: gloo, for checkpoints alone, so that writing never mixes with training.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    process_group: dist.ProcessGroup
+    checkpoint_group: dist.ProcessGroup
+
+    def close(self) -> None:
+        """Destroy the groups; nothing of them can be used afterwards."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_listener(host: str = LOOPBACK) -> socket.socket:
+    """Bind the rendezvous socket of rank 0 to ``host`` and a free port; ``listener.getsockname()[1]`` is the port.
+
+    The store would bind to all interfaces if it opened the socket itself.
+    """
+    return socket.create_server((host, 0))
+
+
+def init_backbone_group(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    *,
+    host: str = LOOPBACK,
+    port: int = 0,
+    listener: socket.socket | None = None,
+    start_timeout_s: float = 300.0,
+    collective_timeout_s: float = 900.0,
+) -> BackboneGroup:
+    """Join this process to the backbone's group; returns when all ``world_size`` ranks did.
+
+    host, port: where rank 0 listens (`open_listener`); rank 0 passes its ``listener``, which it hands over. A single
+    rank needs none of them. Raises StallError when not all ranks come within ``start_timeout_s``.
+    """
+    assert not dist.is_initialized(), "a process belongs to one backbone group"
+    assert world_size == 1 or (listener is not None) == (rank == 0), "rank 0, and only it, brings the listener"
+    try:
+        store = _store(rank, world_size, host, port, listener, start_timeout_s)
+        with _gloo_interface(host):
+            dist.init_process_group(
+                backend=_backend(device),
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=collective_timeout_s),
+            )
+            checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise StallError(
+            f"backbone rank {rank} of {world_size} waited {start_timeout_s:g} s (limits.start_timeout_s) for the other "
+            f"ranks at {host}:{port} ({error})"
+        ) from error
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=(DP_AXIS,))
+    return BackboneGroup(rank, world_size, device, mesh, dist.group.WORLD, checkpoint_group)
+
+
+def _store(
+    rank: int, world_size: int, host: str, port: int, listener: socket.socket | None, timeout_s: float
+) -> dist.Store:
+    if world_size == 1:
+        return dist.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    if listener is None:
+        return dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+    port = listener.getsockname()[1]
+    # The store closes the descriptor, so the Python object must let go of it.
+    descriptor = listener.detach()
+    return dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+
+
+def _backend(device: torch.device) -> str:
+    device_backend = dist.get_default_backend_for_device(device)
+    return device_backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{device_backend}"
+
+
+@contextmanager
+def _gloo_interface(host: str) -> Iterator[None]:
+    """Let gloo listen on the interface that reaches ``host``, and only there; a user's own choice stands.
+
+    Gloo takes it from the environment alone and would else ask the resolver for the machine's name.
+    """
+    interface = _interface_of(_local_address(host))
+    if interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _local_address(host: str) -> str:
+    """This machine's own IPv4 address on the way to ``host`` (connecting a datagram socket sends nothing)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # an interface without an IPv4 address
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None

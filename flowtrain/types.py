@@ -1,0 +1,469 @@
+"""Wire types: everything that crosses a room or a process, in one file.
+
+Frozen dataclasses. Sizes are in bytes (``_nbytes``), durations in seconds (``_s``), lengths in tokens (``_tokens``).
+Types that outlive a process carry a ``schema`` number.
+
+Vocabulary (docs/architecture.md): a *position* is a sample's place in the global order; a *part* is one modality of it
+(its text, or its images for one encoder); a *unit* is one turn of the backbone: a training step or an evaluation round.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+STEP_PLAN_SCHEMA = 1
+METRICS_SCHEMA = 1
+LEDGER_SCHEMA = 1
+CHECKPOINT_SCHEMA = 1
+PLAN_SCHEMA = 1
+
+TEXT_PART = "text"
+"""Name of the part that holds a sample's token ids and labels; every other part is named after its encoder."""
+
+EVAL_POSITION_BASE = 1 << 60
+"""Evaluation samples live at positions from here on, so that they never shift the training order."""
+
+
+class Tier(enum.StrEnum):
+    """A kind of memory that the pool spans."""
+
+    HBM = "hbm"
+    DRAM = "dram"
+
+
+# --- samples -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRef:
+    """Where a sample comes from: position in the global order, index of its source, row in it, the source's epoch."""
+
+    position: int
+    source: int
+    row: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """What one image becomes: patches the encoder computes, feature rows it emits, tokens the backbone sees."""
+
+    num_patches: int
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartSize:
+    """Size of one part, known before anything is decoded.
+
+    name: ``TEXT_PART`` or an encoder's name. num_items: images (1 for text). num_patches: patches over all images (0
+    for text). num_rows: rows of the array that goes into the pool (feature rows, or tokens for text).
+    nbytes: exact size of that array.
+    """
+
+    name: str
+    num_items: int
+    num_patches: int
+    num_rows: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizedSample:
+    """A sample whose lengths are known.
+
+    num_tokens: length of its backbone sequence, vision tokens included. num_vision_tokens: those among them that
+    images fill. num_target_tokens: tokens that carry loss (after the shift by one).
+    """
+
+    ref: SampleRef
+    num_tokens: int
+    num_vision_tokens: int
+    num_target_tokens: int
+    parts: tuple[PartSize, ...]
+
+    @property
+    def position(self) -> int:
+        """The sample's place in the global order."""
+        return self.ref.position
+
+
+class RejectReason(enum.StrEnum):
+    """Why a sample is quarantined."""
+
+    CORRUPT_IMAGE = "corrupt_image"
+    MISSING_IMAGE = "missing_image"
+    DECOMPRESSION_BOMB = "decompression_bomb"
+    OVERSIZED_SAMPLE = "oversized_sample"
+    PLACEHOLDER_MISMATCH = "placeholder_mismatch"
+    EMPTY_ANSWER = "empty_answer"
+    MALFORMED_SAMPLE = "malformed_sample"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A quarantined sample; ``detail`` says what was seen, with both values where two disagree."""
+
+    ref: SampleRef
+    reason: RejectReason
+    detail: str
+
+
+# --- memory pool ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A contiguous run of bytes in the pool's address space."""
+
+    gva: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentExport:
+    """What a process publishes of its bound memory, enough for a peer to map it.
+
+    process_index: the process's place in the address space, never used again in a run. node_id: peers with the same
+    value can map ``/proc/<pid>/fd/<fd>``. bound_nbytes: bytes bound from the segment's start.
+    """
+
+    process_index: int
+    node_id: str
+    tier: Tier
+    pid: int
+    fd: int
+    bound_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Occupancy of one process's segment, in bytes; ``largest_free_nbytes`` tells fragmentation."""
+
+    bound_nbytes: int
+    used_nbytes: int
+    free_nbytes: int
+    largest_free_nbytes: int
+    num_extents: int
+
+
+# --- step plans ----------------------------------------------------------------------------------------------------
+
+
+class UnitKind(enum.StrEnum):
+    """What the backbone does with a unit."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One turn of the backbone.
+
+    index: place in the run's sequence of units. step: optimizer steps finished once a TRAIN unit is done (so the first
+    is 1); an EVAL unit carries the step that it follows. first_position, num_positions: its contiguous positions.
+    """
+
+    index: int
+    kind: UnitKind
+    step: int
+    first_position: int
+    num_positions: int
+
+    @property
+    def positions(self) -> range:
+        """Positions of this unit."""
+        return range(self.first_position, self.first_position + self.num_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """A sample's place in a microbatch, with the lengths that give every shape."""
+
+    position: int
+    num_tokens: int
+    num_vision_tokens: int
+    num_target_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A packed sequence for one DP rank. ``samples`` may be empty: the rank then runs one token of zero weight.
+
+    slot: index of the microbatch on its rank; the microbatches of one slot run side by side. cost: as the run's cost
+    model sees it (Eq. 3), unitless.
+    """
+
+    slot: int
+    dp_rank: int
+    samples: tuple[PlannedSample, ...]
+    cost: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Backbone tokens in this microbatch."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Loss-bearing tokens in this microbatch."""
+        return sum(sample.num_target_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBatch:
+    """Positions whose parts one encoder forwards together; a function of positions and sizes, never of arrival.
+
+    nbytes: exact bytes of all its parts in the pool, each part rounded up to the pool's alignment.
+    """
+
+    unit: int
+    index: int
+    encoder: str
+    positions: tuple[int, ...]
+    num_patches: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one unit runs: ``slots[k][rank]`` is the k-th microbatch of DP rank ``rank``; counts are equal on all ranks.
+
+    microbatch_tokens: the capacity that was packed to. num_samples, num_tokens, num_target_tokens: planned totals over
+    all ranks (positions found bad later are subtracted by the backbone).
+    """
+
+    unit: Unit
+    dp_size: int
+    microbatch_tokens: int
+    slots: tuple[tuple[Microbatch, ...], ...]
+    encode_batches: tuple[EncodeBatch, ...]
+    num_samples: int
+    num_tokens: int
+    num_vision_tokens: int
+    num_target_tokens: int
+    schema: int = STEP_PLAN_SCHEMA
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches over all ranks."""
+        return len(self.slots) * self.dp_size
+
+    def rank_microbatches(self, dp_rank: int) -> tuple[Microbatch, ...]:
+        """Microbatches of one rank in the plan's order."""
+        return tuple(slot[dp_rank] for slot in self.slots)
+
+
+# --- control messages ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PartReady:
+    """An owner reports that a part lies in its segment. ``epoch`` is the lease's; extents are in row order."""
+
+    position: int
+    part: str
+    epoch: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A batch handed to one owner. Every ref is forwarded (so that the bits never change); ``needed`` are kept.
+
+    nbytes: what the needed parts take, aligned; reserved in the owner's segment until they are READY. epoch: reports
+    under an older one are refused.
+    """
+
+    lease_id: int
+    epoch: int
+    batch: EncodeBatch
+    refs: tuple[SampleRef, ...]
+    needed: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartLocation:
+    """Where a READY part lies now."""
+
+    position: int
+    part: str
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchLocation:
+    """Everything that a rank needs to run one microbatch; ``rejected`` positions are left out of it."""
+
+    unit: int
+    slot: int
+    dp_rank: int
+    parts: tuple[PartLocation, ...]
+    rejected: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A timed stretch of work of one actor, for the trace; times are seconds since the Unix epoch."""
+
+    actor: str
+    name: str
+    start_s: float
+    end_s: float
+    args: dict[str, int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one backbone rank says after a unit.
+
+    loss, grad_norm, lr and the totals are global (equal on all ranks); the durations are this rank's own. grad_norm and
+    lr are None for an evaluation. starved_s: the rank waited for a microbatch. fetch_s: its prefetch thread copied from
+    the pool. Times are seconds; started_s and finished_s are since the Unix epoch.
+    """
+
+    unit: int
+    kind: UnitKind
+    step: int
+    dp_rank: int
+    loss: float
+    grad_norm: float | None
+    lr: float | None
+    num_samples: int
+    num_tokens: int
+    num_target_tokens: int
+    started_s: float
+    finished_s: float
+    starved_s: float
+    fetch_s: float
+
+
+# --- messages between the coordinator and everybody else --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a pool process learns when it joins: its place in the address space, and where the feeder goes on.
+
+    sampler_state and next_unit matter to the feeder alone: it continues after the last unit that was reported.
+    """
+
+    process_index: int
+    sampler_state: dict[str, int | list[int]] | None = None
+    next_unit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FeedReport:
+    """The feeder reports one sized unit (or, with ``unit`` None, only asks), and text parts that it made again.
+
+    texts[i] is the READY text part of sized[i]. sampler_state: the sampler's integers after this unit.
+    """
+
+    unit: Unit | None = None
+    sized: tuple[SizedSample, ...] = ()
+    texts: tuple[PartReady, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    sampler_state: dict[str, int | list[int]] | None = None
+    remade: tuple[PartReady, ...] = ()
+    stats: PoolStats | None = None
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOrder:
+    """What the feeder does next: free ``released``, make ``remake`` again, size ``unit`` if it is given."""
+
+    unit: Unit | None
+    remake: tuple[SampleRef, ...]
+    released: tuple[Extent, ...]
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderReport:
+    """An encoder hands in what it finished; waited_s: time since its last report that it had nothing to encode."""
+
+    ready: tuple[PartReady, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+    stats: PoolStats | None = None
+    blocked_s: float = 0.0
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """What an encoder does next: free ``released``, then encode ``lease`` if there is one.
+
+    blocked: no lease because the producer must wait for the consumer (memory or lookahead).
+    """
+
+    lease: Lease | None
+    released: tuple[Extent, ...]
+    blocked: bool
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """One position's end, for ``ledger.parquet``; slot and dp_rank are -1 where it was rejected before planning."""
+
+    position: int
+    source: int
+    row: int
+    epoch: int
+    step: int
+    dp_rank: int
+    slot: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDone:
+    """All ranks finished a unit. Durations in seconds; blocked_s is summed over encoders since the last unit's end."""
+
+    unit: Unit
+    reports: tuple[RankReport, ...]
+    plan_time_s: float
+    num_microbatches: int
+    packing_fill: float
+    dp_imbalance: float
+    model_flops: float
+    blocked_s: float
+    produced_samples: int
+    num_rejected: int
+    pool_dram_nbytes: int
+    pool_dram_bound_nbytes: int
+    ledger: tuple[LedgerRow, ...]
+    sampler_state: dict[str, int | list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Samples were quarantined. num_rejected and num_seen are running totals of training samples."""
+
+    rejections: tuple[Rejection, ...]
+    num_rejected: int
+    num_seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """All ranks wrote their share of the checkpoint after ``step`` into ``directory``; the driver commits it."""
+
+    step: int
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpansRecorded:
+    """Spans for the trace."""
+
+    spans: tuple[Span, ...]
+
+
+Event = UnitDone | Rejected | CheckpointWritten | SpansRecorded

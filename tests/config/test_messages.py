@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config.load import load_config
+from flowtrain.config.schema import key_patterns, nearest_key
+from flowtrain.errors import ConfigError
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        (
+            "training.learning_rat=1e-4",
+            "training.learning_rat = 0.0001: unknown key; did you mean training.learning_rate?",
+        ),
+        ("learning_rate=1e-4", "learning_rate = 0.0001: unknown key; did you mean training.learning_rate?"),
+        ("training.batch_size=8", "training.batch_size = 8: unknown key; did you mean training.global_batch_size?"),
+        ("training.packing=x", "training.packing = 'x': unknown key; did you mean scheduler.packing?"),
+        ("encoders.vision.pth=x", "encoders.vision.pth = 'x': unknown key; did you mean encoders.vision.path?"),
+        (
+            "model.segment_nbytes=1",
+            "model.segment_nbytes = 1: unknown key; did you mean encoders.vision.segment_nbytes?",
+        ),
+        ("data.sources.0.wieght=1", "data.sources.0.wieght = 1: unknown key; did you mean data.sources.0.weight?"),
+        ("data.wieght=1", "data.wieght = 1: unknown key; did you mean data.sources.0.weight?"),
+        ("qqq=1", "qqq = 1: unknown key; remove it"),
+        ("training.global_batch_size=many", "training.global_batch_size = 'many': must be an integer"),
+        ("training.global_batch_size=1.5", "training.global_batch_size = 1.5: must be an integer"),
+        ("training.global_batch_size=0", "training.global_batch_size = 0: must be at least 1"),
+        ("training.learning_rate=[1]", "training.learning_rate = [1]: must be a number"),
+        ("training.betas=0.9", "training.betas = 0.9: must be a list"),
+        ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be true or false"),
+        ("data.order=arival", "data.order = 'arival': must be 'deterministic' or 'arrival'; did you mean 'arrival'?"),
+        ("data.sources=[]", "data.sources has 0 entries; it must have at least 1"),
+        ("encoders={}", "encoders has 0 entries; it must have at least 1"),
+        ("training=5", "training = 5: must be a section (a mapping of keys)"),
+        ("name=a/b", "name = 'a/b': must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]*$"),
+    ],
+)
+def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, override: str, fault: str) -> None:
+    assert refusal(minimal, override) == f"run.yaml: override {override!r}: {fault}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ["data.max_seq_len=8192"],
+            "data.max_seq_len (8192) is larger than scheduler.microbatch_tokens (4096): a longest sample would fit no "
+            "microbatch; lower the first or raise the second",
+        ),
+        (
+            ["backbone.data_parallel_size=9"],
+            "training.global_batch_size (8) is smaller than backbone.data_parallel_size (9): some ranks would never "
+            "have a sample; raise the first or lower the second",
+        ),
+        (
+            ["training.num_epochs=1"],
+            "line 9: give exactly one of training.max_steps (now 4) and training.num_epochs (now 1.0)",
+        ),
+        (
+            ["backbone.path=Qwen/Qwen3-1.7B"],
+            "backbone.path and backbone.config are both given; keep one of them",
+        ),
+    ],
+)
+def test_an_impossible_combination_is_explained(minimal: Path, overrides: list[str], fault: str) -> None:
+    assert refusal(minimal, *overrides) == f"run.yaml: {fault}"
+
+
+def test_a_fault_in_the_file_has_its_line_and_a_missing_key_its_name(minimal: Path, minimal_text: str) -> None:
+    minimal.write_text(minimal_text.replace("max_steps: 4", "max_steps: soon"))
+    assert refusal(minimal) == "run.yaml: line 10: training.max_steps = 'soon': must be an integer"
+    minimal.write_text(minimal_text.replace("name: small\n", "name: small\nseeed: 1\n"))
+    assert refusal(minimal) == "run.yaml: line 2: seeed = 1: unknown key; did you mean seed?"
+    minimal.write_text(minimal_text.replace("name: small\n", ""))
+    assert refusal(minimal) == "run.yaml: name is missing; it is required"
+
+
+def test_several_faults_are_listed(minimal: Path) -> None:
+    lines = refusal(minimal, "data.ordr=x", "seed=-1").splitlines()
+    assert lines[0] == "run.yaml: 2 errors"
+    assert sorted(lines[1:]) == [
+        "  - override 'data.ordr=x': data.ordr = 'x': unknown key; did you mean data.order?",
+        "  - override 'seed=-1': seed = -1: must be at least 0",
+    ]
+
+
+def test_a_long_value_is_cut(minimal: Path) -> None:
+    message = refusal(minimal, f"seed={'x' * 200}")
+    assert f"seed = '{'x' * 56}...: must be an integer" in message
+
+
+def test_every_valid_key_is_nearest_to_itself_misspelt() -> None:
+    patterns = [pattern for pattern in key_patterns() if len(pattern[-1]) > 6]
+    assert len(patterns) > 50
+    for pattern in patterns:
+        concrete = tuple("vision" if part == "*" else part for part in pattern)
+        if pattern[:2] == ("data", "sources") and len(pattern) > 2:
+            concrete = ("data", "sources", "0", *concrete[3:])
+        assert nearest_key((*concrete[:-1], f"{concrete[-1]}x"), {}) == ".".join(concrete)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config.load import load_config
+from flowtrain.config.resume import check_resumable, config_digest
+from flowtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.max_steps=9",
+        "observability.progress=off",
+        "checkpoint.every_steps=7",
+        "limits.stall_timeout_s=5",
+        "pool.text_segment_nbytes=131072",
+        "scheduler.lookahead_steps=5",
+        "encoders.vision.data_parallel_size=3",
+        "encoders.vision.segment_nbytes=131072",
+        "encoders.vision.num_cpus=0.25",
+        "backbone.prefetch_microbatches=1",
+        "data.max_rejected_fraction=0.5",
+    ],
+)
+def test_what_leaves_the_losses_alone_may_change(minimal: Path, override: str) -> None:
+    old, new = load_config(minimal), load_config(minimal, [override])
+    assert old != new
+    check_resumable(old, new)
+    assert config_digest(old) == config_digest(new)
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("seed=7", "seed was 0, is now 7"),
+        ("data.order=arrival", "data.order was 'deterministic', is now 'arrival'"),
+        ("data.sources.0.weight=2", "data.sources.0.weight was 1.0, is now 2.0"),
+        ("training.global_batch_size=4", "training.global_batch_size was 8, is now 4"),
+        ("training.optimizer=sgd", "training.optimizer was 'adamw', is now 'sgd'"),
+        ("scheduler.microbatch_tokens=8192", "scheduler.microbatch_tokens was 4096, is now 8192"),
+        ("model.dtype=bfloat16", "model.dtype was 'float32', is now 'bfloat16'"),
+        ("backbone.config.hidden_size=64", "backbone.config.hidden_size was '(not given)', is now 64"),
+        ("backbone.data_parallel_size=2", "backbone.data_parallel_size was 1, is now 2"),
+        ("encoders.vision.max_batch_patches=8", "encoders.vision.max_batch_patches was 4096, is now 8"),
+    ],
+)
+def test_what_decides_the_losses_may_not(minimal: Path, override: str, fault: str) -> None:
+    old, new = load_config(minimal), load_config(minimal, [override])
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(old, new)
+    assert str(caught.value) == (
+        "run 'small' cannot be resumed with this configuration; "
+        f"set these keys back, or start a run under another name:\n  - {fault}"
+    )
+    assert config_digest(old) != config_digest(new)
+
+
+def test_a_run_may_only_grow(minimal: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training.max_steps was 4, is now 3; it may only grow"):
+        check_resumable(load_config(minimal), load_config(minimal, ["training.max_steps=3"]))
+    epochs = load_config(minimal, ["training.max_steps=null", "training.num_epochs=2"])
+    with pytest.raises(ConfigError, match=r"training.num_epochs was None, is now 2.0"):
+        check_resumable(load_config(minimal), epochs)
+
+
+def test_another_source_is_named_once_per_key(minimal: Path) -> None:
+    Path("more.parquet").touch()
+    new = load_config(minimal, ["data.sources.1.path=more.parquet", "seed=1"])
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(load_config(minimal), new)
+    message = str(caught.value)
+    assert "  - seed was 0, is now 1" in message
+    assert f"  - data.sources.1.path was '(not given)', is now {str(Path('more.parquet').resolve())!r}" in message

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ImageFile
+from transformers import PreTrainedTokenizerFast
+
+from flowtrain.config.data import DataConfig, SourceConfig
+from flowtrain.data.sizing import SizedResult, Sizer
+from flowtrain.data.sources.base import RawImage, RawSample, Turn
+from flowtrain.types import PartSize, Rejection, RejectReason, SampleRef
+
+REF = SampleRef(5, 0, 3, 1)
+Encode = Callable[..., bytes]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_tokenizer: Callable[..., PreTrainedTokenizerFast], chatml_marked: str) -> PreTrainedTokenizerFast:
+    return byte_tokenizer(chatml_marked)
+
+
+@pytest.fixture(scope="module")
+def sizer(tokenizer: PreTrainedTokenizerFast, family: Callable[..., Any]) -> Callable[..., Sizer]:
+    def make(**options: Any) -> Sizer:
+        return Sizer(family(tokenizer), tokenizer, DataConfig(sources=(SourceConfig(path="x"),), **options))
+
+    return make
+
+
+def conversation(user: str, answer: str = "four") -> tuple[Turn, ...]:
+    return (Turn("user", user), Turn("assistant", answer))
+
+
+def test_images_are_expanded_and_counted(
+    sizer: Callable[..., Sizer], tokenizer: PreTrainedTokenizerFast, encoded_image: Encode, monkeypatch: Any
+) -> None:
+    def never(self: ImageFile.ImageFile) -> None:
+        raise AssertionError("sizing decoded an image")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", never)
+    images = (RawImage(data=encoded_image(40, 12)), RawImage(data=encoded_image(8, 20, "JPEG")))
+    result = sizer().size(REF, RawSample(images, conversation("a<image>b<image>c")))
+    assert isinstance(result, SizedResult)
+
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    ids = [*tokenizer.encode("<|im_start|>user\na"), *[image_id] * 3, *tokenizer.encode("b"), *[image_id] * 5]
+    ids += tokenizer.encode("c<|im_end|>\n<|im_start|>assistant\n")
+    answer = tokenizer.encode("four<|im_end|>")
+    labels = [-100] * len(ids) + answer + [-100]
+    ids += [*answer, *tokenizer.encode("\n")]
+    assert result.text.tolist() == [ids, labels]
+    assert result.text.dtype == np.int32 and result.text.flags.c_contiguous
+
+    sample = result.sample
+    assert sample.ref == REF
+    assert (sample.num_tokens, sample.num_vision_tokens, sample.num_target_tokens) == (len(ids), 8, 5)
+    assert sample.parts == (
+        PartSize("text", 1, 0, len(ids), 8 * len(ids)),
+        PartSize("vision", 2, 30 + 10, 10 + 2, 12 * 24),
+    )
+    assert result.text.nbytes == sample.parts[0].nbytes
+
+
+def test_a_text_only_sample_has_one_part(sizer: Callable[..., Sizer]) -> None:
+    result = sizer().size(REF, RawSample((), conversation("What is two and two?")))
+    assert isinstance(result, SizedResult)
+    assert [part.name for part in result.sample.parts] == ["text"]
+    assert result.sample.num_vision_tokens == 0
+
+
+def test_the_longest_sample_and_one_more_token(sizer: Callable[..., Sizer], encoded_image: Encode) -> None:
+    raw = RawSample((RawImage(data=encoded_image(8, 400)),), conversation("<image>"))
+    accepted = sizer().size(REF, raw)
+    assert isinstance(accepted, SizedResult)
+    length = accepted.sample.num_tokens
+    assert isinstance(sizer(max_seq_len=length).size(REF, raw), SizedResult)
+    rejected = sizer(max_seq_len=length - 1).size(REF, raw)
+    assert isinstance(rejected, Rejection) and rejected.reason is RejectReason.OVERSIZED_SAMPLE
+    assert f"{length} tokens (100 of them" in rejected.detail and f"({length - 1})" in rejected.detail
+
+
+def test_what_cannot_be_sized_is_rejected(sizer: Callable[..., Sizer], encoded_image: Encode, tmp_path: Any) -> None:
+    good, bad = RawImage(data=encoded_image(8, 8)), RawImage(data=b"GIF8")
+    missing = RawImage(path=tmp_path / "absent.png")
+    two = conversation("<image><image>")
+    small = sizer(max_image_pixels=63)
+    cases = [
+        (sizer(), RawSample((good, bad), two), RejectReason.CORRUPT_IMAGE, "image 2 of 2: 4 bytes"),
+        (sizer(), RawSample((missing, good), two), RejectReason.MISSING_IMAGE, "absent.png"),
+        (small, RawSample((good,), conversation("<image>")), RejectReason.DECOMPRESSION_BOMB, "8 x 8 = 64"),
+        (sizer(), RawSample((), conversation("q", " ")), RejectReason.EMPTY_ANSWER, "blank"),
+    ]
+    for used, raw, reason, detail in cases:
+        rejection = used.size(REF, raw)
+        assert isinstance(rejection, Rejection)
+        assert (rejection.ref, rejection.reason) == (REF, reason)
+        assert detail in rejection.detail
+
+
+def test_the_system_prompt_counts(sizer: Callable[..., Sizer]) -> None:
+    raw = RawSample((), conversation("q"))
+    plain, prompted = sizer().size(REF, raw), sizer(system_prompt="Be brief.").size(REF, raw)
+    assert isinstance(plain, SizedResult) and isinstance(prompted, SizedResult)
+    assert prompted.sample.num_tokens == plain.sample.num_tokens + len("system\nBe brief.\n") + 2
+    assert prompted.sample.num_target_tokens == plain.sample.num_target_tokens

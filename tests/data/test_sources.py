@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.config.data import DataConfig, EvalConfig, SourceConfig
+from flowtrain.data.sources.base import BadSample, RawImage, Turn, normalise
+from flowtrain.data.sources.llava import LlavaSource
+from flowtrain.data.sources.parquet import ParquetSource
+from flowtrain.data.sources.registry import open_source
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.errors import DataError, SourceReadError
+from flowtrain.types import RejectReason, SampleRef
+
+ROWS = [{"images": [], "texts": [{"user": f"q{i}", "assistant": f"a{i}"}]} for i in range(3)]
+RECORDS = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.data.sources.base.RETRY_DELAYS_S", (0.0, 0.0))
+
+
+def test_formats_are_told_from_the_path(
+    tmp_path: Path, write_parquet: Callable[..., Path], write_json: Callable[..., Path]
+) -> None:
+    write_parquet(tmp_path / "x.parquet", ROWS)
+    write_json(tmp_path / "x.jsonl", RECORDS)
+    write_json(tmp_path / "lines.txt", RECORDS)
+    for path, kind in [("", ParquetSource), ("x.parquet", ParquetSource), ("x.jsonl", LlavaSource)]:
+        source = open_source(SourceConfig(path=str(tmp_path / path)))
+        assert isinstance(source, kind) and source.name == str(tmp_path / path)
+    named = SourceConfig(path=str(tmp_path / "lines.txt"), format="llava", name="mine")
+    assert open_source(named).name == "mine"
+    with pytest.raises(DataError, match=r"'\.txt'.*set its format"):
+        open_source(SourceConfig(path=str(tmp_path / "lines.txt")))
+    with pytest.raises(DataError, match="no such file"):
+        open_source(EvalConfig(path=str(tmp_path / "absent.parquet")))
+    write_parquet(tmp_path / "empty.parquet", [])
+    with pytest.raises(DataError, match="no rows"):
+        open_source(SourceConfig(path=str(tmp_path / "empty.parquet")))
+
+
+def test_the_evaluation_source_comes_last(
+    tmp_path: Path, write_parquet: Callable[..., Path], write_json: Callable[..., Path]
+) -> None:
+    parquet = str(write_parquet(tmp_path / "x.parquet", ROWS))
+    lines = str(write_json(tmp_path / "x.jsonl", RECORDS))
+    sources = (SourceConfig(path=parquet), SourceConfig(path=lines))
+    opened = SourceSet.from_config(DataConfig(sources=sources, eval=EvalConfig(path=parquet)))
+    assert opened.sizes == (3, 1) and opened.eval_index == 2
+    assert opened.read(SampleRef(0, 0, 2, 0)).turns[0].text == "q2"
+    assert opened.read(SampleRef(0, 1, 0, 0)).turns[0].text == "hi"
+    assert opened.read(SampleRef(0, 2, 1, 0)).turns[0].text == "q1"
+    assert SourceSet.from_config(DataConfig(sources=sources)).evaluation is None
+
+
+def test_a_missing_image_file_is_rejected_and_never_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    original = Path.read_bytes
+
+    def counted(self: Path) -> bytes:
+        reads.append(self)
+        return original(self)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    (tmp_path / "file").write_bytes(b"x")
+    for path in [tmp_path / "absent.png", tmp_path, tmp_path / "file" / "1.png", Path("x" * 300), Path("a\0b")]:
+        reads.clear()
+        with pytest.raises(BadSample) as caught:
+            RawImage(path=path).read()
+        assert caught.value.reason is RejectReason.MISSING_IMAGE
+        assert len(reads) == 1
+
+
+def test_storage_that_does_not_answer_is_tried_again_and_then_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1.png").write_bytes(b"pixels")
+    failures: list[OSError] = [OSError(5, "Input/output error"), TimeoutError("slow")]
+    original = Path.read_bytes
+
+    def flaky(self: Path) -> bytes:
+        if failures:
+            raise failures.pop()
+        return original(self)
+
+    monkeypatch.setattr(Path, "read_bytes", flaky)
+    image = RawImage(path=tmp_path / "1.png")
+    assert image.read() == b"pixels"
+    failures += [OSError(5, "Input/output error")] * 3
+    with pytest.raises(SourceReadError, match=r"1\.png after 3 attempts: .*Input/output"):
+        image.read()
+
+
+def test_bad_sample_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(BadSample(RejectReason.CORRUPT_IMAGE, "3 bytes")))
+    assert (error.reason, error.detail) == (RejectReason.CORRUPT_IMAGE, "3 bytes")
+    assert str(error) == "corrupt_image: 3 bytes"
+
+
+@pytest.mark.parametrize(
+    ("num_images", "texts", "expected"),
+    [
+        (0, ["q", "a"], ["q", "a"]),
+        (1, ["q", "a"], ["<image>\nq", "a"]),
+        (2, ["a <image> b <image>", "a"], ["a <image> b <image>", "a"]),
+        (2, ["<image>", "<image>"], ["<image>", "<image>"]),
+        (1, ["<image><image>", "a"], None),
+        (3, ["<image>", "a"], None),
+    ],
+)
+def test_placeholders(num_images: int, texts: list[str], expected: list[str] | None) -> None:
+    turns = [Turn(role, text) for role, text in zip(("user", "assistant"), texts, strict=True)]  # type: ignore[arg-type]
+    images: list[Any] = [RawImage(data=b"x")] * num_images
+    if expected is None:
+        with pytest.raises(BadSample) as caught:
+            normalise(images, turns)
+        assert caught.value.reason is RejectReason.PLACEHOLDER_MISMATCH
+        assert f"{num_images} images" in str(caught.value)
+    else:
+        assert [turn.text for turn in normalise(images, turns).turns] == expected
+
+
+def test_images_go_in_front_of_the_first_user_turn() -> None:
+    turns = [Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a"), Turn("user", "q2")]
+    normal = normalise([RawImage(data=b"x")], turns)
+    assert [turn.text for turn in normal.turns] == ["s", "<image>\nq", "a", "q2"]

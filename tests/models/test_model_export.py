@@ -1,0 +1,167 @@
+"""What is exported loads with HF's own classes, computes the same, and is a valid start again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.families.registry import family_from_config
+
+
+def whole(path, family="llava"):
+    """Sections of a configuration that starts from a whole checkpoint."""
+    return {
+        "model": {"path": str(path), "tokenizer": None, "family": family},
+        "encoders": {"vision": {}},
+        "backbone": {},
+    }
+
+
+def trained_state(family):
+    """The state of a backbone that is not the initial one, with ties kept."""
+    backbone = family.load_backbone()
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(torch.full_like(parameter, 0.01))
+    return backbone
+
+
+@pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2", "registers", "uneven"])
+@pytest.mark.parametrize("language", ["qwen3", "llama"])
+def test_export_loads_processes_and_generates(
+    make_config, tower_configs, language_configs, noise, pack, sample_of, tmp_path, tower, language
+):
+    config = make_config(
+        encoders={"vision": {"config": tower_configs[tower]}}, backbone={"config": language_configs[language]}
+    )
+    family = family_from_config(config)
+    backbone = trained_state(family)
+    family.export(backbone.state_dict(), tmp_path)
+
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert model.dtype == torch.float32
+    is_tied = model.lm_head.weight is model.model.language_model.embed_tokens.weight
+    assert is_tied == (language == "qwen3")
+
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    images = [noise(50, 20), noise(13, 61, 1)]
+    chat = processor.apply_chat_template(
+        [{"role": "user", "content": "<image> w1 <image> w2"}], add_generation_prompt=True
+    )
+    inputs = processor(images=images, text=chat, return_tensors="pt")
+    num_tokens = sum(family.image_layout("vision", *image.size).num_tokens for image in images)
+    assert (inputs["input_ids"] == family.image_token_id).sum() == num_tokens
+    assert torch.equal(
+        inputs["pixel_values"], torch.stack([torch.from_numpy(family.preprocess("vision", i)) for i in images])
+    )
+    generated = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert generated.shape[1] > inputs["input_ids"].shape[1]
+
+    sample = sample_of(family, [(50, 20), (13, 61)], 9)
+    with torch.no_grad():
+        ours = backbone(**pack([sample], family)) / sum(label != -100 for label in sample.labels[1:])
+        pixels = torch.stack([torch.from_numpy(family.preprocess("vision", image)) for image in sample.images])
+        theirs = model(
+            input_ids=torch.tensor([sample.input_ids]), labels=torch.tensor([sample.labels]), pixel_values=pixels
+        ).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llava", "variable_llava"])
+@pytest.mark.parametrize("language", ["qwen3", "llama"])
+def test_export_is_a_valid_start(make_config, language_configs, noise, tmp_path, name, language):
+    encoder = {"config": {**make_config().encoders["vision"].config}, "feature_layer": -1}
+    if name == "variable_llava":
+        encoder["image_processor"] = {"size": {"longest_edge": 56}}
+    family = family_from_config(
+        make_config(
+            model={"family": name},
+            encoders={"vision": encoder},
+            backbone={"config": language_configs[language]},
+            connector={"hidden_act": "relu", "bias": False},
+        )
+    )
+    state = trained_state(family).state_dict()
+    family.export(state, tmp_path)
+    again = family_from_config(make_config(**whole(tmp_path, name)))
+    reloaded = again.load_backbone()
+    assert reloaded.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in reloaded.state_dict().items())
+    assert type(reloaded.connector.act) is torch.nn.ReLU
+    for size in ((50, 20), (13, 61)):
+        assert again.image_layout("vision", *size) == family.image_layout("vision", *size)
+        pixels = [family.preprocess("vision", noise(*size))]
+        assert (again.preprocess("vision", noise(*size)) == pixels[0]).all()
+        old, new = (each.load_encoder("vision").encode(pixels)[0] for each in (family, again))
+        assert torch.equal(old, new)
+
+
+def test_checkpoint_in_the_layout_of_the_class_in_memory(make_config, tmp_path):
+    family = family_from_config(make_config())
+    state = trained_state(family).state_dict()
+    family.export(state, tmp_path)
+    family.load_joined(state).save_pretrained(tmp_path, save_original_format=False)
+    again = family_from_config(make_config(**whole(tmp_path)))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.load_backbone().state_dict().items())
+    assert again.load_encoder("vision").state_dict().keys() == family.load_encoder("vision").state_dict().keys()
+
+
+@pytest.mark.parametrize("tower", ["siglip", "clip"])
+def test_checkpoint_with_the_names_of_older_releases(make_config, tower_configs, noise, tmp_path, tower):
+    family = family_from_config(make_config(encoders={"vision": {"config": tower_configs[tower]}}))
+    family.export(trained_state(family).state_dict(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): weight for name, weight in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = family_from_config(make_config(**whole(tmp_path)))
+    pixels = [family.preprocess("vision", noise(30, 20))]
+    old, new = (each.load_encoder("vision").encode(pixels)[0] for each in (family, again))
+    assert torch.equal(old, new)
+
+
+def test_pickled_weights_are_not_read(make_config, tmp_path):
+    family = family_from_config(make_config())
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="holds no \\*.safetensors"):
+        family_from_config(make_config(**whole(tmp_path))).load_backbone()
+
+
+def test_another_image_token_than_the_checkpoints_is_refused(make_config, tmp_path):
+    family = family_from_config(make_config())
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    sections = whole(tmp_path)
+    sections["model"]["image_token"] = "<picture>"
+    with pytest.raises(ConfigError, match=r"'<picture>' has id 41, .* is 40 \('<image>'\)"):
+        family_from_config(make_config(**sections))
+
+
+@pytest.mark.parametrize("tower", ["siglip", "dinov2"])
+def test_variable_export_is_used_as_its_docstring_says(
+    make_config, tower_configs, noise, pack, sample_of, tmp_path, tower
+):
+    encoder = {"config": tower_configs[tower], "image_processor": {"size": {"longest_edge": 56}}}
+    family = family_from_config(make_config(model={"family": "variable_llava"}, encoders={"vision": encoder}))
+    backbone = trained_state(family)
+    family.export(backbone.state_dict(), tmp_path)
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    image = noise(100, 40)
+    inputs = processor(images=family.resize(image), text="w1 <image> w2 w3", return_tensors="pt")
+    layout = family.image_layout("vision", *image.size)
+    assert (inputs["input_ids"] == family.image_token_id).sum() == layout.num_tokens == 8
+    (rows,) = family.load_encoder("vision").encode([family.preprocess("vision", image)])
+    with torch.no_grad():
+        projected = backbone.connector(rows)
+        if tower == "siglip":
+            features = model.get_image_features(
+                inputs.pop("pixel_values"), interpolate_pos_encoding=True, return_dict=True
+            )
+            inputs["mm_encoder_outputs"] = {"image": features}
+        output = model(**inputs)
+    assert torch.allclose(output.image_hidden_states.flatten(0, -2), projected, atol=1e-5)
+    assert output.logits.isfinite().all()

@@ -1,0 +1,297 @@
+"""Helpers of these tests: tiny models, samples and plans, and functions that run in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from flowtrain.config.run import RunConfig
+from flowtrain.models.attention import implementation_name
+from flowtrain.models.backbone import Backbone
+from flowtrain.models.connector import Connector
+from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
+from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.training.trainer import StepResult, Trainer
+from flowtrain.types import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+
+IMAGE_TOKEN, FEATURE_DIM, VOCAB = 3, 6, 32
+CPU = torch.device("cpu")
+
+
+def make_config(**sections: Any) -> RunConfig:
+    """A valid configuration; the models of these tests are built by `TinyFamily`, whatever it says of paths."""
+    defaults: dict[str, Any] = {
+        "name": "test",
+        "encoders": {"vision": {"path": "unused"}},
+        "backbone": {"path": "unused"},
+        "data": {"sources": [{"path": "unused"}]},
+    }
+    training = {"max_steps": 10, "global_batch_size": 8, "learning_rate": 1e-2, "lr_schedule": "constant"}
+    training |= sections.pop("training", {})
+    return RunConfig.model_validate({**defaults, **sections, "training": training})
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """Qwen3 of two layers and a connector, seeded."""
+
+    freeze: tuple[str, ...] = ()
+    tied: bool = True
+    hidden_size: int = 16
+    recompute: bool = False
+
+    def load_backbone(self) -> Backbone:
+        torch.manual_seed(11)
+        config = Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=self.hidden_size,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            tie_word_embeddings=self.tied,
+            initializer_range=0.2,
+        )
+        language_model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation_name("sdpa"))
+        backbone = Backbone(Connector(FEATURE_DIM, self.hidden_size), language_model)
+        for name in self.freeze:
+            {"connector": backbone.connector, "backbone": backbone.language_model}[name].requires_grad_(False)
+        if self.recompute:
+            backbone.enable_activation_checkpointing()
+        return backbone
+
+
+def make_sample(position: int) -> SampleArrays:
+    """Lengths, image rows and targets all differ between positions; every fourth sample has no image."""
+    rng = np.random.default_rng(position)
+    num_rows, num_text = (0 if position % 4 == 3 else int(rng.integers(1, 4))), int(rng.integers(4, 14))
+    text = rng.integers(4, VOCAB, size=num_text)
+    ids = np.concatenate([text[:2], np.full(num_rows, IMAGE_TOKEN), text[2:]])
+    labels = np.where(np.arange(ids.size) > ids.size // 2, ids, -100)
+    features = torch.from_numpy(rng.standard_normal((num_rows, FEATURE_DIM)).astype(np.float32)) if num_rows else None
+    return SampleArrays(position, np.stack([ids, labels]).astype(np.int32), features)
+
+
+def planned_sample(position: int) -> PlannedSample:
+    text = make_sample(position).text
+    vision_tokens = int((text[0] == IMAGE_TOKEN).sum())
+    return PlannedSample(position, text.shape[1], vision_tokens, int((text[1, 1:] != -100).sum()))
+
+
+Slots = Sequence[Sequence[Sequence[int]]]
+"""``slots[k][rank]``: positions."""
+
+
+def make_plan(slots: Slots, step: int, kind: UnitKind = UnitKind.TRAIN) -> StepPlan:
+    rows = tuple(
+        tuple(
+            Microbatch(k, rank, tuple(planned_sample(p) for p in positions), 1.0) for rank, positions in enumerate(row)
+        )
+        for k, row in enumerate(slots)
+    )
+    samples = [sample for row in rows for microbatch in row for sample in microbatch.samples]
+    return StepPlan(
+        unit=Unit(step, kind, step, 0, len(samples)),
+        dp_size=len(rows[0]),
+        microbatch_tokens=256,
+        slots=rows,
+        encode_batches=(),
+        num_samples=len(samples),
+        num_tokens=sum(sample.num_tokens for sample in samples),
+        num_vision_tokens=sum(sample.num_vision_tokens for sample in samples),
+        num_target_tokens=sum(sample.num_target_tokens for sample in samples),
+    )
+
+
+def make_batch(positions: Sequence[int], config: RunConfig) -> PackedBatch:
+    return build_batch(
+        [make_sample(position) for position in positions],
+        image_token_id=IMAGE_TOKEN,
+        feature_dim=FEATURE_DIM,
+        dtype=getattr(torch, config.model.dtype),
+        loss_normalization=config.training.loss_normalization,
+        device=CPU,
+    )
+
+
+# --- what a rank does ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some training steps of one rank, from a checkpoint or from the start, and what happens after them."""
+
+    config: RunConfig
+    steps: Sequence[Slots]
+    family: TinyFamily = TinyFamily()
+    first_step: int = 1
+    rejected: frozenset[int] = frozenset()
+    eval_slots: Slots | None = None
+    load_from: Path | None = None
+    save_to: Path | None = None
+
+
+@dataclass
+class Outcome:
+    """Results of a job: one `StepResult` and one mapping of full gradients a step, and the weights at the end."""
+
+    results: list[StepResult] = field(default_factory=list)
+    gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    spans: list[str] = field(default_factory=list)
+    listening: set[str] = field(default_factory=set)
+
+
+def run_job(rank: int, world_size: int, host: str, port: int, listener: Any, job: Job) -> Outcome:
+    """Body of one rank's process."""
+    group = init_backbone_group(
+        rank, world_size, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+    )
+    outcome = Outcome()
+    trainer = Trainer(
+        job.config,
+        job.family,
+        group,
+        num_steps=10,
+        record=lambda name, start_s, end_s, **args: outcome.spans.append(name),
+        before_optimizer=lambda model: outcome.gradients.append(_full(model, gradients=True)),
+    )
+    outcome.listening = listening_addresses()
+    if job.load_from is not None:
+        trainer.load_checkpoint(job.load_from)
+    for step, slots in enumerate(job.steps, start=job.first_step):
+        outcome.results.append(_train_step(trainer, job, make_plan(slots, step)))
+    if job.eval_slots is not None:
+        outcome.results.append(_evaluate(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
+    outcome.weights = _full(trainer.model, gradients=False)
+    if job.save_to is not None:
+        trainer.save_checkpoint(job.save_to)
+    group.close()
+    return outcome
+
+
+def _batches(plan: StepPlan, rank: int, job: Job) -> list[PackedBatch]:
+    kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in plan.rank_microbatches(rank)]
+    return [make_batch(positions, job.config) for positions in kept]
+
+
+def _train_step(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
+    batches = _batches(plan, trainer.group.rank, job)
+    trainer.begin_unit(plan)
+    for index, batch in enumerate(batches):
+        trainer.train_microbatch(batch, is_last=index == len(batches) - 1, index=index)
+    return trainer.finish_step()
+
+
+def _evaluate(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
+    trainer.begin_unit(plan)
+    for index, batch in enumerate(_batches(plan, trainer.group.rank, job)):
+        trainer.eval_microbatch(batch, index)
+    return trainer.finish_eval()
+
+
+def listening_addresses() -> set[str]:
+    """Hexadecimal addresses (as in /proc/net/tcp) that this process accepts connections at."""
+    links = (os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    sockets = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    lines = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
+
+
+def _full(model: nn.Module, *, gradients: bool) -> dict[str, np.ndarray]:
+    full = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.grad if gradients else parameter.detach()
+        if tensor is not None:
+            full[name] = tensor.full_tensor().numpy().copy()
+    return full
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(world_size: int, job: Job) -> list[Outcome]:
+    """Run a job in ``world_size`` fresh processes; outcomes by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.training.ranks"])
+    listener = open_listener() if world_size > 1 else None
+    port = 0 if listener is None else listener.getsockname()[1]
+    processes, ends = [], []
+    for rank in range(world_size):
+        end, other_end = context.Pipe(duplex=False)
+        arguments = (run_job, rank, world_size, "127.0.0.1", port, listener if rank == 0 else None, job)
+        processes.append(context.Process(target=_send_result, args=(other_end, *arguments)))
+        processes[-1].start()
+        other_end.close()
+        ends.append(end)
+    if listener is not None:
+        listener.close()
+    outcomes = [_receive(end, rank) for rank, end in enumerate(ends)]
+    for process in processes:
+        process.join()
+    return outcomes
+
+
+def _send_result(end: Connection, function: Callable[..., Any], *arguments: Any) -> None:
+    end.send(function(*arguments))
+
+
+def _receive(end: Connection, rank: int) -> Outcome:
+    try:
+        outcome: Outcome = end.recv()
+        return outcome
+    except EOFError as error:
+        raise AssertionError(f"rank {rank} died; its traceback is above") from error
+
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def run_oracle(job: Job) -> Outcome:
+    """The same steps on plain parameters: one sample at a time, the loss written out, clipping and AdamW by torch."""
+    torch.set_num_threads(1)
+    training, model, outcome = job.config.training, job.family.load_backbone().train(), Outcome()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=training.learning_rate)
+    if training.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(
+            parameters, lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=0.0
+        )
+    for slots in job.steps:
+        positions = [p for row in slots for held in row for p in held if p not in job.rejected]
+        batches = [make_batch([position], job.config) for position in positions]
+        per_token = training.loss_normalization == "token"
+        denominator = sum(batch.num_target_tokens for batch in batches) if per_token else len(batches)
+        loss = torch.stack([model(**batch.forward_kwargs()) for batch in batches]).sum() / denominator
+        loss.backward()
+        gradients = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None}
+        outcome.gradients.append(gradients)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+        totals = (len(batches), sum(b.num_tokens for b in batches), sum(b.num_target_tokens for b in batches))
+        outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals, 0.0))
+    outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+    return outcome
+
+
+def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-12))
+
+
+def without_flops(result: StepResult) -> StepResult:
+    return replace(result, model_flops=0.0)

@@ -71,7 +71,8 @@ def refusal(label: str, faults: Sequence[str]) -> str:
 
 def render_validation(document: Document, error: ValidationError) -> str:
     """Message for what pydantic found."""
-    return refusal(document.label, [_fault(document, details) for details in error.errors(include_url=False)])
+    faults = [_fault(document, details) for details in error.errors(include_url=False) if not _is_echo(details)]
+    return refusal(document.label, faults)
 
 
 def fault_line(document: Document, path: Path, text: str) -> str:
@@ -84,6 +85,11 @@ def show_value(value: Any) -> str:
     """A value as the message shows it, shortened."""
     text = repr(value)
     return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."
+
+
+def _is_echo(details: ErrorDetails) -> bool:
+    """Pydantic also calls a tuple too short when an entry of it was refused, which is said already."""
+    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
 def _fault(document: Document, details: ErrorDetails) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 from flowtrain.config.run import RunConfig
@@ -35,7 +35,8 @@ def export_run(run_dir: Path, to: Path | None = None) -> Path:
 
 def _write(config: RunConfig, checkpoint: Path, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    staging.mkdir()
     try:
         family_from_config(config).export(load_backbone_state(checkpoint), staging)
         if target.exists():

@@ -156,7 +156,10 @@ class ConversationEncoder:
         return len(stripped) if stripped.endswith(self._specials) else len(turn)
 
     def _tokenise(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return ids ``[n]`` and the characters ``[n, 2]`` of ``text`` that each one covers."""
+        """Return ids ``[n]`` and the characters ``[n, 2]`` of ``text`` that each one covers.
+
+        A text without cuts is one piece. SentencePiece tokenizers may begin each further piece with a space.
+        """
         ids: list[int] = []
         offsets = []
         start = 0

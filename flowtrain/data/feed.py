@@ -47,7 +47,7 @@ class Feed:
             name = self._sources.source(ref.source).name
             raise DataError(
                 f"position {ref.position} (row {ref.row} of {name}) was sized once and is rejected now "
-                f" ({result.reason.value}: {result.detail}); do not change the data under a run"
+                f"({result.reason.value}: {result.detail}); do not change the data under a run"
             )
         return result
 

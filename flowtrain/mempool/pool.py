@@ -114,9 +114,8 @@ class Pool:
         """Return what peers need to read this process's segment; None for a process that only reads."""
         if self._segment is None:
             return None
-        return SegmentExport(
-            self._process_index, self._node_id, Tier.DRAM, os.getpid(), self._segment.fd, len(self._segment.array)
-        )
+        segment = self._own_segment()
+        return SegmentExport(self._process_index, self._node_id, Tier.DRAM, os.getpid(), segment.fd, len(segment.array))
 
     def grow(self, segment_nbytes: int) -> SegmentExport:
         """Bind more memory, up to ``segment_nbytes`` in all; returns the export to publish anew."""

@@ -30,7 +30,10 @@ def read_llava_config(config: RunConfig) -> LlavaConfig:
     text_config = text_part(llava_config)
     text_config.tie_word_embeddings = llava_config.tie_word_embeddings
     _check_text_config(text_config, "model.path" if config.model.path is not None else "backbone")
-    _check_feature_layer(llava_config, next(iter(config.encoders)))
+    encoder = next(iter(config.encoders))
+    _check_feature_layer(llava_config, encoder)
+    _check_divides(vision_part(llava_config), "num_attention_heads", "hidden_size", f"encoders.{encoder}")
+    _check_divides(text_config, "num_key_value_heads", "num_attention_heads", "backbone")
     return llava_config
 
 
@@ -118,6 +121,13 @@ def _check_feature_layer(llava_config: LlavaConfig, encoder: str) -> None:
             f"encoders.{encoder}.feature_layer ({layer}) is out of range: the tower has {num_layers} layers "
             f"(num_hidden_layers), so -{num_layers + 1} to {num_layers} exist"
         )
+
+
+def _check_divides(config: PreTrainedConfig, divisor_name: str, name: str, key: str) -> None:
+    """HF finds some impossible shapes only when it builds the model; find them before anything starts."""
+    divisor, value = getattr(config, divisor_name, None) or 1, getattr(config, name)
+    if value % divisor != 0:
+        raise ConfigError(f"{key}.config: {divisor_name} ({divisor}) does not divide {name} ({value})")
 
 
 def with_tokenizer(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -47,7 +48,7 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
     if path is not None:
         try:
             return AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, StrictDataclassError) as error:
             raise ConfigError(f"{key}.path: no HF model can be read from {path!r}: {error}") from error
     assert mapping is not None
     values = dict(mapping)
@@ -62,7 +63,7 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
         raise ConfigError(f"{key}.config.{name} is no setting of {model_type}{did_you_mean(name, known)}")
     try:
         return AutoConfig.for_model(model_type, **values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"{key}.config: {model_type} refuses it: {error}") from error
 
 

@@ -21,10 +21,14 @@ _PLAIN_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProgressState:
-    """What the display shows after a step. pool_bound_nbytes: memory that all segments give together."""
+    """What the display shows after a step.
+
+    pool_bound_nbytes: memory that all segments give together. num_encoders: actors that ``blocked_s`` sums over.
+    """
 
     metrics: StepMetrics
     pool_bound_nbytes: int
+    num_encoders: int = 1
 
     @property
     def starved_share(self) -> float:
@@ -33,8 +37,8 @@ class ProgressState:
 
     @property
     def blocked_share(self) -> float:
-        """Share of the step that encoders waited for memory; above 1 where several waited."""
-        return _share(self.metrics.blocked_s, self.metrics.step_time_s)
+        """Share of the step that an encoder waited for the backbone, mean over encoders, 0 to 1."""
+        return _share(self.metrics.blocked_s, self.metrics.step_time_s * self.num_encoders)
 
     @property
     def pool_share(self) -> float:
@@ -58,13 +62,15 @@ class ProgressDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
-        self._total, self._first, self._clock = total_steps, first_step, clock
-        self._started_s = clock()
+        self._total, self._clock = total_steps, clock
+        self._first: tuple[int, float] | None = None
         self._last_line_s: float | None = None
         self._off = mode == "off"
         self._eval_loss: float | None = None
         self._pending: str | None = None
-        self._live = _LiveView(self._console, total_steps) if mode == "auto" and self._console.is_terminal else None
+        self._live = (
+            _LiveView(self._console, total_steps, first_step) if mode == "auto" and self._console.is_terminal else None
+        )
 
     def update(self, state: ProgressState) -> None:
         """Show a finished step."""
@@ -110,16 +116,20 @@ class ProgressDisplay:
         self._console.print(text, markup=False)
 
     def _eta(self, step: int) -> str:
-        done = step - self._first
-        if done <= 0:
+        """Time left at the pace since the first step that was shown, which came after all the starting up."""
+        now = self._clock()
+        if self._first is None:
+            self._first = step, now
+        first_step, first_s = self._first
+        if step <= first_step:
             return "-"
-        return _duration((self._clock() - self._started_s) / done * max(self._total - step, 0))
+        return _duration((now - first_s) / (step - first_step) * max(self._total - step, 0))
 
 
 class _LiveView:
     """The terminal display: a bar above a row of figures."""
 
-    def __init__(self, console: Console, total_steps: int) -> None:
+    def __init__(self, console: Console, total_steps: int, first_step: int) -> None:
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -127,7 +137,7 @@ class _LiveView:
             TextColumn("ETA {task.fields[eta]}"),
         )
         self._bar = Progress(*columns, console=console, expand=True)
-        self._task = self._bar.add_task("steps", total=total_steps, eta="-")
+        self._task = self._bar.add_task("steps", total=total_steps, completed=first_step, eta="-")
         self._live = Live(self._bar, console=console, refresh_per_second=4)
         self._live.start()
 

@@ -87,18 +87,23 @@ class TraceWriter:
 
 
 class _Lane:
-    """One row of spans; it takes a span that comes after its last outermost one, or lies within it."""
+    """One row of spans, in order of their starts; each comes after those before it or lies within them."""
 
     def __init__(self, tid: int, name: str, span: Span) -> None:
         self.tid = tid
         self.name = name
-        self._start_s, self._end_s = span.start_s, span.end_s
+        self._last_start_s = span.start_s
+        self._open_ends_s = [span.end_s]
 
     def takes(self, span: Span) -> bool:
-        if span.start_s >= self._end_s:
-            self._start_s, self._end_s = span.start_s, span.end_s
-            return True
-        return self._start_s <= span.start_s and span.end_s <= self._end_s
+        if span.start_s < self._last_start_s:
+            return False  # it came late: what has closed since might overlap it
+        still_open = [end_s for end_s in self._open_ends_s if end_s > span.start_s]
+        if still_open and span.end_s > still_open[-1]:
+            return False
+        self._last_start_s = span.start_s
+        self._open_ends_s = [*still_open, span.end_s]
+        return True
 
 
 def read_spans(path: Path) -> list[Span]:

@@ -47,15 +47,18 @@ class CheckpointMeta:
 
 
 def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
-    """Directory that all ranks write the checkpoint of ``step`` into; nonce: the same on all ranks, new in every run."""
+    """Directory that all ranks write the checkpoint of ``step`` into.
+
+    nonce: the same on all ranks, new in every run.
+    """
     return checkpoints / f"{_TEMPORARY_PREFIX}{_name(step)}-{nonce}"
 
 
 def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
     """Make a checkpoint that all ranks have written the newest complete one; returns its final directory.
 
-    Then keeps the ``keep`` newest complete ones; temporaries stay, since the next one may be under way. A complete checkpoint of the same step is left as
-    it is: a run that comes to a step again comes to the same state.
+    Then keeps the ``keep`` newest complete ones; temporaries stay, since the next one may be under way. A complete
+    checkpoint of the same step is left as it is: a run that comes to a step again comes to the same state.
     """
     checkpoints = temporary.parent
     files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}

@@ -65,7 +65,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         ),
         (
             ["training.num_epochs=1"],
-            "line 9: give exactly one of training.max_steps (now 4) and training.num_epochs (now 1.0)",
+            "line 10: give exactly one of training.max_steps (now 4) and training.num_epochs (now 1.0)",
         ),
         (
             ["backbone.path=Qwen/Qwen3-1.7B"],
@@ -79,7 +79,7 @@ def test_an_impossible_combination_is_explained(minimal: Path, overrides: list[s
 
 def test_a_fault_in_the_file_has_its_line_and_a_missing_key_its_name(minimal: Path, minimal_text: str) -> None:
     minimal.write_text(minimal_text.replace("max_steps: 4", "max_steps: soon"))
-    assert refusal(minimal) == "run.yaml: line 10: training.max_steps = 'soon': must be an integer"
+    assert refusal(minimal) == "run.yaml: line 11: training.max_steps = 'soon': must be an integer"
     minimal.write_text(minimal_text.replace("name: small\n", "name: small\nseeed: 1\n"))
     assert refusal(minimal) == "run.yaml: line 2: seeed = 1: unknown key; did you mean seed?"
     minimal.write_text(minimal_text.replace("name: small\n", ""))

@@ -34,7 +34,7 @@ def test_data_that_is_nowhere_is_refused_with_the_places_looked_at(project: Path
     with pytest.raises(ConfigError) as caught:
         load_config(config_file)
     assert str(caught.value) == (
-        f"{config_file}: line 8: data.sources.0.path = 'train.parquet': no such file or directory "
+        f"{config_file}: line 9: data.sources.0.path = 'train.parquet': no such file or directory "
         f"(looked in {Path.cwd()}, {project / 'configs'}, {project})"
     )
     assert load_config(config_file, check_paths=False).data.sources[0].path == "train.parquet"

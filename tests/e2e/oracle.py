@@ -32,6 +32,10 @@ class StepOutcome:
     gradients: Tensors
     positions: list[int]
 
+    def gradient_norm(self) -> float:
+        """Global norm, summed in double precision."""
+        return float(torch.stack([gradient.double().norm() for gradient in self.gradients.values()]).norm())
+
 
 class PlainLoop:
     """Trains as the configuration says, without FlowTrain's flow. rejected: rows that cannot be decoded."""

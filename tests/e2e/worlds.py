@@ -75,8 +75,11 @@ class World:
         return path
 
 
-def tiny_config(tmp_path: Path, data: Path, name: str = "tiny", *overrides: str, **sections: Any) -> RunConfig:
-    """A run of a very small model on ``data``: two encoder actors, fractions of a CPU each."""
+def tiny_config(tmp_path: Path, source: Path, name: str = "tiny", *overrides: str, **sections: Any) -> RunConfig:
+    """A run of a very small model on ``source``: two encoder actors, fractions of a CPU each.
+
+    sections: keys to add to or change in whole sections; overrides: single dotted keys.
+    """
     vision = {
         "model_type": "siglip_vision_model",
         "hidden_size": 32,
@@ -111,7 +114,7 @@ def tiny_config(tmp_path: Path, data: Path, name: str = "tiny", *overrides: str,
             }
         },
         "backbone": {"config": text, "num_cpus": 0.1},
-        "data": {"sources": [{"path": str(data)}], "max_seq_len": 128, "max_rejected_fraction": 0.5},
+        "data": {"sources": [{"path": str(source)}], "max_seq_len": 128, "max_rejected_fraction": 0.5},
         "training": {"global_batch_size": 8, "max_steps": 4, "learning_rate": 1e-3, "lr_schedule": "constant"},
         "scheduler": {"microbatch_tokens": 128},
         "checkpoint": {"every_steps": 1000},

@@ -145,6 +145,7 @@ def test_nothing_is_asked_nothing_is_taken() -> None:
     assert a.allocate(0) == ()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(1, 60)), max_size=60))
 def test_the_index_of_free_runs_agrees_with_a_set_of_bytes(wanted: list[tuple[int, int]]) -> None:
     index, free = FreeRuns(), set(range(1000))

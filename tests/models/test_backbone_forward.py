@@ -131,6 +131,18 @@ def test_merge_leaves_image_placeholders_without_embedding_gradient(make_config,
     assert backbone.connector.linear_1.weight.grad.count_nonzero() > 0
 
 
+def test_given_positions_are_used(make_config, sample_of, pack):
+    """Rotary embeddings see distances only, so that packed equality alone would not notice other offsets."""
+    family = family_from_config(make_config())
+    backbone = family.load_backbone()
+    batch = pack([sample_of(family, [(28, 28)], 8)], family)
+    loss = backbone(**batch).item()
+    shifted = backbone(**{**batch, "position_ids": batch["position_ids"] + 5}).item()
+    stretched = backbone(**{**batch, "position_ids": batch["position_ids"] * 3}).item()
+    assert shifted == pytest.approx(loss, rel=1e-5)
+    assert stretched != pytest.approx(loss, rel=1e-3)
+
+
 @pytest.mark.parametrize("frozen", ["connector", "backbone"])
 def test_frozen_modules_get_no_gradient(make_config, sample_of, pack, frozen):
     family = family_from_config(make_config(model={"freeze": [frozen]}))

@@ -139,6 +139,14 @@ SMALL_LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1,
         ({"backbone": {"path": "no/such/dir/at/all"}}, "backbone.path.*'no/such/dir/at/all'"),
         ({"backbone": {"config": {"model_type": "qwen3_next"}}}, "linear_attention"),
         ({"backbone": {"config": {"model_type": "gemma2"}}}, "final_logit_softcapping"),
+        (
+            {"backbone": {"config": {**SMALL_LLAMA, "hidden_size": "x"}}},
+            "(?s)backbone.config: llama refuses it.*hidden_size",
+        ),
+        (
+            {"backbone": {"config": {**SMALL_LLAMA, "num_key_value_heads": 3}}},
+            r"num_key_value_heads \(3\) does not divide num_attention_heads \(2\)",
+        ),
         ({"connector": {"hidden_act": "gelo"}}, "hidden_act.*'gelo'.*did you mean"),
         ({"model": {"tokenizer": None}}, "model.tokenizer is not given"),
         ({"model": {"tokenizer": "no/such/tokenizer/here"}}, "no tokenizer can be read from"),
@@ -157,6 +165,10 @@ def test_refusals_name_key_and_values(make_config, sections, message):
         ({"image_processor": {"image_men": [0, 0, 0]}}, "image_men.*did you mean 'image_mean'"),
         ({"image_processor": {"size": {"height": 14, "width": 42}}}, "14x42.*28x28"),
         ({"image_processor": {"size": {"shortest_edge": 28}}}, "varying size.*variable_llava"),
+        (
+            {"config": {"model_type": "vit", "hidden_size": 30, "num_attention_heads": 4}},
+            r"encoders.vision.config: num_attention_heads \(4\) does not divide hidden_size \(30\)",
+        ),
         ({"config": {"model_type": "resnet"}}, "encoders.vision: 'resnet' is no vision tower"),
     ],
 )

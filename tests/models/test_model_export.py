@@ -127,7 +127,7 @@ def test_pickled_weights_are_not_read(make_config, tmp_path):
     family = family_from_config(make_config())
     family.export(family.load_backbone().state_dict(), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="holds no \\*.safetensors"):
+    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors"):
         family_from_config(make_config(**whole(tmp_path))).load_backbone()
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import torch
 from PIL import Image
-from transformers import BaseImageProcessor
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
@@ -158,7 +157,7 @@ class LlavaFamily(Family):
         """Write what ``LlavaForConditionalGeneration.from_pretrained`` and ``AutoProcessor.from_pretrained`` load."""
         processor = build_processor(
             self.llava_config,
-            self._exported_image_processor(),
+            self.image_processor,
             self.tokenizer,
             patch_size=self._patch_size,
             num_prefix_tokens=self._tower_kind.num_prefix_tokens(self.vision_config),
@@ -166,9 +165,6 @@ class LlavaFamily(Family):
         )
         generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
         write_export(self.load_joined(backbone_state), processor, generation, to)
-
-    def _exported_image_processor(self) -> BaseImageProcessor:
-        return self.image_processor
 
     def _origin(self, module: str, key: str, path: str | None) -> Origin:
         return Origin(module, self.config.seed, key, path=path, checkpoint=self.config.model.path)

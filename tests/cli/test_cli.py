@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flowtrain
+from flowtrain.config.load import load_config
+from flowtrain.observability.run_dir import open_run_dir
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+
+HEAVY = ("torch", "ray", "transformers", "pyarrow", "numba")
+PROBE = f"""
+import atexit, sys
+atexit.register(lambda: print("HEAVY", *[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr))
+from flowtrain.cli.app import main
+main()
+"""
+
+
+def flowtrain_command(*arguments: str, cwd: Path) -> tuple[int, str, str, list[str]]:
+    """Exit code, standard output, standard error, and which heavy packages were imported until the end."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    *error, heavy = done.stderr.splitlines()
+    return done.returncode, done.stdout, "\n".join(error), heavy.split()[1:]
+
+
+def test_help_and_version_import_nothing_heavy(tmp_path: Path) -> None:
+    code, output, _, heavy = flowtrain_command("--help", cwd=tmp_path)
+    assert (code, heavy) == (0, [])
+    assert "train" in output and "export" in output
+    code, output, _, heavy = flowtrain_command("--version", cwd=tmp_path)
+    assert (code, output, heavy) == (0, f"flowtrain {flowtrain.__version__}\n", [])
+    code, output, _, heavy = flowtrain_command("train", "--help", cwd=tmp_path)
+    assert (code, heavy) == (0, [])
+    assert "--resume" in output and "--dry-run" in output
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        (
+            "training.learning_rat=1e-4",
+            "override 'training.learning_rat=1e-4': training.learning_rat = 0.0001: unknown key; "
+            "did you mean training.learning_rate?",
+        ),
+        (
+            "training.global_batch_size=many",
+            "override 'training.global_batch_size=many': training.global_batch_size = 'many': must be an integer",
+        ),
+        (
+            "data.max_seq_len=4096",
+            "data.max_seq_len (4096) is larger than scheduler.microbatch_tokens (512): a longest sample would fit no "
+            "microbatch; lower the first or raise the second",
+        ),
+    ],
+)
+def test_a_refused_configuration_is_one_message_and_exit_code_2(tmp_path: Path, override: str, fault: str) -> None:
+    code, output, error, heavy = flowtrain_command("train", QUICKSTART, override, cwd=tmp_path)
+    assert (code, output, error) == (2, "", f"flowtrain: {QUICKSTART}: {fault}")
+    assert heavy == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_run_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"runs_dir={tmp_path / 'runs'}"])
+    root = open_run_dir(config, resume=False).root
+    code, _, error, heavy = flowtrain_command("train", QUICKSTART, cwd=tmp_path)
+    assert (code, heavy) == (2, [])
+    assert error.startswith(f"flowtrain: {root} already holds a run; continue it with --resume")
+    code, _, error, heavy = flowtrain_command("train", QUICKSTART, "seed=5", "--resume", cwd=tmp_path)
+    assert (code, heavy) == (2, [])
+    assert error.endswith("  - seed was 0, is now 5")
+
+
+def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) -> None:
+    code, _, error, _ = flowtrain_command("train", "none.yaml", cwd=tmp_path)
+    assert (code, error) == (
+        2,
+        "flowtrain: none.yaml: the configuration cannot be read: No such file or directory",
+    )
+    code, _, error, heavy = flowtrain_command("export", "none", cwd=tmp_path)
+    assert (code, heavy) == (2, [])
+    assert error == "flowtrain: no run 'none': there is no none/config.yaml or runs/none/config.yaml"
+
+
+def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path: Path) -> None:
+    code, output, error, heavy = flowtrain_command(
+        "train", QUICKSTART, "training.max_steps=7", "--dry-run", cwd=tmp_path
+    )
+    assert (code, error) == (0, "")
+    assert "ray" not in heavy
+    for expected in ("7 of 16 samples", "1,050 samples", "every 50 steps", "36 MiB"):
+        assert expected in output
+    rows = {line.split("│")[1].strip(): line for line in output.splitlines() if line.count("│") == 6}
+    assert [cell.strip() for cell in rows["vision"].split("│")[2:6]] == ["2", "0.5", "0", "16 MiB"]
+    assert [cell.strip() for cell in rows["backbone"].split("│")[2:6]] == ["1", "1", "0", "-"]
+    assert list(tmp_path.iterdir()) == []

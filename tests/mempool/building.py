@@ -1,0 +1,87 @@
+"""Small plans for the directory's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowtrain.types import (
+    TEXT_PART,
+    EncodeBatch,
+    Microbatch,
+    PartSize,
+    PlannedSample,
+    Rejection,
+    RejectReason,
+    SampleRef,
+    SizedSample,
+    StepPlan,
+    Unit,
+    UnitKind,
+)
+
+ALIGNMENT = 64
+VISION = "vision"
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def ref(position: int) -> SampleRef:
+    return SampleRef(position, source=1, row=position * 10, epoch=2)
+
+
+def sized(position: int, vision_nbytes: int = 0, text_nbytes: int = 80) -> SizedSample:
+    parts = [PartSize(TEXT_PART, 1, 0, text_nbytes // 8, text_nbytes)]
+    if vision_nbytes:
+        parts.append(PartSize(VISION, 1, 4, 4, vision_nbytes))
+    return SizedSample(ref(position), 10, 4 if vision_nbytes else 0, 5, tuple(parts))
+
+
+def vision_nbytes(sample: SizedSample) -> int:
+    return sum(part.nbytes for part in sample.parts if part.name == VISION)
+
+
+def rejection(position: int) -> Rejection:
+    return Rejection(ref(position), RejectReason.CORRUPT_IMAGE, "bytes are no image")
+
+
+def plan(
+    samples: Sequence[SizedSample],
+    *,
+    index: int = 0,
+    first: int = 0,
+    count: int | None = None,
+    dp_size: int = 1,
+    per_microbatch: int = 1,
+    per_batch: int = 1,
+    kind: UnitKind = UnitKind.TRAIN,
+) -> StepPlan:
+    """Plan samples in order: microbatches side by side, encode batches of ``per_batch`` samples with images."""
+    chunks = [tuple(samples[i : i + per_microbatch]) for i in range(0, len(samples), per_microbatch)]
+    while not chunks or len(chunks) % dp_size:
+        chunks.append(())
+    slots = tuple(
+        tuple(_microbatch(slot, rank, chunks[slot * dp_size + rank]) for rank in range(dp_size))
+        for slot in range(len(chunks) // dp_size)
+    )
+    images = [sample for sample in samples if vision_nbytes(sample)]
+    batches = tuple(
+        EncodeBatch(
+            index,
+            number,
+            VISION,
+            tuple(sample.position for sample in images[start : start + per_batch]),
+            4 * len(images[start : start + per_batch]),
+            sum(aligned(vision_nbytes(sample)) for sample in images[start : start + per_batch]),
+        )
+        for number, start in enumerate(range(0, len(images), per_batch))
+    )
+    unit = Unit(index, kind, index + 1, first, len(samples) if count is None else count)
+    total = len(samples)
+    return StepPlan(unit, dp_size, 64, slots, batches, total, 10 * total, 4 * len(images), 5 * total)
+
+
+def _microbatch(slot: int, rank: int, samples: Sequence[SizedSample]) -> Microbatch:
+    planned = tuple(PlannedSample(s.position, s.num_tokens, s.num_vision_tokens, s.num_target_tokens) for s in samples)
+    return Microbatch(slot, rank, planned, 1.0)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from flowtrain.observability.progress import ProgressDisplay, ProgressState
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_says_one_line_every_few_seconds_and_the_last_step(make_metrics: Any) -> None:
+    stream, clock = io.StringIO(), Clock()
+    with ProgressDisplay("plain", total_steps=10, stream=stream, clock=clock) as display:
+        for step in range(1, 9):
+            clock.now_s += 2.0
+            display.update(ProgressState(make_metrics(step), pool_bound_nbytes=4096))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/10", "step 4/10", "step 7/10", "step 8/10"]
+    assert lines[0] == (
+        "step 1/10  ETA -  loss 1.0000  2,000 tokens/s  pool 25%  starved 25%  blocked 5%  quarantined 0"
+    )
+
+
+def test_an_evaluation_is_said_at_once(make_metrics: Any) -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = ProgressDisplay("auto", total_steps=10, stream=stream, clock=clock)
+    display.update(ProgressState(make_metrics(1), 4096))
+    display.update(ProgressState(make_metrics(2, eval_loss=1.25, rejected=3), 4096))
+    line = stream.getvalue().splitlines()[1]
+    assert "  eval 1.2500  " in line
+    assert line.endswith("quarantined 3")
+
+
+def test_the_blocked_share_is_a_mean_over_encoders(make_metrics: Any) -> None:
+    state = ProgressState(make_metrics(1, step_time_s=2.0, blocked_s=3.0), 4096, num_encoders=3)
+    assert state.blocked_share == 0.5
+
+
+def test_off_shows_notes_alone(make_metrics: Any) -> None:
+    stream = io.StringIO()
+    with ProgressDisplay("off", total_steps=1, stream=stream) as display:
+        display.update(ProgressState(make_metrics(1), 0))
+        display.note("encoder-0 [restarted] after a crash")
+    assert stream.getvalue() == "encoder-0 [restarted] after a crash\n"
+
+
+def test_the_eta_counts_the_steps_of_this_start_without_the_starting_up(make_metrics: Any) -> None:
+    stream, clock = io.StringIO(), Clock()
+    display = ProgressDisplay("plain", total_steps=1000, first_step=900, stream=stream, clock=clock)
+    clock.now_s += 300.0  # starting up
+    for step in (901, 911):
+        display.update(ProgressState(make_metrics(step), 0))
+        clock.now_s += 60.0
+    assert "ETA 8:54" in stream.getvalue()
+
+
+def test_on_a_terminal_the_display_is_live(make_metrics: Any) -> None:
+    stream = Terminal()
+    with ProgressDisplay("auto", total_steps=4, stream=stream) as display:
+        display.update(ProgressState(make_metrics(3, eval_loss=0.5), 4096))
+        display.note("a note")
+        display.update(ProgressState(make_metrics(4), 4096))
+    shown = stream.getvalue()
+    assert "4/4" in shown and "a note" in shown and "eval 0.5000" in shown and "starved 25%" in shown

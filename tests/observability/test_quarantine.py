@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowtrain.observability.files import read_json_lines
+from flowtrain.observability.quarantine import QuarantineWriter
+from flowtrain.types import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
+
+
+def rejection(position: int, source: int = 0) -> Rejection:
+    return Rejection(
+        SampleRef(position, source, row=7, epoch=2), RejectReason.CORRUPT_IMAGE, f"schön kaputt {position}"
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "quarantine.jsonl"
+
+
+def positions(path: Path) -> list[int]:
+    return [record["position"] for record in read_json_lines(path)]
+
+
+def test_a_line_says_where_the_sample_is_from_and_why_it_is_bad(path: Path) -> None:
+    writer = QuarantineWriter(path, ["first", "second"])
+    writer.write(rejection(3, source=1))
+    writer.write(rejection(EVAL_POSITION_BASE + 1, source=2))
+    train, held_out = map(json.loads, path.read_text().splitlines())
+    assert train == {
+        "schema": 1,
+        "position": 3,
+        "source": "second",
+        "row": 7,
+        "epoch": 2,
+        "reason": "corrupt_image",
+        "detail": "schön kaputt 3",
+    }
+    assert held_out["source"] == "eval"
+
+
+def test_a_resume_drops_what_it_will_see_again_whatever_the_order(path: Path) -> None:
+    base = EVAL_POSITION_BASE
+    writer = QuarantineWriter(path, ["data"])
+    for position in (9, 2, base + 5, 12, 4, base + 1):
+        writer.write(rejection(position))
+    writer.close()
+    with path.open("a") as file:
+        file.write('{"schema": 1, "posi')
+
+    resumed = QuarantineWriter(path, ["data"])
+    assert resumed.truncate_from(10, eval_position=base + 4) == 3
+    resumed.write(rejection(10))
+    assert positions(path) == [9, 2, 4, base + 1, 10]
+
+
+def test_without_evaluation_every_training_position_before_the_cut_stays(path: Path) -> None:
+    writer = QuarantineWriter(path, ["data"])
+    for position in (0, 1, 2):
+        writer.write(rejection(position))
+    assert writer.truncate_from(0) == 0
+    assert positions(path) == []

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config.load import load_config, override_config
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError
+from flowtrain.observability.run_dir import RunDir, open_run_dir, run_dir
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config(QUICKSTART, [f"runs_dir={tmp_path / 'runs'}"])
+
+
+def test_a_new_run_gets_a_private_directory_with_its_configuration(config: RunConfig, tmp_path: Path) -> None:
+    run = open_run_dir(config, resume=False)
+    assert run == run_dir(config) == RunDir(tmp_path / "runs" / "quickstart")
+    assert stat.S_IMODE(run.root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.config.stat().st_mode) == 0o600
+    assert run.load_config() == config
+    run.write_plan({"schema": 1, "encoders": {"vision": {"num_cpus": 0.5}}})
+    assert run.plan.read_text() == "schema: 1\nencoders:\n  vision:\n    num_cpus: 0.5\n"
+
+
+def test_a_run_that_is_there_is_refused_with_the_ways_out(config: RunConfig) -> None:
+    root = open_run_dir(config, resume=False).root
+    before = (root / "config.yaml").stat().st_mtime_ns
+    with pytest.raises(ConfigError) as caught:
+        open_run_dir(config, resume=False)
+    assert str(caught.value) == (
+        f"{root} already holds a run; continue it with --resume, give this one another name (name=quickstart-2), "
+        "or remove the directory"
+    )
+    assert (root / "config.yaml").stat().st_mtime_ns == before
+
+
+def test_an_empty_directory_may_be_used(config: RunConfig) -> None:
+    run_dir(config).root.mkdir(parents=True)
+    assert open_run_dir(config, resume=False).config.is_file()
+
+
+def test_a_resume_takes_what_may_change_and_refuses_the_rest(config: RunConfig) -> None:
+    run = open_run_dir(config, resume=False)
+    longer = override_config(config, ["training.max_steps=500"])
+    assert open_run_dir(longer, resume=True) == run
+    assert run.load_config() == longer
+    with pytest.raises(ConfigError, match=r"seed was 0, is now 1"):
+        open_run_dir(override_config(longer, ["seed=1"]), resume=True)
+    assert run.load_config() == longer
+
+
+def test_a_resume_of_what_was_not_begun_begins_it(config: RunConfig) -> None:
+    assert open_run_dir(config, resume=True).load_config() == config
+
+
+def test_a_file_in_the_way_and_a_directory_that_is_no_run(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").touch()
+    with pytest.raises(ConfigError, match=r"quickstart is a file; the run's directory goes there"):
+        open_run_dir(config, resume=True)
+    with pytest.raises(ConfigError, match=r"not a run's directory \(it has no config.yaml\)"):
+        RunDir(tmp_path).load_config()

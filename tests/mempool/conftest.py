@@ -13,7 +13,7 @@ from flowtrain.types import SegmentExport
 
 
 class Peers:
-    """Pools of one run in one process that see each other's exports; ``published`` is what the coordinator would list."""
+    """Pools of one run in one process; ``published`` is what the coordinator would list."""
 
     def __init__(self, segment_capacity: int = 1 << 24) -> None:
         self.run_id = uuid.uuid4().hex[:12]

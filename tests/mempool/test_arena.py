@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from flowtrain.errors import AddressError, OutOfPoolMemory
 from flowtrain.mempool.arena import Arena, Hold, Run
@@ -197,7 +206,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.holds: dict[Hold, int] = {}
 
     @rule(target=live, nbytes=st.integers(0, 12 * ALIGNMENT))
-    def allocate(self, nbytes: int) -> object:
+    def allocate(self, nbytes: int) -> tuple[Run, ...] | MultipleResults[tuple[Run, ...]]:
         fits = self.arena.aligned(nbytes) <= self.arena.free_nbytes - sum(self.holds.values())
         try:
             runs = self.arena.allocate(nbytes)
@@ -208,7 +217,7 @@ class ArenaMachine(RuleBasedStateMachine):
         return self._took(runs, nbytes)
 
     @rule(target=live, hold=promised, nbytes=st.integers(0, 12 * ALIGNMENT))
-    def allocate_promised(self, hold: Hold, nbytes: int) -> object:
+    def allocate_promised(self, hold: Hold, nbytes: int) -> tuple[Run, ...] | MultipleResults[tuple[Run, ...]]:
         need, left = self.arena.aligned(nbytes), self.holds.get(hold, -1)
         if need > left:
             with pytest.raises((OutOfPoolMemory, AddressError)):
@@ -218,7 +227,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.holds[hold] = left - need
         return self._took(runs, nbytes)
 
-    def _took(self, runs: tuple[Run, ...], nbytes: int) -> object:
+    def _took(self, runs: tuple[Run, ...], nbytes: int) -> tuple[Run, ...] | MultipleResults[tuple[Run, ...]]:
         assert sum(length for _, length in runs) == nbytes
         longest = max((length for _, length in runs), default=0)
         for offset, length in runs:
@@ -234,7 +243,7 @@ class ArenaMachine(RuleBasedStateMachine):
             self.arena.free(runs)
 
     @rule(target=promised, nbytes=st.integers(1, 20 * ALIGNMENT))
-    def hold(self, nbytes: int) -> object:
+    def hold(self, nbytes: int) -> Hold | MultipleResults[Hold]:
         need = self.arena.aligned(nbytes)
         if need > self.arena.free_nbytes - sum(self.holds.values()):
             with pytest.raises(OutOfPoolMemory):

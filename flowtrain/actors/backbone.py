@@ -237,4 +237,3 @@ class _OneStage:
 
     def backward_stage(self, action: Action, microbatch: Fetched, *, is_last: bool) -> None:
         self._trainer.backward_microbatch(action.microbatch, microbatch.batch, is_last=is_last)
-

@@ -51,6 +51,8 @@ class Encoder:
         self._run_id = run_id
         self._spans: list[Span] = []
         self._blocked_s = 0.0
+        # One batch is decoded while one is forwarded; more would wait here while another encoder could take them.
+        self._ahead = threading.Semaphore(1)
 
     def run(self, link: CoordinatorLink) -> None:
         """Encode until the coordinator says stop."""
@@ -60,10 +62,8 @@ class Encoder:
         self._family = family_from_config(self._config)
         self._module = self._family.load_encoder(self._encoder).to(default_device(self._config.model.device))
         knob = f"encoders.{self._encoder}.segment_nbytes"
-        member = join_pool(
-            self._link, self._config.pool, self._run_id, self._name, self._settings.segment_nbytes, knob
-        )
-        ready: queue.Queue[Work | BaseException | None] = queue.Queue(maxsize=1)
+        member = join_pool(self._link, self._config.pool, self._run_id, self._name, self._settings.segment_nbytes, knob)
+        ready: queue.Queue[Work | BaseException | None] = queue.Queue()
         leaser = threading.Thread(target=self._lease_and_decode, args=(member, ready), name="lease", daemon=True)
         leaser.start()
         try:
@@ -81,6 +81,7 @@ class Encoder:
                 raise item
             if item is None:
                 return
+            self._ahead.release()
             yield item
 
     # --- leasing and decoding, in a thread of its own -----------------------------------------------------------
@@ -96,6 +97,7 @@ class Encoder:
 
     def _leases(self, member: PoolMember) -> Iterator[tuple[Lease, Hold]]:
         while True:
+            self._ahead.acquire()
             patience = self._patience()
             order = self._next_order(member)
             while order.lease is None and not order.stop:
@@ -140,7 +142,9 @@ class Encoder:
         features = self.encode(work)
         started = time.time()
         ready = tuple(
-            PartReady(position, self._encoder, work.lease.epoch, member.pool.put(_as_bytes(features[position]), work.hold))
+            PartReady(
+                position, self._encoder, work.lease.epoch, member.pool.put(_as_bytes(features[position]), work.hold)
+            )
             for position in work.lease.needed
             if position in features
         )

@@ -88,9 +88,10 @@ def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
         knob="pool.text_segment_nbytes",
     )
     for name, encoder in config.encoders.items():
-        # A lease takes a whole batch: at most what one sample can have, or the batch's limit of patches.
+        # A lease takes a whole batch: at most what one sample can have, or the batch's limit of patches, and every
+        # part of it is rounded up.
         rows = max(limit, encoder.max_batch_patches)
-        batch_nbytes = _aligned(rows * family.row_nbytes(name), align)
+        batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
         sample_nbytes = _aligned(limit * family.row_nbytes(name), align)
         num_batches = min(samples, 1 + -(-samples * sample_nbytes // max(1, batch_nbytes // 2)))
         check_capacity(

@@ -56,8 +56,12 @@ class Recorder:
         self.last_eval_loss: float | None = None
         self.sampler_states: dict[int, dict[str, object]] = {}
         self.num_rejected = self._cut_back(first_step)
-        self._known_eval_rows = {record["row"] for record in read_json_lines(files.quarantine) if record["position"] >= EVAL_POSITION_BASE}
-        self.num_seen = min(first_step * prepared.config.training.global_batch_size, prepared.total_positions or 1 << 62)
+        self._known_eval_rows = {
+            record["row"] for record in read_json_lines(files.quarantine) if record["position"] >= EVAL_POSITION_BASE
+        }
+        self.num_seen = min(
+            first_step * prepared.config.training.global_batch_size, prepared.total_positions or 1 << 62
+        )
 
     def _cut_back(self, first_step: int) -> int:
         self._metrics.truncate_after(first_step)

@@ -44,7 +44,7 @@ SEVERED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.excep
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended. step: optimizer steps done in all. stopped: ended early on request; resume goes on from there."""
+    """How a run ended. step: optimizer steps done in all. stopped: ended early on request, to be resumed."""
 
     directory: Path
     step: int

@@ -96,14 +96,18 @@ class RunState:
             return self.on_returned(name)
         if role is Role.BACKBONE:
             return self._fail(
-                WorkerLostError(f"{name} died ({reason}); its gradients are lost. Start again with --resume to go on "
-                                "from the last checkpoint")
+                WorkerLostError(
+                    f"{name} died ({reason}); its gradients are lost. Start again with --resume to go on "
+                    "from the last checkpoint"
+                )
             )
         restarts = self._restarts.get(name, 0) + 1
         if restarts > self._max_restarts:
             return self._fail(
-                WorkerLostError(f"{name} died {restarts} times ({reason}), limits.max_encoder_restarts is "
-                                f"{self._max_restarts}; look at its log, then start again with --resume")
+                WorkerLostError(
+                    f"{name} died {restarts} times ({reason}), limits.max_encoder_restarts is "
+                    f"{self._max_restarts}; look at its log, then start again with --resume"
+                )
             )
         self._restarts[name] = restarts
         return [Restart(name)]

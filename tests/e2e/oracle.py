@@ -47,9 +47,8 @@ class PlainLoop:
         self.model = self.family.load_joined().train()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_("vision_tower" not in name)
-        self.named = {
-            backbone_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+        trained = [(name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad]
+        self.named = {backbone_name(name): tensor for name, tensor in trained}
         self.optimizer = self._optimizer()
         self.sources = SourceSet.from_config(config.data)
         self.sampler = sampler_from_config(config, self.sources.sizes)

@@ -19,7 +19,7 @@ from flowtrain.config.run import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "assets" / "tokenizer"
 
-WORDS = "a red apple green tree house dog cat over the small old river bright moon paper boat under sky".split()
+WORDS = ("red", "apple", "green", "tree", "house", "dog", "cat", "over", "the", "river", "bright", "moon", "boat")
 
 PARQUET_SCHEMA = pa.schema(
     [

@@ -288,8 +288,6 @@ class DirectoryMachine(RuleBasedStateMachine):
         for key in [key for key in self.located if key[0] == made.unit.index]:
             del self.located[key]
             self.released.discard(key)
-        for position in made.unit.positions:
-            self.samples.pop(position, None)
 
     def is_over(self, unit: int) -> bool:
         if unit not in self.plans:

@@ -1,0 +1,116 @@
+"""No batch barrier: a microbatch runs as soon as its own positions are ready."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flowtrain.actors.backbone import BackboneRank
+from flowtrain.actors.encoder import Encoder
+from flowtrain.actors.prefetch import Fetched
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.crew import ActorClasses
+from flowtrain.controller.run import run_training
+from flowtrain.types import StepPlan
+from tests.e2e.worlds import World, tiny_config
+
+NUM_SAMPLES = 8
+HELD_POSITION = 3
+PATIENCE_S = 60.0
+SETTLE_S = 2.0
+
+
+class HoldingEncoder(Encoder):
+    """Hands everything in at once but the held position, which waits until the test opens the gate."""
+
+    def _hand_in(self, member, ready, rejections) -> None:  # type: ignore[no-untyped-def]
+        if any(part.position == HELD_POSITION for part in ready):
+            threading.Thread(target=self._hand_in_later, args=(member, ready, rejections), daemon=True).start()
+            return
+        super()._hand_in(member, ready, rejections)
+        with (Path(self._config.runs_dir) / "encoded").open("a") as file:
+            file.writelines(f"{part.position}\n" for part in ready)
+
+    def _hand_in_later(self, member, ready, rejections) -> None:  # type: ignore[no-untyped-def]
+        gate = Path(self._config.runs_dir) / "gate"
+        while not gate.exists():
+            time.sleep(0.02)
+        super()._hand_in(member, ready, rejections)
+
+
+class NotingRank(BackboneRank):
+    """Notes each microbatch that it finished: its slot and the positions in it."""
+
+    def _release(self, plan: StepPlan, fetched: Fetched) -> None:
+        super()._release(plan, fetched)
+        positions = [sample.position for sample in plan.slots[fetched.slot][self._dp_rank].samples]
+        with (Path(self._config.runs_dir) / "finished").open("a") as file:
+            file.write(f"{fetched.slot} {len(plan.slots)} {HELD_POSITION in positions}\n")
+
+
+def finished(config: RunConfig) -> list[tuple[int, int, bool]]:
+    """(slot, slots of the step, whether the held position is in it) of the microbatches that ran, in order."""
+    path = Path(config.runs_dir) / "finished"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(slot), int(count), held == "True") for slot, count, held in (line.split() for line in lines)]
+
+
+def wait_until_settled(config: RunConfig, num_finished: int) -> list[tuple[int, int, bool]]:
+    """What ran once all other positions were encoded, ``num_finished`` microbatches done, and time for more given."""
+    encoded = Path(config.runs_dir) / "encoded"
+    deadline = time.monotonic() + PATIENCE_S
+    while len(finished(config)) < num_finished or len(encoded.read_text().split()) < NUM_SAMPLES - 1:
+        assert time.monotonic() < deadline, f"{finished(config)} ran, {num_finished} microbatches should have"
+        time.sleep(0.05)
+    time.sleep(SETTLE_S)
+    return finished(config)
+
+
+@pytest.mark.parametrize(("order", "num_before"), [("arrival", 3), ("deterministic", 1)])
+def test_a_held_back_position_holds_back_its_own_microbatch_only(
+    tmp_path: Path, ray_cluster: None, order: str, num_before: int
+) -> None:
+    world = World()
+    for _ in range(NUM_SAMPLES):
+        world.add(1)
+        world.rows[-1]["texts"] = [{"user": "what", "assistant": "red house " * 15}]  # equal ones: in position order
+    config = tiny_config(
+        tmp_path,
+        world.write(tmp_path / "data.parquet"),
+        f"barrier-{order}",
+        "encoders.vision.max_batch_patches=4",  # one image a batch
+        data={"shuffle": False, "order": order},
+        training={"max_steps": 1},
+    )
+    Path(config.runs_dir).mkdir()
+    seen: list[tuple[int, int, bool]] = []
+    errors: list[BaseException] = []
+
+    def open_the_gate() -> None:
+        try:
+            seen.extend(wait_until_settled(config, num_before))
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            (Path(config.runs_dir) / "gate").touch()
+
+    watcher = threading.Thread(target=open_the_gate)
+    watcher.start()
+    run_training(config, classes=ActorClasses(encoder=HoldingEncoder, backbone=NotingRank))
+    watcher.join()
+    assert not errors, errors
+
+    ran = finished(config)
+    num_slots = ran[0][1]
+    held_slot = next(slot for slot, _, held in ran if held)
+    assert num_slots >= 3 and held_slot < num_slots - 1, "the held microbatch must have others before or behind it"
+    assert sorted(slot for slot, _, _ in ran) == list(range(num_slots))
+    if order == "arrival":
+        assert {slot for slot, _, _ in seen} == set(range(num_slots)) - {held_slot}
+        assert ran[-1][0] == held_slot
+    else:
+        assert [slot for slot, _, _ in seen] == list(range(held_slot))
+        assert [slot for slot, _, _ in ran] == list(range(num_slots))

@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers.utils import logging
 
 
 def pictures(data: Path) -> Iterator[tuple[Image.Image, str, str]]:
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3)
     args = parser.parse_args()
 
+    logging.disable_progress_bar()
     console = Console(highlight=False)
     processor = AutoProcessor.from_pretrained(args.run / "export")
     model = LlavaForConditionalGeneration.from_pretrained(args.run / "export").eval()

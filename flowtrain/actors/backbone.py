@@ -15,7 +15,9 @@ import torch
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Fetched, Prefetcher
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import family_from_config
@@ -23,13 +25,16 @@ from flowtrain.pipeline.actions import Action
 from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from flowtrain.training.batch import build_batch
-from flowtrain.training.checkpoint_store import temporary_directory
+from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import measure_peak_flops
 from flowtrain.training.trainer import StepResult, Trainer
-from flowtrain.types import RankReport, Span, StepPlan, UnitKind
+from flowtrain.types import RankReport, StepPlan, UnitKind
 
 T = TypeVar("T")
+
+COLLECTIVE_MARGIN_S = 60.0
+"""How much longer than for data ranks wait for each other."""
 
 
 class BackboneRank:
@@ -54,7 +59,7 @@ class BackboneRank:
         self._num_steps = num_steps
         self._run_id = run_id
         self._listener: socket.socket | None = None
-        self._spans: list[Span] = []
+        self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
         self._saved_step = 0
@@ -89,7 +94,8 @@ class BackboneRank:
             port=port,
             listener=self._listener,
             start_timeout_s=limits.start_timeout_s,
-            collective_timeout_s=limits.stall_timeout_s,
+            # A rank that waits for a starved one must not give up before that one says what it waits for.
+            collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
         )
         self.trainer = self.make_trainer()
         if checkpoint is not None:
@@ -98,19 +104,27 @@ class BackboneRank:
 
     def make_trainer(self) -> Trainer:
         """Build this rank's trainer; collective."""
-        return Trainer(self._config, self._family, self._group, self._num_steps, record=self._span)
+        return Trainer(self._config, self._family, self._group, self._num_steps, record=self._spans.add)
 
     @property
     def _dtype(self) -> torch.dtype:
-        return getattr(torch, self._config.model.dtype)  # type: ignore[no-any-return]
+        dtype = getattr(torch, self._config.model.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def run(self, link: CoordinatorLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
         """Run units until the coordinator says stop, writing checkpoints into temporaries under ``checkpoint_dir``.
 
-        first_step: steps already done. Raises what its prefetch thread or the training step raise.
+        first_step: steps already done. Raises ConfigError where the driver's ``checkpoint_dir`` is not seen, and what
+        the prefetch thread or the training step raise.
         """
+        if not probe_directory(Path(checkpoint_dir), self._run_id).is_dir():
+            raise ConfigError(
+                f"{self._name} on node {node_address()} does not see the run's directory {checkpoint_dir}; runs_dir "
+                f"({self._config.runs_dir}) must lie on a file system that all nodes share"
+            )
         self._link = link
         self._saved_step = first_step
         member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone")
@@ -121,6 +135,7 @@ class BackboneRank:
             while self._link.call("begin", unit):
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
+            prefetcher.close()
             self._checkpoint(step, checkpoint_dir)
         finally:
             prefetcher.close()
@@ -149,7 +164,7 @@ class BackboneRank:
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
-            record=self._spans.append,
+            spans=self._spans,
         )
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
@@ -201,8 +216,7 @@ class BackboneRank:
             fetch_s=self._fetch_s,
         )
         self._starved_s = self._fetch_s = 0.0
-        spans, self._spans[:] = tuple(self._spans), []
-        self._link.call("finish", report, spans)
+        self._link.call("finish", report, self._spans.take())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -217,9 +231,6 @@ class BackboneRank:
         self.trainer.save_checkpoint(directory)
         self._saved_step = step
         self._link.call("checkpoint_written", step, self._dp_rank, str(directory))
-
-    def _span(self, name: str, start_s: float, end_s: float, **args: int | float | str) -> None:
-        self._spans.append(Span(self._name, name, start_s, end_s, args))
 
 
 class _OneStage:

@@ -1,13 +1,14 @@
 """The coordinator: the one place where control messages meet. A thin asynchronous shell round ``Flow``.
 
-Every waiting method answers after ``poll_s`` at the latest, with None or an empty order; the caller asks again and keeps
-its own limit, so that a wait can say who waits for what.
+Every waiting method answers after ``poll_s`` at the latest, with None or an empty order; the caller asks again and
+keeps its own limit, so that a wait can say who waits for what.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.signals import Signal
@@ -43,6 +44,7 @@ class Coordinator:
         self._lease_signal = Signal()
         self._plan_signal = Signal()
         self._event_signal = Signal()
+        self._events_ended = False
         self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
 
     # --- pool processes -----------------------------------------------------------------------------------------
@@ -70,24 +72,27 @@ class Coordinator:
 
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
         """The feeder reports, then waits for work."""
-        self._flow.feed(owner, report)
+        refused = self._flow.feed(owner, report)
         if report.unit is not None:
             self._plan_signal.notify()
             self._lease_signal.notify()
         self._wake_backbone()
         self._event_signal.notify()
-        order = await self._feed_signal.until(lambda: self._flow.feed_order(owner), self._poll_s)
-        return order or NOTHING_TO_FEED
+        order = await self._feed_signal.until(lambda: self._flow.feed_order(owner), self._poll_s) or NOTHING_TO_FEED
+        return replace(order, released=refused + order.released)
 
-    async def released(self, owner: int) -> tuple[Extent, ...]:
-        """A producer with a full segment waits for memory."""
-        return await self._feed_signal.until(lambda: self._flow.take_released(owner), self._poll_s) or ()
+    async def released(self, owner: int) -> FeedOrder:
+        """A feeder with a full segment waits for memory, or for the end; the order has neither unit nor parts."""
+        order = await self._feed_signal.until(lambda: self._flow.release_order(owner), self._poll_s)
+        return order or NOTHING_TO_FEED
 
     async def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
         """An encoder reports what it finished; it frees what comes back (parts whose lease was lost)."""
         refused = self._flow.hand_in(owner, report)
         self._wake_backbone()
         self._event_signal.notify()
+        if report.rejections:
+            self._wake_producers()  # what others had made of these samples is free again
         return refused
 
     async def lease(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
@@ -112,16 +117,22 @@ class Coordinator:
     async def begin(self, unit_index: int) -> bool:
         """A rank is about to run a unit; False means stop."""
         go = self._flow.begin(unit_index)
+        self._wake_producers()  # a stopping run sizes what was begun, and nothing else
         if not go:
-            self._wake_producers()
             self._plan_signal.notify()
+            self._wake_backbone()
         return go
 
-    async def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
-        """Wait until a microbatch is READY; None to ask again."""
-        return await self._locate_signals[dp_rank].until(
-            lambda: self._flow.locate(unit_index, slot, dp_rank), self._poll_s
-        )
+    async def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> tuple[MicrobatchLocation | None, bool]:
+        """Wait until a microbatch is READY. Answers as ``next_plan``: (None, True) where a stop leaves the unit out."""
+
+        def attempt() -> tuple[MicrobatchLocation | None, bool] | None:
+            if self._flow.is_past_end(unit_index):
+                return None, True
+            location = self._flow.locate(unit_index, slot, dp_rank)
+            return (location, False) if location is not None else None
+
+        return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or (None, False)
 
     async def release(self, unit_index: int, slot: int, dp_rank: int) -> None:
         """A rank is done with a microbatch's bytes."""
@@ -147,14 +158,23 @@ class Coordinator:
 
     async def events(self) -> tuple[Event, ...]:
         """Wait for something to have happened."""
-        return await self._event_signal.until(lambda: self._flow.take_events() or None, self._poll_s) or ()
+
+        def attempt() -> tuple[Event, ...] | None:
+            return self._flow.take_events() or (() if self._events_ended else None)
+
+        return await self._event_signal.until(attempt, self._poll_s) or ()
+
+    async def end_events(self) -> None:
+        """Everything was reported: whoever waits for events gets what there is."""
+        self._events_ended = True
+        self._event_signal.notify()
 
     async def take_events(self) -> tuple[Event, ...]:
         """What happened since the last call, at once."""
         return self._flow.take_events()
 
     async def request_stop(self) -> None:
-        """End the run after the unit that is running."""
+        """End the run after the step that is running and the evaluation that may follow it."""
         self._flow.request_stop()
         self._wake_producers()
         self._plan_signal.notify()

@@ -14,6 +14,7 @@ import torch
 
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample
@@ -21,17 +22,21 @@ from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.mempool.arena import Hold
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.types import EncoderReport, Lease, LeaseOrder, PartReady, Rejection, SampleRef, Span
+from flowtrain.types import EncoderReport, Lease, LeaseOrder, PartReady, Rejection, SampleRef
 
 PixelValues = list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A leased batch, decoded: pixel values per position in the batch's order, and what turned out bad."""
+    """A leased batch, decoded: pixel values per position in the batch's order, and what turned out bad.
+
+    leased_s: when it was leased, on the monotonic clock.
+    """
 
     lease: Lease
     hold: Hold
+    leased_s: float
     pixels: dict[int, PixelValues]
     rejections: tuple[Rejection, ...]
 
@@ -40,7 +45,7 @@ class Encoder:
     """One replica of a frozen vision encoder.
 
     Two threads: one leases and decodes the next batch while the other forwards the last. A batch is forwarded as it was
-    planned, also when only some of it is needed again, so that the features never depend on timing (DESIGN section 6).
+    planned, also when only some of it is needed again, so that the features never depend on timing.
     """
 
     def __init__(self, config: RunConfig, encoder: str, name: str, run_id: str) -> None:
@@ -49,8 +54,9 @@ class Encoder:
         self._encoder = encoder
         self._name = name
         self._run_id = run_id
-        self._spans: list[Span] = []
+        self._spans = SpanLog(name)
         self._blocked_s = 0.0
+        self._stopping = threading.Event()
         # One batch is decoded while one is forwarded; more would wait here while another encoder could take them.
         self._ahead = threading.Semaphore(1)
 
@@ -70,17 +76,20 @@ class Encoder:
             for work in self._decoded(ready):
                 self._finish(member, work)
         finally:
+            self._stopping.set()
+            self._ahead.release()
             member.pool.close()
 
     def _decoded(self, ready: queue.Queue[Work | BaseException | None]) -> Iterator[Work]:
         while True:
             started = time.monotonic()
             item = ready.get()
-            self._blocked_s += time.monotonic() - started
             if isinstance(item, BaseException):
                 raise item
             if item is None:
                 return
+            # Idle until there was a lease; what came after is decoding.
+            self._blocked_s += max(0.0, item.leased_s - started)
             self._ahead.release()
             yield item
 
@@ -100,7 +109,7 @@ class Encoder:
             self._ahead.acquire()
             patience = self._patience()
             order = self._next_order(member)
-            while order.lease is None and not order.stop:
+            while order.lease is None and not order.stop and not self._stopping.is_set():
                 patience.tick()
                 order = self._next_order(member)
             if order.lease is None:
@@ -117,6 +126,7 @@ class Encoder:
         return Patience(self._name, self._config.limits, lambda: reason, endless=True)
 
     def _decode(self, lease: Lease, hold: Hold, decoders: ThreadPoolExecutor) -> Work:
+        leased_s = time.monotonic()
         started = time.time()
         pixels: dict[int, PixelValues] = {}
         rejections = []
@@ -125,8 +135,8 @@ class Encoder:
                 rejections.append(outcome)
             else:
                 pixels[ref.position] = outcome
-        self._spans.append(Span(self._name, "decode", started, time.time(), {"samples": len(lease.refs)}))
-        return Work(lease, hold, pixels, tuple(rejections))
+        self._spans.add("decode", started, time.time(), samples=len(lease.refs))
+        return Work(lease, hold, leased_s, pixels, tuple(rejections))
 
     def _load(self, ref: SampleRef) -> PixelValues | Rejection:
         limit = self._config.data.max_image_pixels
@@ -149,7 +159,7 @@ class Encoder:
             if position in features
         )
         member.pool.unhold(work.hold)
-        self._spans.append(Span(self._name, "put", started, time.time(), {"samples": len(ready)}))
+        self._spans.add("put", started, time.time(), samples=len(ready))
         self._hand_in(member, ready, work.rejections)
 
     def encode(self, work: Work) -> dict[int, torch.Tensor]:
@@ -160,14 +170,12 @@ class Encoder:
         features = {
             position: torch.cat([next(rows) for _ in arrays]) for position, arrays in work.pixels.items() if arrays
         }
-        args: dict[str, int | float | str] = {"images": len(flat), "unit": work.lease.batch.unit}
-        self._spans.append(Span(self._name, "encode", started, time.time(), args))
+        self._spans.add("encode", started, time.time(), images=len(flat), unit=work.lease.batch.unit)
         return features
 
     def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
-        spans, self._spans = tuple(self._spans), []
         blocked_s, self._blocked_s = self._blocked_s, 0.0
-        report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, spans)
+        report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, self._spans.take())
         member.pool.release(self._link.call("hand_in", member.index, report))
 
 

@@ -15,6 +15,10 @@ from flowtrain.types import TEXT_PART, FeedOrder, FeedReport, PartReady, Rejecti
 NAME = "feeder-0"
 
 
+class _Stopped(Exception):
+    """The run ended while there was no room for the unit at hand."""
+
+
 class Feeder:
     """Runs the plain ``Feed`` against the coordinator; a thin shell that puts and reports."""
 
@@ -34,6 +38,8 @@ class Feeder:
         self._feed.restore(member.joined.sampler_state)
         try:
             self._serve(member)
+        except _Stopped:
+            pass
         finally:
             member.pool.close()
 
@@ -70,12 +76,16 @@ class Feeder:
 
     def _put(self, member: PoolMember, result: SizedResult) -> PartReady:
         """Put a text part, waiting for the backbone to release memory if there is none."""
-        patience = Patience(NAME, self._config.limits, lambda: "its pool segment is full of text not consumed yet")
+        reason = "its pool segment is full of text not consumed yet"
+        patience = Patience(NAME, self._config.limits, lambda: reason, endless=True)
         while True:
             try:
                 extents = member.pool.put(result.text)
             except OutOfPoolMemory:
-                member.pool.release(self._link.call("released", member.index))
+                order: FeedOrder = self._link.call("released", member.index)
+                member.pool.release(order.released)
+                if order.stop:
+                    raise _Stopped from None
                 patience.tick()
             else:
                 return PartReady(result.sample.position, TEXT_PART, 0, extents)

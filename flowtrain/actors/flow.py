@@ -1,6 +1,6 @@
-"""The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (DESIGN: a sample's way).
+"""The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (docs/architecture.md).
 
-Nothing here waits, does I/O or knows of Ray: every method answers at once, and the coordinator's shell does the waiting.
+Nothing here waits, does I/O or knows of Ray: every method answers at once; the coordinator's shell does the waiting.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Flow:
         self._membership = membership
         self._flops_of = flops_of
         self._trace_steps = trace_steps
-        self._first_step: int | None = None
+        self._last_step = 0
+        self._last_traced_step = trace_steps
 
         self._sampler_state = sampler_state
         self._upcoming: Unit | None = None
@@ -130,16 +131,28 @@ class Flow:
 
     # --- feeder -------------------------------------------------------------------------------------------------
 
-    def feed(self, owner: int, report: FeedReport) -> None:
-        """Take in a sized unit and plan it; take in text parts that were made again."""
+    def feed(self, owner: int, report: FeedReport) -> tuple[Extent, ...]:
+        """Take in a sized unit and plan it; take in text parts that were made again.
+
+        Returns the extents of those that nobody needs any more, to free. What a lost process had sent is left aside:
+        its successor does the same again.
+        """
+        if not self._membership.is_living(owner):
+            return ()
         if report.stats is not None:
             self._stats[owner] = report.stats
+        refused: list[Extent] = []
         for ready in report.remade:
-            self._directory.text_ready(owner, ready)
+            try:
+                self._directory.text_ready(owner, ready)
+            except StaleLeaseError:  # it was rejected or released meanwhile
+                refused.extend(ready.extents)
         self.record(report.spans)
-        if report.unit is None:
-            return
-        unit = report.unit
+        if report.unit is not None:
+            self._take_sized(owner, report.unit, report)
+        return tuple(refused)
+
+    def _take_sized(self, owner: int, unit: Unit, report: FeedReport) -> None:
         assert self._upcoming is not None and unit == self._upcoming, f"unit {unit} was reported, not {self._upcoming}"
         assert report.sampler_state is not None
         self._upcoming = None
@@ -152,9 +165,10 @@ class Flow:
         self._reject(report.rejections)
         self._plan(unit, report.sized)
 
-    def take_released(self, owner: int) -> tuple[Extent, ...] | None:
-        """Extents of this owner that are free again, or None."""
-        return self._directory.take_released(owner) or None
+    def release_order(self, owner: int) -> FeedOrder | None:
+        """As ``feed_order`` for a feeder that has no room for what it is at: what it may free, or stop; or None."""
+        released = self._directory.take_released(owner)
+        return FeedOrder(None, (), released, self.stopped) if released or self.stopped else None
 
     def feed_order(self, owner: int) -> FeedOrder | None:
         """What the feeder can do now, or None if it has to wait."""
@@ -184,7 +198,8 @@ class Flow:
             self._upcoming = next(self._units, None)
             if self._upcoming is not None and self._current is None:
                 self._current = self._upcoming.index
-                self._first_step = self._upcoming.step
+                self._last_step = self._upcoming.step - 1
+                self._last_traced_step = self._last_step + self._trace_steps
         return self._upcoming
 
     def _may_size(self, unit_index: int) -> bool:
@@ -197,7 +212,7 @@ class Flow:
 
     def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
         """Take in what an encoder finished; returns the extents of parts whose lease is no longer its own, to free."""
-        if report.stats is not None:
+        if report.stats is not None and self._membership.is_living(owner):
             self._stats[owner] = report.stats
         self._blocked_s += report.blocked_s
         self.record(report.spans)
@@ -237,12 +252,19 @@ class Flow:
         """A rank is about to run a unit; False means stop. All ranks get the same answer for the same unit."""
         if unit_index <= self._begun:
             return True
-        if self._stop_requested and self._stop_at is None:
+        # A round of evaluation belongs to the step before it: a resumed run starts behind both.
+        if self._stop_requested and self._stop_at is None and self._kind_of(unit_index) is not UnitKind.EVAL:
             self._stop_at = unit_index
         if self.is_past_end(unit_index):
             return False
         self._begun = unit_index
         return True
+
+    def _kind_of(self, unit_index: int) -> UnitKind | None:
+        """Kind of the unit that is next to begin; None past the end."""
+        plan = self._plans.get(unit_index)
+        unit = plan.unit if plan is not None else self._peek()
+        return unit.kind if unit is not None else None
 
     def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
         """Where the rank's next microbatch lies, or None while it is not READY.
@@ -278,6 +300,7 @@ class Flow:
         for rank in range(self._dp_size):
             self._taken.pop((unit_index, rank), None)
         self._current = unit_index + 1
+        self._last_step = plan.unit.step
         produced = self._directory.num_produced
         self.events.append(
             UnitDone(
@@ -313,7 +336,7 @@ class Flow:
     # --- driver -------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """End the run after the unit that is running."""
+        """End the run after the step that is running and the evaluation that may follow it."""
         self._stop_requested = True
 
     @property
@@ -337,15 +360,9 @@ class Flow:
         return self._directory.describe_wait(unit_index, slot if slot is not None else 0, dp_rank)
 
     def record(self, spans: tuple[Span, ...]) -> None:
-        """Keep spans for the trace while it is on."""
-        if spans and self._tracing():
+        """Keep spans for the trace until its last step is done."""
+        if spans and self._last_step < self._last_traced_step:
             self.events.append(SpansRecorded(spans))
-
-    def _tracing(self) -> bool:
-        if self._first_step is None or self._current is None:
-            return self._trace_steps > 0
-        plan = self._plans.get(self._current)
-        return plan is None or plan.unit.step < self._first_step + self._trace_steps
 
     def _reject(self, rejections: tuple[Rejection, ...]) -> None:
         # A batch that is encoded again meets the same bad image again; it counts once.

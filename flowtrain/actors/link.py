@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from flowtrain.config.flow import LimitsConfig
-from flowtrain.errors import StallError
+from flowtrain.errors import FlowTrainError, StallError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +21,12 @@ ANSWER_MARGIN_S = 120.0
 
 
 class CoordinatorLink(ABC):
-    """Calls the coordinator's methods by name; ``node_id`` tells which processes share a node."""
+    """Calls the coordinator's methods by name."""
 
-    node_id: str
+    @property
+    @abstractmethod
+    def node_id(self) -> str:
+        """The node of this process: equal for processes that share memory."""
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
@@ -39,29 +42,44 @@ class CoordinatorLink(ABC):
 
 
 class RayLink(CoordinatorLink):
-    """The coordinator as a Ray actor. Used by one thread at a time per method kind; Ray keeps each caller's order."""
+    """The coordinator as a Ray actor. Any thread may ``call``, one alone may ``post`` and ``flush``."""
 
     def __init__(self, coordinator: ActorHandle) -> None:
         self._coordinator = coordinator
         self._posted: list[ray.ObjectRef] = []
 
     @property
-    def node_id(self) -> str:  # type: ignore[override]
+    def node_id(self) -> str:
         """The Ray node that this process runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call and wait; raises ray.exceptions.GetTimeoutError when the coordinator does not answer."""
-        return ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_MARGIN_S)
+        """Call and wait; raises what the method raised, StallError without an answer, WorkerLostError if it is gone."""
+        return _answers([getattr(self._coordinator, method).remote(*args)], method)[0]
 
     def post(self, method: str, *args: Any) -> None:
         """Call without waiting."""
         self._posted.append(getattr(self._coordinator, method).remote(*args))
 
     def flush(self) -> None:
-        """Wait for everything posted."""
+        """Wait for everything posted; raises as ``call``."""
         posted, self._posted = self._posted, []
-        ray.get(posted, timeout=ANSWER_MARGIN_S)
+        _answers(posted, "what was posted")
+
+
+def _answers(refs: list[ray.ObjectRef], what: str) -> list[Any]:
+    try:
+        return ray.get(refs, timeout=ANSWER_MARGIN_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise StallError(f"the coordinator did not answer ({what}) within {ANSWER_MARGIN_S:g} s") from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, FlowTrainError):
+            raise error.cause from error  # Ray's own would have the remote traceback as its message
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise WorkerLostError(
+            "the coordinator died, and with it the knowledge of what lies where; start again with --resume"
+        ) from error
 
 
 def node_address() -> str:

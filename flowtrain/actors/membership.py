@@ -19,6 +19,7 @@ class Membership:
         self._nodes: dict[str, int] = {}
         self._joined: dict[int, int] = {}
         self._index_of_name: dict[str, int] = {}
+        self._living: set[int] = set()
         self._exports: dict[int, SegmentExport] = {}
 
     def join(self, name: str, node_id: str) -> tuple[int, int | None]:
@@ -42,18 +43,25 @@ class Membership:
         self._joined[node] = count + 1
         previous = self._index_of_name.get(name)
         self._index_of_name[name] = index
+        self._living.add(index)
         return index, previous
 
     def index_of(self, name: str) -> int | None:
         """Return the current index of the process called ``name``, or None if it never joined."""
         return self._index_of_name.get(name)
 
+    def is_living(self, process_index: int) -> bool:
+        """Whether a process joined and is not known to be gone; a message of a dead one may still arrive."""
+        return process_index in self._living
+
     def publish(self, export: SegmentExport) -> None:
-        """Keep what a process exports."""
-        self._exports[export.process_index] = export
+        """Keep what a living process exports."""
+        if self.is_living(export.process_index):
+            self._exports[export.process_index] = export
 
     def withdraw(self, process_index: int) -> None:
         """Forget a process that is gone, so that no new reader tries to map it."""
+        self._living.discard(process_index)
         self._exports.pop(process_index, None)
 
     def exports(self) -> tuple[SegmentExport, ...]:

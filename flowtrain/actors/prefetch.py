@@ -5,20 +5,28 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.pool import Pool
 from flowtrain.training.batch import PackedBatch, SampleArrays
-from flowtrain.types import TEXT_PART, Microbatch, MicrobatchLocation, Span, StepPlan
+from flowtrain.types import TEXT_PART, Extent, Microbatch, MicrobatchLocation, StepPlan
 
 BuildBatch = Callable[[list[SampleArrays]], PackedBatch]
+T = TypeVar("T")
+
+POLL_S = 0.5
+"""How often a waiting thread looks at its limit, or at whether it is to end."""
+RETRY_S = 0.05
+"""Between two questions for the new place of a part whose owner died."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class _Failed:
 class Prefetcher:
     """Fetches unit after unit in the order of the run; ``next_plan`` and ``next_microbatch`` hand them over in order.
 
+    The thread itself waits without a limit, since it may be far ahead; ``limits`` hold for who waits for it.
     depth: microbatches that may wait assembled. arrival: take whatever is READY next instead of the plan's order.
     build: assembles a microbatch from its samples' arrays (copies them, so nothing refers to the pool afterwards).
     """
@@ -56,7 +65,7 @@ class Prefetcher:
         depth: int,
         arrival: bool,
         first_unit: int,
-        record: Callable[[Span], None],
+        spans: SpanLog,
     ) -> None:
         self._name = name
         self._dp_rank = dp_rank
@@ -67,7 +76,8 @@ class Prefetcher:
         self._feature_dim = feature_dim
         self._feature_dtype = feature_dtype
         self._arrival = arrival
-        self._record = record
+        self._spans = spans
+        self._wanted: tuple[int, int | None] = (first_unit, None)
         self._stopping = threading.Event()
         self._plans: queue.Queue[StepPlan | _Failed] = queue.Queue()
         self._microbatches: queue.Queue[Fetched | _Failed] = queue.Queue(maxsize=depth)
@@ -75,17 +85,35 @@ class Prefetcher:
         self._thread.start()
 
     def next_plan(self) -> StepPlan:
-        """The next unit's plan; waits for it. Raises what went wrong in the thread."""
-        return _unwrap(self._plans.get())
+        """The next unit's plan; waits for it. Raises what went wrong in the thread, and StallError at the limit."""
+        return self._take(self._plans)
 
     def next_microbatch(self) -> Fetched:
-        """The next microbatch of the unit whose plan was taken last; waits for it."""
-        return _unwrap(self._microbatches.get())
+        """The next microbatch of the unit whose plan was taken last; waits and raises as ``next_plan``."""
+        return self._take(self._microbatches)
 
     def close(self) -> None:
-        """End the thread; what it fetched ahead is dropped."""
+        """End the thread; what it fetched ahead is dropped. Idempotent."""
         self._stopping.set()
         self._thread.join(timeout=self._limits.stop_timeout_s)
+
+    def _take(self, items: queue.Queue[T | _Failed]) -> T:
+        patience = Patience(self._name, self._limits, self._describe_wait)
+        while True:
+            try:
+                item = items.get(timeout=POLL_S)
+            except queue.Empty:
+                patience.tick()
+                continue
+            if isinstance(item, _Failed):
+                raise item.error
+            return item
+
+    def _describe_wait(self) -> str:
+        unit, slot = self._wanted
+        return str(self._link.call("describe_wait", unit, slot, self._dp_rank))
+
+    # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self, unit: int) -> None:
         try:
@@ -103,27 +131,30 @@ class Prefetcher:
     def _offer(self, item: Fetched | _Failed) -> bool:
         while not self._stopping.is_set():
             try:
-                self._microbatches.put(item, timeout=0.2)
+                self._microbatches.put(item, timeout=POLL_S)
             except queue.Full:
                 continue
             return True
         return False
 
     def _wait_for_plan(self, unit: int) -> StepPlan | None:
-        patience = self._patience(unit, None)
+        self._wanted = (unit, None)
         while not self._stopping.is_set():
+            plan: StepPlan | None
             plan, past_end = self._link.call("next_plan", unit)
             if plan is not None or past_end:
                 return plan
-            patience.tick()
         return None
 
     def _fetch(self, plan: StepPlan, microbatch: Microbatch) -> Fetched | None:
         """Wait until the microbatch is READY and read it; asks again when an owner died in between."""
         wanted = None if self._arrival else microbatch.slot
-        patience = self._patience(plan.unit.index, wanted)
         while not self._stopping.is_set():
-            location = self._link.call("locate", plan.unit.index, wanted, self._dp_rank)
+            self._wanted = (plan.unit.index, wanted)
+            location: MicrobatchLocation | None
+            location, past_end = self._link.call("locate", plan.unit.index, wanted, self._dp_rank)
+            if past_end:
+                return None
             if location is not None:
                 wanted = location.slot
                 try:
@@ -131,39 +162,32 @@ class Prefetcher:
                 except OwnerLostError:
                     # The owner died after the answer; the directory learns of it from the controller and has the part
                     # made again, and a lookup by position finds the new place.
-                    time.sleep(0.05)
-            patience.tick()
+                    time.sleep(RETRY_S)
         return None
-
-    def _patience(self, unit: int, slot: int | None) -> Patience:
-        return Patience(
-            self._name, self._limits, lambda: str(self._link.call("describe_wait", unit, slot, self._dp_rank))
-        )
 
     def _read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched:
         started = time.time()
         microbatch = plan.slots[location.slot][self._dp_rank]
         rejected = set(location.rejected)
-        parts = {(part.position, part.part): part.extents for part in location.parts}
-        samples = []
-        for sample in microbatch.samples:
-            if sample.position in rejected:
-                continue
-            text = self._pool.get(parts.pop((sample.position, TEXT_PART))).view(np.int32).reshape(2, -1)
-            features = [self._features(parts[key]) for key in parts if key[0] == sample.position]
-            samples.append(SampleArrays(sample.position, text, torch.cat(features) if features else None))
-        batch = self._build(samples)
+        parts: dict[int, dict[str, tuple[Extent, ...]]] = {}
+        for part in location.parts:
+            parts.setdefault(part.position, {})[part.part] = part.extents
+        batch = self._build(
+            [
+                self._sample(sample.position, parts[sample.position])
+                for sample in microbatch.samples
+                if sample.position not in rejected
+            ]
+        )
         finished = time.time()
-        args: dict[str, int | float | str] = {"unit": plan.unit.index, "microbatch": location.slot}
-        self._record(Span(self._name, "fetch", started, finished, args))
+        self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
         return Fetched(location.slot, batch, finished - started)
 
-    def _features(self, extents: tuple[object, ...]) -> torch.Tensor:
+    def _sample(self, position: int, parts: dict[str, tuple[Extent, ...]]) -> SampleArrays:
+        text = self._pool.get(parts[TEXT_PART]).view(np.int32).reshape(2, -1)
+        features = [self._features(extents) for name, extents in parts.items() if name != TEXT_PART]
+        return SampleArrays(position, text, torch.cat(features) if features else None)
+
+    def _features(self, extents: Sequence[Extent]) -> torch.Tensor:
         data = self._pool.get(extents)
         return torch.frombuffer(data, dtype=self._feature_dtype).view(-1, self._feature_dim)
-
-
-def _unwrap(item: object) -> object:
-    if isinstance(item, _Failed):
-        raise item.error
-    return item

@@ -44,9 +44,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Changes to it, e.g. training.max_steps=20", metavar="[SECTION.KEY=VALUE]...", show_default=False
-        ),
+        typer.Argument(help="Changes to it, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and start nothing.")] = False,
@@ -73,14 +71,17 @@ def train(
 def export(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
     to: Annotated[
-        Path | None, typer.Option("--to", help="Where to write [default: RUN/export].", metavar="DIR")
+        Path | None, typer.Option("--to", help="Where to write; by default RUN/export.", metavar="DIR")
     ] = None,
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with _errors_to_exit_codes():
         run_path = _find_run(run)
+        from transformers.utils import logging as transformers_logging
+
         from flowtrain.controller.export import export_run
 
+        transformers_logging.disable_progress_bar()
         typer.echo(f"exported to {export_run(run_path, to)}")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from flowtrain.allocator.plan import requirements
+from flowtrain.allocator.plan import fixed_plan, requirements
 from flowtrain.observability.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
         run.add_row("evaluation", f"{prepared.num_eval:,} samples every {prepared.eval_every} steps")
     run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")
     run.add_row("CPUs", f"{needs.num_cpus:g}")
-    run.add_row("devices", f"{needs.num_devices:g}")
+    num_devices = requirements(fixed_plan(config, use_devices=True)).num_devices
+    run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
     run.add_row("memory pool", _nbytes(needs.pool_nbytes))
 
     actors = Table(title="actors", title_justify="left")

@@ -28,8 +28,13 @@ def connected(config: RunConfig) -> Iterator[None]:
         yield
         return
     namespace = f"flowtrain-{config.name}"
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=namespace, log_to_driver=True)
+    if address := os.environ.get("RAY_ADDRESS"):
+        try:
+            ray.init(namespace=namespace, log_to_driver=True)
+        except ConnectionError as error:
+            raise ResourceError(
+                f"no Ray cluster answers at RAY_ADDRESS ({address}): {error}; unset it to train on this machine alone"
+            ) from error
     else:
         ray.init(
             address="local",
@@ -53,6 +58,11 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int) -> None:
         need = sum(bundle.get(resource, 0.0) for bundle in bundles)
         if need > have.get(resource, 0.0) + 1e-9:
             lacking.append(f"{resource}: {need:g} needed, {have.get(resource, 0.0):g} in the cluster")
+    if not lacking:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        homeless = [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]
+        if homeless:
+            lacking.append(f"no single node has {_counts(homeless[0])}, which one actor needs")
     if pool_nbytes > have.get("memory", 0.0):
         lacking.append(f"memory for pool segments: {pool_nbytes} bytes needed, {have.get('memory', 0.0):.0f} there")
     if lacking:
@@ -71,12 +81,22 @@ def placed(bundles: Sequence[Bundle], timeout_s: float) -> Iterator[PlacementGro
     group = placement_group(list(bundles), strategy="PACK")
     try:
         if not group.wait(timeout_s):
-            free = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
-            needed = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in bundles[0]}
+            free = ray.available_resources()
+            names = sorted({name for bundle in bundles for name in bundle})
+            needed = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
             raise ResourceError(
-                f"no placement for {len(bundles)} actors within limits.placement_timeout_s ({timeout_s:g} s): needed "
-                f"{needed}, free now {free}; another job may hold the rest"
+                f"no placement for {len(bundles)} actors within limits.placement_timeout_s ({timeout_s:g} s): "
+                f"{_counts(needed)} needed, {_counts({name: free.get(name, 0.0) for name in names})} free now; another "
+                "job may hold the rest"
             )
         yield group
     finally:
         remove_placement_group(group)
+
+
+def _fits(bundle: Bundle, node: Bundle) -> bool:
+    return all(amount <= node.get(name, 0.0) + 1e-9 for name, amount in bundle.items())
+
+
+def _counts(amounts: Bundle) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -23,12 +24,13 @@ from flowtrain.allocator.plan import ModulePlan, Plan
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.cluster import Bundle
 from flowtrain.controller.state import Role
-from flowtrain.errors import StallError
+from flowtrain.errors import ResourceError
 from flowtrain.training.mesh import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
 COORDINATOR = "coordinator"
+Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Post:
 
 def posts_of(plan: Plan) -> list[Post]:
     """Every actor of the plan but the coordinator, encoders numbered over all modules."""
-    posts = []
+    posts: list[Post] = []
     for module, module_plan in plan.encoders.items():
         for index in range(module_plan.num_actors):
             posts.append(Post(f"encoder-{len(posts)}", Role.ENCODER, module, index, module_plan))
@@ -72,21 +74,35 @@ def posts_of(plan: Plan) -> list[Post]:
 
 @dataclass
 class Crew:
-    """Handles of the running actors. ``runs`` maps the reference of each actor's running loop to its name."""
+    """Handles of the running actors.
+
+    runs: from the reference of each actor's running loop to its name. spawn: starts an actor of a name.
+    """
 
     coordinator: ActorHandle
     link: RayLink
     actors: dict[str, ActorHandle] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
-    runs: dict[ray.ObjectRef, str] = field(default_factory=dict)
+    runs: dict[ray.ObjectRef[Any], str] = field(default_factory=dict)
+    spawn: dict[str, Callable[[], ActorHandle]] = field(default_factory=dict)
 
-    def of_role(self, role: Role) -> list[ActorHandle]:
-        """Handles of one role, in order."""
-        return [handle for name, handle in self.actors.items() if self.roles[name] is role]
+    def of_role(self, role: Role) -> dict[str, ActorHandle]:
+        """Handles of one role by name, in order."""
+        return {name: handle for name, handle in self.actors.items() if self.roles[name] is role}
 
     def run(self, name: str, *args: Any) -> None:
-        """Start an actor's loop (again, after a restart)."""
+        """Start an actor's loop."""
         self.runs[self.actors[name].run.remote(RayLink(self.coordinator), *args)] = name
+
+    def replace(self, name: str) -> None:
+        """Put a new actor in the place of one that died, and start its loop.
+
+        Not by Ray's ``max_restarts``: there a call fails also when the connection alone broke (two loops would then run
+        in one process) and again while the restart is under way, so that deaths cannot be counted.
+        """
+        ray.kill(self.actors[name], no_restart=True)
+        self.actors[name] = self.spawn[name]()
+        self.run(name)
 
     def kill(self) -> None:
         """End every actor at once."""
@@ -100,9 +116,18 @@ def namespace_of(config: RunConfig) -> str:
 
 
 def start_coordinator(config: RunConfig, classes: ActorClasses, make_flow: Callable[[], Flow]) -> ActorHandle:
-    """Start the coordinator; it reserves no CPU, since it only passes small messages."""
+    """Start the coordinator; it reserves no CPU, since it only passes small messages.
+
+    Raises ResourceError where the run is running already.
+    """
     options = {"name": COORDINATOR, "namespace": namespace_of(config), "num_cpus": 0}
-    return ray.remote(classes.coordinator).options(**options).remote(make_flow)
+    try:
+        return _spawn(classes.coordinator, options, make_flow)
+    except ValueError as error:
+        raise ResourceError(
+            f"run {config.name!r} is running in this cluster already (its actor {COORDINATOR!r} is there); wait for "
+            "its end, or give this one another name"
+        ) from error
 
 
 def start_actors(
@@ -114,8 +139,22 @@ def start_actors(
     run_id: str,
     num_steps: int,
 ) -> Crew:
-    """Start feeder, encoders and backbone ranks; they construct themselves in parallel."""
+    """Start feeder, encoders and backbone ranks; they construct themselves in parallel. All or none."""
     crew = Crew(coordinator, RayLink(coordinator))
+    try:
+        for post, options in _options(config, posts, group):
+            crew.spawn[post.name] = partial(_construct, config, post, classes, options, run_id, num_steps)
+            crew.actors[post.name] = crew.spawn[post.name]()
+            crew.roles[post.name] = post.role
+    except BaseException:
+        crew.kill()
+        raise
+    return crew
+
+
+def _options(
+    config: RunConfig, posts: list[Post], group: PlacementGroup | None
+) -> Iterator[tuple[Post, dict[str, Any]]]:
     bundle_index = 0
     for post in posts:
         options: dict[str, Any] = {"name": post.name, "namespace": namespace_of(config), "max_concurrency": 2}
@@ -128,12 +167,7 @@ def start_actors(
                 group, placement_group_bundle_index=bundle_index
             )
             bundle_index += 1
-        if post.role is not Role.BACKBONE:
-            options["max_restarts"] = config.limits.max_encoder_restarts
-        actor = _construct(config, post, classes, options, run_id, num_steps)
-        crew.actors[post.name] = actor
-        crew.roles[post.name] = post.role
-    return crew
+        yield post, options
 
 
 def _construct(
@@ -145,28 +179,28 @@ def _construct(
     num_steps: int,
 ) -> ActorHandle:
     if post.role is Role.FEEDER:
-        return ray.remote(classes.feeder).options(**options).remote(config, run_id)
+        return _spawn(classes.feeder, options, config, run_id)
     if post.role is Role.ENCODER:
-        return ray.remote(classes.encoder).options(**options).remote(config, post.module, post.name, run_id)
+        return _spawn(classes.encoder, options, config, post.module, post.name, run_id)
     dp_size = post.plan.data_parallel_size
-    arguments = (config, post.index, dp_size, post.name, num_steps, run_id)
-    return ray.remote(classes.backbone).options(**options).remote(*arguments)
+    return _spawn(classes.backbone, options, config, post.index, dp_size, post.name, num_steps, run_id)
 
 
-def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, timeout_s: float) -> float:
+def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
+    remote: Any = ray.remote(actor_class)
+    handle: ActorHandle = remote.options(**options).remote(*args)
+    return handle
+
+
+def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, results: Results) -> float:
     """Join the ranks to one group and load their state; returns the peak FLOP/s of the slowest rank's device.
 
-    Raises StallError when they are not up within ``timeout_s``.
+    results: waits for calls by the name of their actor; it raises where they fail or do not come.
     """
     ranks = crew.of_role(Role.BACKBONE)
-    try:
-        nodes = set(ray.get([rank.node_address.remote() for rank in ranks], timeout=timeout_s))
-        host = LOOPBACK if len(nodes) == 1 else ray.get(ranks[0].node_address.remote(), timeout=timeout_s)
-        port = ray.get(ranks[0].open_rendezvous.remote(host), timeout=timeout_s)
-        peaks = ray.get([rank.start.remote(host, port, checkpoint, eval_every) for rank in ranks], timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise StallError(
-            f"the {len(ranks)} backbone ranks were not up within limits.start_timeout_s ({timeout_s:g} s); their logs "
-            "say how far they came"
-        ) from error
+    addresses = results({name: rank.node_address.remote() for name, rank in ranks.items()})
+    host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
+    name, first = next(iter(ranks.items()))
+    (port,) = results({name: first.open_rendezvous.remote(host)})
+    peaks = results({name: rank.start.remote(host, port, checkpoint, eval_every) for name, rank in ranks.items()})
     return float(min(peaks))

@@ -77,7 +77,7 @@ def model_spec(family: Family) -> ModelSpec:
 
 
 def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
-    """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock (DESIGN 5)."""
+    """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock."""
     samples = max(config.training.global_batch_size, num_eval)
     limit, align = config.data.max_seq_len, config.pool.alignment
     text_nbytes = _aligned(2 * 4 * limit, align)

@@ -28,6 +28,9 @@ from flowtrain.types import LedgerRow as RowMessage
 
 MetricsSink = Callable[[StepMetrics], None]
 
+MAX_BUFFERED_ROWS = 1 << 16
+"""Rows of the ledger that are kept in memory between checkpoints; what comes to more is written earlier."""
+
 
 class Recorder:
     """Writes metrics, ledger, quarantine and trace of one run, and keeps the totals that a checkpoint needs.
@@ -48,9 +51,11 @@ class Recorder:
         self._trace = TraceWriter(files.trace)
         self._held: StepMetrics | None = None
         self._held_bound_nbytes = 0
+        self._num_buffered_rows = 0
         self._last_finished_s: float | None = None
         plan = prepared.plan
-        self._num_devices = plan.backbone.num_actors + sum(module.num_actors for module in plan.encoders.values())
+        self._num_encoders = sum(module.num_actors for module in plan.encoders.values())
+        self._num_devices = plan.backbone.num_actors + self._num_encoders
         self.peak_flops: float | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -87,14 +92,20 @@ class Recorder:
     def flush(self) -> None:
         """Make ledger and metrics durable; called before a checkpoint becomes complete."""
         self._release_held(None)
+        self._flush_ledger()
+        self._metrics.sync()
+        self._quarantine.sync()
+
+    def _flush_ledger(self) -> None:
         self._ledger.flush()
+        self._num_buffered_rows = 0
 
     def forget_before(self, step: int) -> None:
         """Drop the sampler states of steps that no coming checkpoint is of."""
         self.sampler_states = {known: state for known, state in self.sampler_states.items() if known > step}
 
     def close(self) -> None:
-        """Write what is held back and close the files; the ledger keeps what the last checkpoint covers."""
+        """Write what is held back and close the files; the ledger has at least what the last checkpoint covers."""
         self._release_held(None)
         for writer in (self._metrics, self._quarantine, self._trace):
             writer.close()
@@ -106,6 +117,9 @@ class Recorder:
             self._release_held(done.reports[0].loss)
             return
         self._ledger.append([self._ledger_row(row) for row in done.ledger])
+        self._num_buffered_rows += len(done.ledger)
+        if self._num_buffered_rows >= MAX_BUFFERED_ROWS:
+            self._flush_ledger()
         self.sampler_states[step] = dict(done.sampler_state)
         self._release_held(None)
         self._held = self._step_metrics(done)
@@ -122,7 +136,7 @@ class Recorder:
         self._metrics.write(metrics)
         self.last = metrics
         self.last_eval_loss = eval_loss if eval_loss is not None else self.last_eval_loss
-        self._display.update(ProgressState(metrics, self._held_bound_nbytes))
+        self._display.update(ProgressState(metrics, self._held_bound_nbytes, self._num_encoders))
         if self._sink is not None:
             self._sink(metrics)
 

@@ -8,8 +8,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,29 +17,28 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup
 
-from flowtrain.actors.flow import Flow
 from flowtrain.actors.make_flow import FlowSettings, make_flow
+from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
 from flowtrain.controller.crew import ActorClasses, Crew
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.state import Decision, Fail, Phase, RequestStop, Restart, Role, RunState
+from flowtrain.controller.state import Role, RunState
+from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.data.feed import sampler_from_config
-from flowtrain.errors import FlowTrainError, StallError
+from flowtrain.errors import CheckpointError
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
-from flowtrain.observability.run_dir import RunDir, open_run_dir, run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir, open_run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
-from flowtrain.types import CheckpointWritten, Event, Rejected
+from flowtrain.types import CheckpointWritten, Event
 
 logger = logging.getLogger(__name__)
-
-TICK_S = 1.0
-SEVERED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,8 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
     actors' plain classes, for tests. Raises FlowTrainError; whatever happens, no actor and no pool memory stays behind.
     """
     started = time.monotonic()
-    run = run_dir(config)
+    check_run_dir(config, resume)
     prepared = prepare(config)
-    files = open_run_dir(config, resume)
-    files.write_plan(asdict(prepared.plan))
-    start = _find_start(files, prepared) if resume else Start()
     with ExitStack() as stack:
         stack.enter_context(cluster.connected(config))
         prepared = _with_devices(prepared)
@@ -85,6 +81,10 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         bundles = [post.bundle for post in posts if post.bundle]
         cluster.check_resources(bundles, sum(post.plan.segment_nbytes for post in posts))
         group = stack.enter_context(cluster.placed(bundles, config.limits.placement_timeout_s)) if bundles else None
+        # Only now, so that a run which the cluster has no room for is not one that was begun.
+        files = open_run_dir(config, resume)
+        files.write_plan(asdict(prepared.plan))
+        start = _find_start(files, prepared) if resume else Start()
         display = stack.enter_context(
             ProgressDisplay(config.observability.progress, prepared.num_steps, first_step=start.step)
         )
@@ -92,26 +92,27 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         recorder = Recorder(prepared, files, start.step, display, sink)
         stack.callback(recorder.close)
         if start.step:
-            display.note(f"resuming {run.root} behind step {start.step} of {prepared.num_steps}")
+            display.note(f"resuming {files.root} behind step {start.step} of {prepared.num_steps}")
         controller = Controller(prepared, files, recorder, display, start)
         stopped = controller.run(posts, group, classes or ActorClasses())
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     last = recorder.last
+    step = last.step if last else start.step
     return RunSummary(
         directory=files.root,
-        step=last.step if last else start.step,
+        step=step,
         num_steps=prepared.num_steps,
         loss=last.loss if last else None,
         eval_loss=recorder.last_eval_loss,
         num_rejected=recorder.num_rejected,
         checkpoint=checkpoint,
-        stopped=stopped,
+        stopped=stopped and step < prepared.num_steps,
         duration_s=time.monotonic() - started,
     )
 
 
 class Controller:
-    """Drives one crew of actors through the run's state machine."""
+    """Starts one crew of actors, has it watched, and records and commits what it reports."""
 
     def __init__(
         self, prepared: Prepared, files: RunDir, recorder: Recorder, display: ProgressDisplay, start: Start
@@ -123,34 +124,40 @@ class Controller:
         self._display = display
         self._start = start
         self._run_id = secrets.token_hex(4)
-        self._stop = threading.Event()
-        self._error: FlowTrainError | None = None
 
-    def run(self, posts: list[crew.Post], group: Any, classes: ActorClasses) -> bool:
+    def run(self, posts: list[crew.Post], group: PlacementGroup | None, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
-        with _stop_on_signals(self._stop, self._display):
+        stop = threading.Event()
+        with _stop_on_signals(stop), self._probe():
             coordinator = crew.start_coordinator(self._config, classes, partial(make_flow, self._flow_settings()))
             actors = crew.start_actors(
                 self._config, posts, group, classes, coordinator, self._run_id, self._prepared.num_steps
             )
             try:
-                self._start_loops(actors)
-                return self._watch(actors)
+                watcher = self._watcher(actors, stop)
+                self._start_loops(actors, watcher)
+                return watcher.until_end()
+            except StopRequested:
+                return True
             finally:
                 actors.kill()
 
-    def _start_loops(self, actors: Crew) -> None:
-        checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
+    def _watcher(self, actors: Crew, stop: threading.Event) -> Watcher:
+        limits = self._config.limits
+        state = RunState(actors.roles, limits.max_encoder_restarts, self._config.data.max_rejected_fraction)
+        return Watcher(actors, state, limits, self._take, self._display.note, stop)
+
+    def _start_loops(self, actors: Crew, watcher: Watcher) -> None:
         for name, role in actors.roles.items():
             if role is not Role.BACKBONE:
                 actors.run(name)
-        self._recorder.peak_flops = crew.start_backbone(
-            actors, checkpoint, self._prepared.eval_every, self._config.limits.start_timeout_s
-        )
+        deadline_s = time.monotonic() + self._config.limits.start_timeout_s
+        results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
+        checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
+        self._recorder.peak_flops = crew.start_backbone(actors, checkpoint, self._prepared.eval_every, results)
         first_unit = self._flow_settings().first_unit
-        for name, role in actors.roles.items():
-            if role is Role.BACKBONE:
-                actors.run(name, first_unit, self._start.step, str(self._files.checkpoints))
+        for name in actors.of_role(Role.BACKBONE):
+            actors.run(name, first_unit, self._start.step, str(self._files.checkpoints))
 
     def _flow_settings(self) -> FlowSettings:
         config, prepared = self._config, self._prepared
@@ -169,71 +176,21 @@ class Controller:
             num_seen=self._recorder.num_seen,
         )
 
-    # --- watching -----------------------------------------------------------------------------------------------
-
-    def _watch(self, actors: Crew) -> bool:
-        limits = self._config.limits
-        state = RunState(dict(actors.roles), limits.max_encoder_restarts, self._config.data.max_rejected_fraction)
-        events = actors.coordinator.events.remote()
-        draining_since: float | None = None
-        while state.phase not in (Phase.FINISHED, Phase.FAILED):
-            done, _ = ray.wait([events, *actors.runs], num_returns=1, timeout=TICK_S)
-            if self._stop.is_set():
-                self._perform(state.on_stop(), actors)
-            for ref in done:
-                if ref == events:
-                    self._perform(self._take_events(events, state), actors)
-                    events = actors.coordinator.events.remote()
-                else:
-                    self._perform(_outcome(ref, actors.runs.pop(ref), state), actors)
-            if state.phase is Phase.DRAINING:
-                draining_since = draining_since or time.monotonic()
-                self._check_draining(draining_since, actors)
-        if self._error is not None:
-            raise self._error
-        self._drain(events, actors)
-        return state.was_stopped
-
-    def _take_events(self, ref: ray.ObjectRef, state: RunState) -> list[Decision]:
+    @contextmanager
+    def _probe(self) -> Iterator[None]:
+        """A directory by which the ranks see that they share the run's file system."""
+        probe = checkpoint_store.probe_directory(self._files.checkpoints, self._run_id)
+        probe.mkdir()
         try:
-            events: tuple[Event, ...] = ray.get(ref)
-        except SEVERED as error:
-            return state.on_coordinator_lost(str(error).splitlines()[0])
-        decisions = []
-        for event in events:
-            self._recorder.take(event)
-            if isinstance(event, CheckpointWritten):
-                self._commit(event)
-            elif isinstance(event, Rejected):
-                decisions += state.on_rejected(event.num_rejected, event.num_seen)
-        return decisions
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                probe.rmdir()
 
-    def _perform(self, decisions: list[Decision], actors: Crew) -> None:
-        for decision in decisions:
-            if isinstance(decision, Restart):
-                self._display.note(f"{decision.name} died; it is started again and its parts are made anew")
-                actors.link.post("name_lost", decision.name)
-                actors.run(decision.name)
-            elif isinstance(decision, RequestStop):
-                actors.link.post("request_stop")
-            elif isinstance(decision, Fail):
-                self._error = decision.error
-
-    def _check_draining(self, since: float, actors: Crew) -> None:
-        limit_s = self._config.limits.stop_timeout_s
-        if time.monotonic() - since > limit_s:
-            raise StallError(
-                f"the backbone is done, but {', '.join(sorted(actors.runs.values()))} did not end within "
-                f"limits.stop_timeout_s ({limit_s:g} s)"
-            )
-
-    def _drain(self, events: ray.ObjectRef, actors: Crew) -> None:
-        """Take the last events: everything that was reported before the actors returned is in them."""
-        state = RunState({}, 0, 1.0)
-        self._take_events(events, state)
-        self._take_events(actors.coordinator.take_events.remote(), state)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
+    def _take(self, event: Event) -> None:
+        self._recorder.take(event)
+        if isinstance(event, CheckpointWritten):
+            self._commit(event)
 
     def _commit(self, written: CheckpointWritten) -> None:
         """Make a checkpoint complete, once ledger and metrics cover it."""
@@ -246,19 +203,13 @@ class Controller:
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
         )
-        checkpoint_store.commit(Path(written.directory), meta, self._config.checkpoint.keep)
+        try:
+            checkpoint_store.commit(Path(written.directory), meta, self._config.checkpoint.keep)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {written.directory} of step {written.step} could not be made complete: {error}"
+            ) from error
         self._recorder.forget_before(written.step)
-
-
-def _outcome(ref: ray.ObjectRef, name: str, state: RunState) -> list[Decision]:
-    """What the end of an actor's loop means."""
-    try:
-        ray.get(ref)
-    except SEVERED as error:
-        return state.on_died(name, str(error).strip().splitlines()[0])
-    except ray.exceptions.RayTaskError as error:
-        return state.on_failed(name, error.cause)
-    return state.on_returned(name)
 
 
 def _find_start(files: RunDir, prepared: Prepared) -> Start:
@@ -282,11 +233,11 @@ def _with_devices(prepared: Prepared) -> Prepared:
     """Plan accelerators in where the cluster has them."""
     if ray.cluster_resources().get("GPU", 0) < 1 or prepared.config.model.device == "cpu":
         return prepared
-    return prepare(prepared.config, use_devices=True)
+    return replace(prepared, plan=fixed_plan(prepared.config, use_devices=True))
 
 
 @contextmanager
-def _stop_on_signals(stop: threading.Event, display: ProgressDisplay) -> Iterator[None]:
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM ask for a clean end; a second one ends at once. Only the main thread can take signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -295,8 +246,7 @@ def _stop_on_signals(stop: threading.Event, display: ProgressDisplay) -> Iterato
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        stop.set()
-        display.note("stopping after this step; a checkpoint follows (once more to end at once)")
+        stop.set()  # and nothing else: the thread that is interrupted may be in the middle of printing
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

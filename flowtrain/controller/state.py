@@ -113,9 +113,9 @@ class RunState:
         return [Restart(name)]
 
     def on_failed(self, name: str, error: BaseException) -> list[Decision]:
-        """An actor's loop raised: a bug or a condition that a restart does not mend."""
-        if self.phase is Phase.FAILED:
-            return []
+        """An actor's loop raised: a bug or a condition that a restart does not mend. Once drained it harms nobody."""
+        if self.phase in (Phase.FAILED, Phase.DRAINING):
+            return self.on_returned(name)
         if isinstance(error, FlowTrainError):
             return self._fail(error)
         return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))

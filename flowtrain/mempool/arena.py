@@ -20,9 +20,9 @@ class Arena:
     """Allocates aligned runs of a segment; only the number of free bytes decides whether a request succeeds.
 
     A request takes one contiguous run where there is one. Else it is spread over the largest runs. So a promise
-    (``hold``) is a mere count of bytes, which no fragmentation can break. (DESIGN section 5 spreads over blocks of a
-    fixed size; whole runs give the fewest pieces there can be, 2 to 3 times fewer than blocks of 64 KiB in simulation,
-    and need no promise to be rounded up to blocks.)
+    (``hold``) is a mere count of bytes, which no fragmentation can break. (Whole runs rather than
+    blocks of a fixed size: they give the fewest pieces there can be, 2 to 3 times fewer than blocks of 64 KiB in
+    simulation, and no promise has to be rounded up to blocks.)
 
     bound_nbytes: bytes to manage; what lies past the last multiple of ``alignment`` stays unused. knob: the
     configuration key that sizes the segment, named when memory runs out. Not thread-safe: the pool locks.

@@ -1,4 +1,4 @@
-"""Whether a pool can hold what a step needs at once, so that it cannot get stuck (DESIGN section 5)."""
+"""Whether a pool can hold what a step needs at once, so that it cannot get stuck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory: which part of which position lies where, who makes it, who may free it (DESIGN sections 5 and 6).
+"""The directory: which part of which position lies where, who makes it, who may free it.
 
 A part is PENDING, LEASED to an owner, READY at its extents, and RELEASED when the backbone is done with it; a position
 is SIZED, PLANNED into a microbatch, and ends CONSUMED or REJECTED, once. Nothing here does I/O or waits; the clock is

@@ -59,17 +59,9 @@ class JsonLines:
         replace_text(self._path, "".join(_line(record) for record in kept))
         self._file = os.fdopen(open_private(self._path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8")
 
-    def replace_last(self, record: Mapping[str, Any]) -> None:
-        """Put a record in the place of the last line, in one write: a kill leaves the old one or the new one."""
-        *_, last = self._path.read_bytes().splitlines(keepends=True)
-        line = _line(record).encode()
-        line = line[:-1].ljust(len(last) - 1) + b"\n"  # never shorter, so that nothing of the old line is left over
-        descriptor = open_private(self._path, os.O_WRONLY)
-        try:
-            written = os.pwrite(descriptor, line, os.fstat(descriptor).st_size - len(last))
-        finally:
-            os.close(descriptor)
-        assert written == len(line), f"{self._path}: {written} of {len(line)} bytes written"
+    def sync(self) -> None:
+        """Make what was appended survive a power cut."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; idempotent."""

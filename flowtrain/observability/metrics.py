@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,31 +65,19 @@ class MetricsWriter:
     """Writes one line a step; a line is whole or absent for whoever reads after a kill."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._lines = JsonLines(path)
-        self._last_record: dict[str, Any] | None = None
 
     def write(self, metrics: StepMetrics) -> None:
         """Append a step."""
-        self._last_record = metrics.as_record()
-        self._lines.append(self._last_record)
+        self._lines.append(metrics.as_record())
 
-    def amend_eval_loss(self, step: int, eval_loss: float) -> bool:
-        """Give the last line, if it is of ``step``, the loss of the evaluation that followed; returns whether it was.
-
-        So a step's line need not wait for its evaluation: a checkpoint may lie between them.
-        """
-        last = self._last_record
-        if last is None or last["step"] != step:
-            return False
-        self._last_record = {**last, "eval_loss": None if _not_finite(eval_loss) else eval_loss}
-        self._lines.replace_last(self._last_record)
-        return True
+    def sync(self) -> None:
+        """Make what was written survive a power cut."""
+        self._lines.sync()
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, before a run resumes from a checkpoint of ``step``."""
         self._lines.keep(lambda record: record["step"] <= step)
-        self._last_record = deque(read_json_lines(self._path), maxlen=1)[0] if self._path.stat().st_size else None
 
     def close(self) -> None:
         """Close the file; idempotent."""

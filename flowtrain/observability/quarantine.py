@@ -55,6 +55,10 @@ class QuarantineWriter:
         self._lines.keep(wanted)
         return kept_training
 
+    def sync(self) -> None:
+        """Make what was written survive a power cut."""
+        self._lines.sync()
+
     def close(self) -> None:
         """Close the file; idempotent."""
         self._lines.close()

@@ -54,6 +54,11 @@ def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
     return checkpoints / f"{_TEMPORARY_PREFIX}{_name(step)}-{nonce}"
 
 
+def probe_directory(checkpoints: Path, nonce: str) -> Path:
+    """Directory that the driver makes for the time of a run, by which ranks see that they share its file system."""
+    return checkpoints / f"{_TEMPORARY_PREFIX}probe-{nonce}"
+
+
 def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
     """Make a checkpoint that all ranks have written the newest complete one; returns its final directory.
 

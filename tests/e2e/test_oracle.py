@@ -41,7 +41,7 @@ class RecordingRank(BackboneRank):
                 torch.save(gradients, directory / f"{step}.pt")
 
         return Trainer(
-            self._config, self._family, self._group, self._num_steps, record=self._span, before_optimizer=save
+            self._config, self._family, self._group, self._num_steps, record=self._spans.add, before_optimizer=save
         )
 
 

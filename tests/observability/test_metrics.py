@@ -80,32 +80,6 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_it(path: Path, make_
         MetricsWriter(path).truncate_after(1)
 
 
-@pytest.mark.parametrize("eval_loss", [1.5, 0.0, 1.234567890123456, 1e-300, math.nan])
-def test_an_evaluation_amends_the_line_of_its_step(path: Path, make_metrics: Any, eval_loss: float) -> None:
-    writer = MetricsWriter(path)
-    writer.write(make_metrics(1))
-    writer.write(make_metrics(2))
-    assert not writer.amend_eval_loss(1, eval_loss)
-    assert writer.amend_eval_loss(2, 123.456789)
-    assert writer.amend_eval_loss(2, eval_loss)
-    writer.write(make_metrics(3))
-    expected = None if math.isnan(eval_loss) else eval_loss
-    assert [record["eval_loss"] for record in read_metrics(path)] == [None, expected, None]
-    assert [list(record) for record in read_metrics(path)] == [KEYS] * 3
-
-
-def test_an_evaluation_after_a_resume_amends_the_last_line(path: Path, make_metrics: Any) -> None:
-    writer = MetricsWriter(path)
-    for step in (1, 2, 3):
-        writer.write(make_metrics(step))
-    writer.close()
-    resumed = MetricsWriter(path)
-    assert not resumed.amend_eval_loss(2, 0.5)
-    resumed.truncate_after(2)
-    assert resumed.amend_eval_loss(2, 0.5)
-    assert [(record["step"], record["eval_loss"]) for record in read_metrics(path)] == [(1, None), (2, 0.5)]
-
-
 @given(cut=st.integers(0, 10_000))
 def test_a_kill_at_any_byte_loses_at_most_the_line_it_tore(
     make_metrics: Any, tmp_path_factory: pytest.TempPathFactory, cut: int

@@ -1,4 +1,4 @@
-"""The DRAM tier on one node: segments in anonymous shared memory, read by peers without a copy (DESIGN section 5).
+"""The DRAM tier on one node: segments in anonymous shared memory, read by peers without a copy.
 
 A segment is a memfd that peers open through ``/proc/<pid>/fd/<fd>``: it has no name in ``/dev/shm`` that could be left
 behind, and its pages go with the last process that maps it.

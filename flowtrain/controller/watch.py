@@ -1,0 +1,176 @@
+"""Watching a crew: turns what its actors do into the state machine's events, and performs what it decides."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from flowtrain.config.flow import LimitsConfig
+from flowtrain.controller.crew import Crew
+from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
+from flowtrain.controller.state import Decision, Fail, Phase, RequestStop, Restart, RunState
+from flowtrain.errors import FlowTrainError, StallError
+from flowtrain.types import Event, Rejected
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+SETTLE_S = 3.0
+"""A rank whose peer died fails as well, often first: how long to look for the cause."""
+
+
+class StopRequested(Exception):
+    """The user asked for the end before anything was trained."""
+
+
+class Watcher:
+    """Waits for whatever comes next of a crew, with one thread and without ever waiting for one actor alone.
+
+    take: gets every event of the coordinator, in order. note: tells people. stop: is set when they ask for the end.
+    """
+
+    def __init__(
+        self,
+        actors: Crew,
+        state: RunState,
+        limits: LimitsConfig,
+        take: Callable[[Event], None],
+        note: Callable[[str], None],
+        stop: threading.Event,
+    ) -> None:
+        self._actors = actors
+        self._state = state
+        self._limits = limits
+        self._take = take
+        self._note = note
+        self._stop = stop
+        self._events: ray.ObjectRef[Any] = actors.coordinator.events.remote()
+        self._error: FlowTrainError | None = None
+
+    def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
+        """Wait for one call to each of some actors, while watching all others; returns the answers.
+
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, and what the run fails with.
+        """
+        pending = {ref: name for name, ref in calls.items()}
+        while pending:
+            done = self._turn(list(pending))
+            for name, outcome in _outcomes(done, pending).items():
+                if isinstance(outcome, Died | Failed):
+                    self._conclude(name, outcome)
+            self._raise_error()
+            if self._stop.is_set():
+                raise StopRequested
+            if pending and time.monotonic() > deadline_s:
+                raise StallError(
+                    f"{what}: {', '.join(sorted(pending.values()))} did not come within limits.start_timeout_s "
+                    f"({self._limits.start_timeout_s:g} s); their logs say how far they came"
+                )
+        return ray.get(list(calls.values()))
+
+    def until_end(self) -> bool:
+        """Watch until everybody has returned; returns whether a stop was asked for. Raises what the run fails with."""
+        draining_since: float | None = None
+        while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
+            self._turn(())
+            if self._stop.is_set() and (decisions := self._state.on_stop()):
+                self._note("stopping after this step; a checkpoint follows (once more to end at once)")
+                self._perform(decisions)
+            if self._state.phase is Phase.DRAINING:
+                draining_since = draining_since or time.monotonic()
+                self._check_draining(draining_since)
+        if self._error is None:
+            self._take_last_events()
+            self._raise_error()
+            return self._state.was_stopped
+        try:
+            self._take_last_events()  # a checkpoint that all ranks wrote may be among them
+        except (ray.exceptions.RayError, FlowTrainError, OSError) as lost:
+            logger.warning("the last events of the failed run could not be recorded: %s", lost)
+        raise self._error
+
+    # --- one turn -----------------------------------------------------------------------------------------------
+
+    def _turn(self, awaited: Sequence[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
+        """Wait for something, at most a tick, and act on it; returns which of the awaited calls are done."""
+        runs = self._actors.runs
+        done, _ = ray.wait([self._events, *awaited, *runs], num_returns=1, timeout=TICK_S)
+        if self._events in done:
+            self._take_events()
+        for name, outcome in _outcomes(done, runs).items():
+            self._conclude(name, outcome)
+        return [ref for ref in done if ref in awaited]
+
+    def _conclude(self, name: str, outcome: Outcome) -> None:
+        if isinstance(outcome, Died):
+            self._perform(self._state.on_died(name, outcome.reason))
+        elif isinstance(outcome, Failed):
+            if self._state.phase is Phase.DRAINING:
+                logger.warning("%s failed when it was not needed any more: %s", name, outcome.error)
+            self._perform(self._state.on_failed(name, outcome.error))
+        else:
+            self._perform(self._state.on_returned(name))
+
+    def _take_events(self, timeout_s: float | None = None) -> None:
+        try:
+            events: tuple[Event, ...] = ray.get(self._events, timeout=timeout_s)
+        except SEVERED as error:
+            self._perform(self._state.on_coordinator_lost(reason_of(error)))
+            return
+        except ray.exceptions.GetTimeoutError as error:
+            raise StallError(
+                f"the coordinator did not hand over its last events within limits.stop_timeout_s ({timeout_s:g} s)"
+            ) from error
+        self._events = self._actors.coordinator.events.remote()
+        for event in events:
+            self._take(event)
+            if isinstance(event, Rejected):
+                self._perform(self._state.on_rejected(event.num_rejected, event.num_seen))
+
+    def _take_last_events(self) -> None:
+        """Take what was reported before the actors returned: what the open call got, then what came after."""
+        timeout_s = self._limits.stop_timeout_s
+        self._actors.coordinator.end_events.remote()
+        for _ in range(2):
+            self._take_events(timeout_s)
+
+    def _perform(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Restart):
+                self._note(f"{decision.name} died; it is started again and its parts are made anew")
+                # Before the new process can join: the name must still mean the dead one.
+                self._actors.link.call("name_lost", decision.name)
+                self._actors.replace(decision.name)
+            elif isinstance(decision, RequestStop):
+                self._actors.link.call("request_stop")
+            elif isinstance(decision, Fail):
+                self._error = self._error or decision.error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _check_draining(self, since_s: float) -> None:
+        limit_s = self._limits.stop_timeout_s
+        if time.monotonic() - since_s > limit_s:
+            raise StallError(
+                f"the backbone is done, but {', '.join(sorted(self._actors.runs.values()))} did not end within "
+                f"limits.stop_timeout_s ({limit_s:g} s)"
+            )
+
+
+def _outcomes(done: Sequence[ray.ObjectRef[Any]], names: dict[ray.ObjectRef[Any], str]) -> dict[str, Outcome]:
+    """Take the calls that are done out of ``names``; returns how they ended, the cause of the others first."""
+    outcomes = {name: outcome_of(ref, name) for ref in done if (name := names.pop(ref, None)) is not None}
+    puzzling = [o for o in outcomes.values() if isinstance(o, Failed) and not isinstance(o.error, FlowTrainError)]
+    if puzzling and names:
+        more, _ = ray.wait(list(names), num_returns=len(names), timeout=SETTLE_S)
+        for ref in more:
+            name = names.pop(ref)
+            outcomes[name] = outcome_of(ref, name)
+    return {name: outcomes[name] for name in root_cause_first(outcomes)}

@@ -1,0 +1,86 @@
+"""A coordinator on an event loop of its own thread, and links to it: actors' classes run as threads, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.flow import Flow
+from flowtrain.actors.link import CoordinatorLink
+
+LIMIT_S = 60.0
+"""No single call of a test takes that long unless it hangs."""
+
+
+class LocalLink(CoordinatorLink):
+    """Calls a coordinator that lives on another thread's event loop."""
+
+    def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
+        self._coordinator = coordinator
+        self._loop = loop
+        self._posted: list[Future[Any]] = []
+
+    @property
+    def node_id(self) -> str:
+        return "node-0"
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._start(method, *args).result(LIMIT_S)
+
+    def post(self, method: str, *args: Any) -> None:
+        self._posted.append(self._start(method, *args))
+
+    def flush(self) -> None:
+        posted, self._posted = self._posted, []
+        for future in posted:
+            future.result(LIMIT_S)
+
+    def _start(self, method: str, *args: Any) -> Future[Any]:
+        coroutine: Coroutine[Any, Any, Any] = getattr(self._coordinator, method)(*args)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+@contextmanager
+def local_coordinator(make_flow: Callable[[], Flow], poll_s: float = 0.2) -> Iterator[LocalLink]:
+    """Run a coordinator for the time of the block."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="coordinator", daemon=True)
+    thread.start()
+    try:
+        yield LocalLink(Coordinator(make_flow, poll_s), loop)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(LIMIT_S)
+        loop.close()
+
+
+class Background:
+    """A function that runs in a thread; ``join`` returns what it returned, or raises what it raised."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
+        self._thread.start()
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> None:
+        try:
+            self._result = function(*args)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> Any:
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive(), "it hangs"
+        if self._error is not None:
+            raise self._error
+        return self._result

@@ -1,0 +1,294 @@
+"""Long polls: they answer as soon as what they wait for may have changed, and with nothing when their time is up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.flow import Flow
+from flowtrain.actors.signals import Signal
+from flowtrain.types import EncoderReport, FeedOrder, FeedReport, LeaseOrder, MicrobatchLocation, UnitDone
+from tests.actors.simulation import VISION, SimulatedEncoder, SimulatedFeeder, build_flow, rejection_of, report_of
+
+FOREVER_S = 1000.0
+HANG_S = 20.0
+
+Scenario = Callable[["World"], Awaitable[None]]
+
+
+class World:
+    """A coordinator, a feeder and an encoder that joined it."""
+
+    def __init__(self, flow: Flow, poll_s: float) -> None:
+        self.coordinator = Coordinator(lambda: flow, poll_s)
+
+    async def join(self) -> None:
+        feeder = await self.coordinator.join("feeder-0", "node")
+        encoder = await self.coordinator.join("encoder-0", "node")
+        self.feeder = SimulatedFeeder(feeder.process_index)
+        self.encoder = SimulatedEncoder(encoder.process_index, 1 << 16)
+
+    async def feed(self, report: FeedReport | None = None) -> FeedOrder:
+        order = await soon(self.coordinator.feed(self.feeder.index, report or FeedReport()))
+        self.feeder.free(order.released)
+        return order
+
+    async def size_next(self) -> None:
+        """Size the unit that is due; does not wait for the order after it."""
+        order = await self.feed()
+        assert order.unit is not None
+        report = self.feeder.make(order.unit, order.remake)
+        task = asyncio.create_task(self.coordinator.feed(self.feeder.index, report))
+        await settle()
+        task.cancel()
+
+    async def lease(self) -> LeaseOrder:
+        return await self.coordinator.lease(self.encoder.index, VISION, self.encoder.arena.available_nbytes)
+
+    async def encode_all(self) -> None:
+        flow = self.coordinator._flow
+        while (order := flow.lease_order(self.encoder.index, VISION, 1 << 16)) is not None:
+            self.encoder.take(order)
+            if not self.encoder.work:
+                return
+            self.encoder.free(await self.coordinator.hand_in(self.encoder.index, self.encoder.encode()))
+
+    async def run(self, unit: int) -> None:
+        """Run a unit on the only rank."""
+        assert await self.coordinator.begin(unit)
+        plan, _ = await soon(self.coordinator.next_plan(unit))
+        assert plan is not None
+        for slot in range(len(plan.slots)):
+            location, _ = await soon(self.coordinator.locate(unit, slot, 0))
+            assert location is not None
+            await self.coordinator.release(unit, slot, 0)
+        await self.coordinator.finish(report_of(plan.unit, 0), ())
+
+
+async def settle() -> None:
+    """Let everybody who can run do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def soon(awaitable: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaitable, HANG_S)
+
+
+async def waiting(awaitable: Awaitable[Any]) -> asyncio.Task[Any]:
+    """Start a call that must not answer yet."""
+    task = asyncio.ensure_future(awaitable)
+    await settle()
+    assert not task.done(), "there was nothing to answer with"
+    return task
+
+
+def play(scenario: Scenario, poll_s: float = FOREVER_S, **flow_options: Any) -> None:
+    async def whole() -> None:
+        world = World(build_flow(**{"dp_size": 1, **flow_options}), poll_s)
+        await world.join()
+        await scenario(world)
+
+    asyncio.run(whole())
+
+
+def test_a_sized_unit_wakes_encoders_and_ranks() -> None:
+    async def scenario(world: World) -> None:
+        lease = await waiting(world.lease())
+        plan = await waiting(world.coordinator.next_plan(0))
+        await world.size_next()
+        assert (await soon(lease)).lease is not None
+        assert (await soon(plan))[0].unit.index == 0
+
+    play(scenario)
+
+
+def test_a_part_that_is_ready_wakes_the_rank() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        location = await waiting(world.coordinator.locate(0, 0, 0))
+        await world.encode_all()
+        answer = await soon(location)
+        assert isinstance(answer[0], MicrobatchLocation) and answer[1] is False
+
+    play(scenario)
+
+
+def test_a_finished_unit_wakes_the_feeder_and_the_driver() -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(2):
+            await world.size_next()
+        await world.encode_all()
+        await world.coordinator.take_events()
+        world.coordinator._flow.release_order(world.feeder.index)  # the text of samples that were found bad
+        feed = await waiting(world.coordinator.feed(world.feeder.index, FeedReport()))
+        events = await waiting(world.coordinator.events())
+        await world.run(0)
+        assert [type(event) for event in await soon(events)] == [UnitDone]
+        order = await soon(feed)
+        assert order.released or order.unit is not None
+
+    play(scenario)
+
+
+def test_released_memory_wakes_a_feeder_without_room() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        await world.encode_all()
+        released = await waiting(world.coordinator.released(world.feeder.index))
+        assert await world.coordinator.begin(0)
+        await soon(world.coordinator.locate(0, 0, 0))
+        await world.coordinator.release(0, 0, 0)
+        order = await soon(released)
+        assert order.released and not order.stop and order.unit is None
+
+    play(scenario)
+
+
+def test_a_late_rejection_wakes_those_whose_memory_it_frees() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        released = await waiting(world.coordinator.released(world.feeder.index))
+        await world.coordinator.hand_in(world.encoder.index, EncoderReport(rejections=(rejection_of(2),)))
+        assert (await soon(released)).released
+
+    play(scenario)
+
+
+def test_a_death_wakes_the_other_producers() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        flow = world.coordinator._flow
+        while flow.lease_order(world.encoder.index, VISION, 1 << 16) is not None:
+            pass  # all batches are leased to the one that dies
+        other = await world.coordinator.join("encoder-1", "node")
+        lease = await waiting(world.coordinator.lease(other.process_index, VISION, 1 << 16))
+        await world.coordinator.name_lost("encoder-0")
+        assert (await soon(lease)).lease is not None
+
+    play(scenario)
+
+
+def test_a_stop_ends_every_wait() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        await world.encode_all()
+        await world.run(0)
+        for _ in range(2):
+            await world.size_next()
+        coordinator, feeder = world.coordinator, world.feeder.index
+        coordinator._flow.release_order(feeder)  # what unit 0 released is given back
+        world.encoder.take(coordinator._flow.lease_order(world.encoder.index, VISION, 0))
+        feed = await waiting(coordinator.feed(feeder, FeedReport()))
+        lease = await waiting(coordinator.lease(world.encoder.index, VISION, 0))
+        location = await waiting(coordinator.locate(1, 0, 0))
+        plan = await waiting(coordinator.next_plan(3))
+        full = await waiting(coordinator.released(feeder))
+        await coordinator.request_stop()
+        assert not await coordinator.begin(1)
+        assert await soon(location) == (None, True)
+        assert await soon(plan) == (None, True)
+        assert (await soon(lease)).stop and (await soon(feed)).stop and (await soon(full)).stop
+
+    play(scenario, num_steps=9)
+
+
+def test_a_unit_begun_while_stopping_is_handed_to_the_feeder() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        await world.encode_all()
+        await world.coordinator.begin(0)
+        await world.coordinator.request_stop()
+        feed = await waiting(world.coordinator.feed(world.feeder.index, FeedReport()))
+        await world.run(0)
+        world.feeder.free((await soon(feed)).released)
+        feed = await waiting(world.coordinator.feed(world.feeder.index, FeedReport()))
+        assert await world.coordinator.begin(1), "an evaluation follows the step"
+        assert (await soon(feed)).unit.kind == "eval"
+
+    play(scenario, eval_every=1, num_eval=2)
+
+
+def test_waits_end_with_nothing_when_their_time_is_up() -> None:
+    async def scenario(world: World) -> None:
+        coordinator = world.coordinator
+        order = await soon(world.lease())
+        assert order.lease is None and not order.stop
+        assert await soon(coordinator.next_plan(0)) == (None, False)
+        assert await soon(coordinator.locate(0, 0, 0)) == (None, False)
+        assert await soon(coordinator.events()) == ()
+        order = await soon(coordinator.released(world.feeder.index))
+        assert not order.released and not order.stop
+        for _ in range(2):
+            await world.size_next()
+        order = await world.feed()
+        assert order.unit is None and not order.stop
+
+    play(scenario, poll_s=0.01)
+
+
+def test_text_that_was_made_again_in_vain_comes_back_to_be_freed() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        successor = SimulatedFeeder((await world.coordinator.join("feeder-0", "node")).process_index)
+        order = await soon(world.coordinator.feed(successor.index, FeedReport()))
+        assert [ref.position for ref in order.remake] == [0, 1, 2, 3]
+        report = successor.make(None, order.remake)
+        await world.coordinator.hand_in(world.encoder.index, EncoderReport(rejections=(rejection_of(2),)))
+        order = await soon(world.coordinator.feed(successor.index, report))
+        assert order.released == report.remade[2].extents
+
+    play(scenario)
+
+
+def test_nobody_waits_for_events_once_they_ended() -> None:
+    async def scenario(world: World) -> None:
+        events = await waiting(world.coordinator.events())
+        await world.coordinator.end_events()
+        assert await soon(events) == ()
+        await world.size_next()
+        world.coordinator._flow._reject((rejection_of(1),))
+        assert len(await soon(world.coordinator.events())) == 1
+        assert await soon(world.coordinator.events()) == ()
+
+    play(scenario)
+
+
+def test_a_plan_past_the_end_is_said_to_be_none() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        assert await soon(world.coordinator.next_plan(1)) == (None, True)
+
+    play(scenario, num_steps=1)
+
+
+@pytest.mark.parametrize("num_waiters", [1, 3])
+def test_a_signal_between_two_attempts_is_not_lost(num_waiters: int) -> None:
+    async def whole() -> None:
+        signal, available = Signal(), 0
+
+        def attempt() -> int | None:
+            nonlocal available
+            if not available:
+                return None
+            available -= 1
+            return 1
+
+        async def produce() -> None:
+            nonlocal available
+            for _ in range(num_waiters * 5):
+                available += 1
+                signal.notify()
+                await asyncio.sleep(0)
+
+        async def consume() -> int:
+            return sum([await signal.until(attempt, FOREVER_S) or 0 for _ in range(5)])
+
+        counts = await soon(asyncio.gather(*[consume() for _ in range(num_waiters)], produce()))
+        assert counts[:-1] == [5] * num_waiters
+
+    asyncio.run(whole())

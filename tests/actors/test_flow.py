@@ -1,0 +1,492 @@
+"""The run's bookkeeping under random interleavings: every unit ends, every position once, all ranks agree."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from flowtrain.actors.flow import Flow
+from flowtrain.data.units import unit_sequence
+from flowtrain.errors import PoolError
+from flowtrain.types import (
+    CheckpointWritten,
+    EncoderReport,
+    MicrobatchLocation,
+    Rejected,
+    Span,
+    SpansRecorded,
+    UnitDone,
+    UnitKind,
+)
+from tests.actors.simulation import (
+    BATCH,
+    LEASE_TIMEOUT_S,
+    SPACE,
+    VISION,
+    Owner,
+    SimulatedEncoder,
+    SimulatedFeeder,
+    SimulatedRank,
+    build_flow,
+    is_found_bad_early,
+    is_found_bad_late,
+    rejection_of,
+    report_of,
+)
+
+DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL = 2, 2, 4, 2, 3
+
+
+class FlowMachine(RuleBasedStateMachine):
+    """Everybody may be slow, producers may die with a report under way, and the user may stop the run."""
+
+    @initialize(
+        lookahead=st.integers(1, 3), arrival=st.booleans(), start_step=st.sampled_from([0, 2]), with_eval=st.booleans()
+    )
+    def start(self, lookahead: int, arrival: bool, start_step: int, with_eval: bool) -> None:
+        self.now = 0.0
+        evaluation = (EVAL_EVERY, NUM_EVAL) if with_eval else (None, 0)
+        self.units = list(unit_sequence(NUM_STEPS, BATCH, None, *evaluation, start_step))
+        self.flow = build_flow(
+            num_steps=NUM_STEPS,
+            eval_every=evaluation[0],
+            num_eval=evaluation[1],
+            start_step=start_step,
+            lookahead=lookahead,
+            dp_size=DP_SIZE,
+            clock=lambda: self.now,
+        )
+        self.owners: dict[int, Owner] = {}
+        self.feeder = self.join_feeder(expected_position=start_step * BATCH)
+        self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
+        self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
+        first = self.units[0].index
+        self.ranks = [SimulatedRank(self.flow, rank, arrival, first) for rank in range(DP_SIZE)]
+        self.lookahead = lookahead
+        self.stopped_after: int | None = None
+        self.events: list[UnitDone] = []
+        self.rejected: list[int] = []
+
+    def join_feeder(self, expected_position: int | None = None) -> SimulatedFeeder:
+        joined = self.flow.join("feeder-0", "node")
+        assert joined.sampler_state is not None
+        if expected_position is not None:
+            assert joined.sampler_state["position"] == expected_position
+        feeder = SimulatedFeeder(joined.process_index)
+        self.owners[feeder.index] = feeder
+        return feeder
+
+    def join_encoder(self, which: int) -> SimulatedEncoder:
+        encoder = SimulatedEncoder(self.flow.join(f"encoder-{which}", "node").process_index)
+        assert encoder.index not in self.owners, "an index is never used again"
+        self.owners[encoder.index] = encoder
+        return encoder
+
+    # --- the feeder ---------------------------------------------------------------------------------------------
+
+    @rule()
+    def feeder_reports(self) -> None:
+        if self.feeder.report is not None:
+            self.feeder.free(self.flow.feed(self.feeder.index, self.feeder.report))
+            self.feeder.report = None
+
+    @rule()
+    def feeder_works(self) -> None:
+        if self.feeder.report is not None:
+            return
+        order = self.flow.feed_order(self.feeder.index)
+        if order is None:
+            return
+        self.feeder.free(order.released)
+        if order.stop:
+            assert self.nothing_is_left_to_run()
+        elif order.unit is not None or order.remake:
+            if order.unit is not None:
+                assert order.unit.index <= min(rank.unit for rank in self.ranks) + self.lookahead
+            self.feeder.report = self.feeder.make(order.unit, order.remake)
+
+    @rule(arrives=st.booleans())
+    def feeder_dies(self, arrives: bool) -> None:
+        """Its last report may still arrive after the controller, or its successor, said that it is gone."""
+        dead = self.feeder
+        del self.owners[dead.index]
+        self.feeder = self.join_feeder()
+        if arrives and dead.report is not None:
+            assert self.flow.feed(dead.index, dead.report) == ()
+
+    # --- encoders -----------------------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_leases(self, which: int) -> None:
+        encoder = self.encoders[which]
+        order = self.flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes)
+        encoder.take(order)
+        if order is not None and order.stop:
+            assert self.nothing_is_left_to_run()
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_encodes(self, which: int) -> None:
+        if self.encoders[which].work:
+            self.reports[which].append(self.encoders[which].encode())
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_hands_in(self, which: int) -> None:
+        if self.reports[which]:
+            encoder = self.encoders[which]
+            encoder.free(self.flow.hand_in(encoder.index, self.reports[which].pop(0)))
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1), arrives=st.booleans(), is_noticed=st.booleans())
+    def encoder_dies(self, which: int, arrives: bool, is_noticed: bool) -> None:
+        dead = self.encoders[which]
+        del self.owners[dead.index]
+        if is_noticed:
+            self.flow.name_lost(f"encoder-{which}")
+        self.encoders[which] = self.join_encoder(which)
+        for report in self.reports[which] if arrives else ():
+            refused = self.flow.hand_in(dead.index, report)
+            assert refused == tuple(extent for part in report.ready for extent in part.extents)
+        self.reports[which].clear()
+
+    @rule(seconds=st.sampled_from([1.0, LEASE_TIMEOUT_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # --- the backbone -------------------------------------------------------------------------------------------
+
+    @rule(rank=st.integers(0, DP_SIZE - 1), moves=st.integers(1, 4))
+    def rank_moves(self, rank: int, moves: int) -> None:
+        for _ in range(moves):
+            if rank_is_ahead(self.ranks, rank) or not self.ranks[rank].move(self.check_location):
+                break
+        self.take_events()
+
+    def check_location(self, location: MicrobatchLocation) -> None:
+        """What a rank is told to read is there, for all its samples but the rejected ones."""
+        for part in location.parts:
+            assert not is_found_bad_early(part.position)
+            for extent in part.extents:
+                owner = self.owners.get(SPACE.translate(extent.gva).process_index)
+                assert owner is None or owner.has(extent), "a part was freed before it was read"
+        assert all(is_found_bad_late(position) for position in location.rejected)
+
+    @precondition(lambda self: self.stopped_after is None)
+    @rule()
+    def user_stops(self) -> None:
+        self.stopped_after = max(rank.unit for rank in self.ranks)
+        self.flow.request_stop()
+
+    # --- what comes out -----------------------------------------------------------------------------------------
+
+    def take_events(self) -> None:
+        for event in self.flow.take_events():
+            if isinstance(event, UnitDone):
+                self.events.append(event)
+            elif isinstance(event, Rejected):
+                self.rejected += [rejection.ref.position for rejection in event.rejections]
+
+    def nothing_is_left_to_run(self) -> bool:
+        self.take_events()
+        done = len(self.events)
+        return done == len(self.units) or any(False in rank.answers.values() for rank in self.ranks)
+
+    def teardown(self) -> None:
+        """With no further fault the run ends, whatever happened before."""
+        if not hasattr(self, "flow"):
+            return
+        for _ in range(400):
+            if all(rank.stopped for rank in self.ranks):
+                break
+            self.everybody_moves()
+        assert all(rank.stopped for rank in self.ranks), "stuck"
+        self.take_events()
+        self.check_the_end()
+
+    def everybody_moves(self) -> None:
+        self.feeder_reports()
+        self.feeder_works()
+        for which in range(NUM_ENCODERS):
+            self.encoder_leases(which)
+            self.encoder_encodes(which)
+            self.encoder_hands_in(which)
+        for rank in range(DP_SIZE):
+            self.rank_moves(rank, 1)
+
+    def check_the_end(self) -> None:
+        done = [event.unit for event in self.events]
+        assert done == self.units[: len(done)]
+        if self.stopped_after is None:
+            assert done == self.units
+        elif len(done) < len(self.units):
+            assert self.units[len(done)].kind is UnitKind.TRAIN, "an evaluation belongs to the step before it"
+            # No rank begins a step after the stop, but one that another rank began before is run by all.
+            assert all(unit.index <= self.stopped_after + 1 for unit in done)
+        assert self.ranks[0].answers == self.ranks[1].answers
+        for event in self.events:
+            assert [row.position for row in event.ledger] == list(event.unit.positions)
+            for row in event.ledger:
+                bad = is_found_bad_early(row.position) or is_found_bad_late(row.position)
+                assert row.state == ("rejected" if bad else "consumed")
+            assert event.sampler_state["position"] == event.unit.positions.stop
+        assert len(set(self.rejected)) == len(self.rejected), "a sample is quarantined once"
+        assert self.feeder_and_encoders_are_told_to_stop()
+        if self.stopped_after is None:
+            self.check_memory_is_free()
+
+    def feeder_and_encoders_are_told_to_stop(self) -> bool:
+        self.feeder_reports()
+        order = self.flow.feed_order(self.feeder.index)
+        assert order is not None
+        self.feeder.free(order.released)
+        orders = [self.flow.lease_order(encoder.index, VISION, 1 << 20) for encoder in self.encoders]
+        for encoder, lease_order in zip(self.encoders, orders, strict=True):
+            encoder.take(lease_order)
+        return order.stop and all(order is not None and order.stop for order in orders)
+
+    def check_memory_is_free(self) -> None:
+        for which, encoder in enumerate(self.encoders):
+            while encoder.work or self.reports[which]:
+                self.encoder_encodes(which)
+                self.encoder_hands_in(which)
+            encoder.take(self.flow.lease_order(encoder.index, VISION, 0))
+            assert encoder.arena.used_nbytes == 0
+        assert self.feeder.arena.used_nbytes == 0
+
+
+def rank_is_ahead(ranks: list[SimulatedRank], rank: int) -> bool:
+    """Collectives keep the ranks within one unit of each other."""
+    return not ranks[rank].running and ranks[rank].unit > min(other.unit for other in ranks)
+
+
+TestFlowMachine = FlowMachine.TestCase
+TestFlowMachine.settings = settings(
+    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+# --- single facts --------------------------------------------------------------------------------------------------
+
+
+def feed_next(flow: Flow, feeder: SimulatedFeeder) -> None:
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.unit is not None
+    feeder.free(order.released)
+    flow.feed(feeder.index, feeder.make(order.unit, order.remake))
+
+
+def encode_all(flow: Flow, encoder: SimulatedEncoder) -> None:
+    while (order := flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes)) is not None:
+        encoder.take(order)
+        if not encoder.work:
+            return
+        encoder.free(flow.hand_in(encoder.index, encoder.encode()))
+
+
+def joined(flow: Flow) -> tuple[SimulatedFeeder, SimulatedEncoder]:
+    feeder = SimulatedFeeder(flow.join("feeder-0", "node").process_index)
+    return feeder, SimulatedEncoder(flow.join("encoder-0", "node").process_index, 1 << 16)
+
+
+def run_unit(flow: Flow, index: int, dp_size: int = 1) -> None:
+    ranks = [SimulatedRank(flow, rank, False, index) for rank in range(dp_size)]
+    while any(rank.unit == index for rank in ranks):
+        assert any(rank.move() for rank in ranks if rank.unit == index)
+
+
+def test_a_stop_before_the_first_step_ends_without_sizing_anything() -> None:
+    flow = build_flow()
+    feeder, _ = joined(flow)
+    flow.request_stop()
+    assert flow.feed_order(feeder.index) is None
+    assert not flow.begin(0) and not flow.begin(0)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.stop and flow.is_past_end(0)
+
+
+def test_a_unit_that_was_begun_is_sized_and_run_though_the_stop_came_first() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    assert flow.begin(0)
+    flow.request_stop()
+    assert flow.begin(0), "another rank gets the same answer"
+    feed_next(flow, feeder)
+    assert flow.feed_order(feeder.index) is None, "the unit after it is not sized any more"
+    encode_all(flow, encoder)
+    run_unit(flow, 0)
+    assert not flow.begin(1) and flow.stopped
+
+
+def test_a_stop_waits_for_the_evaluation_of_the_step_that_ran() -> None:
+    flow = build_flow(num_steps=4, eval_every=1, num_eval=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    assert flow.begin(0)
+    flow.request_stop()
+    run_unit(flow, 0)
+    assert flow.begin(1), "the evaluation is not planned yet, and belongs to the step"
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    run_unit(flow, 1)
+    assert not flow.begin(2) and flow.stopped
+    assert [event.unit.kind for event in flow.take_events() if isinstance(event, UnitDone)] == ["train", "eval"]
+
+
+def test_a_feeder_without_room_is_told_when_the_run_ends() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    assert flow.release_order(feeder.index) is None
+    assert flow.begin(0)
+    flow.request_stop()
+    run_unit(flow, 0)
+    order = flow.release_order(feeder.index)
+    assert order is not None and order.released and not order.stop, "the run goes on until a rank has asked"
+    assert not flow.begin(1)
+    order = flow.release_order(feeder.index)
+    assert order is not None and order.stop and not order.released
+
+
+def test_a_finished_run_resumed_has_nothing_to_do() -> None:
+    flow = build_flow(num_steps=2, start_step=2)
+    feeder, encoder = joined(flow)
+    assert flow.stopped and not flow.begin(1 << 62)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.stop
+    lease_order = flow.lease_order(encoder.index, VISION, 1 << 20)
+    assert lease_order is not None and lease_order.stop
+
+
+def test_the_successor_of_a_dead_feeder_goes_on_behind_what_was_reported() -> None:
+    flow = build_flow(lookahead=2)
+    feeder, _ = joined(flow)
+    feed_next(flow, feeder)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.unit is not None
+    lost = feeder.make(order.unit, ())
+    again = flow.join("feeder-0", "node")
+    assert again.sampler_state == {"position": BATCH} and again.next_unit == 1
+    flow.feed(feeder.index, lost)
+    successor = SimulatedFeeder(again.process_index)
+    order = flow.feed_order(successor.index)
+    assert order is not None and order.unit is not None and order.unit.index == 1, "the dead one's report came too late"
+    assert [ref.position for ref in order.remake] == [p for p in range(BATCH) if not is_found_bad_early(p)]
+
+
+def test_the_dead_do_not_count_in_the_pools_occupancy() -> None:
+    flow = build_flow(num_steps=1, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    dead = SimulatedEncoder(flow.join("encoder-1", "node").process_index)
+    flow.name_lost("encoder-1")
+    flow.name_lost("encoder-1")
+    flow.hand_in(dead.index, EncoderReport(stats=dead.stats))
+    encode_all(flow, encoder)
+    run_unit(flow, 0)
+    (done,) = (event for event in flow.take_events() if isinstance(event, UnitDone))
+    assert done.pool_dram_bound_nbytes == feeder.arena.bound_nbytes + encoder.arena.bound_nbytes
+
+
+def test_reports_add_up_over_a_unit() -> None:
+    flow = build_flow(num_steps=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    for unit in range(2):
+        feed_next(flow, feeder)
+        encode_all(flow, encoder)
+        run_unit(flow, unit)
+    first, second = (event for event in flow.take_events() if isinstance(event, UnitDone))
+    assert first.blocked_s > 0 and second.blocked_s > 0
+    good = [p for p in range(2 * BATCH) if not is_found_bad_early(p) and not is_found_bad_late(p)]
+    assert first.produced_samples + second.produced_samples == len(good)
+    assert first.model_flops == BATCH
+
+
+def test_rejections_count_training_samples_alone() -> None:
+    flow = build_flow(num_steps=4, eval_every=1, num_eval=8, lookahead=8, dp_size=1)
+    feeder, _ = joined(flow)
+    for _ in range(4):
+        feed_next(flow, feeder)
+    events = [event for event in flow.take_events() if isinstance(event, Rejected)]
+    positions = [rejection.ref.position for event in events for rejection in event.rejections]
+    assert any(position >= 1 << 60 for position in positions) and any(position < 1 << 60 for position in positions)
+    assert events[-1].num_rejected == sum(position < 1 << 60 for position in positions)
+    assert events[-1].num_seen == 2 * BATCH
+
+
+@pytest.mark.parametrize(("start_step", "trace_steps"), [(0, 2), (0, 0), (2, 1)])
+def test_the_trace_covers_its_steps_and_no_more(start_step: int, trace_steps: int) -> None:
+    flow = build_flow(num_steps=5, start_step=start_step, trace_steps=trace_steps, dp_size=1)
+    feeder, encoder = joined(flow)
+    recorded = []
+    for step in itertools.count(start_step + 1):
+        flow.record((Span("x", f"before {step}", 0.0, 1.0),))
+        order = flow.feed_order(feeder.index)
+        if order is None or order.unit is None:
+            break
+        flow.feed(feeder.index, feeder.make(order.unit, ()))
+        encode_all(flow, encoder)
+        run_unit(flow, step - 1)
+        feeder.free(flow.feed_order(feeder.index).released)  # type: ignore[union-attr]  # a step's text is free now
+        events = flow.take_events()
+        recorded += [span.name for event in events if isinstance(event, SpansRecorded) for span in event.spans]
+        if step == 5:
+            break
+    traced = range(start_step + 1, start_step + 1 + trace_steps)
+    assert [name for name in recorded if name.startswith("before")] == [f"before {step}" for step in traced]
+
+
+def test_a_checkpoint_is_announced_once_all_ranks_wrote_it() -> None:
+    flow = build_flow(dp_size=2)
+    assert not flow.checkpoint_written(2, 1, "there")
+    assert not flow.take_events()
+    assert flow.checkpoint_written(2, 0, "there")
+    assert flow.take_events() == (CheckpointWritten(2, "there"),)
+
+
+def test_what_a_wait_waits_for_is_said() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, _ = joined(flow)
+    assert "the feeder is to size unit 0" in flow.describe_wait(0, None, 0)
+    feed_next(flow, feeder)
+    assert VISION in flow.describe_wait(0, 0, 0)
+
+
+def test_state_does_not_grow_with_the_run() -> None:
+    flow = build_flow(num_steps=30, eval_every=5, num_eval=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    sizes = []
+    for unit in range(30 + 30 // 5):
+        feed_next(flow, feeder)
+        encode_all(flow, encoder)
+        run_unit(flow, unit)
+        flow.take_events()
+        sizes.append(sum(len(value) for value in vars(flow).values() if hasattr(value, "__len__")))
+    assert max(sizes[10:]) <= max(sizes[:10])
+
+
+def test_a_sample_that_is_found_bad_again_counts_once() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    flow.take_events()
+    report = EncoderReport(rejections=(rejection_of(2),))
+    flow.hand_in(encoder.index, report)
+    flow.hand_in(encoder.index, report)
+    assert [event.num_rejected for event in flow.take_events() if isinstance(event, Rejected)] == [1]
+
+
+def test_a_unit_is_fed_once_and_ends_when_it_is_released() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, _ = joined(flow)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.unit is not None
+    report = feeder.make(order.unit, ())
+    flow.feed(feeder.index, report)
+    with pytest.raises(AssertionError):
+        flow.feed(feeder.index, report)
+    with pytest.raises(PoolError, match="not released"):
+        flow.finish(report_of(order.unit, 0), ())

@@ -1,0 +1,335 @@
+"""The prefetch thread: order, contents, lost owners, errors that reach the training thread, and an end in any case."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowtrain.actors import prefetch
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.actors.spans import SpanLog
+from flowtrain.config.flow import LimitsConfig
+from flowtrain.errors import AddressError, OwnerLostError, StallError
+from flowtrain.types import TEXT_PART, Extent, MicrobatchLocation, PartLocation, StepPlan
+from tests.mempool.building import VISION, plan, sized
+
+DIM = 4
+TEXT_NBYTES = 80
+LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "POLL_S", 0.01)
+    monkeypatch.setattr(prefetch, "RETRY_S", 0.001)
+
+
+class FakePool:
+    """Bytes by address; an address may belong to a dead owner."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, np.ndarray] = {}
+        self.lost: set[int] = set()
+
+    def put(self, array: np.ndarray) -> tuple[Extent, ...]:
+        gva = len(self.memory) + 1
+        self.memory[gva] = array.reshape(-1).view(np.uint8)
+        return (Extent(gva, array.nbytes),)
+
+    def get(self, extents: Sequence[Extent]) -> np.ndarray:
+        (extent,) = extents
+        if extent.gva in self.lost:
+            raise OwnerLostError("its owner is gone")
+        if extent.gva not in self.memory:
+            raise AddressError("freed")
+        return self.memory[extent.gva]
+
+
+class FakeCoordinator(CoordinatorLink):
+    """Units of two samples a microbatch: one with an image, one without. Answers as the real one: at once or in a while.
+
+    ready: (unit, slot) that may run. ends_at: first unit that never comes.
+    """
+
+    def __init__(self, num_units: int = 1, num_slots: int = 3) -> None:
+        self.pool = FakePool()
+        self.plans: list[StepPlan] = []
+        self.parts: dict[int, dict[str, tuple[Extent, ...]]] = {}
+        per_unit = 2 * num_slots
+        for unit in range(num_units):
+            first = unit * per_unit
+            samples = [sized(first + k, 0 if k % 2 else 16 * DIM, TEXT_NBYTES) for k in range(per_unit)]
+            self.plans.append(plan(samples, index=unit, first=first, per_microbatch=2))
+            for sample in samples:
+                self.make(sample.position)
+        self.ready = {(unit, slot) for unit in range(num_units) for slot in range(num_slots)}
+        self.taken: set[tuple[int, int]] = set()
+        self.rejected: set[int] = set()
+        self.ends_at = num_units
+        self.calls: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+        self.changed = threading.Condition()
+
+    def make(self, position: int) -> None:
+        """Put a position's parts, again where they were lost."""
+        parts = {TEXT_PART: self.pool.put(np.full((2, TEXT_NBYTES // 8), position, np.int32))}
+        if position % 2 == 0:
+            parts[VISION] = self.pool.put(np.full((4, DIM), position, np.float32))
+        self.parts[position] = parts
+
+    def make_ready(self, *slots: tuple[int, int]) -> None:
+        with self.changed:
+            self.ready.update(slots)
+            self.changed.notify_all()
+
+    @property
+    def node_id(self) -> str:
+        return "node"
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, *args))
+        if self.error is not None:
+            raise self.error
+        return getattr(self, method)(*args)
+
+    def post(self, method: str, *args: Any) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        raise NotImplementedError
+
+    def next_plan(self, unit: int) -> tuple[StepPlan | None, bool]:
+        if unit >= self.ends_at:
+            return None, True
+        if unit < len(self.plans):
+            return self.plans[unit], False
+        time.sleep(0.005)
+        return None, False
+
+    def locate(self, unit: int, slot: int | None, dp_rank: int) -> tuple[MicrobatchLocation | None, bool]:
+        if unit >= self.ends_at:
+            return None, True
+        with self.changed:
+            free = self.ready - self.taken if slot is None else self.ready
+            found = [s for u, s in sorted(free) if u == unit and slot in (None, s)]
+            if not found:
+                self.changed.wait(0.005)
+                return None, False
+            self.taken.add((unit, found[0]))
+        return self.location(unit, found[0]), False
+
+    def location(self, unit: int, slot: int) -> MicrobatchLocation:
+        positions = [sample.position for sample in self.plans[unit].slots[slot][0].samples]
+        parts = [
+            PartLocation(position, name, extents)
+            for position in positions
+            if position not in self.rejected
+            for name, extents in self.parts[position].items()
+        ]
+        return MicrobatchLocation(unit, slot, 0, tuple(parts), tuple(self.rejected & set(positions)))
+
+    def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
+        return f"unit {unit}, slot {slot} waits for the moon"
+
+    def num_located(self) -> int:
+        return sum(call[0] == "locate" for call in self.calls)
+
+
+@contextmanager
+def prefetcher(
+    link: FakeCoordinator,
+    *,
+    arrival: bool = False,
+    depth: int = 2,
+    limits: LimitsConfig | None = None,
+    build: Callable[[Any], Any] = tuple,
+) -> Iterator[Prefetcher]:
+    """A prefetcher that hands over its samples as they were read."""
+    started = Prefetcher(
+        name="rank",
+        dp_rank=0,
+        link=link,
+        pool=link.pool,  # type: ignore[arg-type]  # what it needs of one
+        limits=limits or LimitsConfig(),
+        build=build,
+        feature_dim=DIM,
+        feature_dtype=torch.float32,
+        depth=depth,
+        arrival=arrival,
+        first_unit=0,
+        spans=SpanLog("rank"),
+    )
+    try:
+        yield started
+    finally:
+        started.close()
+        assert not started._thread.is_alive(), "the thread did not end"
+
+
+def positions_of(fetched: Any) -> list[int]:
+    return [sample.position for sample in fetched.batch]
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_units_come_in_order_with_what_the_pool_holds() -> None:
+    link = FakeCoordinator(num_units=2)
+    with prefetcher(link) as fetching:
+        for unit in range(2):
+            assert fetching.next_plan() is link.plans[unit]
+            for slot in range(3):
+                fetched = fetching.next_microbatch()
+                first = unit * 6 + slot * 2
+                assert fetched.slot == slot and positions_of(fetched) == [first, first + 1]
+                with_image, text_only = fetched.batch  # type: ignore[misc]  # the samples, here
+                assert with_image.text.shape == (2, TEXT_NBYTES // 8) and (with_image.text == first).all()
+                assert torch.equal(with_image.features, torch.full((4, DIM), float(first)))
+                assert text_only.features is None
+
+
+def test_the_plans_order_waits_for_its_next_microbatch() -> None:
+    link = FakeCoordinator()
+    link.ready = {(0, 1), (0, 2)}
+    with prefetcher(link) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: link.num_located() > 3)
+        assert all(call[2] == 0 for call in link.calls if call[0] == "locate")
+        link.make_ready((0, 0))
+        assert [fetching.next_microbatch().slot for _ in range(3)] == [0, 1, 2]
+
+
+def test_arrival_order_takes_what_is_ready() -> None:
+    link = FakeCoordinator()
+    link.ready = {(0, 2)}
+    with prefetcher(link, arrival=True) as fetching:
+        fetching.next_plan()
+        assert fetching.next_microbatch().slot == 2
+        link.make_ready((0, 1))
+        assert fetching.next_microbatch().slot == 1
+        link.make_ready((0, 0))
+        assert fetching.next_microbatch().slot == 0
+
+
+def test_rejected_samples_are_left_out() -> None:
+    link = FakeCoordinator(num_slots=2)
+    link.rejected = {0, 2, 3}
+    with prefetcher(link) as fetching:
+        fetching.next_plan()
+        assert positions_of(fetching.next_microbatch()) == [1]
+        assert positions_of(fetching.next_microbatch()) == []
+
+
+@pytest.mark.parametrize("arrival", [False, True])
+def test_a_part_whose_owner_died_is_asked_for_again(arrival: bool) -> None:
+    link = FakeCoordinator()
+    lost = link.parts[0][VISION]
+    link.pool.lost.add(lost[0].gva)
+    with prefetcher(link, arrival=arrival) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: link.num_located() > 3)
+        if arrival:
+            asked = [call[2] for call in link.calls if call[0] == "locate"]
+            assert asked[0] is None and set(asked[1:]) == {0}, "the microbatch that was taken stays taken"
+        link.make(0)
+        fetched = fetching.next_microbatch()
+        assert positions_of(fetched) == [0, 1]
+        assert sorted([fetching.next_microbatch().slot, fetching.next_microbatch().slot]) == [1, 2]
+
+
+def test_no_more_is_fetched_ahead_than_asked_for() -> None:
+    link = FakeCoordinator(num_slots=8)
+    built = []
+    with prefetcher(link, depth=2, build=lambda samples: built.append(samples) or tuple(samples)) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: len(built) == 3)  # two wait in the queue, one in the thread's hands
+        time.sleep(0.05)
+        assert len(built) == 3
+        fetching.next_microbatch()
+        wait_for(lambda: len(built) == 4)
+
+
+def test_an_error_surfaces_wherever_the_training_thread_waits() -> None:
+    link = FakeCoordinator()
+    link.error = ValueError("bad answer")
+    with prefetcher(link) as fetching:
+        with pytest.raises(ValueError, match="bad answer"):
+            fetching.next_plan()
+        with pytest.raises(ValueError, match="bad answer"):
+            fetching.next_microbatch()
+
+
+def test_an_error_comes_behind_what_was_fetched_before_it() -> None:
+    link = FakeCoordinator()
+    del link.pool.memory[link.parts[2][TEXT_PART][0].gva]
+    with prefetcher(link, depth=1) as fetching:
+        fetching.next_plan()
+        assert fetching.next_microbatch().slot == 0
+        with pytest.raises(AddressError):
+            fetching.next_microbatch()
+
+
+def test_whoever_waits_too_long_is_told_for_what() -> None:
+    link = FakeCoordinator()
+    link.ready.clear()
+    limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.05)
+    with prefetcher(link, limits=limits) as fetching:
+        fetching.next_plan()
+        with pytest.raises(StallError, match=r"rank waited .* unit 0, slot 0 waits for the moon"):
+            fetching.next_microbatch()
+
+
+def test_being_far_ahead_is_no_stall() -> None:
+    link = FakeCoordinator(num_units=1)
+    link.ends_at = 5
+    limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.02)
+    with prefetcher(link, depth=8, limits=limits) as fetching:
+        wait_for(lambda: sum(call == ("next_plan", 1) for call in link.calls) > 10)
+        time.sleep(0.05)
+        fetching.next_plan()
+        assert [fetching.next_microbatch().slot for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_end_of_the_run_ends_the_thread() -> None:
+    link = FakeCoordinator(num_units=2)
+    with prefetcher(link, depth=8) as fetching:
+        wait_for(lambda: not fetching._thread.is_alive())
+        assert link.calls[-1] == ("next_plan", 2)
+
+
+def test_a_stop_ends_the_wait_for_a_microbatch_that_never_comes() -> None:
+    link = FakeCoordinator()
+    link.ready.clear()
+    with prefetcher(link) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: link.num_located() > 0)
+        link.ends_at = 0
+        wait_for(lambda: not fetching._thread.is_alive())
+
+
+@pytest.mark.parametrize("state", ["waits for a plan", "waits for a part", "has no room", "failed", "owner lost"])
+def test_close_ends_the_thread_in_every_state(state: str) -> None:
+    link = FakeCoordinator(num_units=0 if state == "waits for a plan" else 1)
+    link.ends_at = 9
+    if state == "waits for a part":
+        link.ready.clear()
+    elif state == "failed":
+        link.pool.memory.clear()
+    elif state == "owner lost":
+        link.pool.lost.update(link.pool.memory)
+    with prefetcher(link, depth=1) as fetching:
+        wait_for(lambda: len(link.calls) > 2 or state == "failed")
+        fetching.close()
+        fetching.close()

@@ -50,7 +50,7 @@ def summary_table(summary: RunSummary) -> Table:
         if loss is not None:
             table.add_row(name, f"{loss:.4f}")
     if summary.num_rejected:
-        table.add_row("quarantined", f"{summary.num_rejected} samples: {run.quarantine}")
+        table.add_row("quarantined", f"{summary.num_rejected} so far: {run.quarantine}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
         table.add_row(name, str(path))
     if summary.checkpoint is not None:

@@ -27,15 +27,20 @@ def connected(config: RunConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    try:
+        _connect(config)
+    except ray.exceptions.AuthenticationError as error:
+        raise ResourceError(f"Ray refuses to start without its token: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: RunConfig) -> None:
     namespace = f"flowtrain-{config.name}"
-    if address := os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init(namespace=namespace, log_to_driver=True)
-        except ConnectionError as error:
-            raise ResourceError(
-                f"no Ray cluster answers at RAY_ADDRESS ({address}): {error}; unset it to train on this machine alone"
-            ) from error
-    else:
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
         ray.init(
             address="local",
             namespace=namespace,
@@ -44,25 +49,31 @@ def connected(config: RunConfig) -> Iterator[None]:
             dashboard_host="127.0.0.1",
             log_to_driver=True,
         )
+        return
     try:
-        yield
-    finally:
-        ray.shutdown()
+        ray.init(namespace=namespace, log_to_driver=True)
+    except ConnectionError as error:
+        raise ResourceError(
+            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: {error}; give the "
+            "token in RAY_AUTH_TOKEN_PATH, or unset RAY_ADDRESS to train on this machine alone"
+        ) from error
 
 
 def check_resources(bundles: Sequence[Bundle], pool_nbytes: int) -> None:
     """Raise ResourceError, with all counts, when the cluster lacks what the actors need."""
     have = ray.cluster_resources()
     lacking = []
-    for resource in sorted({name for bundle in bundles for name in bundle}):
-        need = sum(bundle.get(resource, 0.0) for bundle in bundles)
+    for resource, need in _total(bundles).items():
         if need > have.get(resource, 0.0) + 1e-9:
             lacking.append(f"{resource}: {need:g} needed, {have.get(resource, 0.0):g} in the cluster")
     if not lacking:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        homeless = [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]
-        if homeless:
-            lacking.append(f"no single node has {_counts(homeless[0])}, which one actor needs")
+        total = _total(bundles)
+        if not any(_fits(total, node) for node in nodes):
+            lacking.append(
+                f"no single node has {_counts(total)}, and all actors must share one, since the memory pool has no "
+                "transport between nodes yet"
+            )
     if pool_nbytes > have.get("memory", 0.0):
         lacking.append(f"memory for pool segments: {pool_nbytes} bytes needed, {have.get('memory', 0.0):.0f} there")
     if lacking:
@@ -74,24 +85,28 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int) -> None:
 
 @contextmanager
 def placed(bundles: Sequence[Bundle], timeout_s: float) -> Iterator[PlacementGroup]:
-    """Reserve one bundle per actor, packed on as few nodes as possible, for as long as the context lasts.
+    """Reserve one bundle per actor, all on one node, for as long as the context lasts.
 
     Raises ResourceError, with what is free, when the reservation does not come within ``timeout_s``.
     """
-    group = placement_group(list(bundles), strategy="PACK")
+    # The memory pool has no transport between nodes yet.
+    group = placement_group(list(bundles), strategy="STRICT_PACK")
     try:
         if not group.wait(timeout_s):
             free = ray.available_resources()
-            names = sorted({name for bundle in bundles for name in bundle})
-            needed = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+            needed = _total(bundles)
+            left = {name: free.get(name, 0.0) for name in needed}
             raise ResourceError(
                 f"no placement for {len(bundles)} actors within limits.placement_timeout_s ({timeout_s:g} s): "
-                f"{_counts(needed)} needed, {_counts({name: free.get(name, 0.0) for name in names})} free now; another "
-                "job may hold the rest"
+                f"{_counts(needed)} needed, {_counts(left)} free now; another job may hold the rest"
             )
         yield group
     finally:
         remove_placement_group(group)
+
+
+def _total(bundles: Sequence[Bundle]) -> Bundle:
+    return {name: sum(b.get(name, 0.0) for b in bundles) for name in sorted({name for b in bundles for name in b})}
 
 
 def _fits(bundle: Bundle, node: Bundle) -> bool:

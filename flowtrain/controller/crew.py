@@ -161,12 +161,11 @@ def _options(
         options["num_cpus"] = post.plan.num_cpus
         if post.plan.num_devices:
             options["num_gpus"] = post.plan.num_devices
-        if post.bundle:
-            assert group is not None
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=bundle_index
-            )
-            bundle_index += 1
+        if group is not None:
+            # An actor without a bundle of its own (the feeder) still belongs on the node of the others.
+            index = bundle_index if post.bundle else -1
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        bundle_index += bool(post.bundle)
         yield post, options
 
 

@@ -8,6 +8,7 @@ from flowtrain.allocator.plan import Plan, fixed_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.data.units import num_steps_of
 from flowtrain.errors import ConfigError
@@ -54,6 +55,7 @@ def prepare(config: RunConfig, use_devices: bool = False) -> Prepared:
         num_eval = min(config.data.eval.max_samples, len(sources.evaluation))
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
+    Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     check_memory(config, family, num_eval)
     return Prepared(
         config=config,

@@ -54,7 +54,7 @@ class FakePool:
 
 
 class FakeCoordinator(CoordinatorLink):
-    """Units of two samples a microbatch: one with an image, one without. Answers as the real one: at once or in a while.
+    """Units of two samples a microbatch, one with an image, one without. Answers as the real one, at once or soon.
 
     ready: (unit, slot) that may run. ends_at: first unit that never comes.
     """

@@ -33,7 +33,7 @@ from tests.e2e.worlds import World, tiny_config
 pytestmark = pytest.mark.e2e
 
 NUM_STEPS = 24
-BF16_STEPS = 14
+BF16_STEPS = 10
 BATCH = 8
 NUM_ROWS = 120  # so that the run begins a second epoch
 TRUNCATED_ROWS = (7, 50, 93)

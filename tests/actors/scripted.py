@@ -1,0 +1,74 @@
+"""A coordinator that answers from a script, for one producer under test."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from typing import Any
+
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.pooling import address_space
+from flowtrain.config.run import RunConfig
+from flowtrain.mempool.pool import Pool
+from flowtrain.types import Joined, SegmentExport
+
+INDEX = 0
+
+
+class ScriptedLink(CoordinatorLink):
+    """Answers every call of a method with the next thing in its script: a value, an exception, or a function of the
+    call's arguments. ``said[method]`` has the arguments of its calls."""
+
+    def __init__(self, joined: Joined | None = None) -> None:
+        self._scripts: dict[str, deque[Any]] = {}
+        self._joined = joined or Joined(INDEX)
+        self.said: dict[str, list[tuple[Any, ...]]] = {}
+        self.export: SegmentExport | None = None
+
+    def answers(self, method: str, *answers: Any) -> None:
+        """Write the script of a method."""
+        self._scripts[method] = deque(answers)
+
+    @property
+    def node_id(self) -> str:
+        return "node-0"
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.said.setdefault(method, []).append(args)
+        if method == "join":
+            return self._joined
+        if method == "publish":
+            self.export = args[0]
+            return None
+        if method == "exports":
+            return () if self.export is None else (self.export,)
+        answer = self._scripts[method].popleft()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer(*args) if callable(answer) else answer
+
+    def post(self, method: str, *args: Any) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        raise NotImplementedError
+
+
+def reader_of(config: RunConfig, link: ScriptedLink, run_id: str) -> Pool:
+    """A second process's end of the pool, which reads what the producer has put."""
+    return Pool(
+        process_index=INDEX + 1,
+        node_id="node-0",
+        run_id=run_id,
+        address_space=address_space(config.pool),
+        segment_nbytes=0,
+        alignment=config.pool.alignment,
+        knob="knob",
+        fetch_exports=lambda: link.call("exports"),
+        processes_per_node=config.pool.processes_per_node,
+    )
+
+
+def new_run_id() -> str:
+    """No two pools of a process share a name."""
+    return f"test-{secrets.token_hex(4)}"

@@ -1,0 +1,237 @@
+"""An encoder against a scripted coordinator: what it forwards, what it puts and reports, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flowtrain.actors import encoder as encoder_module
+from flowtrain.actors.encoder import Encoder, Work
+from flowtrain.config.load import override_config
+from flowtrain.config.run import RunConfig
+from flowtrain.data.sources.base import BadSample, RawImage, RawSample
+from flowtrain.errors import OutOfPoolMemory, SourceReadError, StaleLeaseError, WorkerLostError
+from flowtrain.types import (
+    EncodeBatch,
+    EncoderReport,
+    Extent,
+    Lease,
+    LeaseOrder,
+    RejectReason,
+    SampleRef,
+)
+from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
+
+NAME, VISION, DIM, ROWS = "encoder-0", "vision", 8, 2
+PART_NBYTES = ROWS * DIM * 4
+STOP = LeaseOrder(None, (), blocked=False, stop=True)
+NOTHING = LeaseOrder(None, (), blocked=True, stop=False)
+TORN, UNREADABLE = 1000, 2000
+"""Positions from here on have a bad image, or lie on a disk that is gone."""
+
+
+class FakeModule:
+    """Gives each image rows of its own value, and notes what was forwarded together."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.error: Exception | None = None
+
+    def to(self, device: torch.device) -> FakeModule:
+        return self
+
+    def encode(self, images: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        values = [float(image.flat[0]) for image in images]
+        self.batches.append(values)
+        return [torch.full((ROWS, DIM), value) for value in values]
+
+
+class FakeSources:
+    """Position p has images of the values p and p + 0.5, if it is even, else of p alone."""
+
+    def read(self, ref: SampleRef) -> RawSample:
+        if ref.position >= UNREADABLE:
+            raise SourceReadError("the disk is gone")
+        if ref.position >= TORN:
+            raise BadSample(RejectReason.CORRUPT_IMAGE, "torn")
+        values = [ref.position, ref.position + 0.5] if ref.position % 2 == 0 else [ref.position]
+        return RawSample(tuple(RawImage(np.float32(value).tobytes()) for value in values), ())
+
+
+def values_of(position: int) -> list[float]:
+    return [float(np.frombuffer(image.read(), np.float32)[0]) for image in FakeSources().read(ref_of(position)).images]
+
+
+def ref_of(position: int) -> SampleRef:
+    return SampleRef(position, 0, position, 0)
+
+
+def lease(number: int, positions: Sequence[int], needed: Sequence[int] | None = None) -> LeaseOrder:
+    """A leased batch; every part has room for two images."""
+    needed = positions if needed is None else needed
+    batch = EncodeBatch(0, number, VISION, tuple(positions), 4, 256 * len(positions))
+    order = Lease(number, number, batch, tuple(ref_of(p) for p in positions), tuple(needed), 256 * len(needed))
+    return LeaseOrder(order, (), blocked=False, stop=False)
+
+
+class World:
+    """One encoder's run with a fake model, on fake images."""
+
+    def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.module = FakeModule()
+        family = SimpleNamespace(
+            load_encoder=lambda name: self.module, preprocess=lambda name, image: np.full((1, 1, 1), image, np.float32)
+        )
+        monkeypatch.setattr(encoder_module, "family_from_config", lambda config: family)
+        monkeypatch.setattr(encoder_module.SourceSet, "from_config", lambda config: FakeSources())
+        monkeypatch.setattr(encoder_module, "decode_image", lambda data, limit: np.frombuffer(data, np.float32)[0])
+        self.link = ScriptedLink()
+        run_id = new_run_id()
+        self.pool = reader_of(config, self.link, run_id)
+        self.encoder = Encoder(config, VISION, NAME, run_id)
+        self.features: dict[int, np.ndarray] = {}
+
+    def keep(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        """Take in what is handed in, reading it at once."""
+        assert owner == INDEX
+        for part in report.ready:
+            self.features[part.position] = self.pool.get(part.extents).view(np.float32).reshape(-1, DIM).copy()
+        return ()
+
+    def run(self, *orders: Any, hand_in: Sequence[Any] | None = None) -> list[EncoderReport]:
+        self.link.answers("lease", *orders)
+        self.link.answers("hand_in", *(hand_in if hand_in is not None else [self.keep] * len(orders)))
+        self.encoder.run(self.link)
+        return [args[1] for args in self.link.said["hand_in"]]
+
+    def free_nbytes(self) -> list[int]:
+        """What the encoder said was free, each time it asked for a lease."""
+        return [args[2] for args in self.link.said["lease"]]
+
+
+@pytest.fixture
+def world(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(config, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Any:
+    """Whatever happens, the thread that leases ends with the encoder."""
+    yield
+    deadline = time.monotonic() + 20.0
+    while any(thread.name == "lease" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the leasing thread did not end"
+        time.sleep(0.01)
+
+
+def test_batches_are_forwarded_as_they_were_planned(world: World) -> None:
+    first, second = world.run(lease(1, [2, 3, 5]), NOTHING, lease(2, [8]), STOP)
+    assert world.module.batches == [[2.0, 2.5, 3.0, 5.0], [8.0, 8.5]]
+    for position in (2, 3, 5, 8):
+        expected = np.concatenate([np.full((ROWS, DIM), value, np.float32) for value in values_of(position)])
+        assert np.array_equal(world.features[position], expected)
+    assert [part.position for part in first.ready] == [2, 3, 5] and {part.epoch for part in first.ready} == {1}
+    assert [part.part for part in second.ready] == [VISION]
+    assert world.link.said["join"] == [(NAME, "node-0")]
+    names = {span.name for report in (first, second) for span in report.spans}
+    assert names == {"decode", "encode", "put"}
+
+
+def test_a_batch_of_which_little_is_needed_is_forwarded_whole(world: World) -> None:
+    (report,) = world.run(lease(1, [2, 3, 5], needed=[3]), STOP)
+    assert world.module.batches == [[2.0, 2.5, 3.0, 5.0]], "the bits must not depend on what is needed"
+    assert [part.position for part in report.ready] == [3]
+    assert report.stats is not None and report.stats.used_nbytes == 256
+
+
+def test_bad_images_are_rejected_and_the_others_go_on(world: World) -> None:
+    first, second = world.run(lease(1, [3, TORN + 1]), lease(2, [TORN + 2, TORN + 3]), STOP)
+    assert [part.position for part in first.ready] == [3] and not second.ready
+    assert [rejection.ref.position for rejection in first.rejections] == [TORN + 1]
+    assert [rejection.reason for rejection in second.rejections] == [RejectReason.CORRUPT_IMAGE] * 2
+    assert second.stats is not None and second.stats.used_nbytes == 256, "what was held for bad samples is free again"
+
+
+def test_memory_that_is_released_or_refused_is_free_again(world: World) -> None:
+    reports: list[EncoderReport] = []
+
+    def refuse(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        reports.append(report)
+        return tuple(extent for part in report.ready for extent in part.extents)
+
+    def release_second(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
+        while len(reports) < 2:
+            time.sleep(0.005)
+        extents = tuple(extent for part in reports[1].ready for extent in part.extents)
+        return LeaseOrder(None, extents, blocked=True, stop=False)
+
+    def note(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        reports.append(report)
+        return ()
+
+    world.run(lease(1, [2, 3]), lease(2, [5]), release_second, NOTHING, STOP, hand_in=[refuse, note])
+    assert world.free_nbytes()[-1] == world.free_nbytes()[0], "all is free again"
+
+
+def test_the_room_of_a_lease_is_held_from_the_start(world: World) -> None:
+    world.run(lease(1, [2]), STOP)
+    first, second = world.free_nbytes()[:2]
+    assert first - second == 256
+
+
+def test_an_unreadable_source_ends_the_encoder(world: World) -> None:
+    with pytest.raises(SourceReadError, match="the disk is gone"):
+        world.run(lease(1, [3]), lease(2, [UNREADABLE]))
+
+
+def test_a_failing_model_ends_the_encoder_and_the_thread_that_leases(world: World) -> None:
+    world.module.error = RuntimeError("out of device memory")
+    with pytest.raises(RuntimeError, match="out of device memory"):
+        world.run(lease(1, [3]), lease(2, [5]), lease(3, [7]), *[NOTHING] * 2000)
+
+
+def test_a_coordinator_that_refuses_ends_the_encoder(world: World) -> None:
+    with pytest.raises(StaleLeaseError):
+        world.run(lease(1, [3]), lease(2, [5]), *[NOTHING] * 2000, hand_in=[StaleLeaseError("refused")])
+
+
+def test_a_coordinator_that_is_gone_ends_the_encoder(world: World) -> None:
+    with pytest.raises(WorkerLostError, match="the coordinator died"):
+        world.run(WorkerLostError("the coordinator died"))
+
+
+def test_a_lease_that_does_not_fit_says_so(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = override_config(config, [f"encoders.vision.segment_nbytes={1 << 16}"])
+    world = World(small, monkeypatch)
+    with pytest.raises(OutOfPoolMemory, match=r"encoders\.vision\.segment_nbytes"):
+        world.run(lease(1, list(range(257))))
+
+
+def test_only_waiting_for_a_lease_counts_as_blocked(world: World) -> None:
+    order = lease(1, [3])
+    assert order.lease is not None
+    ready: queue.Queue[Any] = queue.Queue()
+    now = time.monotonic()
+    for leased_s in (now - 100.0, now + 50.0):
+        ready.put(Work(order.lease, None, leased_s, {}, ()))  # type: ignore[arg-type]  # nothing is held
+    ready.put(None)
+    before, *_ = (world.encoder._blocked_s for _ in world.encoder._decoded(ready))
+    assert before == 0.0, "it was leased long ago and decoded since"
+    assert 40.0 < world.encoder._blocked_s <= 50.0
+
+
+def test_features_keep_their_type_on_the_way() -> None:
+    features = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    data = encoder_module._as_bytes(features.t().t())
+    assert data.dtype == np.uint8 and data.nbytes == 12
+    assert torch.equal(torch.frombuffer(bytearray(data.tobytes()), dtype=torch.bfloat16).view(2, 3), features)

@@ -1,0 +1,212 @@
+"""Feeder, two encoders and a rank's prefetching as threads of one process, over a real pool: no Ray, no training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from flowtrain.actors.encoder import Encoder
+from flowtrain.actors.feeder import Feeder
+from flowtrain.actors.make_flow import FlowSettings, make_flow
+from flowtrain.actors.pooling import join_pool
+from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.actors.spans import SpanLog
+from flowtrain.config.load import override_config
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.data.feed import Feed, sampler_from_config
+from flowtrain.data.images import decode_image
+from flowtrain.data.sizing import SizedResult
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.models.encoder import VisionEncoder
+from flowtrain.models.families.llava import LlavaFamily
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.training.batch import SampleArrays
+from flowtrain.types import LedgerRow, RankReport, Rejected, UnitDone
+from tests.actors.conftest import BATCH, NUM_STEPS, OVERSIZED_ROW, TORN_ROW
+from tests.actors.local import Background, LocalLink, local_coordinator
+from tests.actors.scripted import new_run_id
+
+VISION = "vision"
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def encoders_load_one_by_one() -> Iterator[None]:
+    """Random weights come from the process's one generator, which threads share as actors do not."""
+    lock, load = threading.Lock(), LlavaFamily.load_encoder
+
+    def load_alone(self: LlavaFamily, name: str) -> VisionEncoder:
+        with lock:
+            return load(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlavaFamily, "load_encoder", load_alone)
+        yield
+
+
+def settings_of(prepared: Prepared) -> FlowSettings:
+    config = prepared.config
+    return FlowSettings(
+        config=config,
+        model_spec=prepared.model_spec,
+        dp_size=1,
+        num_steps=prepared.num_steps,
+        total_positions=prepared.total_positions,
+        eval_every=None,
+        num_eval=0,
+        start_step=0,
+        sampler_state=sampler_from_config(config, prepared.source_sizes).state().to_dict(),
+        num_rejected=0,
+        num_seen=0,
+    )
+
+
+class Rank:
+    """A backbone rank that reads what it would train on."""
+
+    def __init__(self, config: RunConfig, link: LocalLink, run_id: str) -> None:
+        self._link = link
+        self._member = join_pool(link, config.pool, run_id, "backbone-dp0-pp0-tp0", 0, "backbone")
+        self.samples: dict[int, SampleArrays] = {}
+        family = family_from_config(config)
+        self._prefetcher = Prefetcher(
+            name="backbone",
+            dp_rank=0,
+            link=link,
+            pool=self._member.pool,
+            limits=config.limits,
+            build=self._build,  # type: ignore[arg-type]  # copies instead of packing
+            feature_dim=family.feature_dim(VISION),
+            feature_dtype=torch.float32,
+            depth=2,
+            arrival=config.data.order == "arrival",
+            first_unit=0,
+            spans=SpanLog("backbone"),
+        )
+
+    def _build(self, samples: Sequence[SampleArrays]) -> None:
+        for sample in samples:
+            features = None if sample.features is None else sample.features.clone()
+            assert sample.position not in self.samples, "no sample is trained on twice"
+            self.samples[sample.position] = SampleArrays(sample.position, sample.text.copy(), features)
+
+    def run(self, stop_after: int | None = None) -> int:
+        """Run to the end; asks for a stop in a unit. Returns how many units ran."""
+        unit = 0
+        try:
+            while self._link.call("begin", unit):
+                if unit == stop_after:
+                    self._link.call("request_stop")
+                plan = self._prefetcher.next_plan()
+                for _ in plan.slots:
+                    self._link.post("release", unit, self._prefetcher.next_microbatch().slot, 0)
+                self._link.flush()
+                report = RankReport(
+                    unit, plan.unit.kind, plan.unit.step, 0, 1.0, 0.1, 0.1, 4, 40, 8, 0.0, 1.0, 0.0, 0.0
+                )
+                self._link.call("finish", report, ())
+                unit += 1
+        finally:
+            self._prefetcher.close()
+            self._member.pool.close()
+        return unit
+
+
+def run_everybody(
+    config: RunConfig, stop_after: int | None = None, encoders: Sequence[type[Encoder]] = (Encoder, Encoder)
+) -> tuple[Rank, list[LedgerRow], list[int], int]:
+    """Returns the rank, the ledger, the rejected rows and how many units ran."""
+    settings = settings_of(prepare(config))
+    with local_coordinator(lambda: make_flow(settings)) as link:
+        run_id = new_run_id()
+        producers = [Background(Feeder(config, run_id).run, link)]
+        for index, encoder in enumerate(encoders):
+            producers.append(Background(encoder(config, VISION, f"encoder-{index}", run_id).run, link))
+        rank = Rank(config, link, run_id)
+        num_units = Background(rank.run, stop_after).join()
+        for producer in producers:
+            producer.join()
+        link.call("end_events")
+        events = link.call("events")
+    ledger = [row for event in events if isinstance(event, UnitDone) for row in event.ledger]
+    rejected = [r.ref.row for event in events if isinstance(event, Rejected) for r in event.rejections]
+    return rank, ledger, rejected, num_units
+
+
+@pytest.fixture(scope="module")
+def expected(config: RunConfig) -> dict[int, SampleArrays]:
+    """Text and features of every good position, made without the flow, one image at a time."""
+    feed, family, sources = Feed.from_config(config), family_from_config(config), SourceSet.from_config(config.data)
+    module = family.load_encoder(VISION)
+    samples = {}
+    for unit in settings_of(prepare(config)).units():
+        for result in feed.next_unit(unit):
+            if not isinstance(result, SizedResult) or result.sample.ref.row == TORN_ROW:
+                continue
+            images = sources.read(result.sample.ref).images
+            pixels = [family.preprocess(VISION, decode_image(image.read())) for image in images]
+            rows = [features for image in pixels for features in module.encode([image])]
+            position = result.sample.position
+            samples[position] = SampleArrays(position, result.text, torch.cat(rows) if rows else None)
+    return samples
+
+
+def check_samples(found: dict[int, SampleArrays], expected: dict[int, SampleArrays]) -> None:
+    for position, sample in found.items():
+        other = expected[position]
+        assert np.array_equal(sample.text, other.text)
+        assert (sample.features is None) == (other.features is None)
+        if sample.features is not None and other.features is not None:
+            torch.testing.assert_close(sample.features, other.features, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["deterministic", "arrival"])
+def test_a_rank_gets_every_good_sample_once(config: RunConfig, expected: dict[int, SampleArrays], order: str) -> None:
+    rank, ledger, rejected, num_units = run_everybody(override_config(config, [f"data.order={order}"]))
+    assert num_units == NUM_STEPS
+    assert [row.position for row in ledger] == list(range(BATCH * NUM_STEPS))
+    assert sorted(rejected) == [TORN_ROW, OVERSIZED_ROW]
+    assert [row.row for row in ledger if row.state == "rejected"] == [TORN_ROW, OVERSIZED_ROW]
+    assert rank.samples.keys() == expected.keys()
+    check_samples(rank.samples, expected)
+
+
+def test_a_stop_ends_everybody_behind_the_step_that_runs(config: RunConfig, expected: dict[int, SampleArrays]) -> None:
+    _, ledger, _, num_units = run_everybody(config, stop_after=1)
+    assert num_units == 2
+    assert [row.position for row in ledger] == list(range(2 * BATCH))
+
+
+class Faltering(Encoder):
+    """Dies once with its first batch encoded but not handed in, and is started again, as the controller does."""
+
+    died = threading.Event()
+
+    def run(self, link: LocalLink) -> None:  # type: ignore[override]  # these tests have no other link
+        try:
+            super().run(link)
+        except KeyboardInterrupt:
+            link.call("name_lost", self._name)
+            type(self)(self._config, self._encoder, self._name, self._run_id).run(link)
+
+    def _hand_in(self, *args: object) -> None:
+        if not self.died.is_set():
+            self.died.set()
+            raise KeyboardInterrupt
+        super()._hand_in(*args)  # type: ignore[arg-type]
+
+
+def test_what_a_lost_encoder_had_leased_is_made_by_another(
+    config: RunConfig, expected: dict[int, SampleArrays]
+) -> None:
+    Faltering.died.clear()
+    rank, ledger, _, _ = run_everybody(config, encoders=(Faltering, Encoder))
+    assert Faltering.died.is_set()
+    assert [row.position for row in ledger] == list(range(BATCH * NUM_STEPS))
+    check_samples(rank.samples, expected)
+    assert rank.samples.keys() == expected.keys()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +47,9 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Changes to it, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False),
+        typer.Argument(
+            help="Changes to it, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and start nothing.")] = False,
@@ -61,6 +66,9 @@ def train(
                 check_run_dir(resolved, resume)
             Console().print(*plan_tables(api.plan(resolved)), sep="\n")
             return
+        check_run_dir(resolved, resume)
+        with _interrupt_exits_at_once():
+            importlib.import_module("flowtrain.controller.run")
         summary = api.train(resolved, resume=resume)
         Console().print(summary_table(summary), soft_wrap=True)
         if summary.stopped:
@@ -97,6 +105,16 @@ def _find_run(run: str) -> Path:
             return candidate
     looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
     raise ConfigError(f"no run {run!r}: there is no {looked}")
+
+
+@contextmanager
+def _interrupt_exits_at_once() -> Iterator[None]:
+    """For the import of libraries, which was seen to swallow a KeyboardInterrupt; there is nothing to clean up yet."""
+    previous = signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextmanager

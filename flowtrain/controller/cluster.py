@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,8 +55,9 @@ def _connect(config: RunConfig) -> None:
         ray.init(namespace=namespace, log_to_driver=True)
     except ConnectionError as error:
         raise ResourceError(
-            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: {error}; give the "
-            "token in RAY_AUTH_TOKEN_PATH, or unset RAY_ADDRESS to train on this machine alone"
+            f"no Ray cluster answers at RAY_ADDRESS ({address}), or it refuses this process's token: {error}; set "
+            "RAY_AUTH_MODE=token and give the cluster's token (~/.ray/auth_token or RAY_AUTH_TOKEN_PATH), or unset "
+            "RAY_ADDRESS to train on this machine alone"
         ) from error
 
 
@@ -92,7 +94,7 @@ def placed(bundles: Sequence[Bundle], timeout_s: float) -> Iterator[PlacementGro
     # The memory pool has no transport between nodes yet.
     group = placement_group(list(bundles), strategy="STRICT_PACK")
     try:
-        if not group.wait(timeout_s):
+        if not group.wait(math.ceil(timeout_s)):  # Ray counts whole seconds
             free = ray.available_resources()
             needed = _total(bundles)
             left = {name: free.get(name, 0.0) for name in needed}

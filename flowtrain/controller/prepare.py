@@ -94,8 +94,8 @@ def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
         # part of it is rounded up.
         rows = max(limit, encoder.max_batch_patches)
         batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
-        sample_nbytes = _aligned(limit * family.row_nbytes(name), align)
-        num_batches = min(samples, 1 + -(-samples * sample_nbytes // max(1, batch_nbytes // 2)))
+        # Two batches that follow each other hold more than one's limit together, else they would be one.
+        num_batches = min(samples, 1 + -(-2 * samples * limit // rows))
         check_capacity(
             [encoder.segment_nbytes] * encoder.data_parallel_size,
             largest_part_nbytes=batch_nbytes,

@@ -33,7 +33,7 @@ from flowtrain.data.feed import sampler_from_config
 from flowtrain.errors import CheckpointError
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
-from flowtrain.observability.run_dir import RunDir, check_run_dir, open_run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.types import CheckpointWritten, Event
@@ -73,8 +73,10 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
     """
     started = time.monotonic()
     check_run_dir(config, resume)
-    prepared = prepare(config)
+    stop = threading.Event()
     with ExitStack() as stack:
+        stack.enter_context(_stop_on_signals(stop))
+        prepared = prepare(config)
         stack.enter_context(cluster.connected(config))
         prepared = _with_devices(prepared)
         posts = crew.posts_of(prepared.plan)
@@ -82,6 +84,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         cluster.check_resources(bundles, sum(post.plan.segment_nbytes for post in posts))
         group = stack.enter_context(cluster.placed(bundles, config.limits.placement_timeout_s)) if bundles else None
         # Only now, so that a run which the cluster has no room for is not one that was begun.
+        stack.enter_context(held_run_dir(config))
         files = open_run_dir(config, resume)
         files.write_plan(asdict(prepared.plan))
         start = _find_start(files, prepared) if resume else Start()
@@ -93,7 +96,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stack.callback(recorder.close)
         if start.step:
             display.note(f"resuming {files.root} behind step {start.step} of {prepared.num_steps}")
-        controller = Controller(prepared, files, recorder, display, start)
+        controller = Controller(prepared, files, recorder, display, start, stop)
         stopped = controller.run(posts, group, classes or ActorClasses())
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     last = recorder.last
@@ -115,7 +118,13 @@ class Controller:
     """Starts one crew of actors, has it watched, and records and commits what it reports."""
 
     def __init__(
-        self, prepared: Prepared, files: RunDir, recorder: Recorder, display: ProgressDisplay, start: Start
+        self,
+        prepared: Prepared,
+        files: RunDir,
+        recorder: Recorder,
+        display: ProgressDisplay,
+        start: Start,
+        stop: threading.Event,
     ) -> None:
         self._prepared = prepared
         self._config = prepared.config
@@ -123,18 +132,21 @@ class Controller:
         self._recorder = recorder
         self._display = display
         self._start = start
+        self._stop = stop
         self._run_id = secrets.token_hex(4)
 
     def run(self, posts: list[crew.Post], group: PlacementGroup | None, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
-        stop = threading.Event()
-        with _stop_on_signals(stop), self._probe():
+        # Once more, since Ray has put a handler of its own in place of the one for SIGTERM.
+        with _stop_on_signals(self._stop), self._probe():
+            if self._stop.is_set():
+                return True
             coordinator = crew.start_coordinator(self._config, classes, partial(make_flow, self._flow_settings()))
             actors = crew.start_actors(
                 self._config, posts, group, classes, coordinator, self._run_id, self._prepared.num_steps
             )
             try:
-                watcher = self._watcher(actors, stop)
+                watcher = self._watcher(actors)
                 self._start_loops(actors, watcher)
                 return watcher.until_end()
             except StopRequested:
@@ -142,10 +154,10 @@ class Controller:
             finally:
                 actors.kill()
 
-    def _watcher(self, actors: Crew, stop: threading.Event) -> Watcher:
+    def _watcher(self, actors: Crew) -> Watcher:
         limits = self._config.limits
         state = RunState(actors.roles, limits.max_encoder_restarts, self._config.data.max_rejected_fraction)
-        return Watcher(actors, state, limits, self._take, self._display.note, stop)
+        return Watcher(actors, state, limits, self._take, self._display.note, self._stop)
 
     def _start_loops(self, actors: Crew, watcher: Watcher) -> None:
         for name, role in actors.roles.items():

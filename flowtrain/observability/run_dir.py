@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.errors import ConfigError
 from flowtrain.observability.files import PRIVATE_DIRECTORY, replace_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,31 @@ class RunDir:
 def run_dir(config: RunConfig) -> RunDir:
     """The run's directory; nothing is created."""
     return RunDir(Path(config.runs_dir).expanduser().absolute() / config.name)
+
+
+@contextmanager
+def held_run_dir(config: RunConfig) -> Iterator[None]:
+    """Keep the run's directory, which is made if need be, to this process; the system lets go of it at its end.
+
+    Raises ConfigError while another process trains there, which cutting files back for a resume would ruin.
+    """
+    root = run_dir(config).root
+    root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"{root}: another process is training this run; wait for its end or stop it, or give this one another name "
+            f"(name={config.name}-2)"
+        ) from error
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s); see that only one process trains there", root, error)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def open_run_dir(config: RunConfig, resume: bool) -> RunDir:

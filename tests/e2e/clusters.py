@@ -15,11 +15,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobSubmissionClient
 from ray.util.state import StateApiClient
 from ray.util.state.common import ActorState, ListApiOptions, StateResource
 
@@ -123,9 +123,9 @@ class Cluster:
                     values[line.partition("{")[0]] = float(line.rpartition(" ")[2])
         return values
 
-    def job_status(self, job: str) -> JobStatus:
-        """How a job stands."""
-        return JobSubmissionClient(self.url, headers=self.headers()).get_job_status(job)
+    def jobs(self) -> JobSubmissionClient:
+        """Ray's interface to the jobs."""
+        return JobSubmissionClient(self.url, headers=self.headers())
 
     # --- what a user does ---------------------------------------------------------------------------------------
 
@@ -150,20 +150,6 @@ class Cluster:
             process.kill()
             process.wait()
 
-    def ray(self, *arguments: str) -> str:
-        """Run a command of Ray's that is to succeed; returns what it says."""
-        done = subprocess.run(
-            [BIN / "ray", *arguments],
-            env=self.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=COMMAND_LIMIT_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"ray {' '.join(arguments)} ended with {done.returncode}: {done.stdout}"
-        return done.stdout
-
     # --- its processes ------------------------------------------------------------------------------------------
 
     def members(self) -> set[Process]:
@@ -179,10 +165,8 @@ class Cluster:
     def end(self) -> None:
         """End the cluster and whatever still belongs to it."""
         self._ray.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._ray.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            pass
         deadline = time.monotonic() + END_LIMIT_S
         while left := self.members():
             assert time.monotonic() < deadline, f"processes that cannot be ended: {left}"

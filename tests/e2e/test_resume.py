@@ -223,6 +223,16 @@ def test_killed_and_stopped_runs_end_as_the_undisturbed_one(world: Path, undistu
     check_same_end(last.run, undisturbed)
 
 
+def test_a_run_is_interrupted_while_it_starts(world: Path) -> None:
+    config = config_of(world, "early")
+    with driver(config, world / "early.log") as early:
+        early.wait_until(lambda: len(early.session()) > 1, "the start of Ray")
+        early.signal_group(signal.SIGINT)
+        assert early.wait() == EXIT_STOPPED, early.report("an interrupted run ends with 130")
+        early.check_nothing_is_left()
+        assert early.num_steps == 0
+
+
 def test_a_killed_bf16_run_ends_as_the_undisturbed_one(world: Path, ray_cluster: None) -> None:
     undisturbed = bf16_config(world, "bf16-undisturbed")
     run_training(undisturbed)

@@ -1,0 +1,129 @@
+"""What comes of a coordinator that raises, does not answer, or is gone; and how long a wait may last."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from flowtrain.actors import link as link_module
+from flowtrain.actors.link import Patience, RayLink
+from flowtrain.actors.spans import SpanLog
+from flowtrain.config.flow import LimitsConfig
+from flowtrain.errors import OwnerLostError, StallError, WorkerLostError
+
+
+def task_error(cause: BaseException) -> BaseException:
+    error = ray.exceptions.RayTaskError("lease", "remote traceback", cause, proctitle="x", pid=1, ip="127.0.0.1")
+    return error.as_instanceof_cause()
+
+
+class World:
+    """A link whose coordinator answers every call with ``answer``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answer: Any = None
+        self.sent: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(ray, "get", self._get)
+        methods = {
+            name: SimpleNamespace(remote=lambda *args, name=name: self.sent.append((name, *args)) or len(self.sent))
+            for name in ("lease", "release")
+        }
+        self.link = RayLink(SimpleNamespace(**methods))
+
+    def _get(self, refs: list[Any], timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "no wait without a timeout"
+        if isinstance(self.answer, BaseException) and refs:
+            raise self.answer
+        return [self.answer for _ in refs]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_a_call_brings_the_answer(world: World) -> None:
+    world.answer = "yes"
+    assert world.link.call("lease", 1, "vision") == "yes"
+    assert world.sent == [("lease", 1, "vision")]
+
+
+def test_our_errors_arrive_as_themselves(world: World) -> None:
+    world.answer = task_error(OwnerLostError("gone"))
+    with pytest.raises(OwnerLostError) as caught:
+        world.link.call("lease")
+    assert type(caught.value) is OwnerLostError and str(caught.value) == "gone"
+    assert "remote traceback" in str(caught.value.__cause__)
+
+
+def test_other_errors_keep_their_remote_traceback(world: World) -> None:
+    world.answer = task_error(AssertionError("a bug"))
+    with pytest.raises(AssertionError, match="remote traceback"):
+        world.link.call("lease")
+
+
+def test_a_coordinator_that_is_gone_or_silent_is_said(world: World) -> None:
+    world.answer = ray.exceptions.RayActorError(None, "The actor died.")
+    with pytest.raises(WorkerLostError, match="the coordinator died"):
+        world.link.call("lease")
+    world.answer = ray.exceptions.GetTimeoutError("late")
+    with pytest.raises(StallError, match=r"did not answer \(lease\)"):
+        world.link.call("lease")
+
+
+def test_what_was_posted_fails_at_the_flush_and_is_forgotten(world: World) -> None:
+    world.answer = task_error(OwnerLostError("gone"))
+    world.link.post("release", 1)
+    world.link.post("release", 2)
+    with pytest.raises(OwnerLostError):
+        world.link.flush()
+    world.link.flush()
+    assert world.sent == [("release", 1), ("release", 2)]
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+
+LIMITS = LimitsConfig(stall_warning_s=10.0, stall_timeout_s=35.0)
+
+
+def test_a_wait_warns_in_time_and_then_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock, described = Clock(monkeypatch), []
+    patience = Patience("rank 0", LIMITS, lambda: described.append(1) or "the moon")
+    with caplog.at_level(logging.WARNING):
+        for clock.now_s in (1.0, 11.0, 12.0, 21.0, 29.0):
+            patience.tick()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 has waited 11 s: the moon",
+        "rank 0 has waited 21 s: the moon",
+    ]
+    assert len(described) == 2, "it is asked only when there is something to say"
+    clock.now_s = 35.0
+    with pytest.raises(StallError, match=r"rank 0 waited 35 s, the limit of limits.stall_timeout_s: the moon"):
+        patience.tick()
+
+
+def test_an_endless_wait_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    patience = Patience("encoder-0", LIMITS, lambda: "the backbone is behind", endless=True)
+    clock.now_s = 1e6
+    patience.tick()
+
+
+def test_spans_are_handed_over_once() -> None:
+    spans = SpanLog("encoder-0")
+    spans.add("encode", 1.0, 2.0, images=3)
+    spans.add("put", 2.0, 3.0)
+    first = spans.take()
+    assert [(span.actor, span.name, span.args) for span in first] == [
+        ("encoder-0", "encode", {"images": 3}),
+        ("encoder-0", "put", {}),
+    ]
+    assert spans.take() == ()

@@ -1,0 +1,145 @@
+"""What is said of a cluster that lacks something, with fakes in place of Ray's functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ray
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import cluster
+from flowtrain.controller.cluster import check_resources, connected, placed
+from flowtrain.errors import ResourceError
+from tests.training.ranks import make_config
+
+
+def set_cluster(
+    monkeypatch: pytest.MonkeyPatch, *nodes: dict[str, float], dead: dict[str, float] | None = None
+) -> None:
+    """A cluster of these nodes."""
+    total: dict[str, float] = {}
+    for node in nodes:
+        for name, amount in node.items():
+            total[name] = total.get(name, 0.0) + amount
+    described = [{"Alive": True, "Resources": node} for node in nodes]
+    if dead is not None:
+        described.append({"Alive": False, "Resources": dead})
+    monkeypatch.setattr(ray, "cluster_resources", lambda: total)
+    monkeypatch.setattr(ray, "available_resources", lambda: {name: amount / 2 for name, amount in total.items()})
+    monkeypatch.setattr(ray, "nodes", lambda: described)
+
+
+def refusal(bundles: list[dict[str, float]], pool_nbytes: int = 0) -> str:
+    with pytest.raises(ResourceError) as caught:
+        check_resources(bundles, pool_nbytes)
+    return str(caught.value)
+
+
+def test_a_cluster_that_has_all_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, {"CPU": 2.0, "GPU": 1.0, "memory": 1e9})
+    check_resources([{"CPU": 0.7}, {"CPU": 0.6}, {"CPU": 0.7, "GPU": 1.0}], 10**9)
+
+
+def test_everything_that_lacks_is_said_at_once_with_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, {"CPU": 2.0, "memory": 1e6})
+    message = refusal([{"CPU": 1.5}, {"CPU": 1.5, "GPU": 1.0}], 5_000_000)
+    assert "CPU: 3 needed, 2 in the cluster" in message
+    assert "GPU: 1 needed, 0 in the cluster" in message
+    assert "5000000 bytes needed, 1000000 there" in message
+    assert "data_parallel_size" in message
+
+
+def test_actors_that_fit_on_no_one_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}, dead={"CPU": 64.0, "GPU": 8.0})
+    assert "no single node has 6 CPU" in refusal([{"CPU": 3.0}, {"CPU": 3.0}])
+    check_resources([{"CPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}], 0)
+
+
+class FakeGroup:
+    def __init__(self, comes: bool) -> None:
+        self.comes = comes
+        self.waited_s: float | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waited_s = timeout_s
+        return self.comes
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    groups: list[Any] = []
+    monkeypatch.setattr(cluster, "remove_placement_group", groups.append)
+    return groups
+
+
+def test_a_reservation_lasts_as_long_as_the_block(monkeypatch: pytest.MonkeyPatch, removed: list[Any]) -> None:
+    group = FakeGroup(comes=True)
+    monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy: group)
+    with pytest.raises(KeyError), placed([{"CPU": 1.0}], 7.0) as found:
+        assert found is group and not removed and group.waited_s == 7.0
+        raise KeyError
+    assert removed == [group]
+
+
+def test_a_reservation_that_does_not_come_says_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, removed: list[Any]
+) -> None:
+    set_cluster(monkeypatch, {"CPU": 4.0, "GPU": 2.0, "node:10.0.0.1": 1.0})
+    group = FakeGroup(comes=False)
+    monkeypatch.setattr(cluster, "placement_group", lambda bundles, strategy: group)
+    with pytest.raises(ResourceError) as caught, placed([{"CPU": 1.5}, {"CPU": 1.5, "GPU": 2.0}], 3.0):
+        pass
+    message = str(caught.value)
+    assert "3 CPU, 2 GPU needed, 2 CPU, 1 GPU free now" in message and "limits.placement_timeout_s (3 s)" in message
+    assert removed == [group]
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return make_config(name="kite")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Arguments of ``ray.init``, and None for each ``ray.shutdown``."""
+    noted: list[Any] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **arguments: noted.append(arguments))
+    monkeypatch.setattr(ray, "shutdown", lambda: noted.append(None))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return noted
+
+
+def test_alone_a_local_cluster_starts_and_ends(config: RunConfig, calls: list[Any]) -> None:
+    with connected(config):
+        assert calls[0]["address"] == "local" and calls[0]["dashboard_host"] == "127.0.0.1"
+        assert calls[0]["namespace"] == "flowtrain-kite"
+    assert calls[1:] == [None]
+
+
+def test_a_named_cluster_is_connected_to(config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with connected(config):
+        assert "address" not in calls[0] and "num_cpus" not in calls[0]
+
+
+def test_a_named_cluster_that_is_not_there_is_said(
+    config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**arguments: Any) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(ResourceError, match=r"RAY_ADDRESS \(10\.0\.0\.1:6379\).*nobody answers"), connected(config):
+        pass
+
+
+def test_a_cluster_of_the_caller_is_used_and_left(
+    config: RunConfig, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with connected(config):
+        pass
+    assert calls == []

@@ -1,0 +1,131 @@
+"""Which actors there are, how they are started, and that all end when one cannot be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import crew as crew_module
+from flowtrain.controller.crew import (
+    ActorClasses,
+    Crew,
+    posts_of,
+    start_actors,
+    start_backbone,
+    start_coordinator,
+)
+from flowtrain.controller.state import Role
+from flowtrain.errors import ResourceError
+from tests.training.ranks import make_config
+
+
+class FakeActors:
+    """Stands for ``ray.remote``: notes who is spawned with which options, and who is killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spawned: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+        self.killed: list[Any] = []
+        self.refused: str | None = None
+        monkeypatch.setattr(ray, "remote", self._remote)
+        monkeypatch.setattr(ray, "kill", lambda handle, no_restart: self.killed.append(handle))
+        monkeypatch.setattr(crew_module, "RayLink", lambda coordinator: f"link to {coordinator}")
+
+    def _remote(self, actor_class: type) -> Any:
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self._spawner(actor_class, options)))
+
+    def _spawner(self, actor_class: type, options: dict[str, Any]) -> Any:
+        def spawn(*args: Any) -> str:
+            if options["name"] == self.refused:
+                raise ValueError(f"name {self.refused} is taken")
+            self.spawned.append((actor_class.__name__, options, args))
+            return f"{options['name']} #{len(self.spawned)}"
+
+        return spawn
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> FakeActors:
+    return FakeActors(monkeypatch)
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return make_config(
+        name="kite",
+        encoders={"vision": {"path": "unused", "data_parallel_size": 2}},
+        backbone={"path": "unused", "data_parallel_size": 2},
+    )
+
+
+NAMES = ["encoder-0", "encoder-1", "backbone-dp0-pp0-tp0", "backbone-dp1-pp0-tp0", "feeder-0"]
+
+
+def start(config: RunConfig) -> Crew:
+    posts = posts_of(fixed_plan(config))
+    return start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
+
+
+def test_every_actor_of_the_plan_has_a_post(config: RunConfig) -> None:
+    posts = posts_of(fixed_plan(config))
+    assert [post.name for post in posts] == NAMES
+    assert [post.role for post in posts] == [Role.ENCODER] * 2 + [Role.BACKBONE] * 2 + [Role.FEEDER]
+    assert [post.bundle for post in posts] == [{"CPU": 1.0}] * 4 + [{}]
+
+
+def test_actors_are_spawned_by_name_in_the_runs_namespace(config: RunConfig, actors: FakeActors) -> None:
+    crew = start(config)
+    assert list(crew.actors) == list(crew.roles) == NAMES
+    assert [name for name, _, _ in actors.spawned] == ["Encoder"] * 2 + ["BackboneRank"] * 2 + ["Feeder"]
+    assert all(options["namespace"] == "flowtrain-kite" for _, options, _ in actors.spawned)
+    assert actors.spawned[1][2] == (config, "vision", "encoder-1", "run")
+    assert actors.spawned[3][2] == (config, 1, 2, "backbone-dp1-pp0-tp0", 10, "run")
+    assert list(crew.of_role(Role.BACKBONE)) == NAMES[2:4]
+
+
+def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: FakeActors) -> None:
+    actors.refused = "backbone-dp1-pp0-tp0"
+    with pytest.raises(ValueError, match="is taken"):
+        start(config)
+    assert actors.killed == ["encoder-0 #1", "encoder-1 #2", "backbone-dp0-pp0-tp0 #3", "coordinator"]
+
+
+def test_a_run_that_is_running_already_is_said(config: RunConfig, actors: FakeActors) -> None:
+    actors.refused = "coordinator"
+    with pytest.raises(ResourceError, match="'kite' is running in this cluster already"):
+        start_coordinator(config, ActorClasses(), lambda: None)  # type: ignore[arg-type, return-value]  # never called
+
+
+class FakeRank:
+    """A backbone rank on a node."""
+
+    def __init__(self, name: str, node: str, log: list[str], peak: float = 0.0) -> None:
+        self.node_address = SimpleNamespace(remote=lambda: node)
+        self.open_rendezvous = SimpleNamespace(remote=lambda host: log.append(f"{name} listens on {host}") or 77)
+        self.start = SimpleNamespace(
+            remote=lambda host, port, checkpoint, every: log.append(f"{name} joins {host}:{port}") or peak
+        )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [(("10.0.0.1", "10.0.0.1"), "127.0.0.1"), (("10.0.0.1", "10.0.0.2"), "10.0.0.1")]
+)
+def test_ranks_meet_on_the_loopback_only_if_they_share_a_node(nodes: tuple[str, str], host: str) -> None:
+    log: list[str] = []
+    crew = Crew(None, None)  # type: ignore[arg-type]  # nobody talks to them
+    for index, (node, peak) in enumerate(zip(nodes, (3.0, 2.0), strict=True)):
+        crew.actors[f"rank {index}"] = FakeRank(f"rank {index}", node, log, peak)
+        crew.roles[f"rank {index}"] = Role.BACKBONE
+    waited: list[list[str]] = []
+
+    def results(calls: Any) -> list[Any]:
+        waited.append(list(calls))
+        return list(calls.values())
+
+    assert start_backbone(crew, None, None, results) == 2.0, "the slowest device counts"
+    assert log == [f"rank 0 listens on {host}", f"rank 0 joins {host}:77", f"rank 1 joins {host}:77"]
+    assert waited == [["rank 0", "rank 1"], ["rank 0"], ["rank 0", "rank 1"]]

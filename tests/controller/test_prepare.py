@@ -1,0 +1,121 @@
+"""What is known before anything starts: steps, sizes, shapes, and whether the memory suffices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.prepare import check_memory, model_spec, prepare
+from flowtrain.errors import ConfigError, DataError
+from flowtrain.mempool.capacity import check_capacity
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.types import PartSize, SampleRef, SizedSample
+from tests.e2e.worlds import World, tiny_config
+
+NUM_ROWS, NUM_EVAL_ROWS = 20, 5
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("prepare")
+    for name, rows in (("train", NUM_ROWS), ("eval", NUM_EVAL_ROWS), ("empty", 0)):
+        world = World()
+        world.add_mixed(rows)
+        world.write(directory / f"{name}.parquet")
+    return directory
+
+
+def config_of(directory: Path, *overrides: str, **sections: object) -> RunConfig:
+    return tiny_config(directory, directory / "train.parquet", "prepare", *overrides, **sections)
+
+
+def test_a_run_by_steps(data: Path) -> None:
+    prepared = prepare(config_of(data))
+    assert (prepared.num_steps, prepared.total_positions) == (4, None)
+    assert prepared.source_sizes == (NUM_ROWS,) and prepared.epoch_positions == NUM_ROWS
+    assert prepared.eval_every is None and prepared.num_eval == 0
+    assert prepared.plan.encoders["vision"].num_actors == 2
+
+
+def test_a_run_by_epochs_with_evaluation(data: Path) -> None:
+    evaluation = {"path": str(data / "eval.parquet"), "every_steps": 2}
+    prepared = prepare(
+        config_of(
+            data,
+            "training.max_steps=null",
+            "training.num_epochs=1.5",
+            data={"eval": evaluation, "sources": [{"path": str(data / "train.parquet"), "name": "clips"}]},
+        )
+    )
+    assert (prepared.num_steps, prepared.total_positions) == (4, 30)
+    assert prepared.num_eval == NUM_EVAL_ROWS and prepared.eval_every == 2
+    assert prepared.source_names == ("clips",)
+
+
+def test_sources_without_rows_are_refused(data: Path) -> None:
+    with pytest.raises((ConfigError, DataError), match="rows"):
+        prepare(tiny_config(data, data / "empty.parquet", "prepare"))
+
+
+def test_the_models_shapes_are_those_that_are_trained(data: Path) -> None:
+    family = family_from_config(config_of(data))
+    spec = model_spec(family)
+    assert (spec.backbone.hidden_size, spec.backbone.num_layers) == (64, 2)
+    assert spec.encoders["vision"].hidden_size == 32
+    model = family.load_backbone()
+    assert spec.backbone.num_parameters + spec.connector.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "knob"),
+    [
+        (["pool.text_segment_nbytes=65536", "training.global_batch_size=65"], "pool.text_segment_nbytes"),
+        (["encoders.vision.segment_nbytes=65536", "training.global_batch_size=9"], "encoders.vision.segment_nbytes"),
+    ],
+)
+def test_too_little_memory_is_refused_with_its_knob(data: Path, overrides: list[str], knob: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_of(data, *overrides))
+    message = str(caught.value)
+    assert f"raise {knob} to at least" in message and "training.global_batch_size" in message
+
+
+def test_a_long_evaluation_counts_as_a_step(data: Path) -> None:
+    config = config_of(data, "pool.text_segment_nbytes=65536")
+    family = family_from_config(config)
+    check_memory(config, family, num_eval=64)
+    with pytest.raises(ConfigError, match=r"pool\.text_segment_nbytes"):
+        check_memory(config, family, num_eval=65)
+
+
+@pytest.mark.parametrize("max_batch_patches", [4, 12, 128, 500])
+@pytest.mark.parametrize("alignment", [64, 4096])
+@pytest.mark.parametrize("rows_of_samples", [[128] * 8, [1] * 8, [1, 128] * 4, [100, 30] * 4, [60, 70, 3, 128] * 2])
+def test_what_passes_the_check_holds_every_step(
+    data: Path, max_batch_patches: int, alignment: int, rows_of_samples: list[int]
+) -> None:
+    """Where the check passes, the real batches of a step are no more, and none is larger, than it counted with."""
+    config = config_of(data, f"encoders.vision.max_batch_patches={max_batch_patches}", f"pool.alignment={alignment}")
+    family = family_from_config(config)
+    largest, most = [], []
+
+    def note(segments: list[int], largest_part_nbytes: int, parts_per_step: int, knob: str) -> None:
+        if knob.startswith("encoders"):
+            largest.append(largest_part_nbytes)
+            most.append(parts_per_step)
+        check_capacity([1 << 40], largest_part_nbytes, parts_per_step, knob)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flowtrain.controller.prepare.check_capacity", note)
+        check_memory(config, family, num_eval=0)
+    row_nbytes = family.row_nbytes("vision")
+    samples = [
+        SizedSample(SampleRef(k, 0, k, 0), rows, rows, 1, (PartSize("vision", 1, rows, rows, rows * row_nbytes),))
+        for k, rows in enumerate(rows_of_samples)
+    ]
+    batches = make_encode_batches(0, samples, {"vision": max_batch_patches}, alignment)
+    assert max(batch.nbytes for batch in batches) <= largest[0]
+    assert len(batches) <= most[0]

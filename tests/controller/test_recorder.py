@@ -1,0 +1,268 @@
+"""The run's files as events make them, and how a resume cuts them back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import recorder as recorder_module
+from flowtrain.controller.prepare import Prepared
+from flowtrain.controller.recorder import Recorder
+from flowtrain.observability.ledger import read_ledger
+from flowtrain.observability.metrics import StepMetrics
+from flowtrain.observability.progress import ProgressDisplay
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.trace import read_spans
+from flowtrain.types import (
+    EVAL_POSITION_BASE,
+    CheckpointWritten,
+    Event,
+    LedgerRow,
+    RankReport,
+    Rejected,
+    Rejection,
+    RejectReason,
+    SampleRef,
+    Span,
+    SpansRecorded,
+    Unit,
+    UnitDone,
+    UnitKind,
+)
+from tests.training.ranks import make_config
+
+BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2
+STEP_S = 2.0
+
+
+def make_prepared(eval_every: int | None = EVAL_EVERY) -> Prepared:
+    evaluation = {"path": "unused", "every_steps": eval_every, "max_samples": NUM_EVAL} if eval_every else None
+    sources = [{"path": "unused", "name": "cats"}, {"path": "unused", "name": "dogs"}]
+    config: RunConfig = make_config(
+        data={"sources": sources, "eval": evaluation},
+        training={"global_batch_size": BATCH},
+        encoders={"vision": {"path": "unused", "data_parallel_size": 2}},
+    )
+    return Prepared(
+        config=config,
+        plan=fixed_plan(config),
+        model_spec=None,  # type: ignore[arg-type]  # the recorder does not look at it
+        source_names=("cats", "dogs"),
+        source_sizes=(12, 8),
+        num_eval=NUM_EVAL if eval_every else 0,
+        num_steps=10,
+        total_positions=None,
+    )
+
+
+def train_unit(step: int) -> Unit:
+    return Unit(step - 1 + (step - 1) // EVAL_EVERY, UnitKind.TRAIN, step, (step - 1) * BATCH, BATCH)
+
+
+def eval_unit(step: int) -> Unit:
+    first = EVAL_POSITION_BASE + (step // EVAL_EVERY - 1) * NUM_EVAL
+    return Unit(train_unit(step).index + 1, UnitKind.EVAL, step, first, NUM_EVAL)
+
+
+def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5), **changes: Any) -> UnitDone:
+    """Step k ends at k * STEP_S; an evaluation takes a further half of a second."""
+    is_training = unit.kind is UnitKind.TRAIN
+    finished_s = unit.step * STEP_S + (0.0 if is_training else 0.5)
+    lr = 0.1 if is_training else None
+    reports = tuple(
+        RankReport(
+            unit.index, unit.kind, unit.step, rank, loss, lr, lr, 4, 40, 8, finished_s - 1.0, finished_s, starved, 0.25
+        )
+        for rank, starved in enumerate(starved_s)
+    )
+    rows = tuple(
+        LedgerRow(position, position % 2, position, 0, unit.step, 0 if k else -1, 1 if k else -1, "consumed")
+        for k, position in enumerate(unit.positions)
+    )
+    values: dict[str, Any] = {
+        "unit": unit,
+        "reports": reports,
+        "plan_time_s": 0.01,
+        "num_microbatches": 2,
+        "packing_fill": 0.9,
+        "dp_imbalance": 0.1,
+        "model_flops": 600.0,
+        "blocked_s": 0.5,
+        "produced_samples": 6,
+        "num_rejected": 1,
+        "pool_dram_nbytes": 100,
+        "pool_dram_bound_nbytes": 1000,
+        "ledger": rows,
+        "sampler_state": {"position": unit.positions.stop},
+    }
+    return UnitDone(**(values | changes))
+
+
+def rejected(*positions: int, num_rejected: int = 1) -> Rejected:
+    return Rejected(tuple(map(rejection_of, positions)), num_rejected, 8)
+
+
+def rejection_of(position: int) -> Rejection:
+    """An evaluation round takes the same rows as the one before."""
+    is_evaluated = position >= EVAL_POSITION_BASE
+    source, row = (2, (position - EVAL_POSITION_BASE) % NUM_EVAL) if is_evaluated else (0, position)
+    return Rejection(SampleRef(position, source, row, 0), RejectReason.EMPTY_ANSWER, "")
+
+
+class World:
+    """A run directory and the recorders that write into it, one after another."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(exist_ok=True)
+        self.files = RunDir(root)
+        self.shown: list[StepMetrics] = []
+
+    def record(self, *events: Event, first_step: int = 0, prepared: Prepared | None = None) -> Recorder:
+        recorder = self.open(first_step, prepared)
+        for event in events:
+            recorder.take(event)
+        return recorder
+
+    def open(self, first_step: int = 0, prepared: Prepared | None = None) -> Recorder:
+        display = ProgressDisplay("off", 10)
+        return Recorder(prepared or make_prepared(), self.files, first_step, display, self.shown.append)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.files.metrics.read_text().splitlines()]
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.metrics()]
+
+    def ledger_steps(self) -> list[int]:
+        return sorted({row["step"] for row in read_ledger(self.files.ledger).to_pylist()})
+
+    def quarantined(self) -> list[int]:
+        return [json.loads(line)["position"] for line in self.files.quarantine.read_text().splitlines()]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "run")
+
+
+def test_a_step_becomes_a_line_with_its_figures(world: World) -> None:
+    recorder = world.open()
+    recorder.peak_flops = 100.0
+    recorder.take(done(train_unit(1), loss=3.0))
+    (line,) = world.metrics()
+    assert line["step"] == 1 and line["loss"] == 3.0 and line["epoch"] == BATCH / 20
+    assert line["step_time_s"] == 1.0, "the first step is measured from its own start"
+    assert line["starved_s"] == 1.0 and line["fetch_s"] == 0.25 and line["blocked_s"] == 0.5
+    assert line["tokens_per_s"] == 40.0 and line["tokens_per_s_per_device"] == pytest.approx(40.0 / 3)
+    assert line["mfu"] == pytest.approx(600.0 / 1.0 / (3 * 100.0))
+    assert line["produced_samples_per_s"] == 6.0 and line["consumed_samples_per_s"] == 4.0
+    assert line["rejected"] == 1 and line["eval_loss"] is None and line["pool_dram_nbytes"] == 100
+    assert [metrics.step for metrics in world.shown] == [1]
+    assert recorder.last is not None and recorder.last.step == 1
+
+
+def test_steps_are_timed_end_to_end_without_the_evaluation(world: World) -> None:
+    world.record(*(done(unit) for unit in (train_unit(1), train_unit(2), eval_unit(2), train_unit(3))))
+    assert [line["step_time_s"] for line in world.metrics()] == [1.0, STEP_S, STEP_S - 0.5]
+
+
+def test_without_a_known_peak_there_is_no_mfu(world: World) -> None:
+    world.record(done(train_unit(1)))
+    assert world.metrics()[0]["mfu"] is None
+
+
+def test_the_line_of_a_step_waits_for_its_evaluation(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2), loss=2.0))
+    assert world.steps() == [1], "an evaluation follows step 2"
+    recorder.take(done(eval_unit(2), loss=7.0))
+    assert [(line["loss"], line["eval_loss"]) for line in world.metrics()] == [(1.0, None), (2.0, 7.0)]
+    assert recorder.last_eval_loss == 7.0
+    recorder.take(done(train_unit(3)))
+    assert recorder.last is not None and recorder.last.eval_loss is None and recorder.last_eval_loss == 7.0
+
+
+def test_a_line_without_its_evaluation_is_written_when_the_run_ends(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)))
+    recorder.close()
+    recorder.close()
+    assert [(line["step"], line["eval_loss"]) for line in world.metrics()] == [(1, None), (2, None)]
+
+
+def test_a_checkpoint_finds_ledger_and_metrics_on_disk(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)), done(eval_unit(2)), CheckpointWritten(2, "x"))
+    assert not world.ledger_steps()
+    recorder.flush()
+    assert world.steps() == world.ledger_steps() == [1, 2]
+    rows = read_ledger(world.files.ledger).to_pylist()
+    assert [row["position"] for row in rows] == list(range(2 * BATCH)), "evaluation samples are not in the ledger"
+    assert rows[0]["source"] == "cats" and rows[0]["dp_rank"] is None and rows[0]["microbatch"] is None
+    assert rows[1]["source"] == "dogs" and rows[1]["dp_rank"] == 0 and rows[1]["microbatch"] == 1
+
+
+def test_sampler_states_are_kept_until_a_checkpoint_passes_them(world: World) -> None:
+    recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
+    assert recorder.sampler_states[2] == {"position": 2 * BATCH}
+    recorder.forget_before(2)
+    assert list(recorder.sampler_states) == [3]
+
+
+def test_rows_do_not_pile_up_between_checkpoints(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_BUFFERED_ROWS", 2 * BATCH)
+    recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
+    assert world.ledger_steps() == [1, 2]
+    recorder.flush()
+    assert world.ledger_steps() == [1, 2, 3]
+
+
+def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
+    first = world.record(
+        *(done(train_unit(step)) for step in (1, 2)),
+        rejected(1),
+        rejected(3 * BATCH, num_rejected=2),
+        rejected(EVAL_POSITION_BASE + 1, num_rejected=2),
+        rejected(EVAL_POSITION_BASE + NUM_EVAL, num_rejected=2),
+        done(eval_unit(2)),
+        done(train_unit(3)),
+    )
+    first.flush()
+    first.close()
+    second = world.open(first_step=2)
+    assert world.steps() == world.ledger_steps() == [1, 2]
+    assert world.quarantined() == [1, EVAL_POSITION_BASE + 1]
+    assert second.num_rejected == 1 and second.num_seen == 2 * BATCH
+    for event in (rejected(3 * BATCH, num_rejected=2), done(train_unit(3)), done(train_unit(4)), done(eval_unit(4))):
+        second.take(event)
+    second.flush()
+    assert world.steps() == world.ledger_steps() == [1, 2, 3, 4]
+    assert world.quarantined() == [1, EVAL_POSITION_BASE + 1, 3 * BATCH]
+
+
+def test_what_was_seen_before_a_resume_ends_with_the_data(world: World) -> None:
+    prepared = make_prepared()
+    object.__setattr__(prepared, "total_positions", 2 * BATCH - 1)
+    assert world.open(2, prepared).num_seen == 2 * BATCH - 1
+
+
+def test_a_bad_evaluation_sample_is_quarantined_once(world: World) -> None:
+    first_round, second_round = EVAL_POSITION_BASE + 1, EVAL_POSITION_BASE + NUM_EVAL + 1
+    recorder = world.record(rejected(first_round), rejected(1), rejected(second_round), rejected(5, num_rejected=2))
+    assert world.quarantined() == [first_round, 1, 5]
+    assert recorder.num_rejected == 2
+    recorder.close()
+    world.open(first_step=EVAL_EVERY).take(rejected(second_round))
+    assert world.quarantined() == [first_round, 1, 5], "also behind a resume"
+
+
+def test_spans_go_into_the_trace(world: World) -> None:
+    world.record(SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))).close()
+    assert [(span.actor, span.name) for span in read_spans(world.files.trace)] == [("encoder-0", "encode")]
+
+
+def test_without_evaluation_no_line_is_held(world: World) -> None:
+    world.record(*(done(train_unit(step)) for step in (1, 2)), prepared=make_prepared(eval_every=None))
+    assert world.steps() == [1, 2]

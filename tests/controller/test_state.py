@@ -1,0 +1,180 @@
+"""The state machine, as tables: every role and every event in every phase."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.controller.state import (
+    MIN_SAMPLES_TO_JUDGE,
+    Decision,
+    Fail,
+    Finish,
+    Phase,
+    RequestStop,
+    Restart,
+    Role,
+    RunState,
+)
+from flowtrain.errors import DataError, FlowTrainError, SourceReadError, WorkerLostError
+
+ACTORS = {
+    "encoder-0": Role.ENCODER,
+    "encoder-1": Role.ENCODER,
+    "backbone-0": Role.BACKBONE,
+    "backbone-1": Role.BACKBONE,
+    "feeder-0": Role.FEEDER,
+}
+MAX_RESTARTS = 2
+PHASES = (Phase.RUNNING, Phase.STOPPING, Phase.DRAINING, Phase.FAILED)
+
+
+def state_in(phase: Phase) -> RunState:
+    state = RunState(ACTORS, MAX_RESTARTS, max_rejected_fraction=0.1)
+    if phase is Phase.STOPPING:
+        state.on_stop()
+    elif phase is Phase.DRAINING:
+        state.on_returned("backbone-0")
+        state.on_returned("backbone-1")
+    elif phase is Phase.FAILED:
+        state.on_coordinator_lost("gone")
+    assert state.phase is phase
+    return state
+
+
+def failure(decisions: list[Decision]) -> FlowTrainError:
+    (decision,) = decisions
+    assert isinstance(decision, Fail)
+    return decision.error
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["encoder-0", "feeder-0"])
+def test_a_producer_that_died_is_started_again_while_it_is_needed(phase: Phase, name: str) -> None:
+    state = state_in(phase)
+    needed = phase in (Phase.RUNNING, Phase.STOPPING)
+    assert state.on_died(name, "killed") == ([Restart(name)] if needed else [])
+    assert state.phase is phase
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.STOPPING, Phase.FAILED])
+def test_without_a_rank_the_run_cannot_go_on(phase: Phase) -> None:
+    state = state_in(phase)
+    decisions = state.on_died("backbone-1", "out of memory")
+    if phase is not Phase.FAILED:
+        error = failure(decisions)
+        assert isinstance(error, WorkerLostError)
+        assert all(word in str(error) for word in ("backbone-1", "out of memory", "--resume"))
+    else:
+        assert decisions == []
+    assert state.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["encoder-0", "feeder-0", "backbone-0"])
+def test_an_error_fails_the_run_unless_its_work_is_done(phase: Phase, name: str) -> None:
+    if phase is Phase.DRAINING and name == "backbone-0":
+        return  # it has returned
+    state = state_in(phase)
+    decisions = state.on_failed(name, ValueError("odd"))
+    if phase in (Phase.RUNNING, Phase.STOPPING):
+        error = failure(decisions)
+        assert isinstance(error, WorkerLostError) and str(error) == f"{name} failed: ValueError: odd"
+        assert state.phase is Phase.FAILED
+    else:
+        assert decisions == [] and state.phase is phase
+
+
+def test_our_own_errors_are_shown_as_they_are() -> None:
+    error = SourceReadError("the disk is gone")
+    assert failure(state_in(Phase.RUNNING).on_failed("feeder-0", error)) is error
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_stop_is_asked_for_once_and_only_while_running(phase: Phase) -> None:
+    state = state_in(phase)
+    first, second = state.on_stop(), state.on_stop()
+    assert first == ([RequestStop()] if phase is Phase.RUNNING else []) and second == []
+    assert state.was_stopped == (phase in (Phase.RUNNING, Phase.STOPPING))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_without_the_coordinator_the_run_fails(phase: Phase) -> None:
+    state = state_in(phase)
+    assert "coordinator died (gone)" in str(failure(state.on_coordinator_lost("gone")))
+    assert state.phase is Phase.FAILED
+
+
+def test_restarts_are_counted_for_each_producer() -> None:
+    state = state_in(Phase.RUNNING)
+    for _ in range(MAX_RESTARTS):
+        assert state.on_died("encoder-0", "killed") == [Restart("encoder-0")]
+        assert state.on_died("encoder-1", "killed") == [Restart("encoder-1")]
+    error = failure(state.on_died("encoder-0", "killed"))
+    assert f"died {MAX_RESTARTS + 1} times" in str(error) and "limits.max_encoder_restarts is 2" in str(error)
+
+
+def test_the_run_drains_behind_the_backbone_and_then_it_is_over() -> None:
+    state = state_in(Phase.RUNNING)
+    assert state.on_returned("encoder-0") == [] and state.phase is Phase.RUNNING
+    assert state.on_returned("backbone-0") == [] and state.phase is Phase.RUNNING
+    assert state.on_returned("backbone-1") == [] and state.phase is Phase.DRAINING
+    assert state.on_died("feeder-0", "killed") == []
+    assert state.on_failed("encoder-1", OSError("late")) == [Finish()]
+    assert state.phase is Phase.FINISHED and not state.was_stopped
+
+
+@pytest.mark.parametrize(
+    ("num_rejected", "num_seen", "fails"),
+    [
+        (MIN_SAMPLES_TO_JUDGE - 1, MIN_SAMPLES_TO_JUDGE - 1, False),
+        (10, 100, False),
+        (11, 100, True),
+        (MIN_SAMPLES_TO_JUDGE, MIN_SAMPLES_TO_JUDGE, True),
+        (0, 0, False),
+    ],
+)
+def test_too_many_rejected_samples_fail_the_run(num_rejected: int, num_seen: int, fails: bool) -> None:
+    state = state_in(Phase.RUNNING)
+    decisions = state.on_rejected(num_rejected, num_seen)
+    assert bool(decisions) == fails
+    if fails:
+        error = failure(decisions)
+        assert isinstance(error, DataError)
+        assert f"{num_rejected} of {num_seen}" in str(error) and "data.max_rejected_fraction (10.0%)" in str(error)
+        assert state.on_rejected(num_rejected, num_seen) == [], "it is said once"
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["returned", "died", "failed", "stop"]), st.sampled_from(sorted(ACTORS))))
+
+
+@settings(deadline=None)
+@given(EVENTS)
+def test_every_run_of_events_ends_in_one_way(events: list[tuple[str, str]]) -> None:
+    """Whatever happens: at most one failure is decided, and a run is over when all returned or one failed for good."""
+    state = RunState(ACTORS, MAX_RESTARTS, 1.0)
+    running = dict(ACTORS)
+    decided: list[Decision] = []
+    for event, name in events:
+        if state.phase in (Phase.FINISHED, Phase.FAILED):
+            break
+        if event == "stop":
+            decided += state.on_stop()
+            continue
+        if name not in running:
+            continue
+        if event == "returned":
+            new = state.on_returned(name)
+        else:
+            new = state.on_died(name, "x") if event == "died" else state.on_failed(name, ValueError("x"))
+        if Restart(name) not in new:
+            del running[name]
+        decided += new
+    ends = [decision for decision in decided if isinstance(decision, Fail | Finish)]
+    assert len(ends) == (state.phase in (Phase.FINISHED, Phase.FAILED))
+    assert (state.phase is Phase.FINISHED) == (not running and not any(isinstance(end, Fail) for end in ends))
+    assert sum(isinstance(decision, RequestStop) for decision in decided) <= 1
+    backbone_left = Role.BACKBONE in running.values()
+    if state.phase is not Phase.FAILED and running:
+        assert (state.phase is Phase.DRAINING) == (not backbone_left)

@@ -1,0 +1,234 @@
+"""The watcher over a fake Ray: starts, restarts, stops, failures, and that nothing which was reported is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flowtrain.config.flow import LimitsConfig
+from flowtrain.controller import watch
+from flowtrain.controller.state import Role, RunState
+from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
+from flowtrain.types import CheckpointWritten, Event, Rejected
+from tests.controller.fake_ray import FakeCrew, FakeRay, Ref, died, not_constructed, task_error
+
+ROLES = {
+    "encoder-0": Role.ENCODER,
+    "backbone-0": Role.BACKBONE,
+    "backbone-1": Role.BACKBONE,
+    "feeder-0": Role.FEEDER,
+}
+WRITTEN = CheckpointWritten(3, "somewhere")
+
+
+class World:
+    """A crew that runs, and what the watcher made of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ray = FakeRay(monkeypatch)
+        self.crew = FakeCrew(dict(ROLES))
+        self.stop = threading.Event()
+        self.taken: list[Event] = []
+        self.notes: list[str] = []
+        self.take: Callable[[Event], None] = self.taken.append
+        self.watcher = Watcher(
+            self.crew,  # type: ignore[arg-type]  # what it uses of one
+            RunState(ROLES, max_restarts=1, max_rejected_fraction=0.1),
+            LimitsConfig(stop_timeout_s=0.01),
+            lambda event: self.take(event),
+            self.notes.append,
+            self.stop,
+        )
+
+    def until_end(self, *script: Callable[[], object]) -> bool:
+        self.ray.script = list(script)
+        return self.watcher.until_end()
+
+    def finish(self, *names: str, value: Any = None) -> Callable[[], object]:
+        return lambda: [self.crew.finish(name, value) for name in names]
+
+    def all_return(self) -> list[Callable[[], object]]:
+        return [self.finish("backbone-0", "backbone-1"), self.finish("encoder-0", "feeder-0")]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(watch, "SETTLE_S", 0.0)
+    return World(monkeypatch)
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_when_all_returned(world: World) -> None:
+    assert world.until_end(*world.all_return()) is False
+    assert world.crew.log == [] and world.notes == []
+
+
+def test_events_are_taken_in_order_to_the_last(world: World) -> None:
+    first, second, late = (CheckpointWritten(step, "x") for step in (1, 2, 3))
+    backbone, others = world.all_return()
+    world.until_end(
+        lambda: world.crew.report(first),
+        lambda: world.crew.report(second),
+        backbone,
+        lambda: (world.crew.pending.append(late), others()),  # reported as the last of them returned
+    )
+    assert world.taken == [first, second, late]
+
+
+def test_a_stop_is_asked_for_once(world: World) -> None:
+    assert world.until_end(world.stop.set, lambda: None, *world.all_return()) is True
+    assert world.crew.log == ["request_stop"]
+    assert len(world.notes) == 1 and "stopping" in world.notes[0]
+
+
+def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None:
+    world.until_end(world.finish("encoder-0", value=died()), *world.all_return())
+    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
+    assert "encoder-0 died" in world.notes[0]
+
+
+def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:
+    death = world.finish("feeder-0", value=died("Worker exits."))
+    with pytest.raises(WorkerLostError, match=r"feeder-0 died 2 times \(Worker exits\)"):
+        world.until_end(death, death)
+
+
+def test_an_error_of_a_producer_fails_the_run_readably(world: World) -> None:
+    with pytest.raises(DataError) as caught:
+        world.until_end(world.finish("feeder-0", value=task_error(DataError("no rows"))))
+    assert str(caught.value) == "no rows"
+
+
+def test_a_dead_rank_is_named_though_its_peer_failed_first(world: World) -> None:
+    closed = task_error(RuntimeError("connection closed by peer"))
+
+    def settle(refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> Any:
+        if num_returns > 1:
+            world.crew.finish("backbone-0", died())
+        return FakeRay.wait(world.ray, refs, num_returns, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.ray, "wait", settle)
+        with pytest.raises(WorkerLostError, match="backbone-0 died"):
+            world.until_end(world.finish("backbone-1", value=closed))
+
+
+def test_the_loss_of_the_coordinator_fails_the_run(world: World) -> None:
+    with pytest.raises(WorkerLostError, match=r"the coordinator died \(killed\)"):
+        world.until_end(lambda: world.crew.lose_coordinator(died("killed")))
+
+
+def test_a_coordinator_that_could_not_be_constructed_says_why(world: World) -> None:
+    with pytest.raises(WorkerLostError, match="unknown packing"):
+        world.until_end(lambda: world.crew.lose_coordinator(not_constructed(ConfigError("unknown packing"))))
+
+
+def test_a_checkpoint_that_was_written_is_taken_though_the_run_failed(world: World) -> None:
+    def written_then_dead() -> None:
+        world.crew.pending.append(WRITTEN)
+        world.crew.finish("backbone-0", died())
+
+    with pytest.raises(WorkerLostError, match="backbone-0 died"):
+        world.until_end(written_then_dead)
+    assert world.taken == [WRITTEN]
+
+
+def test_the_first_error_is_raised_though_the_last_events_cannot_be_taken(world: World) -> None:
+    def fail(event: Event) -> None:
+        raise CheckpointError("disk full")
+
+    def written_then_dead() -> None:
+        world.take = fail
+        world.crew.pending.append(WRITTEN)
+        world.crew.finish("backbone-0", died())
+
+    with pytest.raises(WorkerLostError, match="backbone-0 died"):
+        world.until_end(written_then_dead)
+
+
+def test_what_fails_in_taking_an_event_fails_the_run(world: World) -> None:
+    def fail(event: Event) -> None:
+        raise CheckpointError("disk full")
+
+    world.take = fail
+    with pytest.raises(CheckpointError, match="disk full"):
+        world.until_end(lambda: world.crew.report(WRITTEN))
+
+
+def test_too_many_rejected_samples_fail_the_run(world: World) -> None:
+    with pytest.raises(DataError, match="20 of 100"):
+        world.until_end(lambda: world.crew.report(Rejected((), 20, 100)))
+    assert len(world.taken) == 1, "they are in quarantine.jsonl before the run fails"
+
+
+def test_a_producer_that_does_not_end_is_named(world: World) -> None:
+    backbone, _ = world.all_return()
+    with pytest.raises(StallError, match=r"encoder-0 did not end within limits.stop_timeout_s"):
+        world.until_end(backbone, world.finish("feeder-0"), *[lambda: time.sleep(0.01)] * 3)
+
+
+def test_an_error_of_a_producer_that_is_not_needed_any_more_harms_nobody(world: World) -> None:
+    backbone, _ = world.all_return()
+    late = task_error(OSError("too late"))
+    assert world.until_end(backbone, world.finish("encoder-0", value=late), world.finish("feeder-0")) is False
+
+
+# --- the start -------------------------------------------------------------------------------------------------------
+
+
+def start(world: World, calls: dict[str, Ref], *script: Callable[[], object], limit_s: float = 60.0) -> list[Any]:
+    world.crew.runs = {ref: name for ref, name in world.crew.runs.items() if ROLES[name] is not Role.BACKBONE}
+    world.ray.script = list(script)
+    return world.watcher.results(calls, time.monotonic() + limit_s, "starting")  # type: ignore[arg-type]  # fakes
+
+
+@pytest.fixture
+def calls() -> dict[str, Ref]:
+    return {"backbone-0": Ref("start 0"), "backbone-1": Ref("start 1")}
+
+
+def test_answers_come_in_the_order_of_the_calls(world: World, calls: dict[str, Ref]) -> None:
+    found = start(world, calls, lambda: calls["backbone-1"].finish("b"), lambda: calls["backbone-0"].finish("a"))
+    assert found == ["a", "b"]
+
+
+def test_a_producer_that_fails_ends_the_start_at_once(world: World, calls: dict[str, Ref]) -> None:
+    with pytest.raises(FlowTrainError, match="encoder-0 could not be constructed: ValueError: no such tower"):
+        start(world, calls, world.finish("encoder-0", value=not_constructed(ValueError("no such tower"))))
+
+
+def test_a_producer_that_dies_meanwhile_is_started_again(world: World, calls: dict[str, Ref]) -> None:
+    start(
+        world,
+        calls,
+        world.finish("encoder-0", value=died()),
+        lambda: [call.finish(1.0) for call in calls.values()],
+    )
+    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
+
+
+def test_a_rank_that_fails_or_dies_ends_the_start(world: World, calls: dict[str, Ref]) -> None:
+    with pytest.raises(CheckpointError, match="another model"):
+        start(world, calls, lambda: calls["backbone-1"].finish(task_error(CheckpointError("of another model"))))
+
+
+def test_a_rank_that_dies_while_starting_ends_the_start(world: World, calls: dict[str, Ref]) -> None:
+    with pytest.raises(WorkerLostError, match="backbone-0 died"):
+        start(world, calls, lambda: calls["backbone-0"].finish(died()))
+
+
+def test_ranks_that_do_not_come_are_named(world: World, calls: dict[str, Ref]) -> None:
+    with pytest.raises(StallError, match=r"backbone-1 did not come within limits.start_timeout_s"):
+        start(world, calls, lambda: calls["backbone-0"].finish(1.0), limit_s=-1.0)
+
+
+def test_a_stop_while_starting_ends_the_start(world: World, calls: dict[str, Ref]) -> None:
+    with pytest.raises(StopRequested):
+        start(world, calls, world.stop.set)

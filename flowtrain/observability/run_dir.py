@@ -16,9 +16,11 @@ from flowtrain.config.resume import check_resumable
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.errors import ConfigError
-from flowtrain.observability.files import PRIVATE_DIRECTORY, replace_text
+from flowtrain.observability.files import PRIVATE_DIRECTORY, open_private, replace_text
 
 logger = logging.getLogger(__name__)
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def held_run_dir(config: RunConfig) -> Iterator[None]:
     """
     root = run_dir(config).root
     root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # A file that can be written, since NFS has no other locks; it stays, since removing it would race with the next.
+    descriptor = open_private(root / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -127,7 +130,7 @@ def check_run_dir(config: RunConfig, resume: bool) -> None:
     run = run_dir(config)
     if run.root.exists() and not run.root.is_dir():
         raise ConfigError(f"{run.root} is a file; the run's directory goes there, so move the file away or change name")
-    if not run.root.is_dir() or not any(run.root.iterdir()):
+    if not run.root.is_dir() or all(path.name == _LOCK for path in run.root.iterdir()):
         return
     if not resume:
         raise ConfigError(

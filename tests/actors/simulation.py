@@ -90,7 +90,7 @@ def build_flow(
         sampler_state={"position": start_step * BATCH},
         lookahead=lookahead,
         dp_size=dp_size,
-        planner=StepPlanner(dp_size, 32, "best_fit", "eq3", 2, "zigzag", {VISION: MAX_BATCH_PATCHES}, ALIGNMENT),
+        planner=StepPlanner(dp_size, 16, "best_fit", "eq3", 2, "zigzag", {VISION: MAX_BATCH_PATCHES}, ALIGNMENT),
         directory=Directory(SPACE, alignment=ALIGNMENT, lease_timeout_s=LEASE_TIMEOUT_S, clock=clock),
         membership=Membership(SPACE.num_processes, SPACE.num_processes),
         flops_of=lambda samples: float(len(samples)),

@@ -490,3 +490,16 @@ def test_a_unit_is_fed_once_and_ends_when_it_is_released() -> None:
         flow.feed(feeder.index, report)
     with pytest.raises(PoolError, match="not released"):
         flow.finish(report_of(order.unit, 0), ())
+
+
+def test_in_arrival_order_a_rank_takes_each_microbatch_once() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    plan = flow.plan_of(0)
+    assert plan is not None and len(plan.slots) > 1
+    taken = [flow.locate(0, None, 0) for _ in plan.slots]
+    assert [location and location.slot for location in taken] == list(range(len(plan.slots)))
+    assert flow.locate(0, None, 0) is None
+    assert flow.locate(0, 0, 0) == taken[0], "by its slot it may be asked for again"

@@ -52,10 +52,10 @@ class Cluster:
         self._token_file.write_text(self.token)
         dashboard, agent, client = _free_ports(3)
         self.url = f"http://127.0.0.1:{dashboard}"
-        command = [BIN / "ray", "start", "--head", "--block", "--num-cpus", str(NUM_CPUS), "--port", "0"]
+        command = [str(BIN / "ray"), "start", "--head", "--block", "--num-cpus", str(NUM_CPUS), "--port", "0"]
         command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
         command += ["--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)]
-        command += ["--temp-dir", self._temp_dir, "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
+        command += ["--temp-dir", str(self._temp_dir), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
         with self._log.open("wb") as output:
             self._ray = subprocess.Popen(
                 command, env=self.environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -67,7 +67,6 @@ class Cluster:
         return inherited | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token_file or self._token_file),
-            "RAY_JOB_STOP_WAIT_TIME_S": "60",  # on a busy machine the last step and its checkpoint take their time
             "RAY_metrics_report_interval_ms": "1000",
         }
 
@@ -102,7 +101,7 @@ class Cluster:
         """Living actors of the whole cluster, by Ray's state API."""
         client = StateApiClient(self.url, headers=self.headers(token))
         alive = ListApiOptions(filters=[("state", "=", "ALIVE")])
-        found: list[ActorState] = client.list(StateResource.ACTORS, alive, raise_on_missing_output=True)
+        found: list[Any] = client.list(StateResource.ACTORS, alive, raise_on_missing_output=True)
         return found
 
     def actor_names(self, namespace: str) -> set[str | None]:
@@ -130,10 +129,11 @@ class Cluster:
     # --- what a user does ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def following(self, job: str, *command: str) -> Iterator[Follower]:
-        """``ray job submit``, which follows the job's logs to its end."""
-        arguments = ["job", "submit", "--address", self.url, "--submission-id", job, "--", *command]
-        with self.started(job, [str(BIN / "ray"), *arguments], self.environment()) as follower:
+    def following(self, job: str, command: list[str], **variables: str) -> Iterator[Follower]:
+        """``ray job submit``, which follows the job's logs to its end. variables: of the job's environment."""
+        arguments = ["job", "submit", "--address", self.url, "--submission-id", job]
+        arguments += ["--runtime-env-json", json.dumps({"env_vars": variables})] if variables else []
+        with self.started(job, [str(BIN / "ray"), *arguments, "--", *command], self.environment()) as follower:
             yield follower
 
     @contextmanager

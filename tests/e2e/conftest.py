@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
 import tests
+from flowtrain.observability.run_dir import RunDir
+from tests.e2e import disturbed
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +20,18 @@ def ray_cluster() -> Iterator[None]:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with the data of the runs that are disturbed."""
+    directory = tmp_path_factory.mktemp("disturbed")
+    disturbed.spoiled_world().write(directory / "train.parquet")
+    disturbed.eval_world().write(directory / "eval.parquet")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def undisturbed(world: Path) -> RunDir:
+    """The run as it goes when nothing happens."""
+    return disturbed.run_undisturbed(disturbed.config_of(world, "undisturbed"), world / "undisturbed.log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_submitted_job_is_followed_and_seen_and_succeeds(own_cluster: Cluster,
     run = RunDir(tmp_path / "seen")
     seen: set[str | None] = set()
     gauges: dict[str, float] = {}
-    with own_cluster.following("seen", *quickstart(tmp_path, "seen", num_steps)) as job:
+    with own_cluster.following("seen", quickstart(tmp_path, "seen", num_steps)) as job:
 
         def has_ended() -> bool:
             if not seen >= ACTORS:
@@ -98,7 +99,8 @@ def test_a_job_stopped_half_way_leaves_nothing_behind_and_resumes(own_cluster: C
     num_steps = 40
     command = quickstart(tmp_path, "stopped", num_steps)
     run = RunDir(tmp_path / "stopped")
-    with own_cluster.following("half-way", *command) as job:
+    # By default Ray kills after 3 s, in which a step and its checkpoint need not fit.
+    with own_cluster.following("half-way", command, RAY_JOB_STOP_WAIT_TIME_S="60") as job:
 
         def trains() -> bool:
             assert job.is_running, job.report("the job ended early")
@@ -119,7 +121,7 @@ def test_a_job_stopped_half_way_leaves_nothing_behind_and_resumes(own_cluster: C
         problem=lambda: f"left behind: {own_cluster.actors()}, {own_cluster.pool_segments()}",
     )
 
-    with own_cluster.following("resumed", *command, "--resume") as job:
+    with own_cluster.following("resumed", [*command, "--resume"]) as job:
         assert job.wait() == 0, job.report("the job failed")
         assert f"behind step {stopped_at} of {num_steps}" in job.said
     assert own_cluster.jobs().get_job_status("resumed") is JobStatus.SUCCEEDED
@@ -208,7 +210,8 @@ class Namesake:
 def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, ray_cluster: None) -> None:
     config = small_run(tmp_path)
     options = {"name": crew.COORDINATOR, "namespace": crew.namespace_of(config), "num_cpus": 0}
-    first = ray.remote(Namesake).options(**options).remote()
+    remote: Any = ray.remote(Namesake)
+    first = remote.options(**options).remote()
 
     def never() -> Flow:
         raise AssertionError

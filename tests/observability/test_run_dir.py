@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ import pytest
 from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import RunDir, open_run_dir, run_dir
+from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -66,3 +69,25 @@ def test_a_file_in_the_way_and_a_directory_that_is_no_run(config: RunConfig, tmp
         open_run_dir(config, resume=True)
     with pytest.raises(ConfigError, match=r"not a run's directory \(it has no config.yaml\)"):
         RunDir(tmp_path).load_config()
+
+
+def test_a_run_belongs_to_one_process_at_a_time(config: RunConfig) -> None:
+    with held_run_dir(config):
+        run = open_run_dir(config, resume=False)
+        with pytest.raises(ConfigError, match="another process is training this run"), held_run_dir(config):
+            pass
+    with held_run_dir(config):
+        assert open_run_dir(config, resume=True) == run
+
+
+def test_a_killed_process_holds_no_run(config: RunConfig) -> None:
+    source = f"""
+import os, signal
+from flowtrain.config.load import load_config
+from flowtrain.observability.run_dir import held_run_dir
+with held_run_dir(load_config({str(QUICKSTART)!r}, ["runs_dir={config.runs_dir}"])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == -signal.SIGKILL
+    with held_run_dir(config):
+        assert open_run_dir(config, resume=False).config.is_file()

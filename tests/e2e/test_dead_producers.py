@@ -1,0 +1,156 @@
+"""A run goes on when encoders and the feeder die, and ends as the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowtrain.actors.backbone import BackboneRank
+from flowtrain.actors.encoder import Encoder, Work
+from flowtrain.actors.feeder import NAME as FEEDER
+from flowtrain.actors.feeder import Feeder
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.pooling import PoolMember
+from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.crew import ActorClasses
+from flowtrain.controller.run import run_training
+from flowtrain.observability.run_dir import RunDir, run_dir
+from flowtrain.types import EVAL_POSITION_BASE, FeedReport, PartReady, Rejection, SampleRef, Unit
+from tests.e2e.disturbed import BATCH, check_same_end, config_of, json_lines
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a limit of its own
+
+FIRST_GATE, SECOND_GATE, THIRD_GATE = 4, 5, 12
+"""Units that the backbone does not begin before certain things have happened to the producers."""
+LATER = 4 * BATCH
+"""First position of unit 5 (there is an evaluation behind step 3): no rank has begun it at the first gate."""
+PATIENCE_S = 150.0
+
+
+def note(config: RunConfig, name: str, deed: str, positions: Sequence[int] = ()) -> None:
+    """Write down what this process did."""
+    record = {"name": name, "pid": os.getpid(), "deed": deed, "positions": list(positions)}
+    with (Path(config.runs_dir) / f"{config.name}.deeds").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def deeds(config: RunConfig, name: str, deed: str) -> list[dict[str, Any]]:
+    """What the processes of a name did, in order."""
+    path = Path(config.runs_dir) / f"{config.name}.deeds"
+    records = json_lines(path) if path.exists() else []
+    return [record for record in records if (record["name"], record["deed"]) == (name, deed)]
+
+
+def positions_of(records: Iterable[dict[str, Any]]) -> set[int]:
+    return {position for record in records for position in record["positions"]}
+
+
+def die(config: RunConfig, name: str, holding: Sequence[int] = ()) -> None:
+    note(config, name, "die", holding)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE_S:g} s"
+        time.sleep(0.02)
+
+
+def ready_for_later(config: RunConfig, pid: int) -> set[int]:
+    """Positions behind the first gate whose images an encoder-0 has handed in."""
+    mine = positions_of(record for record in deeds(config, "encoder-0", "hand in") if record["pid"] == pid)
+    return {position for position in mine if LATER <= position < EVAL_POSITION_BASE}
+
+
+def is_made_again(config: RunConfig) -> bool:
+    """Whether all that encoder-0 lost at its first death was encoded by somebody else, and lost text was made again."""
+    death = deeds(config, "encoder-0", "die")[0]
+    by_others = positions_of(
+        record
+        for name in ("encoder-0", "encoder-1")
+        for record in deeds(config, name, "encode")
+        if record["pid"] != death["pid"]
+    )
+    text = positions_of(deeds(config, FEEDER, "remake"))
+    return {*death["positions"], *ready_for_later(config, death["pid"])} <= by_others and max(text, default=0) >= LATER
+
+
+class DyingEncoder(Encoder):
+    """encoder-0 dies with parts in its segment and a batch on its hands, then as it starts again; its third life lasts.
+
+    encoder-1 stands back until the first death, so that there is work for encoder-0.
+    """
+
+    def run(self, link: CoordinatorLink) -> None:
+        note(self._config, self._name, "live")
+        if self._name == "encoder-0" and len(deeds(self._config, self._name, "live")) == 2:
+            die(self._config, self._name)
+        super().run(link)
+
+    def encode(self, work: Work) -> dict[int, torch.Tensor]:
+        if work.lease.batch.unit > FIRST_GATE:
+            if self._name == "encoder-1":
+                wait_for(lambda: bool(deeds(self._config, "encoder-0", "die")), "the death of encoder-0")
+            elif not deeds(self._config, self._name, "die") and ready_for_later(self._config, os.getpid()):
+                die(self._config, self._name, work.lease.needed)
+        note(self._config, self._name, "encode", work.lease.needed)
+        return super().encode(work)
+
+    def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
+        super()._hand_in(member, ready, rejections)
+        note(self._config, self._name, "hand in", [part.position for part in ready])
+
+
+class DyingFeeder(Feeder):
+    """Dies once with a unit sized and put, but not reported; the text of those before lies in its segment."""
+
+    def _size(self, member: PoolMember, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
+        report = super()._size(member, unit, remade)
+        if unit.index > SECOND_GATE and not deeds(self._config, FEEDER, "die"):
+            die(self._config, FEEDER)
+        return report
+
+    def _remake(self, member: PoolMember, ref: SampleRef) -> PartReady:
+        note(self._config, FEEDER, "remake", [ref.position])
+        return super()._remake(member, ref)
+
+
+class WaitingRank(BackboneRank):
+    """Holds units back until the producers have died as they are to, and what they lost is there again."""
+
+    _num_begun = 0
+
+    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
+        gates: dict[int, tuple[Callable[[], bool], str]] = {
+            FIRST_GATE: (lambda: bool(deeds(self._config, "encoder-0", "die")), "the death of encoder-0"),
+            SECOND_GATE: (lambda: is_made_again(self._config), "making the lost parts again"),
+            THIRD_GATE: (lambda: len(deeds(self._config, "encoder-0", "live")) == 3, "the third life of encoder-0"),
+        }
+        if self._num_begun in gates:
+            wait_for(*gates[self._num_begun])
+        self._num_begun += 1
+        return super()._run_unit(prefetcher, checkpoint_dir)
+
+
+def test_a_run_outlives_its_producers(world: Path, undisturbed: RunDir, ray_cluster: None) -> None:
+    config = config_of(
+        world, "bereaved", "limits.max_encoder_restarts=2"
+    )  # so a death that counts twice is one too many
+    run_training(config, classes=ActorClasses(feeder=DyingFeeder, encoder=DyingEncoder, backbone=WaitingRank))
+    check_same_end(run_dir(config), undisturbed)
+
+    assert len({deed["pid"] for deed in deeds(config, "encoder-0", "live")}) == 3
+    first_death = deeds(config, "encoder-0", "die")[0]
+    assert first_death["positions"], "it died with a batch on its hands"
+    assert ready_for_later(config, first_death["pid"]), "it died with finished parts that nobody had read"
+    assert len(deeds(config, FEEDER, "die")) == 1

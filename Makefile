@@ -13,7 +13,8 @@ $(STAMP): pyproject.toml constraints.txt
 	       "Name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { \
 	  echo "Could not make .venv (on Debian/Ubuntu: apt-get install python3-venv)." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo "Installing into .venv (about 2 GB, a few minutes) ..."
+	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	@touch $@
 
 demo: setup

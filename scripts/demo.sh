@@ -13,4 +13,4 @@ fi
 .venv/bin/flowtrain train configs/quickstart.yaml "${resume[@]}"
 .venv/bin/flowtrain export "$run"
 .venv/bin/python scripts/caption.py "$run"
-echo "(Minutes of training from random weights, the frozen encoder's included: it has learned the words, not to see.)"
+echo "(A few minutes from random weights, the frozen encoder's included: the captions do not fit the pictures yet.)"

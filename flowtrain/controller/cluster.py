@@ -49,6 +49,7 @@ def _connect(config: RunConfig) -> None:
             include_dashboard=config.observability.dashboard,
             dashboard_host="127.0.0.1",
             log_to_driver=True,
+            logging_level=logging.ERROR,  # its advice here is to switch token authentication off
         )
         return
     try:
@@ -81,7 +82,7 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int) -> None:
     if lacking:
         raise ResourceError(
             "the cluster lacks resources: " + "; ".join(lacking) + ". Lower encoders.*.data_parallel_size, "
-            "backbone.data_parallel_size, their num_cpus or the segment sizes, or add nodes"
+            "backbone.data_parallel_size, their num_cpus or the segment sizes, or use a larger node"
         )
 
 

@@ -31,9 +31,10 @@ from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.errors import CheckpointError
+from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
-from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.types import CheckpointWritten, Event
@@ -77,6 +78,8 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
     with ExitStack() as stack:
         stack.enter_context(_stop_on_signals(stop))
         prepared = prepare(config)
+        if resume and (done := _summary_if_done(config, prepared, started)) is not None:
+            return done
         stack.enter_context(cluster.connected(config))
         prepared = _with_devices(prepared)
         posts = crew.posts_of(prepared.plan)
@@ -222,6 +225,34 @@ class Controller:
                 f"checkpoint {written.directory} of step {written.step} could not be made complete: {error}"
             ) from error
         self._recorder.forget_before(written.step)
+
+
+def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> RunSummary | None:
+    """The summary of a run whose last step is checkpointed, None of any other: there is nothing to start Ray for."""
+    files = run_dir(config)
+    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
+    if checkpoint is None:
+        return None
+    step = checkpoint_store.read_meta(checkpoint).step
+    if step < prepared.num_steps:
+        return None
+    logger.warning(
+        "%s is done: it has %d of %d steps; raise training.max_steps or training.num_epochs to go on",
+        *(files.root, step, prepared.num_steps),
+    )
+    steps = list(read_metrics(files.metrics))
+    evaluated = [record["eval_loss"] for record in steps if record["eval_loss"] is not None]
+    return RunSummary(
+        directory=files.root,
+        step=step,
+        num_steps=prepared.num_steps,
+        loss=steps[-1]["loss"] if steps else None,
+        eval_loss=evaluated[-1] if evaluated else None,
+        num_rejected=steps[-1]["rejected"] if steps else 0,
+        checkpoint=checkpoint,
+        stopped=False,
+        duration_s=time.monotonic() - started,
+    )
 
 
 def _find_start(files: RunDir, prepared: Prepared) -> Start:

@@ -10,9 +10,13 @@ Vocabulary (docs/architecture.md): a *position* is a sample's place in the globa
 from __future__ import annotations
 
 import enum
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Literal
 
-STEP_PLAN_SCHEMA = 1
+STEP_PLAN_SCHEMA = 2
 METRICS_SCHEMA = 1
 LEDGER_SCHEMA = 1
 CHECKPOINT_SCHEMA = 1
@@ -165,6 +169,7 @@ class Unit:
 
     index: place in the run's sequence of units. step: optimizer steps finished once a TRAIN unit is done (so the first
     is 1); an EVAL unit carries the step that it follows. first_position, num_positions: its contiguous positions.
+    chosen: in ``arrival`` order, as many positions that were taken instead, ascending; empty until then.
     """
 
     index: int
@@ -172,11 +177,12 @@ class Unit:
     step: int
     first_position: int
     num_positions: int
+    chosen: tuple[int, ...] = ()
 
     @property
-    def positions(self) -> range:
-        """Positions of this unit."""
-        return range(self.first_position, self.first_position + self.num_positions)
+    def positions(self) -> Sequence[int]:
+        """Positions of this unit, ascending."""
+        return self.chosen or range(self.first_position, self.first_position + self.num_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,31 +236,120 @@ class EncodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one unit runs: ``slots[k][rank]`` is the k-th microbatch of DP rank ``rank``; counts are equal on all ranks.
+    """What one unit runs: ``num_slots`` times ``dp_size`` microbatches, as columns over its samples.
 
-    microbatch_tokens: the capacity that was packed to. num_samples, num_tokens, num_target_tokens: planned totals over
-    all ranks (positions found bad later are subtracted by the backbone).
+    microbatch_tokens: the capacity that was packed to. positions: of the samples, microbatch after microbatch, those of
+    slot 0 first, in a slot those of rank 0 first. lengths, vision_lengths, target_lengths: of the same samples, tokens
+    of the backbone sequence, vision tokens and loss-bearing tokens among them. ends: ``[num_microbatches]``, where each
+    microbatch ends in these columns. costs: of each microbatch, as the run's cost model sees it. All ranks have the
+    same number of microbatches; positions found bad later are subtracted by the backbone.
     """
 
     unit: Unit
     dp_size: int
     microbatch_tokens: int
-    slots: tuple[tuple[Microbatch, ...], ...]
+    positions: tuple[int, ...]
+    lengths: tuple[int, ...]
+    vision_lengths: tuple[int, ...]
+    target_lengths: tuple[int, ...]
+    ends: tuple[int, ...]
+    costs: tuple[float, ...]
     encode_batches: tuple[EncodeBatch, ...]
-    num_samples: int
-    num_tokens: int
-    num_vision_tokens: int
-    num_target_tokens: int
     schema: int = STEP_PLAN_SCHEMA
+
+    @classmethod
+    def of_slots(
+        cls,
+        unit: Unit,
+        microbatch_tokens: int,
+        slots: Sequence[Sequence[Microbatch]],
+        encode_batches: Iterable[EncodeBatch],
+    ) -> StepPlan:
+        """Build from ``slots[k][rank]``, whose microbatches say where they stand."""
+        microbatches = [microbatch for slot in slots for microbatch in slot]
+        samples = [sample for microbatch in microbatches for sample in microbatch.samples]
+        return cls(
+            unit=unit,
+            dp_size=len(slots[0]),
+            microbatch_tokens=microbatch_tokens,
+            positions=tuple(sample.position for sample in samples),
+            lengths=tuple(sample.num_tokens for sample in samples),
+            vision_lengths=tuple(sample.num_vision_tokens for sample in samples),
+            target_lengths=tuple(sample.num_target_tokens for sample in samples),
+            ends=tuple(accumulate(len(microbatch.samples) for microbatch in microbatches)),
+            costs=tuple(microbatch.cost for microbatch in microbatches),
+            encode_batches=tuple(encode_batches),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches of each rank."""
+        return len(self.ends) // self.dp_size
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches over all ranks."""
-        return len(self.slots) * self.dp_size
+        return len(self.ends)
+
+    @property
+    def num_samples(self) -> int:
+        """Planned samples over all ranks."""
+        return len(self.positions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Planned backbone tokens over all ranks."""
+        return sum(self.lengths)
+
+    @property
+    def num_vision_tokens(self) -> int:
+        """Planned vision tokens over all ranks."""
+        return sum(self.vision_lengths)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Planned loss-bearing tokens over all ranks."""
+        return sum(self.target_lengths)
+
+    def microbatch(self, slot: int, dp_rank: int) -> Microbatch:
+        """Return the ``slot``-th microbatch of a rank."""
+        start, end = self._bounds(slot, dp_rank)
+        columns = (self.positions, self.lengths, self.vision_lengths, self.target_lengths)
+        samples = zip(*(column[start:end] for column in columns), strict=True)
+        return Microbatch(
+            slot,
+            dp_rank,
+            tuple(PlannedSample(*sample) for sample in samples),
+            self.costs[slot * self.dp_size + dp_rank],
+        )
+
+    def microbatch_positions(self, slot: int, dp_rank: int) -> tuple[int, ...]:
+        """Return the positions in one microbatch."""
+        start, end = self._bounds(slot, dp_rank)
+        return self.positions[start:end]
+
+    def microbatch_lengths(self, slot: int, dp_rank: int) -> tuple[int, ...]:
+        """Return the backbone tokens of each sample in one microbatch."""
+        start, end = self._bounds(slot, dp_rank)
+        return self.lengths[start:end]
+
+    @property
+    def slots(self) -> tuple[tuple[Microbatch, ...], ...]:
+        """All microbatches, made for this call: ``slots[k][rank]`` is the k-th of a rank."""
+        return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
 
     def rank_microbatches(self, dp_rank: int) -> tuple[Microbatch, ...]:
-        """Microbatches of one rank in the plan's order."""
-        return tuple(slot[dp_rank] for slot in self.slots)
+        """Return the microbatches of one rank in the plan's order."""
+        return tuple(self.microbatch(slot, dp_rank) for slot in range(self.num_slots))
+
+    def digest(self) -> str:
+        """Return a hash of the whole plan, 16 hexadecimal digits: equal plans have equal ones, on every machine."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def _bounds(self, slot: int, dp_rank: int) -> tuple[int, int]:
+        assert 0 <= slot < self.num_slots and 0 <= dp_rank < self.dp_size, (slot, dp_rank)
+        number = slot * self.dp_size + dp_rank
+        return self.ends[number - 1] if number else 0, self.ends[number]
 
 
 # --- control messages ----------------------------------------------------------------------------------------------
@@ -323,7 +418,8 @@ class RankReport:
 
     loss, grad_norm, lr and the totals are global (equal on all ranks); the durations are this rank's own. grad_norm and
     lr are None for an evaluation. starved_s: the rank waited for a microbatch. fetch_s: its prefetch thread copied from
-    the pool. Times are seconds; started_s and finished_s are since the Unix epoch.
+    the pool. Times are seconds; started_s and finished_s are since the Unix epoch. microbatch_s: forward and backward
+    of each microbatch by its slot (``MicrobatchClock``), without the wait for its data; empty for an evaluation.
     """
 
     unit: int
@@ -340,6 +436,7 @@ class RankReport:
     finished_s: float
     starved_s: float
     fetch_s: float
+    microbatch_s: tuple[float, ...] = ()
 
 
 # --- messages between the coordinator and everybody else --------------------------------------------------------------
@@ -376,12 +473,16 @@ class FeedReport:
 
 @dataclass(frozen=True, slots=True)
 class FeedOrder:
-    """What the feeder does next: free ``released``, make ``remake`` again, size ``unit`` if it is given."""
+    """What the feeder does next: free ``released``, make ``remake`` again, size ``unit`` if it is given.
+
+    consumed: positions of the unit that an earlier run has consumed, to be drawn but not sized.
+    """
 
     unit: Unit | None
     remake: tuple[SampleRef, ...]
     released: tuple[Extent, ...]
     stop: bool
+    consumed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,10 +525,15 @@ class LedgerRow:
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """All ranks finished a unit. Durations in seconds; blocked_s is summed over encoders since the last unit's end."""
+    """All ranks finished a unit. Durations in seconds; blocked_s is summed over encoders since the last unit's end.
+
+    sampler_state: where a resume goes on behind it: the sampler's, and in ``arrival`` order under ``consumed`` the
+    positions from there on that are consumed already.
+    """
 
     unit: Unit
     reports: tuple[RankReport, ...]
+    plan_digest: str
     plan_time_s: float
     num_microbatches: int
     packing_fill: float
@@ -460,10 +566,27 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class CostFitted:
+    """The cost of a microbatch was fitted to measured ones, in seconds (see scheduler.cost_profile).
+
+    step: training steps done. cost: fields of the ``CostModel``. form, r2, other_r2, num_rows: as in ``FittedCost``.
+    in_use: later units are planned with it.
+    """
+
+    step: int
+    cost: dict[str, Any]
+    form: Literal["longest", "squares"]
+    r2: float
+    other_r2: float
+    num_rows: int
+    in_use: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SpansRecorded:
     """Spans for the trace."""
 
     spans: tuple[Span, ...]
 
 
-Event = UnitDone | Rejected | CheckpointWritten | SpansRecorded
+Event = UnitDone | Rejected | CheckpointWritten | CostFitted | SpansRecorded

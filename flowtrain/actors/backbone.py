@@ -19,13 +19,14 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.pool import Pool
-from flowtrain.models.device import default_device
+from flowtrain.models.device import default_device, device_name
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.pipeline.actions import Action
 from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from flowtrain.training.batch import build_batch
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
+from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import measure_peak_flops
 from flowtrain.training.trainer import StepResult, Trainer
@@ -102,6 +103,10 @@ class BackboneRank:
             self.trainer.load_checkpoint(Path(checkpoint))
         return measure_peak_flops(device, self._dtype)
 
+    def device_name(self) -> str:
+        """Name of the device that this rank computes on."""
+        return device_name(self._group.device)
+
     def make_trainer(self) -> Trainer:
         """Build this rank's trainer; collective."""
         return Trainer(self._config, self._family, self._group, self._num_steps, record=self._spans.add)
@@ -172,15 +177,16 @@ class BackboneRank:
         plan = self._starving(prefetcher.next_plan)
         self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
-        num_microbatches = len(plan.slots)
+        num_microbatches = plan.num_slots
+        clock = MicrobatchClock(self._group.device) if is_training else None
         execute(
             one_f_one_b(1, num_microbatches)[0] if is_training else forward_only(num_microbatches),
-            _OneStage(self.trainer, is_training),
+            _OneStage(self.trainer, clock),
             lambda _: self._starving(prefetcher.next_microbatch),
             lambda fetched: self._release(plan, fetched),
         )
         result = self.trainer.finish_step() if is_training else self.trainer.finish_eval()
-        self._report(plan, result, started)
+        self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
         if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
             self._checkpoint(step, checkpoint_dir)
@@ -197,7 +203,7 @@ class BackboneRank:
         self._starved_s += time.monotonic() - started
         return item
 
-    def _report(self, plan: StepPlan, result: StepResult, started: float) -> None:
+    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
         self._link.flush()
         report = RankReport(
             unit=plan.unit.index,
@@ -214,6 +220,7 @@ class BackboneRank:
             finished_s=time.time(),
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
+            microbatch_s=microbatch_s,
         )
         self._starved_s = self._fetch_s = 0.0
         self._link.call("finish", report, self._spans.take())
@@ -234,17 +241,20 @@ class BackboneRank:
 
 
 class _OneStage:
-    """The compute of a pipeline with one stage: the trainer's forward and backward, or its evaluation."""
+    """The compute of a pipeline with one stage: the trainer's forward and backward, or without clock its evaluation."""
 
-    def __init__(self, trainer: Trainer, is_training: bool) -> None:
+    def __init__(self, trainer: Trainer, clock: MicrobatchClock | None) -> None:
         self._trainer = trainer
-        self._is_training = is_training
+        self._clock = clock
 
     def forward_stage(self, action: Action, microbatch: Fetched) -> None:
-        if self._is_training:
-            self._trainer.forward_microbatch(action.microbatch, microbatch.batch)
-        else:
+        if self._clock is None:
             self._trainer.eval_microbatch(microbatch.batch, action.microbatch)
+            return
+        with self._clock.running(microbatch.slot):
+            self._trainer.forward_microbatch(action.microbatch, microbatch.batch)
 
     def backward_stage(self, action: Action, microbatch: Fetched, *, is_last: bool) -> None:
-        self._trainer.backward_microbatch(action.microbatch, microbatch.batch, is_last=is_last)
+        assert self._clock is not None, "an evaluation has no backward"
+        with self._clock.running(microbatch.slot):
+            self._trainer.backward_microbatch(action.microbatch, microbatch.batch, is_last=is_last)

@@ -73,8 +73,8 @@ class Coordinator:
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
         """The feeder reports, then waits for work."""
         refused = self._flow.feed(owner, report)
+        self._plan_signal.notify()
         if report.unit is not None:
-            self._plan_signal.notify()
             self._lease_signal.notify()
         self._wake_backbone()
         self._event_signal.notify()
@@ -89,6 +89,7 @@ class Coordinator:
     async def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
         """An encoder reports what it finished; it frees what comes back (parts whose lease was lost)."""
         refused = self._flow.hand_in(owner, report)
+        self._plan_signal.notify()  # in arrival order a step is planned from what is ready
         self._wake_backbone()
         self._event_signal.notify()
         if report.rejections:
@@ -112,6 +113,8 @@ class Coordinator:
             past_end = plan is None and self._flow.is_past_end(unit_index)
             return (plan, past_end) if plan is not None or past_end else None
 
+        self._flow.plan_of(unit_index)
+        self._feed_signal.notify()  # in arrival order the window moves with the step that is asked for
         return await self._plan_signal.until(attempt, self._poll_s) or (None, False)
 
     async def begin(self, unit_index: int) -> bool:

@@ -53,11 +53,13 @@ class Feeder:
             remade = tuple(self._remake(member, ref) for ref in order.remake)
             report = FeedReport(remade=remade, stats=member.pool.stats())
             if order.unit is not None:
-                report = self._size(member, order.unit, remade)
+                report = self._size(member, order.unit, frozenset(order.consumed), remade)
 
-    def _size(self, member: PoolMember, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
+    def _size(
+        self, member: PoolMember, unit: Unit, consumed: frozenset[int], remade: tuple[PartReady, ...]
+    ) -> FeedReport:
         started = time.time()
-        results = self._feed.next_unit(unit)
+        results = self._feed.next_unit(unit, consumed)
         sized = [result for result in results if not isinstance(result, Rejection)]
         texts = tuple(self._put(member, result) for result in sized)
         return FeedReport(

@@ -5,14 +5,14 @@ Nothing here waits, does I/O or knows of Ray: every method answers at once; the 
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
 
+from flowtrain.actors.agenda import Agenda, Planned
 from flowtrain.actors.membership import Membership
+from flowtrain.actors.order import SamplerState
 from flowtrain.errors import StaleLeaseError
 from flowtrain.mempool.directory import Directory
-from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types import (
     EVAL_POSITION_BASE,
@@ -31,7 +31,6 @@ from flowtrain.types import (
     Rejection,
     SampleRef,
     SegmentExport,
-    SizedSample,
     Span,
     SpansRecorded,
     StepPlan,
@@ -40,53 +39,33 @@ from flowtrain.types import (
     UnitKind,
 )
 
-SamplerState = dict[str, int | list[int]]
-FlopsOf = Callable[[list[SizedSample]], float]
-
 
 class Flow:
-    """Directory, planner and window of one run, joined.
-
-    A unit may be sized, planned and encoded when at most ``lookahead`` units lie between it and the one that the
-    backbone works on. ``units`` yields the run's units in order; ``sampler_state`` belongs to the first of them.
-    """
+    """Agenda, directory and membership of one run, joined; ``sampler_state``: before the first unit that is sized."""
 
     def __init__(
         self,
         *,
-        units: Iterator[Unit],
+        agenda: Agenda,
         sampler_state: SamplerState,
-        lookahead: int,
         dp_size: int,
-        planner: StepPlanner,
         directory: Directory,
         membership: Membership,
-        flops_of: FlopsOf,
         trace_steps: int,
+        refitter: CostRefitter | None = None,
         num_rejected: int = 0,
         num_seen: int = 0,
     ) -> None:
-        self._units = units
-        self._lookahead = lookahead
+        self._agenda = agenda
+        self._sampler_state = sampler_state
         self._dp_size = dp_size
-        self._planner = planner
         self._directory = directory
         self._membership = membership
-        self._flops_of = flops_of
-        self._trace_steps = trace_steps
-        self._last_step = 0
-        self._last_traced_step = trace_steps
+        self._last_traced_step = agenda.last_step + trace_steps
+        self._refitter = refitter or CostRefitter()
 
-        self._sampler_state = sampler_state
-        self._upcoming: Unit | None = None
-        self._current: int | None = None
-        self._plans: dict[int, StepPlan] = {}
-        self._flops: dict[int, float] = {}
-        self._plan_time_s: dict[int, float] = {}
-        self._sampler_states: dict[int, SamplerState] = {}
         self._reports: dict[int, list[RankReport]] = {}
         self._taken: dict[tuple[int, int], set[int]] = {}
-
         self._begun = -1
         self._stop_requested = False
         self._stop_at: int | None = None
@@ -105,7 +84,7 @@ class Flow:
         index, previous = self._membership.join(name, node_id)
         if previous is not None:
             self.owner_lost(previous)
-        upcoming = self._peek()
+        upcoming = self._agenda.upcoming
         next_unit = upcoming.index if upcoming is not None else -1
         return Joined(index, self._sampler_state, next_unit)
 
@@ -132,7 +111,7 @@ class Flow:
     # --- feeder -------------------------------------------------------------------------------------------------
 
     def feed(self, owner: int, report: FeedReport) -> tuple[Extent, ...]:
-        """Take in a sized unit and plan it; take in text parts that were made again.
+        """Take in a sized unit; take in text parts that were made again.
 
         Returns the extents of those that nobody needs any more, to free. What a lost process had sent is left aside:
         its successor does the same again.
@@ -153,17 +132,15 @@ class Flow:
         return tuple(refused)
 
     def _take_sized(self, owner: int, unit: Unit, report: FeedReport) -> None:
-        assert self._upcoming is not None and unit == self._upcoming, f"unit {unit} was reported, not {self._upcoming}"
-        assert report.sampler_state is not None
-        self._upcoming = None
+        upcoming = self._agenda.upcoming
+        assert unit == upcoming and report.sampler_state is not None, f"unit {unit} was reported, not {upcoming}"
         self._sampler_state = report.sampler_state
-        self._sampler_states[unit.index] = report.sampler_state
         for sample, text in zip(report.sized, report.texts, strict=True):
             self._directory.add_sized(sample, owner, text)
         if unit.kind is UnitKind.TRAIN:
-            self._num_seen += unit.num_positions
+            self._num_seen += len(report.sized) + len(report.rejections)
         self._reject(report.rejections)
-        self._plan(unit, report.sized)
+        self._note_plan(self._agenda.add_sized(unit, report.sized, report.sampler_state))
 
     def release_order(self, owner: int) -> FeedOrder | None:
         """As ``feed_order`` for a feeder that has no room for what it is at: what it may free, or stop; or None."""
@@ -174,39 +151,24 @@ class Flow:
         """What the feeder can do now, or None if it has to wait."""
         released = self._directory.take_released(owner)
         remake = self._directory.lost_text(owner)
-        unit = self._peek()
-        if unit is not None and not self._may_size(unit.index):
+        unit = self._agenda.upcoming
+        if unit is not None and not self._may_size(unit):
             unit = None
         if self.stopped:
             return FeedOrder(None, (), released, stop=True)
-        if unit is None and not remake and not released:
-            return None
-        return FeedOrder(unit, remake, released, stop=False)
+        if unit is None:
+            return FeedOrder(None, remake, released, stop=False) if remake or released else None
+        consumed = tuple(position for position in unit.positions if self._directory.is_consumed(position))
+        return FeedOrder(unit, remake, released, stop=False, consumed=consumed)
 
-    def _plan(self, unit: Unit, sized: tuple[SizedSample, ...]) -> None:
-        started = time.time()
-        plan = self._planner.plan(unit, sized)
-        finished = time.time()
-        self._directory.add_plan(plan)
-        self._plans[unit.index] = plan
-        self._plan_time_s[unit.index] = finished - started
-        self._flops[unit.index] = self._flops_of(list(sized))
-        self.record((Span("coordinator", "pack", started, finished, {"step": unit.step}),))
-
-    def _peek(self) -> Unit | None:
-        if self._upcoming is None:
-            self._upcoming = next(self._units, None)
-            if self._upcoming is not None and self._current is None:
-                self._current = self._upcoming.index
-                self._last_step = self._upcoming.step - 1
-                self._last_traced_step = self._last_step + self._trace_steps
-        return self._upcoming
-
-    def _may_size(self, unit_index: int) -> bool:
+    def _may_size(self, unit: Unit) -> bool:
         """A stopping run sizes only what a rank already began; else the window decides."""
-        if self._stop_requested:
-            return unit_index <= self._begun
-        return self._current is not None and unit_index <= self._current + self._lookahead
+        return unit.index <= self._begun if self._stop_requested else self._agenda.is_near(unit)
+
+    def _note_plan(self, planned: Planned | None) -> None:
+        if planned is not None:
+            started, finished, step = planned.started_s, planned.finished_s, planned.plan.unit.step
+            self.record((Span("coordinator", "pack", started, finished, {"step": step}),))
 
     # --- encoders -----------------------------------------------------------------------------------------------
 
@@ -239,14 +201,16 @@ class Flow:
     # --- backbone -----------------------------------------------------------------------------------------------
 
     def plan_of(self, unit_index: int) -> StepPlan | None:
-        """The plan of a unit, or None while it is not planned."""
-        return self._plans.get(unit_index)
+        """The plan of a unit, or None while it cannot be planned; made now where the order waits for being asked."""
+        if self._agenda.is_unplanned(unit_index):
+            self._note_plan(self._agenda.plan(unit_index))
+        return self._agenda.plan_of(unit_index)
 
     def is_past_end(self, unit_index: int) -> bool:
         """Whether a unit that no rank began will never come: the run was stopped, or its units are used up."""
         if self._stop_at is not None:
             return unit_index >= self._stop_at
-        return self._peek() is None and unit_index not in self._plans
+        return self._agenda.upcoming is None and unit_index not in self._agenda.unfinished
 
     def begin(self, unit_index: int) -> bool:
         """A rank is about to run a unit; False means stop. All ranks get the same answer for the same unit."""
@@ -262,8 +226,7 @@ class Flow:
 
     def _kind_of(self, unit_index: int) -> UnitKind | None:
         """Kind of the unit that is next to begin; None past the end."""
-        plan = self._plans.get(unit_index)
-        unit = plan.unit if plan is not None else self._peek()
+        unit = self._agenda.unfinished.get(unit_index) or self._agenda.upcoming
         return unit.kind if unit is not None else None
 
     def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
@@ -295,31 +258,33 @@ class Flow:
         return True
 
     def _finish_unit(self, unit_index: int) -> None:
-        plan = self._plans.pop(unit_index)
+        rows = self._directory.consume(unit_index)
+        planned, sampler_state = self._agenda.finish(unit_index)
+        plan = planned.plan
         reports = sorted(self._reports.pop(unit_index), key=lambda report: report.dp_rank)
         for rank in range(self._dp_size):
             self._taken.pop((unit_index, rank), None)
-        self._current = unit_index + 1
-        self._last_step = plan.unit.step
         produced = self._directory.num_produced
         self.events.append(
             UnitDone(
                 unit=plan.unit,
                 reports=tuple(reports),
-                plan_time_s=self._plan_time_s.pop(unit_index),
+                plan_digest=plan.digest(),
+                plan_time_s=planned.finished_s - planned.started_s,
                 num_microbatches=plan.num_microbatches,
                 packing_fill=packing_fill(plan),
                 dp_imbalance=imbalance(plan),
-                model_flops=self._flops.pop(unit_index),
+                model_flops=planned.flops,
                 blocked_s=self._blocked_s,
                 produced_samples=produced - self._produced_mark,
                 num_rejected=self._num_rejected,
                 pool_dram_nbytes=sum(stats.used_nbytes for stats in self._stats.values()),
                 pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self._stats.values()),
-                ledger=tuple(self._directory.consume(unit_index)),
-                sampler_state=self._sampler_states.pop(unit_index),
+                ledger=rows,
+                sampler_state=sampler_state,
             )
         )
+        self.events.extend(self._refitter.take(plan, reports))
         self._produced_mark = produced
         self._blocked_s = 0.0
 
@@ -330,6 +295,7 @@ class Flow:
         if len(ranks) < self._dp_size:
             return False
         del self._checkpoints[step]
+        self.events.extend(self._refitter.fitted(step))
         self.events.append(CheckpointWritten(step, directory))
         return True
 
@@ -343,8 +309,8 @@ class Flow:
     def stopped(self) -> bool:
         """Whether the producers have nothing left to do: the backbone stopped, or all units are done."""
         if self._stop_at is not None:
-            return not any(unit_index < self._stop_at for unit_index in self._plans)
-        return self._peek() is None and not self._plans
+            return not any(unit_index < self._stop_at for unit_index in self._agenda.unfinished)
+        return self._agenda.upcoming is None and not self._agenda.unfinished
 
     def take_events(self) -> tuple[Event, ...]:
         """Hand over what happened since the last call."""
@@ -354,14 +320,17 @@ class Flow:
 
     def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
         """Who waits for what, for the message of a stalled wait."""
-        if unit_index not in self._plans:
-            upcoming = self._peek()
-            return f"unit {unit_index} is not planned yet; the feeder is to size unit {upcoming and upcoming.index}"
-        return self._directory.describe_wait(unit_index, slot if slot is not None else 0, dp_rank)
+        plan = self._agenda.plan_of(unit_index)
+        if plan is None:
+            return self._agenda.describe_wait(unit_index)
+        if slot is None:
+            taken = self._taken.get((unit_index, dp_rank), set())
+            slot = next((k for k in range(plan.num_slots) if k not in taken), 0)
+        return self._directory.describe_wait(unit_index, slot, dp_rank)
 
     def record(self, spans: tuple[Span, ...]) -> None:
         """Keep spans for the trace until its last step is done."""
-        if spans and self._last_step < self._last_traced_step:
+        if spans and self._agenda.last_step < self._last_traced_step:
             self.events.append(SpansRecorded(spans))
 
     def _reject(self, rejections: tuple[Rejection, ...]) -> None:

@@ -76,6 +76,39 @@ def train(
 
 
 @app.command()
+def pack(
+    config: Annotated[
+        Path, typer.Argument(help="YAML file of a run, or a CSV of lengths to pack by the defaults.", metavar="CONFIG")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Changes to it, e.g. scheduler.microbatch_tokens=8192", metavar="SECTION.KEY=VALUE", show_default=False
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="How many steps; by default 50, or all.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="By every packing method, beside the paper's.")] = False,
+    lengths: Annotated[
+        Path | None,
+        typer.Option("--lengths", help="num_image_tiles,num_tokens: sizes to take instead of data.", metavar="CSV"),
+    ] = None,
+    dp: Annotated[int | None, typer.Option("--dp", help="Short for backbone.data_parallel_size=N.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Short for training.global_batch_size=N.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw it: a picture or a page.", metavar="FILE.png|FILE.html")
+    ] = None,
+) -> None:
+    """Show what packing does to the data of CONFIG: fill, balance over ranks, cost. It reads sizes alone."""
+    with _errors_to_exit_codes():
+        from flowtrain.cli.pack import pack as show_packing
+
+        short = {"backbone.data_parallel_size": dp, "training.global_batch_size": batch}
+        given = [f"{key}={value}" for key, value in short.items() if value is not None]
+        show_packing(config, [*given, *(overrides or ())], steps, compare, lengths, as_json, plot)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
     to: Annotated[

@@ -51,6 +51,8 @@ def summary_table(summary: RunSummary) -> Table:
             table.add_row(name, f"{loss:.4f}")
     if summary.num_rejected:
         table.add_row("quarantined", f"{summary.num_rejected} so far: {run.quarantine}")
+    if summary.cost_r2 is not None:
+        table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
         table.add_row(name, str(path))
     if summary.checkpoint is not None:

@@ -36,8 +36,10 @@ class EvalConfig(ConfigModel):
 class DataConfig(ConfigModel):
     """The training data.
 
-    order: ``deterministic`` (steps and microbatch order depend on the seed alone) or ``arrival`` (any microbatch of the
-    step that is ready runs next). max_seq_len: what one sample may have, in backbone tokens; a longer one is rejected.
+    order: ``deterministic`` (steps and microbatch order depend on the seed alone) or ``arrival`` (steps are made of
+    what is ready, within ``scheduler.lookahead_steps``). max_seq_len: what one sample may have, in backbone tokens.
+    oversized: what happens to a longer one: ``reject`` it, or ``truncate_text`` at its end, never an image (where
+    images alone are too long, or no loss-bearing token would be left, it is rejected as well).
     max_rejected_fraction: the run fails above it. max_image_pixels: larger images are rejected before decoding.
     system_prompt: put before every conversation, if given.
     """
@@ -45,6 +47,7 @@ class DataConfig(ConfigModel):
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     order: Literal["deterministic", "arrival"] = "deterministic"
     max_seq_len: int = Field(2048, ge=8)
+    oversized: Literal["reject", "truncate_text"] = "reject"
     max_rejected_fraction: float = Field(0.05, ge=0, le=1)
     max_image_pixels: int = Field(64_000_000, ge=1)
     shuffle: bool = True

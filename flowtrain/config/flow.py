@@ -12,16 +12,21 @@ from flowtrain.config.base import ConfigModel
 class SchedulerConfig(ConfigModel):
     """Packing and dispatch.
 
-    microbatch_tokens: capacity of one packed microbatch (not ``data.max_seq_len``, what one sample may have).
-    num_buckets: classes of similar cost. lookahead_steps: units that are sized, planned and encoded ahead of the
-    backbone.
+    packing, cost, dispatch: methods by name (docs/scheduling.md). microbatch_tokens: capacity of one packed microbatch
+    (not ``data.max_seq_len``, what one sample may have). cost_profile: the fitted model that ``cost: profile`` uses, a
+    ``cost_profile.json`` that an earlier run of this model wrote. num_buckets: classes of similar cost.
+    lookahead_steps: units that are sized, planned and encoded ahead of the backbone; with ``data.order: arrival`` also
+    the window W, the steps that a position may wait at most.
     """
 
-    packing: Literal["best_fit"] = "best_fit"
+    packing: Literal[
+        "best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "sequential", "random"
+    ] = "best_fit_balanced"
     microbatch_tokens: int = Field(4096, ge=8)
-    cost: Literal["eq3", "tokens"] = "eq3"
+    cost: Literal["eq3", "tokens", "flops", "profile"] = "eq3"
+    cost_profile: str | None = None
     num_buckets: int = Field(4, ge=1)
-    dispatch: Literal["zigzag"] = "zigzag"
+    dispatch: Literal["lpt", "zigzag", "round_robin"] = "lpt"
     lookahead_steps: int = Field(2, ge=1)
 
 

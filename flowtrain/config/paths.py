@@ -23,6 +23,7 @@ _FILES = (
     ("data", "eval", "path"),
     ("data", "eval", "image_root"),
     ("model", "chat_template"),
+    ("scheduler", "cost_profile"),
 )
 _MODELS = (
     ("model", "path"),

@@ -19,6 +19,7 @@ _MAY_CHANGE = (
     "pool.*",
     "data.max_rejected_fraction",
     "scheduler.lookahead_steps",
+    "scheduler.cost_profile",  # the coefficients themselves come from the checkpoint
     "encoders.*.data_parallel_size",
     "encoders.*.segment_nbytes",
     "encoders.*.num_cpus",

@@ -42,6 +42,7 @@ class RunConfig(ConfigModel):
         for check in (
             _capacity_holds_a_sample,
             _batch_feeds_every_rank,
+            _a_frozen_cost_is_given,
             _encoder_names,
             _not_yet_parallel,
             _segments_fit_the_space,
@@ -66,6 +67,16 @@ def _batch_feeds_every_rank(config: RunConfig) -> None:
         raise ValueError(
             f"training.global_batch_size ({batch}) is smaller than backbone.data_parallel_size ({dp_size}): some "
             "ranks would never have a sample; raise the first or lower the second"
+        )
+
+
+def _a_frozen_cost_is_given(config: RunConfig) -> None:
+    order, scheduler = config.data.order, config.scheduler
+    if scheduler.cost == "profile" and scheduler.cost_profile is None and order == "deterministic":
+        raise ValueError(
+            f"scheduler.cost ('profile') needs scheduler.cost_profile with data.order ({order!r}), whose costs are "
+            "frozen from the start; give the cost_profile.json that an earlier run of this model wrote into its "
+            "directory, or set data.order to 'arrival', which fits costs while it runs"
         )
 
 

@@ -191,6 +191,13 @@ def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandl
     return handle
 
 
+def device_of(crew: Crew, results: Results) -> str:
+    """Name of the device that the backbone computes on; of a mixture, of its first rank. results: as for the start."""
+    name, first = next(iter(crew.of_role(Role.BACKBONE).items()))
+    (device,) = results({name: first.device_name.remote()})
+    return str(device)
+
+
 def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, results: Results) -> float:
     """Join the ranks to one group and load their state; returns the peak FLOP/s of the slowest rank's device.
 

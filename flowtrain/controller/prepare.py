@@ -12,9 +12,12 @@ from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.data.units import num_steps_of
 from flowtrain.errors import ConfigError
-from flowtrain.mempool.capacity import check_capacity
+from flowtrain.mempool.capacity import check_capacity, check_scattered_capacity
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.cost_profile import CostProfile
+from flowtrain.scheduler.run_cost import configured_profile, first_cost
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Prepared:
     """A run that can start.
 
     source_sizes: rows of each training source; source_names in the same order. num_eval: samples of an evaluation
-    round, 0 for none. num_steps, total_positions: as ``num_steps_of``.
+    round, 0 for none. num_steps, total_positions: as ``num_steps_of``. cost: that the first step is planned with;
+    cost_profile: the measured one that it comes from, or None.
     """
 
     config: RunConfig
@@ -33,6 +37,8 @@ class Prepared:
     num_eval: int
     num_steps: int
     total_positions: int | None
+    cost: CostModel
+    cost_profile: CostProfile | None
 
     @property
     def eval_every(self) -> int | None:
@@ -45,8 +51,11 @@ class Prepared:
         return max(1, sum(self.source_sizes))
 
 
-def prepare(config: RunConfig, use_devices: bool = False) -> Prepared:
-    """Look at data and model headers; raises ConfigError or DataError where the run could not work."""
+def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = True) -> Prepared:
+    """Look at data and model headers; raises ConfigError or DataError where the run could not work.
+
+    check_pool: a memory pool that is too small is one of the reasons.
+    """
     sources = SourceSet.from_config(config.data)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
@@ -56,16 +65,21 @@ def prepare(config: RunConfig, use_devices: bool = False) -> Prepared:
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
-    check_memory(config, family, num_eval)
+    if check_pool:
+        check_memory(config, family, num_eval)
+    spec = model_spec(family)
+    cost_profile = configured_profile(config, spec)
     return Prepared(
         config=config,
         plan=fixed_plan(config, use_devices),
-        model_spec=model_spec(family),
+        model_spec=spec,
         source_names=tuple(source.name for source in sources.train),
         source_sizes=sources.sizes,
         num_eval=num_eval,
         num_steps=num_steps,
         total_positions=total_positions,
+        cost=first_cost(config, spec, cost_profile),
+        cost_profile=cost_profile,
     )
 
 
@@ -80,13 +94,16 @@ def model_spec(family: Family) -> ModelSpec:
 
 def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
     """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock."""
-    samples = max(config.training.global_batch_size, num_eval)
+    batch_size, by_arrival = config.training.global_batch_size, config.data.order == "arrival"
+    samples = max(batch_size, num_eval)
     limit, align = config.data.max_seq_len, config.pool.alignment
     text_nbytes = _aligned(2 * 4 * limit, align)
     check_capacity(
         [config.pool.text_segment_nbytes],
         largest_part_nbytes=text_nbytes,
-        parts_per_step=samples,
+        # By arrival, what a resumed run has left of its first groups may be one position too few for a step, while the
+        # feeder puts the text of another group.
+        parts_per_step=max(samples, 2 * batch_size - 1) if by_arrival else samples,
         knob="pool.text_segment_nbytes",
     )
     for name, encoder in config.encoders.items():
@@ -96,12 +113,11 @@ def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
         batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
         # Two batches that follow each other hold more than one's limit together, else they would be one.
         num_batches = min(samples, 1 + -(-2 * samples * limit // rows))
-        check_capacity(
-            [encoder.segment_nbytes] * encoder.data_parallel_size,
-            largest_part_nbytes=batch_nbytes,
-            parts_per_step=num_batches,
-            knob=f"encoders.{name}.segment_nbytes",
-        )
+        segments, knob = [encoder.segment_nbytes] * encoder.data_parallel_size, f"encoders.{name}.segment_nbytes"
+        check_capacity(segments, largest_part_nbytes=batch_nbytes, parts_per_step=num_batches, knob=knob)
+        if by_arrival:
+            held_nbytes = (batch_size - 1) * _aligned(limit * family.row_nbytes(name), align)
+            check_scattered_capacity(segments, batch_nbytes, held_nbytes, knob)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

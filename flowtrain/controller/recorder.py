@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from flowtrain.controller.prepare import Prepared
+from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
 from flowtrain.observability.metrics import MetricsWriter, StepMetrics
@@ -17,6 +18,7 @@ from flowtrain.observability.trace import TraceWriter
 from flowtrain.types import (
     EVAL_POSITION_BASE,
     CheckpointWritten,
+    CostFitted,
     Event,
     Rejected,
     Rejection,
@@ -35,12 +37,19 @@ MAX_BUFFERED_ROWS = 1 << 16
 class Recorder:
     """Writes metrics, ledger, quarantine and trace of one run, and keeps the totals that a checkpoint needs.
 
-    first_step: steps done before (files are cut back to it). sink: takes each step's metrics (Ray's gauges), or None.
-    peak_flops: FLOP/s of one device, set once it is known. A device is what one encoder or backbone actor runs on.
+    first_step, consumed: steps done before, and their positions (files are cut back to them). sink: takes each step's
+    metrics (Ray's gauges), or None. peak_flops: FLOP/s of one device, set once it is known. A device is what one
+    encoder or backbone actor runs on.
     """
 
     def __init__(
-        self, prepared: Prepared, files: RunDir, first_step: int, display: ProgressDisplay, sink: MetricsSink | None
+        self,
+        prepared: Prepared,
+        files: RunDir,
+        first_step: int,
+        consumed: ConsumedPositions,
+        display: ProgressDisplay,
+        sink: MetricsSink | None,
     ) -> None:
         self._prepared = prepared
         self._display = display
@@ -60,22 +69,20 @@ class Recorder:
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
         self.sampler_states: dict[int, dict[str, object]] = {}
-        self.num_rejected = self._cut_back(first_step)
+        self.num_rejected = self._cut_back(first_step, consumed)
         self._known_eval_rows = {
             record["row"] for record in read_json_lines(files.quarantine) if record["position"] >= EVAL_POSITION_BASE
         }
-        self.num_seen = min(
-            first_step * prepared.config.training.global_batch_size, prepared.total_positions or 1 << 62
-        )
+        self.num_seen = len(consumed)
 
-    def _cut_back(self, first_step: int) -> int:
+    def _cut_back(self, first_step: int, consumed: ConsumedPositions) -> int:
         self._metrics.truncate_after(first_step)
         self._ledger.truncate_after(first_step)
         every = self._prepared.eval_every
         rounds = first_step // every if every else 0
-        return self._quarantine.truncate_from(
-            first_step * self._prepared.config.training.global_batch_size,
-            EVAL_POSITION_BASE + rounds * self._prepared.num_eval,
+        first_eval = EVAL_POSITION_BASE + rounds * self._prepared.num_eval
+        return self._quarantine.keep(
+            lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
         )
 
     def take(self, event: Event) -> None:
@@ -87,7 +94,7 @@ class Recorder:
         elif isinstance(event, SpansRecorded):
             self._trace.write(event.spans)
         else:
-            assert isinstance(event, CheckpointWritten)
+            assert isinstance(event, CheckpointWritten | CostFitted), event  # the controller's own
 
     def flush(self) -> None:
         """Make ledger and metrics durable; called before a checkpoint becomes complete."""
@@ -151,6 +158,7 @@ class Recorder:
         assert report.lr is not None
         return StepMetrics(
             step=done.unit.step,
+            # So many positions are consumed by now, whichever they are.
             epoch=(done.unit.first_position + done.unit.num_positions) / self._prepared.epoch_positions,
             loss=report.loss,
             lr=report.lr,
@@ -165,6 +173,7 @@ class Recorder:
             starved_s=fmean(each.starved_s for each in done.reports),
             blocked_s=done.blocked_s,
             fetch_s=fmean(each.fetch_s for each in done.reports),
+            plan_digest=done.plan_digest,
             plan_time_s=done.plan_time_s,
             produced_samples_per_s=done.produced_samples / step_time_s,
             consumed_samples_per_s=report.num_samples / step_time_s,

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import ray
 import torch
@@ -24,27 +23,34 @@ from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
+from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.crew import ActorClasses, Crew
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.recorder import Recorder
+from flowtrain.controller.start import Start, find_start
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.errors import CheckpointError
+from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
 from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
-from flowtrain.types import CheckpointWritten, Event
+from flowtrain.types import CheckpointWritten, CostFitted, Event
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended. step: optimizer steps done in all. stopped: ended early on request, to be resumed."""
+    """How a run ended.
+
+    step: optimizer steps done in all. stopped: ended early on request, to be resumed. cost_r2: of the costs fitted to
+    this run's microbatches, None where too few were measured.
+    """
 
     directory: Path
     step: int
@@ -55,15 +61,7 @@ class RunSummary:
     checkpoint: Path | None
     stopped: bool
     duration_s: float
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins: from nothing, or behind a checkpoint."""
-
-    step: int = 0
-    checkpoint: Path | None = None
-    sampler_state: dict[str, Any] | None = None
+    cost_r2: float | None = None
 
 
 def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses | None = None) -> RunSummary:
@@ -90,16 +88,18 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stack.enter_context(held_run_dir(config))
         files = open_run_dir(config, resume)
         files.write_plan(asdict(prepared.plan))
-        start = _find_start(files, prepared) if resume else Start()
+        start = find_start(files, prepared) if resume else Start()
         display = stack.enter_context(
             ProgressDisplay(config.observability.progress, prepared.num_steps, first_step=start.step)
         )
+        costs = CostKeeper(prepared, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
-        recorder = Recorder(prepared, files, start.step, display, sink)
+        consumed = ConsumedPositions.from_state(start.sampler_state)
+        recorder = Recorder(prepared, files, start.step, consumed, display, sink)
         stack.callback(recorder.close)
         if start.step:
             display.note(f"resuming {files.root} behind step {start.step} of {prepared.num_steps}")
-        controller = Controller(prepared, files, recorder, display, start, stop)
+        controller = Controller(prepared, files, recorder, costs, display, start, stop)
         stopped = controller.run(posts, group, classes or ActorClasses())
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     last = recorder.last
@@ -114,6 +114,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         checkpoint=checkpoint,
         stopped=stopped and step < prepared.num_steps,
         duration_s=time.monotonic() - started,
+        cost_r2=costs.r2,
     )
 
 
@@ -125,6 +126,7 @@ class Controller:
         prepared: Prepared,
         files: RunDir,
         recorder: Recorder,
+        costs: CostKeeper,
         display: ProgressDisplay,
         start: Start,
         stop: threading.Event,
@@ -133,6 +135,7 @@ class Controller:
         self._config = prepared.config
         self._files = files
         self._recorder = recorder
+        self._costs = costs
         self._display = display
         self._start = start
         self._stop = stop
@@ -170,6 +173,7 @@ class Controller:
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
         self._recorder.peak_flops = crew.start_backbone(actors, checkpoint, self._prepared.eval_every, results)
+        self._costs.start(crew.device_of(actors, results))
         first_unit = self._flow_settings().first_unit
         for name in actors.of_role(Role.BACKBONE):
             actors.run(name, first_unit, self._start.step, str(self._files.checkpoints))
@@ -187,6 +191,7 @@ class Controller:
             num_eval=prepared.num_eval,
             start_step=self._start.step,
             sampler_state=self._start.sampler_state or sampler.state().to_dict(),
+            cost=self._costs.in_use,
             num_rejected=self._recorder.num_rejected,
             num_seen=self._recorder.num_seen,
         )
@@ -204,15 +209,18 @@ class Controller:
 
     def _take(self, event: Event) -> None:
         self._recorder.take(event)
-        if isinstance(event, CheckpointWritten):
+        if isinstance(event, CostFitted):
+            self._costs.take(event)
+        elif isinstance(event, CheckpointWritten):
             self._commit(event)
 
     def _commit(self, written: CheckpointWritten) -> None:
-        """Make a checkpoint complete, once ledger and metrics cover it."""
+        """Make a checkpoint complete, once ledger and metrics cover it; with it the measured costs."""
         self._recorder.flush()
+        self._costs.write()
         meta = CheckpointMeta(
             step=written.step,
-            state={"sampler": self._recorder.sampler_states[written.step]},
+            state={"sampler": self._recorder.sampler_states[written.step], "cost": asdict(self._costs.in_use)},
             config_digest=config_digest(self._config),
             dp_size=self._prepared.plan.backbone.data_parallel_size,
             num_threads=self._config.backbone.num_threads,
@@ -253,23 +261,6 @@ def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> R
         stopped=False,
         duration_s=time.monotonic() - started,
     )
-
-
-def _find_start(files: RunDir, prepared: Prepared) -> Start:
-    checkpoint_store.remove_temporaries(files.checkpoints)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
-        logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
-        return Start()
-    meta = checkpoint_store.read_meta(checkpoint)
-    for name, then, now in (
-        ("data parallel ranks", meta.dp_size, prepared.plan.backbone.data_parallel_size),
-        ("backbone threads", meta.num_threads, prepared.config.backbone.num_threads),
-        ("torch", meta.torch_version, str(torch.__version__)),
-    ):
-        if then != now:
-            logger.warning("the checkpoint was written with %s %s, now %s: losses agree only closely", name, then, now)
-    return Start(meta.step, checkpoint, meta.state["sampler"])
 
 
 def _with_devices(prepared: Prepared) -> Prepared:

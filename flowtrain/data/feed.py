@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flowtrain.config.run import RunConfig
 from flowtrain.data.sampler import PlainState, Sampler, SamplerState
@@ -29,13 +29,13 @@ class Feed:
         family = family_from_config(config)
         return cls(sources, sampler_from_config(config, sources.sizes), Sizer(family, family.tokenizer, config.data))
 
-    def next_unit(self, unit: Unit) -> list[SizedResult | Rejection]:
+    def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> list[SizedResult | Rejection]:
         """Return the unit's samples, sized or rejected, in the order of their positions.
 
         Training units come in the order of their positions; an evaluation takes the first rows of its source.
-        Raises SourceReadError where a source cannot be read.
+        consumed: positions to draw only. Raises SourceReadError where a source cannot be read.
         """
-        return [self._size(ref) for ref in self._refs(unit)]
+        return [self._size(ref) for ref in self._refs(unit) if ref.position not in consumed]
 
     def resize(self, ref: SampleRef) -> SizedResult:
         """Make a sized sample again, equal to the first time, when its text part was lost with its segment.

@@ -71,19 +71,37 @@ class Sizer:
         layouts = [self._layout(index, raw) for index in range(len(raw.images))]
         num_vision_tokens = sum(layout.num_tokens for layout in layouts)
         num_tokens = len(encoded.ids) - len(layouts) + num_vision_tokens
-        if num_tokens > self._config.max_seq_len:
-            raise BadSample(
-                RejectReason.OVERSIZED_SAMPLE,
-                f"{num_tokens} tokens ({num_vision_tokens} of them from {len(layouts)} images) are more than "
-                f"data.max_seq_len ({self._config.max_seq_len})",
-            )
+        is_oversized = num_tokens > self._config.max_seq_len
+        if is_oversized and self._config.oversized == "reject":
+            raise self._oversized(num_tokens, layouts)
         text = self._expand(encoded, layouts)
+        if is_oversized:
+            text = self._cut(text, layouts)
+            num_tokens = text.shape[1]
         parts = [PartSize(TEXT_PART, 1, 0, num_tokens, text.nbytes)]
         if layouts:
             parts.append(self._encoder_part(layouts))
-        num_target_tokens = int((text[1, 1:] != IGNORE_LABEL).sum())
-        sample = SizedSample(ref, num_tokens, num_vision_tokens, num_target_tokens, tuple(parts))
+        sample = SizedSample(ref, num_tokens, num_vision_tokens, _num_targets(text), tuple(parts))
         return SizedResult(sample, text)
+
+    def _cut(self, text: npt.NDArray[np.int32], layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
+        """Take off what is behind ``max_seq_len`` tokens; raises BadSample where an image or all loss lies there."""
+        limit = self._config.max_seq_len
+        kept = np.ascontiguousarray(text[:, :limit])
+        num_lost = int((text[0, limit:] == self._family.image_token_id).sum())
+        if num_lost:
+            raise self._oversized(text.shape[1], layouts, f", and cutting its end would cut {num_lost} image tokens")
+        if not _num_targets(kept):
+            raise self._oversized(text.shape[1], layouts, ", and cutting its end would leave no token that bears loss")
+        return kept
+
+    def _oversized(self, num_tokens: int, layouts: list[ImageLayout], why: str = "") -> BadSample:
+        num_vision_tokens = sum(layout.num_tokens for layout in layouts)
+        return BadSample(
+            RejectReason.OVERSIZED_SAMPLE,
+            f"{num_tokens} tokens ({num_vision_tokens} of them from {len(layouts)} images) are more than "
+            f"data.max_seq_len ({self._config.max_seq_len}){why}",
+        )
 
     def _layout(self, index: int, raw: RawSample) -> ImageLayout:
         try:
@@ -107,3 +125,8 @@ class Sizer:
         repeats = np.ones(len(encoded.ids), dtype=np.int64)
         repeats[encoded.ids == self._family.image_token_id] = [layout.num_tokens for layout in layouts]
         return np.repeat(np.stack([encoded.ids, encoded.labels]), repeats, axis=1)
+
+
+def _num_targets(text: npt.NDArray[np.int32]) -> int:
+    """Tokens that carry loss after the shift by one."""
+    return int((text[1, 1:] != IGNORE_LABEL).sum())

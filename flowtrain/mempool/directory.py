@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flowtrain.errors import PoolError, StaleLeaseError
-from flowtrain.mempool.directory_plan import build_unit
+from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.mempool.directory_plan import batch_record, build_unit
 from flowtrain.mempool.directory_records import (
     MicrobatchRecord,
     PartRecord,
@@ -24,6 +25,7 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.lease_book import LeaseBook
 from flowtrain.types import (
     EVAL_POSITION_BASE,
+    EncodeBatch,
     Extent,
     Lease,
     LedgerRow,
@@ -35,6 +37,7 @@ from flowtrain.types import (
     SizedSample,
     StepPlan,
     Tier,
+    UnitKind,
 )
 
 _DESCRIBED_PARTS = 8
@@ -45,7 +48,8 @@ class Directory:
 
     space, alignment: of the pool, to check what owners report and to size leases. lease_timeout_s: age at which
     ``expire_leases`` takes a lease back. Owners are process indices, which are never used again in a run, so a message
-    of a lost owner is known for what it is. Units are consumed in their order.
+    of a lost owner is known for what it is. consumed: training positions that an earlier run has consumed. Units are
+    consumed in their order.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Directory:
         *,
         alignment: int,
         lease_timeout_s: float,
+        consumed: ConsumedPositions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._space = space
@@ -65,7 +70,9 @@ class Directory:
         self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
         self._lost_owners: set[int] = set()
         self._ready_nbytes = dict.fromkeys(Tier, 0)
-        self._next = {False: 0, True: EVAL_POSITION_BASE}  # first position of training, of evaluation, not consumed yet
+        self.consumed = consumed if consumed is not None else ConsumedPositions()
+        """Training positions that units have consumed, in this run or in those that it continues."""
+        self._eval_frontier = EVAL_POSITION_BASE  # the evaluation positions below are over
         self.num_produced = 0
         """Positions whose parts have all been READY, each counted once."""
         self.num_consumed = 0
@@ -83,7 +90,7 @@ class Directory:
         position = sample.ref.position
         if owner in self._lost_owners:
             raise self._stale(owner, text, "this process counts as lost")
-        if position in self._positions or self._is_consumed(position):
+        if position in self._positions or self.is_consumed(position):
             raise PoolError(f"position {position} was sized twice; every position is fed once")
         record = PositionRecord.of(sample)
         part = _part(record, text)
@@ -91,14 +98,22 @@ class Directory:
         self._positions[position] = record
         self._make_ready(part, owner, text.extents, tier)
 
+    def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
+        """Put encode batches of sized positions in line before any plan has them (``arrival`` order)."""
+        for batch in batches:
+            self._leases.add_batch(batch_record(batch, self._known, self._aligned))
+
     def add_plan(self, plan: StepPlan) -> None:
-        """Take in a unit's plan: its microbatches and encode batches. Raises PoolError where it does not fit."""
+        """Take in a unit's plan: its microbatches, and encode batches of what is in none yet.
+
+        Raises PoolError where it does not fit.
+        """
         if plan.unit.index in self._units:
             raise PoolError(f"unit {plan.unit.index} was planned twice")
-        unit = build_unit(plan, self._known, self._aligned)
+        unit, batches = build_unit(plan, self._known, self._aligned)
         self._units[plan.unit.index] = unit
-        for batch_record in unit.batches:
-            self._leases.add_batch(batch_record)
+        for record in batches:
+            self._leases.add_batch(record)
 
     def reject(self, rejection: Rejection) -> bool:
         """Quarantine a position, sized or not; its bytes are freed and nobody waits for it any more.
@@ -109,7 +124,7 @@ class Directory:
         position = rejection.ref.position
         record = self._positions.get(position)
         if record is None:
-            if self._is_consumed(position):
+            if self.is_consumed(position):
                 return False
             record = self._positions[position] = PositionRecord(rejection.ref)
         if record.rejected or record.is_handed_out:
@@ -121,6 +136,19 @@ class Directory:
         if record.microbatch is not None and record.missing:
             record.microbatch.one_less_missing()
         return True
+
+    def is_consumed(self, position: int) -> bool:
+        """Whether a position is over."""
+        return position < self._eval_frontier if position >= EVAL_POSITION_BASE else position in self.consumed
+
+    def is_rejected(self, position: int) -> bool:
+        """Whether a position is quarantined; raises PoolError for one that is not known, or over."""
+        return self._known(position).rejected
+
+    def is_done(self, position: int) -> bool:
+        """Whether nobody has to make anything for a position, now: it is complete, or rejected; errors as above."""
+        record = self._known(position)
+        return record.rejected or not record.missing
 
     # --- leases and reports of owners ---------------------------------------------------------------------------
 
@@ -233,11 +261,12 @@ class Directory:
         positions, step = unit.unit.positions, unit.unit.step
         rows = tuple(self._known(position).ledger_row(step) for position in positions)
         for position in positions:
-            del self._positions[position]
-        for batch_record in unit.batches:
-            self._leases.forget_batch(batch_record)
+            self._leases.consumed(self._positions.pop(position))
         del self._units[unit_index]
-        self._next[positions.start >= EVAL_POSITION_BASE] = positions.stop
+        if unit.unit.kind is UnitKind.TRAIN:
+            self.consumed.add(positions)
+        else:
+            self._eval_frontier = positions[-1] + 1
         self.num_consumed += sum(row.state == "consumed" for row in rows)
         return rows
 
@@ -251,18 +280,14 @@ class Directory:
         record = self._microbatch(unit, slot, dp_rank)
         if record is None:
             return f"{where} is not planned"
-        waiting = [
-            part
-            for position in record.positions
-            if position.missing and not position.rejected
-            for part in position.parts.values()
-            if part.state is not PartState.READY
-        ]
+        waiting = _waiting_parts(record.positions)
         if record.released or not waiting:
             return f"{where} is {'released' if record.released else 'ready'}"
-        shown = "; ".join(self._describe(part) for part in waiting[:_DESCRIBED_PARTS])
-        more = f"; and {len(waiting) - _DESCRIBED_PARTS} more" if len(waiting) > _DESCRIBED_PARTS else ""
-        return f"{where} waits for {len(waiting)} parts: {shown}{more}"
+        return f"{where} waits for {self._describe_all(waiting)}"
+
+    def describe_positions(self, positions: Iterable[int]) -> str:
+        """Say what positions wait for, as ``describe_wait``."""
+        return self._describe_all(_waiting_parts(self._known(position) for position in positions))
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -331,9 +356,6 @@ class Directory:
             raise PoolError(f"position {position} was neither sized nor rejected, or is consumed")
         return record
 
-    def _is_consumed(self, position: int) -> bool:
-        return position < self._next[position >= EVAL_POSITION_BASE]
-
     def _microbatch(self, unit: int, slot: int, dp_rank: int) -> MicrobatchRecord | None:
         record = self._units.get(unit)
         return record.microbatches.get((slot, dp_rank)) if record is not None else None
@@ -346,6 +368,13 @@ class Directory:
             f"process {owner} reports {part_ready.part} of position {part_ready.position} under epoch "
             f"{part_ready.epoch}, which is refused: {why}; free its bytes"
         )
+
+    def _describe_all(self, waiting: list[PartRecord]) -> str:
+        if not waiting:
+            return "nothing"
+        shown = "; ".join(self._describe(part) for part in waiting[:_DESCRIBED_PARTS])
+        more = f"; and {len(waiting) - _DESCRIBED_PARTS} more" if len(waiting) > _DESCRIBED_PARTS else ""
+        return f"{len(waiting)} parts: {shown}{more}"
 
     def _describe(self, part: PartRecord) -> str:
         what = f"{part.name} of position {part.position.ref.position} ({part.nbytes} bytes) is"
@@ -360,6 +389,16 @@ class Directory:
             f", behind batch {first.batch.index} of unit {first.batch.unit}" if first not in (None, part.batch) else ""
         )
         return f"{what} pending in encode batch {batch.index} of unit {batch.unit}{head}: no encoder has room or asks"
+
+
+def _waiting_parts(positions: Iterable[PositionRecord]) -> list[PartRecord]:
+    return [
+        part
+        for position in positions
+        if position.missing and not position.rejected
+        for part in position.parts.values()
+        if part.state is not PartState.READY
+    ]
 
 
 def _part(record: PositionRecord, part_ready: PartReady) -> PartRecord:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.directory_records import BatchRecord, MicrobatchRecord, PositionRecord, UnitRecord
-from flowtrain.types import EncodeBatch, Microbatch, StepPlan
+from flowtrain.types import TEXT_PART, EncodeBatch, Microbatch, StepPlan
 
 Known = Callable[[int], PositionRecord]
 
 
-def build_unit(plan: StepPlan, known: Known, aligned: Callable[[int], int]) -> UnitRecord:
-    """Return the records of a plan, and tie its positions to their microbatches.
+def build_unit(plan: StepPlan, known: Known, aligned: Callable[[int], int]) -> tuple[UnitRecord, list[BatchRecord]]:
+    """Return the records of a plan and of its encode batches, and tie its positions to their microbatches.
 
     known: record of a position, or PoolError. aligned: bytes that a part takes. Raises PoolError unless every position
-    of the unit is planned once or rejected, and every part from an encoder is in the batches.
+    of the unit is planned once or rejected, and every part from an encoder is in the plan's batches or in earlier ones.
     """
     unit = UnitRecord(plan.unit, plan.dp_size)
     for slot in plan.slots:
@@ -26,15 +26,21 @@ def build_unit(plan: StepPlan, known: Known, aligned: Callable[[int], int]) -> U
         if record.microbatch is None and not record.rejected:
             raise PoolError(f"unit {plan.unit.index} leaves out its position {position}, which was not rejected")
     unit.unreleased = len(unit.microbatches)
-    unit.batches = [_batch_record(batch, known, aligned) for batch in plan.encode_batches]
-    num_planned = sum(len(position.parts) - 1 for record in unit.microbatches.values() for position in record.positions)
-    num_batched = sum(len(batch.parts) for batch in unit.batches)
+    batches = [batch_record(batch, known, aligned) for batch in plan.encode_batches]
+    num_planned = sum(_num_unbatched(record.positions) for record in unit.microbatches.values())
+    num_batched = sum(len(batch.parts) for batch in batches)
     if num_batched != num_planned:
         raise PoolError(
             f"unit {plan.unit.index}: its samples need {num_planned} parts from encoders, its encode batches make "
             f"{num_batched}"
         )
-    return unit
+    return unit, batches
+
+
+def _num_unbatched(positions: Iterable[PositionRecord]) -> int:
+    return sum(
+        part.batch is None for position in positions for part in position.parts.values() if part.name != TEXT_PART
+    )
 
 
 def _microbatch_record(unit: UnitRecord, microbatch: Microbatch, known: Known) -> MicrobatchRecord:
@@ -51,7 +57,8 @@ def _microbatch_record(unit: UnitRecord, microbatch: Microbatch, known: Known) -
     return record
 
 
-def _batch_record(batch: EncodeBatch, known: Known, aligned: Callable[[int], int]) -> BatchRecord:
+def batch_record(batch: EncodeBatch, known: Known, aligned: Callable[[int], int]) -> BatchRecord:
+    """Return the record of an encode batch; raises PoolError where its parts take other bytes than it says."""
     record = BatchRecord(batch, {position: known(position).parts[batch.encoder] for position in batch.positions})
     nbytes = sum(aligned(part.nbytes) for part in record.parts.values())
     if nbytes != batch.nbytes:

@@ -100,24 +100,28 @@ class MicrobatchRecord:
 class UnitRecord:
     """One planned unit. ready: per DP rank, the slots that may run. unreleased: microbatches still to be released."""
 
-    __slots__ = ("batches", "microbatches", "ready", "unit", "unreleased")
+    __slots__ = ("microbatches", "ready", "unit", "unreleased")
 
     def __init__(self, unit: Unit, dp_size: int) -> None:
         self.unit = unit
         self.microbatches: dict[tuple[int, int], MicrobatchRecord] = {}
         self.ready: list[set[int]] = [set() for _ in range(dp_size)]
-        self.batches: list[BatchRecord] = []
         self.unreleased = 0
 
 
 class BatchRecord:
-    """One encode batch. parts: by position. pending: positions to be leased. queued: whether it stands in line."""
+    """One encode batch.
 
-    __slots__ = ("batch", "parts", "pending", "queued", "refs")
+    parts: by position. pending: positions to be leased. unconsumed: how many no unit has consumed. queued: whether it
+    stands in line.
+    """
+
+    __slots__ = ("batch", "parts", "pending", "queued", "refs", "unconsumed")
 
     def __init__(self, batch: EncodeBatch, parts: dict[int, PartRecord]) -> None:
         self.batch = batch
         self.parts = parts
         self.refs = tuple(part.position.ref for part in parts.values())
         self.pending: set[int] = set()
+        self.unconsumed = len(parts)
         self.queued = False

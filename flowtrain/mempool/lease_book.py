@@ -9,7 +9,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable
 
-from flowtrain.mempool.directory_records import NOBODY, BatchRecord, PartRecord, PartState
+from flowtrain.mempool.directory_records import NOBODY, BatchRecord, PartRecord, PartState, PositionRecord
 from flowtrain.types import TEXT_PART, Lease, SampleRef
 
 BatchKey = tuple[int, int]
@@ -54,10 +54,15 @@ class LeaseBook:
         self._batches[batch.encoder, batch.unit, batch.index] = record
         self._queue(record)
 
-    def forget_batch(self, record: BatchRecord) -> None:
-        """A batch's unit is over."""
-        batch = record.batch
-        del self._batches[batch.encoder, batch.unit, batch.index]
+    def consumed(self, position: PositionRecord) -> None:
+        """A position is over; a batch is forgotten with its last one."""
+        for part in position.parts.values():
+            if part.batch is None:
+                continue
+            part.batch.unconsumed -= 1
+            if not part.batch.unconsumed:
+                batch = part.batch.batch
+                del self._batches[batch.encoder, batch.unit, batch.index]
 
     def first_in_line(self, encoder: str) -> BatchRecord | None:
         """Return the earliest batch that somebody has to encode, or None."""

@@ -12,3 +12,8 @@ def default_device(choice: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return accelerator
+
+
+def device_name(device: torch.device) -> str:
+    """What kind of device it is, as torch names it (``NVIDIA H200``); ``cpu`` for all CPUs."""
+    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))

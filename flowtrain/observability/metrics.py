@@ -21,9 +21,10 @@ class StepMetrics:
     Counts and totals are global. timestamp: seconds since the Unix epoch, when the step was done. epoch: passes over
     the data, a fraction. step_time_s: wall time since the step before. mfu: model FLOPs over the devices' peak, None
     where the peak is not known. starved_s, fetch_s: mean over ranks. blocked_s: encoders waited for pool memory, in
-    sum. packing_fill: backbone tokens over the capacity of the step's microbatches. dp_imbalance: how much dearer the
-    dearest rank is than the mean (0 if even). eval_loss: None unless an evaluation followed the step. rejected: samples
-    so far. Values that are not finite are written as null.
+    sum. plan_digest: of the step's plan, as ``flowtrain pack`` predicts it. packing_fill: backbone tokens over the
+    capacity of the step's microbatches. dp_imbalance: how much dearer the dearest rank is than the mean (0 if even).
+    eval_loss: None unless an evaluation followed the step. rejected: samples so far. Values that are not finite are
+    written as null.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepMetrics:
     starved_s: float
     blocked_s: float
     fetch_s: float
+    plan_digest: str
     plan_time_s: float
     produced_samples_per_s: float
     consumed_samples_per_s: float

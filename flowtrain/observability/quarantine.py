@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,17 @@ class QuarantineWriter:
             }
         )
 
-    def truncate_from(self, position: int, eval_position: int = EVAL_POSITION_BASE) -> int:
+    def keep(self, is_done: Callable[[int], bool]) -> int:
         """Drop what a resumed run will look at again; returns how many training samples stay.
 
-        position: first training position that is not done. eval_position: first evaluation position that is not done.
+        is_done: whether the run is behind a position, of training or of an evaluation.
         """
         kept_training = 0
 
         def wanted(record: Mapping[str, Any]) -> bool:
             nonlocal kept_training
-            evaluated = record["position"] >= EVAL_POSITION_BASE
-            keep = bool(record["position"] < (eval_position if evaluated else position))
-            kept_training += keep and not evaluated
+            keep = is_done(record["position"])
+            kept_training += keep and record["position"] < EVAL_POSITION_BASE
             return keep
 
         self._lines.keep(wanted)

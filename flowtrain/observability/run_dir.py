@@ -60,6 +60,11 @@ class RunDir:
         return self.root / "trace.json"
 
     @property
+    def cost_profile(self) -> Path:
+        """What the run's microbatches cost, for ``scheduler.cost_profile`` of later ones."""
+        return self.root / "cost_profile.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Resumable checkpoints."""
         return self.root / "checkpoints"

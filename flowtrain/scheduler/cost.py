@@ -1,19 +1,40 @@
-"""What a microbatch costs the backbone, as the scheduler sees it: unitless, only ratios matter."""
+"""What a microbatch costs the backbone, as the scheduler sees it: only ratios matter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from flowtrain.costs.flops import backbone_training_flops
+from flowtrain.costs.model_spec import TransformerSpec
 from flowtrain.errors import ConfigError
 
 
-class CostModel(Protocol):
-    """A pure function of the lengths in a microbatch, frozen for the run."""
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Cost of a microbatch: ``constant + per_token * tokens + per_longest * longest**2 + per_square * sum(len**2)``.
+
+    All four kinds of cost have this form, so one compiled search serves them all. tokens: of the microbatch; longest:
+    of its longest sub-sequence; sum(len**2): over its sub-sequences, what packed attention computes. The unit depends
+    on the kind (capacities, FLOPs, seconds). A microbatch without samples costs nothing.
+    """
+
+    name: str
+    per_token: float
+    per_longest: float = 0.0
+    per_square: float = 0.0
+    constant: float = 0.0
 
     def __call__(self, lengths: Sequence[int]) -> float:
-        """Return the cost of one microbatch; lengths: tokens of its sub-sequences. No sub-sequences cost 0."""
-        ...
+        """Return the cost of one microbatch; lengths: tokens of its sub-sequences."""
+        if not lengths:
+            return 0.0
+        return float(self.of_sums(sum(lengths), max(lengths), sum(length**2 for length in lengths)))
+
+    def of_sums(self, tokens: Any, longest: Any, squares: Any) -> Any:
+        """Return the cost from the three sums, numbers or arrays."""
+        return self.constant + self.per_token * tokens + self.per_longest * longest**2 + self.per_square * squares
 
 
 def eq3(capacity: int) -> CostModel:
@@ -21,27 +42,55 @@ def eq3(capacity: int) -> CostModel:
 
     The first term stands for the linear layers, the second for attention over the longest sub-sequence.
     """
-
-    def cost(lengths: Sequence[int]) -> float:
-        return sum(lengths) / capacity + (max(lengths, default=0) / capacity) ** 2
-
-    return cost
+    return CostModel("eq3", per_token=1.0 / capacity, per_longest=1.0 / capacity**2)
 
 
 def tokens(capacity: int) -> CostModel:
     """Return the share of the capacity that is filled: the linear term of Eq. 3 alone."""
-
-    def cost(lengths: Sequence[int]) -> float:
-        return sum(lengths) / capacity
-
-    return cost
+    return CostModel("tokens", per_token=1.0 / capacity)
 
 
-COST_MODELS: dict[str, Callable[[int], CostModel]] = {"eq3": eq3, "tokens": tokens}
+def flops(spec: TransformerSpec, freeze: Collection[str] = ()) -> CostModel:
+    """Return the training FLOPs of the backbone, exact for packed causal attention.
+
+    freeze: modules that are not trained, as in ``model.freeze``. FLOPs are linear in tokens and in squares, so two
+    lengths tell both coefficients.
+    """
+    one, two = (backbone_training_flops(spec, (length,), freeze) for length in (1, 2))
+    per_square = (two - 2.0 * one) / 2.0
+    return CostModel("flops", per_token=one - per_square, per_square=per_square)
 
 
-def make_cost_model(name: str, capacity: int) -> CostModel:
-    """Return the cost model called ``name`` for microbatches of ``capacity`` tokens; ConfigError if unknown."""
-    if name not in COST_MODELS:
-        raise ConfigError(f"scheduler.cost ({name!r}) is unknown; choose one of {', '.join(sorted(COST_MODELS))}")
-    return COST_MODELS[name](capacity)
+COSTS = ("eq3", "tokens", "flops", "profile")
+
+
+def make_cost_model(
+    name: str,
+    capacity: int,
+    backbone: TransformerSpec | None = None,
+    freeze: Collection[str] = (),
+    profile: CostModel | None = None,
+) -> CostModel:
+    """Return the cost model called ``name`` for microbatches of ``capacity`` tokens.
+
+    backbone, freeze: what ``flops`` counts. profile: the fitted model that ``profile`` stands for. Raises ConfigError
+    for an unknown name and where what it needs is missing.
+    """
+    if name == "eq3":
+        return eq3(capacity)
+    if name == "tokens":
+        return tokens(capacity)
+    if name == "flops":
+        if backbone is None:
+            raise ConfigError(
+                "scheduler.cost ('flops') needs the backbone's shape; use 'eq3' or 'tokens' without a model"
+            )
+        return flops(backbone, freeze)
+    if name == "profile":
+        if profile is None:
+            raise ConfigError(
+                "scheduler.cost ('profile') needs a fitted cost profile: give scheduler.cost_profile, the "
+                "cost_profile.json that an earlier run of this model wrote into its directory"
+            )
+        return profile
+    raise ConfigError(f"scheduler.cost ({name!r}) is unknown; choose one of {', '.join(COSTS)}")

@@ -3,57 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from operator import itemgetter
 
-from flowtrain.errors import ConfigError
-from flowtrain.types import TEXT_PART, EncodeBatch, PartSize, SizedSample
+import numpy as np
 
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.packing.base import IntArray
+from flowtrain.scheduler.sample_sizes import SampleSizes
+from flowtrain.types import EncodeBatch, SizedSample
 
-@dataclass(slots=True)
-class _Group:
-    """A batch being filled; ``first_place`` is where its first sample stands in the order of need."""
-
-    encoder: str
-    first_place: int
-    positions: list[int] = field(default_factory=list)
-    num_patches: int = 0
-    nbytes: int = 0
-
-    def add(self, position: int, part: PartSize, alignment: int) -> None:
-        self.positions.append(position)
-        self.num_patches += part.num_patches
-        self.nbytes += -(-part.nbytes // alignment) * alignment
+_Batch = tuple[int, int, str, list[int], int, int]
+"""First place in the order of need, rank of the encoder, its name; positions, patches, bytes."""
 
 
 def make_encode_batches(
     unit_index: int, samples: Iterable[SizedSample], max_batch_patches: Mapping[str, int], alignment: int
 ) -> tuple[EncodeBatch, ...]:
+    """Return the encode batches of samples given in the order in which the backbone needs them.
+
+    alignment: of every part in the pool, in bytes. Otherwise as ``cut_encode_batches``. Raises ConfigError for a part
+    of an unknown encoder.
+    """
+    ordered = list(samples)
+    positions = [sample.ref.position for sample in ordered]
+    sizes = SampleSizes.in_order(ordered, positions, max_batch_patches, alignment)
+    return cut_encode_batches(unit_index, sizes, np.arange(len(ordered)), max_batch_patches)
+
+
+def cut_encode_batches(
+    unit_index: int, sizes: SampleSizes, order: IntArray, max_batch_patches: Mapping[str, int]
+) -> tuple[EncodeBatch, ...]:
     """Return the encode batches of a unit, each encoder's in the order in which the backbone needs them.
 
-    samples: in that order. Samples that follow each other share a batch while it has at most ``max_batch_patches``
-    (by encoder) patches; a larger part has a batch of its own. A batch is thus a function of the plan alone, so its
-    bits never depend on which encoder was free. With several encoders, the batch whose first sample is needed earlier
-    comes first. alignment: of every part in the pool, in bytes. Raises ConfigError for a part of an unknown encoder.
+    order: indices of the samples, in that order. Samples that follow each other share a batch while it has at most
+    ``max_batch_patches`` (by encoder) patches; a larger part has a batch of its own. A batch is thus a function of the
+    plan alone, so its bits never depend on which encoder was free. With several encoders, the batch whose first sample
+    is needed earlier comes first.
     """
-    rank_of_encoder = {encoder: rank for rank, encoder in enumerate(max_batch_patches)}
-    groups: list[_Group] = []
-    filling: dict[str, _Group] = {}
-    for place, sample in enumerate(samples):
-        for part in sample.parts:
-            if part.name == TEXT_PART:
-                continue
-            if part.name not in max_batch_patches:
-                raise ConfigError(
-                    f"position {sample.position} has a part for encoder {part.name!r}, which is not one of "
-                    f"encoders ({', '.join(max_batch_patches)}); name it there"
-                )
-            group = filling.get(part.name)
-            if group is None or group.num_patches + part.num_patches > max_batch_patches[part.name]:
-                group = filling[part.name] = _Group(part.name, place)
-                groups.append(group)
-            group.add(sample.position, part, alignment)
-    groups.sort(key=lambda group: (group.first_place, rank_of_encoder[group.encoder]))
+    batches: list[_Batch] = []
+    for rank, (encoder, limit) in enumerate(max_batch_patches.items()):
+        parts = sizes.parts[encoder]
+        places = np.flatnonzero(parts.present[order])
+        if not len(places):
+            continue
+        samples = order[places]
+        positions = sizes.positions[samples].tolist()
+        batches += [
+            (int(places[start]), rank, encoder, positions[start:end], num_patches, nbytes)
+            for start, end, num_patches, nbytes in _cut(parts.patches[samples], parts.nbytes[samples], limit).tolist()
+        ]
+    if len(max_batch_patches) > 1:
+        batches.sort(key=itemgetter(0, 1))
     return tuple(
-        EncodeBatch(unit_index, index, group.encoder, tuple(group.positions), group.num_patches, group.nbytes)
-        for index, group in enumerate(groups)
+        [
+            EncodeBatch(unit_index, index, encoder, tuple(positions), num_patches, nbytes)
+            for index, (_, _, encoder, positions, num_patches, nbytes) in enumerate(batches)
+        ]
     )
+
+
+@compiled
+def _cut(patches: IntArray, nbytes: IntArray, limit: int) -> IntArray:
+    """Cut into runs of at most ``limit`` patches; a part with more is a run of its own.
+
+    Returns of each run its start, its end, its patches and its bytes; int64 ``[num_runs, 4]``.
+    """
+    runs = np.zeros((len(patches), 4), dtype=np.int64)
+    count = 0
+    for index in range(len(patches)):
+        if index and runs[count, 2] + patches[index] > limit:
+            count += 1
+            runs[count, 0] = index
+        runs[count, 1] = index + 1
+        runs[count, 2] += patches[index]
+        runs[count, 3] += nbytes[index]
+    return runs[: count + 1]

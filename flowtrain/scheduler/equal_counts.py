@@ -2,43 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+import numpy as np
 
-from flowtrain.scheduler.cost import CostModel
-from flowtrain.scheduler.packing.base import Bins
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.packing.base import Bins, IntArray, Lengths, PackingRules
 
 
-def with_equal_counts(bins: Bins, lengths: Sequence[int], cost: CostModel, dp_size: int) -> Bins:
-    """Return bins whose number is the next multiple of ``dp_size`` (at least one slot), no sample lost.
+def with_equal_counts(bins: Bins, lengths: Lengths, rules: PackingRules) -> Bins:
+    """Return bins whose number is the next multiple of ``rules.dp_size`` (at least one slot), no sample lost.
 
     The dearest bin with two samples or more is halved until the number fits (ties: the earlier bin), since that lowers
     the step's critical path most. Where every bin has one sample, empty bins fill up: fewer than ``dp_size``, or one
     slot of them when there is no sample at all.
     """
-    num_bins = max(1, -(-len(bins) // dp_size)) * dp_size
-    result = list(bins)
-    dearest = [(-cost([lengths[i] for i in members]), number) for number, members in enumerate(result)]
-    heapify(dearest)
-    while len(result) < num_bins and dearest:
-        number = heappop(dearest)[1]
-        if len(result[number]) < 2:
-            continue
-        result[number], other = _halve(result[number], lengths)
-        for changed in (number, len(result)):
-            if changed == len(result):
-                result.append(other)
-            heappush(dearest, (-cost([lengths[i] for i in result[changed]]), changed))
-    result.extend(() for _ in range(num_bins - len(result)))
-    return tuple(result)
+    num_bins = max(1, -(-len(bins) // rules.dp_size)) * rules.dp_size
+    if num_bins == len(bins):
+        return bins
+    cost = rules.cost
+    number = _split(
+        lengths.tokens,
+        bins.members,
+        bins.offsets,
+        num_bins,
+        cost.per_token,
+        cost.per_longest,
+        cost.per_square,
+    )
+    return Bins.by_number(number, num_bins)
 
 
-def _halve(members: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split into two non-empty halves of similar length: the longest first, always to the lighter half."""
-    halves: tuple[list[int], list[int]] = ([], [])
-    totals = [0, 0]
-    for index in sorted(members, key=lambda i: (-lengths[i], i)):
-        lighter = 0 if totals[0] <= totals[1] else 1
-        halves[lighter].append(index)
-        totals[lighter] += lengths[index]
-    return tuple(sorted(halves[0])), tuple(sorted(halves[1]))
+@compiled
+def _split(
+    tokens: IntArray,
+    members: IntArray,
+    offsets: IntArray,
+    num_bins: int,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> IntArray:
+    """Return the bin's number of each sample, when ``num_bins`` have been made of fewer; int64 ``[num_samples]``.
+
+    What a bin costs whatever is in it does not tell which is the dearest.
+    """
+    members = members.copy()
+    count = len(offsets) - 1
+    starts, ends = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins, dtype=np.int64)
+    starts[:count], ends[:count] = offsets[:-1], offsets[1:]
+    costs = np.full(num_bins, -np.inf)
+    for bin_number in range(count):
+        inside = tokens[members[starts[bin_number] : ends[bin_number]]]
+        costs[bin_number] = _cost_if_divisible(inside, per_token, per_longest, per_square)
+    while count < num_bins:
+        dearest = np.argmax(costs)  # the first of equals
+        if costs[dearest] == -np.inf:
+            break
+        middle = starts[dearest] + _halve(members[starts[dearest] : ends[dearest]], tokens)
+        starts[count], ends[count], ends[dearest] = middle, ends[dearest], middle
+        for changed in (dearest, count):
+            inside = tokens[members[starts[changed] : ends[changed]]]
+            costs[changed] = _cost_if_divisible(inside, per_token, per_longest, per_square)
+        count += 1
+    number = np.empty(len(members), dtype=np.int64)
+    for bin_number in range(count):
+        number[members[starts[bin_number] : ends[bin_number]]] = bin_number
+    return number
+
+
+@compiled
+def _cost_if_divisible(inside: IntArray, per_token: float, per_longest: float, per_square: float) -> float:
+    """Return the cost of a bin from its samples' tokens, or minus infinity where there is nothing to halve."""
+    if len(inside) < 2:
+        return -np.inf
+    return per_token * inside.sum() + per_longest * inside.max() ** 2 + per_square * (inside**2).sum()
+
+
+@compiled
+def _halve(inside: IntArray, tokens: IntArray) -> int:
+    """Reorder a bin's samples into two halves of similar length and return where the second begins.
+
+    The longest first (ties: in the order given), always to the lighter half (ties: the first).
+    """
+    ordered = inside[np.argsort(-tokens[inside], kind="mergesort")]
+    other = np.empty_like(ordered)
+    num_first, num_second, surplus = 0, 0, 0
+    for index in ordered:
+        if surplus <= 0:
+            inside[num_first] = index
+            num_first += 1
+            surplus += tokens[index]
+        else:
+            other[num_second] = index
+            num_second += 1
+            surplus -= tokens[index]
+    inside[num_first:] = other[:num_second]
+    return num_first

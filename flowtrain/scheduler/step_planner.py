@@ -4,95 +4,129 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.buckets import bucket_of
-from flowtrain.scheduler.cost import make_cost_model
-from flowtrain.scheduler.dispatch import Slots, get_dispatcher
-from flowtrain.scheduler.encode_batches import make_encode_batches
-from flowtrain.scheduler.equal_counts import with_equal_counts
-from flowtrain.scheduler.packing.base import Bins
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.dispatch import get_dispatcher
+from flowtrain.scheduler.encode_batches import cut_encode_batches
+from flowtrain.scheduler.layout import Layout, lay_out
+from flowtrain.scheduler.packing.base import IntArray, Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import get_packer
-from flowtrain.types import Microbatch, PlannedSample, SizedSample, StepPlan, Unit
+from flowtrain.scheduler.sample_sizes import SampleSizes
+from flowtrain.types import PartSize, SampleRef, SizedSample, StepPlan, Unit, UnitKind
+
+_UNITS_PER_SEED = 1_000_003
 
 
 class StepPlanner:
-    """Packs, buckets and dispatches units; ``plan`` is a pure function of its arguments (FlowTrain 3.4)."""
+    """Packs, buckets and deals units; ``plan`` is a pure function of its arguments and of ``cost`` (FlowTrain 3.4)."""
 
     def __init__(
         self,
         dp_size: int,
         microbatch_tokens: int,
         packing: str,
-        cost: str,
+        cost: CostModel,
         num_buckets: int,
         dispatch: str,
         max_batch_patches: Mapping[str, int],
         alignment: int,
+        seed: int = 0,
     ) -> None:
         """Resolve the methods; an unknown name raises ConfigError here, not at the first step.
 
-        dp_size: DP ranks of the backbone. microbatch_tokens: capacity L. packing, cost, dispatch: names as in the
+        dp_size: DP ranks of the backbone. microbatch_tokens: capacity L. packing, dispatch: names as in the
         ``scheduler`` section. max_batch_patches: by encoder, in the configuration's order. alignment: of parts in the
-        pool, in bytes.
+        pool, in bytes. seed: for packing methods that draw; the unit's index goes in as well.
         """
         assert min(dp_size, microbatch_tokens, num_buckets, alignment) >= 1
+        get_packer(packing), get_dispatcher(dispatch)
+        self.cost = cost
+        """May be replaced between two plans, by one that was fitted anew."""
         self._dp_size = dp_size
         self._microbatch_tokens = microbatch_tokens
+        self._packing = packing
         self._num_buckets = num_buckets
+        self._dispatch = dispatch
         self._max_batch_patches = dict(max_batch_patches)
         self._alignment = alignment
-        self._pack = get_packer(packing)
-        self._cost = make_cost_model(cost, microbatch_tokens)
-        self._dispatch = get_dispatcher(dispatch)
+        self._seed = seed
 
-    def plan(self, unit: Unit, samples: Sequence[SizedSample]) -> StepPlan:
+    def warm_up(self) -> None:
+        """Compile what is compiled (a second or two where nothing is cached), so that no step waits for it."""
+        count, capacity = 4 * self._dp_size + 1, self._microbatch_tokens
+        similar = [capacity // 3 + 1 - i % 2 for i in range(count)]
+        uneven = [capacity if i == 0 else 1 + (i % 3) * capacity // 4 for i in range(count)]
+        for sizes in (similar, uneven):  # each takes other ways through the methods
+            samples = [
+                SizedSample(
+                    SampleRef(i, 0, i, 0), size, 1, 1, tuple(PartSize(e, 1, 1, 1, 1) for e in self._max_batch_patches)
+                )
+                for i, size in enumerate(sizes)
+            ]
+            self.plan(Unit(0, UnitKind.TRAIN, 1, 0, count), samples)
+
+    def sizes_of(self, samples: Sequence[SizedSample]) -> SampleSizes:
+        """Return the columns that ``plan`` works on, from sized samples in any order."""
+        return SampleSizes.of(samples, self._max_batch_patches, self._alignment)
+
+    def plan(self, unit: Unit, samples: SampleSizes | Sequence[SizedSample]) -> StepPlan:
         """Plan one unit from its samples, rejected ones left out; the order in which they are given does not matter.
 
         Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches follow the
         slots. Raises ConfigError for a sample that is longer than a microbatch.
         """
-        # Samples come in position order, whatever order they were sized in: the plan must not depend on timing.
-        ordered = tuple(sorted(samples, key=lambda sample: sample.position))
-        self._check(unit, ordered)
-        lengths = [sample.num_tokens for sample in ordered]
-        bins = self._pack(lengths, [self._cost((length,)) for length in lengths], self._microbatch_tokens)
-        bins = with_equal_counts(bins, lengths, self._cost, self._dp_size)
-        costs = [self._cost([lengths[i] for i in members]) for members in bins]
-        buckets = bucket_of(costs, self._num_buckets)
-        slots = _in_order_of_need(self._dispatch(costs, buckets, self._dp_size), bins, buckets)
-        needed = [ordered[i] for slot in slots for bin_index in slot for i in bins[bin_index]]
+        sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
+        self._check(unit, sizes)
+        lengths = Lengths(sizes.tokens, sizes.vision_tokens)
+        layout = lay_out(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
+        dealt = _in_order_of_need(layout, self._num_buckets).reshape(-1)
+        order, ends = _concatenated(layout.bins.members, layout.bins.offsets, dealt)
         return StepPlan(
             unit=unit,
             dp_size=self._dp_size,
             microbatch_tokens=self._microbatch_tokens,
-            slots=tuple(
-                tuple(
-                    Microbatch(number, rank, tuple(_planned(ordered[i]) for i in bins[bin_index]), costs[bin_index])
-                    for rank, bin_index in enumerate(slot)
-                )
-                for number, slot in enumerate(slots)
-            ),
-            encode_batches=make_encode_batches(unit.index, needed, self._max_batch_patches, self._alignment),
-            num_samples=len(ordered),
-            num_tokens=sum(lengths),
-            num_vision_tokens=sum(sample.num_vision_tokens for sample in ordered),
-            num_target_tokens=sum(sample.num_target_tokens for sample in ordered),
+            positions=tuple(sizes.positions[order].tolist()),
+            lengths=tuple(sizes.tokens[order].tolist()),
+            vision_lengths=tuple(sizes.vision_tokens[order].tolist()),
+            target_lengths=tuple(sizes.target_tokens[order].tolist()),
+            ends=tuple(ends.tolist()),
+            costs=tuple(layout.costs[dealt].tolist()),
+            encode_batches=cut_encode_batches(unit.index, sizes, order, self._max_batch_patches),
         )
 
-    def _check(self, unit: Unit, ordered: Sequence[SizedSample]) -> None:
-        positions = [sample.position for sample in ordered]
-        assert len(set(positions)) == len(positions), f"unit {unit.index}: a position is planned twice: {positions}"
-        assert all(position in unit.positions for position in positions), (unit, positions)
-        for sample in ordered:
-            if not 1 <= sample.num_tokens <= self._microbatch_tokens:
-                raise ConfigError(
-                    f"position {sample.position} (source {sample.ref.source}, row {sample.ref.row}) has "
-                    f"{sample.num_tokens} tokens and a microbatch holds 1 to scheduler.microbatch_tokens "
-                    f"({self._microbatch_tokens}); raise the latter or lower data.max_seq_len so that it is rejected"
-                )
+    def rules(self, unit: Unit) -> PackingRules:
+        """Return what the bins of a unit keep to."""
+        seed = self._seed * _UNITS_PER_SEED + unit.index
+        return PackingRules(self._microbatch_tokens, self.cost, self._dp_size, seed)
+
+    def _check(self, unit: Unit, sizes: SampleSizes) -> None:
+        positions, tokens = sizes.positions, sizes.tokens
+        if not len(positions):
+            return
+        assert (positions[1:] > positions[:-1]).all(), f"unit {unit.index}: a position is planned twice: {positions}"
+        assert _belong_to(unit, positions), (unit, positions)
+        shortest, longest = int(tokens.min()), int(tokens.max())
+        if shortest < 1 or longest > self._microbatch_tokens:
+            bad = longest if longest > self._microbatch_tokens else shortest
+            raise ConfigError(
+                f"position {positions[tokens == bad][0]} has {bad} tokens and a microbatch holds 1 to "
+                f"scheduler.microbatch_tokens ({self._microbatch_tokens}); raise the latter or lower data.max_seq_len "
+                "so that it is rejected"
+            )
 
 
-def _in_order_of_need(slots: Slots, bins: Bins, buckets: Sequence[int]) -> Slots:
+def _belong_to(unit: Unit, positions: IntArray) -> bool:
+    """Whether positions, ascending, are among a unit's."""
+    own = unit.positions
+    if isinstance(own, range):
+        return own.start <= positions[0] and positions[-1] < own.stop
+    return set(own).issuperset(positions.tolist())
+
+
+def _in_order_of_need(layout: Layout, num_buckets: int) -> IntArray:
     """Order the slots of a unit: bucket by bucket, and by position where the paper's buckets leave the choice.
 
     Encode batches are cut along this order and leased in it, so whatever the order inside a unit, what runs first is
@@ -101,12 +135,37 @@ def _in_order_of_need(slots: Slots, bins: Bins, buckets: Sequence[int]) -> Slots
     deadlock. A slot waits for its last position, so it sorts by that; a bucket goes where its first slot goes. The
     members of a slot stay together: they are neighbours in cost, and only whole slots move.
     """
-    need = [max((i for bin_index in slot for i in bins[bin_index]), default=0) for slot in slots]
-    bucket = [min(buckets[bin_index] for bin_index in slot) for slot in slots]  # a mixed slot goes with its dearest
-    bucket_need = {b: min(n for n, other in zip(need, bucket, strict=True) if other == b) for b in set(bucket)}
-    order = sorted(range(len(slots)), key=lambda k: (bucket_need[bucket[k]], bucket[k], need[k], k))
-    return tuple(slots[k] for k in order)
+    if len(layout.slots) == 1:
+        return layout.slots
+    keys = _needs(layout.bins.members, layout.bins.offsets, layout.slots, layout.buckets, num_buckets)
+    return layout.slots[np.lexsort(keys)]
 
 
-def _planned(sample: SizedSample) -> PlannedSample:
-    return PlannedSample(sample.position, sample.num_tokens, sample.num_vision_tokens, sample.num_target_tokens)
+@compiled
+def _needs(
+    members: IntArray, offsets: IntArray, slots: IntArray, bucket: IntArray, num_buckets: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return each slot's last sample, its bucket, and the first need of that bucket: keys of a sort, last first."""
+    num_slots = len(slots)
+    need, slot_bucket = np.zeros(num_slots, dtype=np.int64), np.full(num_slots, num_buckets, dtype=np.int64)
+    bucket_need = np.full(num_buckets, len(members), dtype=np.int64)
+    for slot in range(num_slots):
+        for bin_ in slots[slot]:
+            if offsets[bin_ + 1] > offsets[bin_]:
+                need[slot] = max(need[slot], members[offsets[bin_ + 1] - 1])  # members of a bin ascend
+            slot_bucket[slot] = min(slot_bucket[slot], bucket[bin_])  # a mixed slot goes with its dearest
+        bucket_need[slot_bucket[slot]] = min(bucket_need[slot_bucket[slot]], need[slot])
+    return need, slot_bucket, bucket_need[slot_bucket]
+
+
+@compiled
+def _concatenated(members: IntArray, offsets: IntArray, dealt: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the samples of the given bins one after another, and where each bin ends among them."""
+    order, ends = np.empty(len(members), dtype=np.int64), np.empty(len(dealt), dtype=np.int64)
+    count = 0
+    for place in range(len(dealt)):
+        for index in range(offsets[dealt[place]], offsets[dealt[place] + 1]):
+            order[count] = members[index]
+            count += 1
+        ends[place] = count
+    return order, ends

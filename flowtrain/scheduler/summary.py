@@ -1,17 +1,66 @@
-"""Figures of a step plan, as the metrics show them."""
+"""Figures of a layout or a step plan: how even it is, how full, and how far from the best there could be."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
+from flowtrain.scheduler.packing.base import FloatArray
 from flowtrain.types import StepPlan
 
 
-def imbalance(plan: StepPlan) -> float:
-    """Return ``max / mean - 1`` of the DP ranks' summed costs: how much dearer the dearest rank is, 0 if even."""
-    costs = [sum(microbatch.cost for microbatch in plan.rank_microbatches(rank)) for rank in range(plan.dp_size)]
-    mean = sum(costs) / len(costs)
-    return max(costs) / mean - 1.0 if mean > 0.0 else 0.0
+def slot_costs(plan: StepPlan) -> FloatArray:
+    """Return the cost of what each rank runs in each slot; float64 ``[num_slots, dp_size]``."""
+    return np.array(plan.costs).reshape(plan.num_slots, plan.dp_size)
+
+
+def step_imbalance(costs: FloatArray) -> float:
+    """Return ``max / mean - 1`` of the ranks' summed costs: how much dearer the dearest rank is, 0 if even.
+
+    costs: ``[num_slots, dp_size]``, also below.
+    """
+    totals = costs.sum(axis=0)
+    mean = float(totals.mean())
+    return float(totals.max()) / mean - 1.0 if mean > 0.0 else 0.0
+
+
+def slot_imbalances(costs: FloatArray) -> FloatArray:
+    """Return ``max / mean - 1`` inside each slot, whose microbatches run side by side; float64 ``[num_slots]``."""
+    means = costs.mean(axis=1)
+    return np.divide(costs.max(axis=1), means, out=np.ones_like(means), where=means > 0.0) - 1.0
+
+
+def step_cost(costs: FloatArray) -> float:
+    """Return what a step costs when the ranks of a slot wait for each other: the sum of each slot's dearest."""
+    return float(costs.max(axis=1).sum())
+
+
+def step_cost_bound(costs: FloatArray, dearest_sample: float) -> float:
+    """Return what no dealing of this much work goes below: an even share, or the dearest sample alone."""
+    return max(float(costs.sum()) / costs.shape[1], dearest_sample)
+
+
+def dist_ratio(sizes: npt.NDArray[np.int64] | FloatArray) -> float:
+    """Return OmniBal's DistRatio, the mean over slots of ``sum(max - size) / (max * ranks)`` (4.1, Eq. 2).
+
+    sizes: of a slot's mini-batches on each rank, ``[num_slots, dp_size]``: tokens for the LLM, patches for the ViT.
+    """
+    largest = sizes.max(axis=1).astype(np.float64)
+    idle = (largest[:, None] - sizes).sum(axis=1)
+    ratios = np.divide(idle, largest * sizes.shape[1], out=np.zeros_like(largest), where=largest > 0)
+    return float(ratios.mean()) if len(ratios) else 0.0
+
+
+def pad_ratio(tokens: int, computed: int) -> float:
+    """Return the share of computed tokens that is padding (OmniBal 4.1, Eq. 1)."""
+    return 1.0 - tokens / computed if computed else 0.0
 
 
 def packing_fill(plan: StepPlan) -> float:
     """Return the share, 0 to 1, of the microbatches' capacity that tokens fill; weightless microbatches count."""
     return plan.num_tokens / (plan.num_microbatches * plan.microbatch_tokens)
+
+
+def imbalance(plan: StepPlan) -> float:
+    """Return the step imbalance of a plan's DP ranks."""
+    return step_imbalance(slot_costs(plan))

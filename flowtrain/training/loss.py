@@ -20,27 +20,25 @@ from flowtrain.types import StepPlan
 class UnitTotals:
     """Sums over what was really run: by one rank, or by all after the all-reduce.
 
-    loss_sum: weighted token losses, not yet divided. model_flops: FLOPs of the model's own arithmetic.
+    loss_sum: weighted token losses, not yet divided.
     """
 
     loss_sum: float = 0.0
     num_target_tokens: float = 0.0
     num_samples: float = 0.0
     num_tokens: float = 0.0
-    model_flops: float = 0.0
 
-    def plus(self, batch: PackedBatch, model_flops: float) -> UnitTotals:
+    def plus(self, batch: PackedBatch) -> UnitTotals:
         """Totals after one more microbatch, but for its loss, which may still be on its way on the device."""
         return replace(
             self,
             num_target_tokens=self.num_target_tokens + batch.num_target_tokens,
             num_samples=self.num_samples + batch.num_samples,
             num_tokens=self.num_tokens + batch.num_tokens,
-            model_flops=self.model_flops + model_flops,
         )
 
     def to_tensor(self) -> torch.Tensor:
-        """Float64 [5] on the CPU, for one small all-reduce (counts are exact below 2**53)."""
+        """Float64 [4] on the CPU, for one small all-reduce (counts are exact below 2**53)."""
         return torch.tensor([getattr(self, field.name) for field in fields(self)], dtype=torch.float64)
 
     @classmethod

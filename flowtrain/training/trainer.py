@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from flowtrain.config.run import RunConfig
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
-from flowtrain.training.flops import FlopsCounter
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.optimizer import (
@@ -59,7 +58,7 @@ class StepResult:
 
     loss: under the configured normalisation; 0 when every sample was rejected (num_samples is 0 then, and a training
     step made no update). grad_norm: before clipping. grad_norm and lr are None for an evaluation. lr: of the modules
-    without a rate of their own. model_flops: of connector and language model, over all ranks.
+    without a rate of their own.
     """
 
     loss: float
@@ -68,7 +67,6 @@ class StepResult:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
-    model_flops: float
 
 
 class Trainer:
@@ -100,7 +98,6 @@ class Trainer:
         self.config, self.group, self.num_steps = config.training, group, num_steps
         self.record, self._before_optimizer = record, before_optimizer
         self.model = family.load_backbone().train()
-        self._flops = FlopsCounter(self.model, config.model.freeze)
         self._shard(config.model.dtype)
         self.optimizer = build_optimizer(self.model, self.config)
         self._plan: StepPlan | None = None
@@ -206,7 +203,7 @@ class Trainer:
         checkpoint.load(directory, self.model, self.optimizer, self.group)
 
     def _count(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
-        self._totals = self._totals.plus(batch, self._flops.count(batch))
+        self._totals = self._totals.plus(batch)
         self._loss_sums.append(loss_sum.detach())
 
     def _reduced_totals(self) -> UnitTotals:
@@ -225,7 +222,6 @@ class Trainer:
             num_samples=int(totals.num_samples),
             num_tokens=int(totals.num_tokens),
             num_target_tokens=int(totals.num_target_tokens),
-            model_flops=totals.model_flops,
         )
 
     def _span(self, name: str, start_s: float, index: int | None = None, batch: PackedBatch | None = None) -> None:

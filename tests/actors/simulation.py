@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from flowtrain.actors.agenda import Agenda
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.membership import Membership
+from flowtrain.actors.order import ByArrival, InOrder, SamplerState
 from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.arena import Arena, Hold
+from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
+from flowtrain.scheduler.cost import eq3
+from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.scheduler.window import ArrivalWindow
 from flowtrain.types import (
     TEXT_PART,
     EncoderReport,
@@ -41,8 +48,11 @@ SPACE = AddressSpace(num_processes=4000, segment_nbytes=1 << 20)
 VISION = "vision"
 BATCH = 4
 MAX_BATCH_PATCHES = 8
+LIMITS = {VISION: MAX_BATCH_PATCHES}
 ENCODER_NBYTES = 2 * MAX_BATCH_PATCHES * ALIGNMENT
 """Two largest batches; two encoders just hold a worst-case unit."""
+ARRIVAL_NBYTES = 12 * ALIGNMENT
+"""Beside one largest lease (of 7 * 64 bytes) room for half of what BATCH - 1 largest samples take, and a bit."""
 TEXT_NBYTES = 1 << 14
 LEASE_TIMEOUT_S = 60.0
 
@@ -79,21 +89,42 @@ def build_flow(
     eval_every: int | None = None,
     num_eval: int = 0,
     start_step: int = 0,
+    sampler_state: SamplerState | None = None,
+    arrival: bool = False,
     lookahead: int = 1,
     dp_size: int = 2,
     trace_steps: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
-    """A flow over ``num_steps`` steps of ``BATCH`` samples."""
-    return Flow(
+    """A flow over ``num_steps`` steps of ``BATCH`` samples; sampler_state: that of ``start_step`` by arrival."""
+    state = sampler_state or {"next_position": start_step * BATCH}
+    directory = Directory(
+        SPACE,
+        alignment=ALIGNMENT,
+        lease_timeout_s=LEASE_TIMEOUT_S,
+        consumed=ConsumedPositions.from_state(state),
+        clock=clock,
+    )
+    next_position = state["next_position"]
+    assert isinstance(next_position, int)
+    before = unit_sequence(start_step, BATCH, None, eval_every, num_eval, next_position // BATCH)
+    make_batches = partial(make_encode_batches, max_batch_patches=LIMITS, alignment=ALIGNMENT)
+    window = ArrivalWindow(lookahead, num_steps, eval_every)
+    agenda = Agenda(
         units=unit_sequence(num_steps, BATCH, None, eval_every, num_eval, start_step),
-        sampler_state={"position": start_step * BATCH},
+        leftovers=(unit for unit in before if unit.kind is UnitKind.TRAIN),
         lookahead=lookahead,
-        dp_size=dp_size,
-        planner=StepPlanner(dp_size, 16, "best_fit", "eq3", 2, "zigzag", {VISION: MAX_BATCH_PATCHES}, ALIGNMENT),
-        directory=Directory(SPACE, alignment=ALIGNMENT, lease_timeout_s=LEASE_TIMEOUT_S, clock=clock),
-        membership=Membership(SPACE.num_processes, SPACE.num_processes),
+        order=ByArrival(window, directory, make_batches, state) if arrival else InOrder(),
+        planner=StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT),
+        directory=directory,
         flops_of=lambda samples: float(len(samples)),
+    )
+    return Flow(
+        agenda=agenda,
+        sampler_state=state,
+        dp_size=dp_size,
+        directory=directory,
+        membership=Membership(SPACE.num_processes, SPACE.num_processes),
         trace_steps=trace_steps,
     )
 
@@ -141,17 +172,18 @@ class SimulatedFeeder(Owner):
     def text(self, position: int) -> PartReady:
         return PartReady(position, TEXT_PART, 0, self.put(sample_of(position).parts[0].nbytes))
 
-    def make(self, unit: Unit | None, remake: tuple[SampleRef, ...]) -> FeedReport:
+    def make(self, unit: Unit | None, remake: tuple[SampleRef, ...], consumed: tuple[int, ...] = ()) -> FeedReport:
         remade = tuple(self.text(ref.position) for ref in remake)
         if unit is None:
             return FeedReport(remade=remade, stats=self.stats)
-        good = [position for position in unit.positions if not is_found_bad_early(position)]
+        wanted = [position for position in unit.positions if position not in consumed]
+        good = [position for position in wanted if not is_found_bad_early(position)]
         return FeedReport(
             unit=unit,
             sized=tuple(sample_of(position) for position in good),
             texts=tuple(self.text(position) for position in good),
-            rejections=tuple(rejection_of(position) for position in unit.positions if is_found_bad_early(position)),
-            sampler_state={"position": unit.positions.stop},
+            rejections=tuple(rejection_of(position) for position in wanted if is_found_bad_early(position)),
+            sampler_state={"next_position": unit.step * BATCH},
             remade=remade,
             stats=self.stats,
         )

@@ -118,6 +118,19 @@ def test_a_part_that_is_ready_wakes_the_rank() -> None:
     play(scenario)
 
 
+def test_in_arrival_order_a_part_that_is_ready_wakes_who_waits_for_a_plan() -> None:
+    async def scenario(world: World) -> None:
+        await world.size_next()
+        plan = await waiting(world.coordinator.next_plan(0))
+        said = await world.coordinator.describe_wait(0, None, 0)
+        assert "unit 0 is not planned yet, which waits for 3 parts: vision of position 0" in said
+        assert said.endswith("the feeder is to size unit 1")
+        await world.encode_all()
+        assert (await soon(plan))[0].unit.chosen == (0, 1, 2, 3)
+
+    play(scenario, arrival=True)
+
+
 def test_a_finished_unit_wakes_the_feeder_and_the_driver() -> None:
     async def scenario(world: World) -> None:
         for _ in range(2):

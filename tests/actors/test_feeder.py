@@ -151,7 +151,7 @@ def test_a_stop_reaches_a_feeder_without_room(narrow: RunConfig) -> None:
 
 
 def test_a_source_that_cannot_be_read_ends_the_feeder(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Feed, unit: Unit) -> None:
+    def fail(self: Feed, unit: Unit, consumed: frozenset[int]) -> None:
         raise SourceReadError("the disk is gone")
 
     monkeypatch.setattr(Feed, "next_unit", fail)

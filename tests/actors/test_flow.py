@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from flowtrain.actors.flow import Flow
+from flowtrain.actors.order import SamplerState
 from flowtrain.data.units import unit_sequence
 from flowtrain.errors import PoolError
+from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.types import (
     CheckpointWritten,
     EncoderReport,
@@ -19,11 +22,14 @@ from flowtrain.types import (
     Rejected,
     Span,
     SpansRecorded,
+    Unit,
     UnitDone,
     UnitKind,
 )
 from tests.actors.simulation import (
+    ARRIVAL_NBYTES,
     BATCH,
+    ENCODER_NBYTES,
     LEASE_TIMEOUT_S,
     SPACE,
     VISION,
@@ -45,43 +51,59 @@ class FlowMachine(RuleBasedStateMachine):
     """Everybody may be slow, producers may die with a report under way, and the user may stop the run."""
 
     @initialize(
-        lookahead=st.integers(1, 3), arrival=st.booleans(), start_step=st.sampled_from([0, 2]), with_eval=st.booleans()
+        lookahead=st.integers(1, 3),
+        arrival=st.booleans(),
+        start_step=st.sampled_from([0, 2]),
+        with_eval=st.booleans(),
+        roomy=st.booleans(),
+        slow=st.integers(0, NUM_ENCODERS),
     )
-    def start(self, lookahead: int, arrival: bool, start_step: int, with_eval: bool) -> None:
+    def start(self, lookahead: int, arrival: bool, start_step: int, with_eval: bool, roomy: bool, slow: int) -> None:
         self.now = 0.0
-        evaluation = (EVAL_EVERY, NUM_EVAL) if with_eval else (None, 0)
-        self.units = list(unit_sequence(NUM_STEPS, BATCH, None, *evaluation, start_step))
+        self.slow = slow
+        self.encoder_nbytes = 1 << 16 if roomy else ARRIVAL_NBYTES if arrival else ENCODER_NBYTES
+        self.lookahead = lookahead
+        self.arrival = arrival
+        self.evaluation = (EVAL_EVERY, NUM_EVAL) if with_eval else (None, 0)
+        self.units = list(unit_sequence(NUM_STEPS, BATCH, None, *self.evaluation, start_step))
+        self.events: list[UnitDone] = []
+        self.rejected: list[int] = []
+        self.first_step = start_step
+        self.start_run(start_step, {"next_position": start_step * BATCH})
+
+    def start_run(self, start_step: int, sampler_state: SamplerState) -> None:
         self.flow = build_flow(
             num_steps=NUM_STEPS,
-            eval_every=evaluation[0],
-            num_eval=evaluation[1],
+            eval_every=self.evaluation[0],
+            num_eval=self.evaluation[1],
             start_step=start_step,
-            lookahead=lookahead,
+            sampler_state=sampler_state,
+            arrival=self.arrival,
+            lookahead=self.lookahead,
             dp_size=DP_SIZE,
             clock=lambda: self.now,
         )
         self.owners: dict[int, Owner] = {}
-        self.feeder = self.join_feeder(expected_position=start_step * BATCH)
+        self.feeder = self.join_feeder()
         self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
         self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
-        first = self.units[0].index
-        self.ranks = [SimulatedRank(self.flow, rank, arrival, first) for rank in range(DP_SIZE)]
-        self.lookahead = lookahead
+        first = self.units[len(self.events)].index if len(self.events) < len(self.units) else 1 << 62
+        self.ranks = [SimulatedRank(self.flow, rank, self.arrival, first) for rank in range(DP_SIZE)]
         self.stopped_after: int | None = None
-        self.events: list[UnitDone] = []
-        self.rejected: list[int] = []
 
-    def join_feeder(self, expected_position: int | None = None) -> SimulatedFeeder:
+    def join_feeder(self) -> SimulatedFeeder:
         joined = self.flow.join("feeder-0", "node")
         assert joined.sampler_state is not None
-        if expected_position is not None:
-            assert joined.sampler_state["position"] == expected_position
+        upcoming = self.flow._agenda.upcoming
+        if upcoming is not None and upcoming.kind is UnitKind.TRAIN:
+            assert joined.sampler_state["next_position"] == upcoming.first_position
         feeder = SimulatedFeeder(joined.process_index)
         self.owners[feeder.index] = feeder
         return feeder
 
     def join_encoder(self, which: int) -> SimulatedEncoder:
-        encoder = SimulatedEncoder(self.flow.join(f"encoder-{which}", "node").process_index)
+        index = self.flow.join(f"encoder-{which}", "node").process_index
+        encoder = SimulatedEncoder(index, self.encoder_nbytes)
         assert encoder.index not in self.owners, "an index is never used again"
         self.owners[encoder.index] = encoder
         return encoder
@@ -107,7 +129,7 @@ class FlowMachine(RuleBasedStateMachine):
         elif order.unit is not None or order.remake:
             if order.unit is not None:
                 assert order.unit.index <= min(rank.unit for rank in self.ranks) + self.lookahead
-            self.feeder.report = self.feeder.make(order.unit, order.remake)
+            self.feeder.report = self.feeder.make(order.unit, order.remake, order.consumed)
 
     @rule(arrives=st.booleans())
     def feeder_dies(self, arrives: bool) -> None:
@@ -173,11 +195,32 @@ class FlowMachine(RuleBasedStateMachine):
                 assert owner is None or owner.has(extent), "a part was freed before it was read"
         assert all(is_found_bad_late(position) for position in location.rejected)
 
+    @rule(slow=st.integers(0, NUM_ENCODERS), rounds=st.integers(1, 12))
+    def time_goes_by(self, slow: int, rounds: int) -> None:
+        """Everybody works but one encoder, which keeps its work, or all do."""
+        for _ in range(rounds):
+            self.everybody_moves(but=slow)
+
     @precondition(lambda self: self.stopped_after is None)
     @rule()
     def user_stops(self) -> None:
         self.stopped_after = max(rank.unit for rank in self.ranks)
         self.flow.request_stop()
+
+    @rule(back=st.integers(0, 2))
+    def everything_dies(self, back: int) -> None:
+        """The run is resumed behind one of its last steps, from what the checkpoint of that step holds."""
+        self.take_events()
+        whole = [end for end, unit in enumerate(self.units, 1) if not evaluates(unit, self.evaluation)]
+        ends = [0, *(end for end in whole if end <= len(self.events))]
+        self.events = self.events[: ends[max(-1 - back, -len(ends))]]
+        steps = [event for event in self.events if event.unit.kind is UnitKind.TRAIN]
+        kept = {row.position for event in self.events for row in event.ledger}
+        self.rejected = [position for position in self.rejected if position in kept]
+        if steps:
+            self.start_run(steps[-1].unit.step, steps[-1].sampler_state)
+        else:
+            self.start_run(self.first_step, {"next_position": self.first_step * BATCH})
 
     # --- what comes out -----------------------------------------------------------------------------------------
 
@@ -194,29 +237,31 @@ class FlowMachine(RuleBasedStateMachine):
         return done == len(self.units) or any(False in rank.answers.values() for rank in self.ranks)
 
     def teardown(self) -> None:
-        """With no further fault the run ends, whatever happened before."""
+        """With no further fault the run ends, whatever happened before; one encoder may be slower than the other."""
         if not hasattr(self, "flow"):
             return
-        for _ in range(400):
+        for number in range(800):
             if all(rank.stopped for rank in self.ranks):
                 break
-            self.everybody_moves()
+            self.everybody_moves(but=self.slow if number % 16 else None)
         assert all(rank.stopped for rank in self.ranks), "stuck"
         self.take_events()
         self.check_the_end()
 
-    def everybody_moves(self) -> None:
+    def everybody_moves(self, but: int | None = None) -> None:
         self.feeder_reports()
         self.feeder_works()
         for which in range(NUM_ENCODERS):
-            self.encoder_leases(which)
-            self.encoder_encodes(which)
-            self.encoder_hands_in(which)
+            if which != but or not self.encoders[which].work:
+                self.encoder_leases(which)
+            if which != but:
+                self.encoder_encodes(which)
+                self.encoder_hands_in(which)
         for rank in range(DP_SIZE):
             self.rank_moves(rank, 1)
 
     def check_the_end(self) -> None:
-        done = [event.unit for event in self.events]
+        done = [replace(event.unit, chosen=()) for event in self.events]
         assert done == self.units[: len(done)]
         if self.stopped_after is None:
             assert done == self.units
@@ -225,16 +270,31 @@ class FlowMachine(RuleBasedStateMachine):
             # No rank begins a step after the stop, but one that another rank began before is run by all.
             assert all(unit.index <= self.stopped_after + 1 for unit in done)
         assert self.ranks[0].answers == self.ranks[1].answers
+        consumed = ConsumedPositions(self.first_step * BATCH)
         for event in self.events:
             assert [row.position for row in event.ledger] == list(event.unit.positions)
             for row in event.ledger:
                 bad = is_found_bad_early(row.position) or is_found_bad_late(row.position)
                 assert row.state == ("rejected" if bad else "consumed")
-            assert event.sampler_state["position"] == event.unit.positions.stop
+            if event.unit.kind is UnitKind.TRAIN:
+                self.check_order(event, consumed)
+        if self.stopped_after is None:
+            assert (consumed.frontier, consumed.ahead) == (NUM_STEPS * BATCH, ())
         assert len(set(self.rejected)) == len(self.rejected), "a sample is quarantined once"
         assert self.feeder_and_encoders_are_told_to_stop()
         if self.stopped_after is None:
             self.check_memory_is_free()
+
+    def check_order(self, event: UnitDone, consumed: ConsumedPositions) -> None:
+        """A position runs once, by arrival at most so many steps late or early; the state knows which have run."""
+        consumed.add(event.unit.positions)
+        state = ConsumedPositions.from_state(event.sampler_state)
+        assert (state.frontier, state.ahead) == (consumed.frontier, consumed.ahead)
+        step = event.unit.step
+        late = [step - (1 + position // BATCH) for position in event.unit.positions]
+        assert max(map(abs, late)) <= (self.lookahead if self.arrival else 0)
+        if step == NUM_STEPS or evaluates(self.units[self.events.index(event)], self.evaluation):
+            assert (state.frontier, state.ahead) == (step * BATCH, ())
 
     def feeder_and_encoders_are_told_to_stop(self) -> bool:
         self.feeder_reports()
@@ -254,6 +314,11 @@ class FlowMachine(RuleBasedStateMachine):
             encoder.take(self.flow.lease_order(encoder.index, VISION, 0))
             assert encoder.arena.used_nbytes == 0
         assert self.feeder.arena.used_nbytes == 0
+
+
+def evaluates(unit: Unit, evaluation: tuple[int | None, int]) -> bool:
+    """Whether a step is followed by an evaluation, which the checkpoint behind it waits for."""
+    return unit.kind is UnitKind.TRAIN and evaluation[0] is not None and unit.step % evaluation[0] == 0
 
 
 def rank_is_ahead(ranks: list[SimulatedRank], rank: int) -> bool:
@@ -369,7 +434,7 @@ def test_the_successor_of_a_dead_feeder_goes_on_behind_what_was_reported() -> No
     assert order is not None and order.unit is not None
     lost = feeder.make(order.unit, ())
     again = flow.join("feeder-0", "node")
-    assert again.sampler_state == {"position": BATCH} and again.next_unit == 1
+    assert again.sampler_state == {"next_position": BATCH} and again.next_unit == 1
     flow.feed(feeder.index, lost)
     successor = SimulatedFeeder(again.process_index)
     order = flow.feed_order(successor.index)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.batch import SampleArrays
 from flowtrain.types import LedgerRow, RankReport, Rejected, UnitDone
 from tests.actors.conftest import BATCH, NUM_STEPS, OVERSIZED_ROW, TORN_ROW
-from tests.actors.local import Background, LocalLink, local_coordinator
+from tests.actors.local import LIMIT_S, Background, LocalLink, local_coordinator
 from tests.actors.scripted import new_run_id
 
 VISION = "vision"
@@ -61,6 +62,7 @@ def settings_of(prepared: Prepared) -> FlowSettings:
         num_eval=0,
         start_step=0,
         sampler_state=sampler_from_config(config, prepared.source_sizes).state().to_dict(),
+        cost=prepared.cost,
         num_rejected=0,
         num_seen=0,
     )
@@ -73,6 +75,7 @@ class Rank:
         self._link = link
         self._member = join_pool(link, config.pool, run_id, "backbone-dp0-pp0-tp0", 0, "backbone")
         self.samples: dict[int, SampleArrays] = {}
+        self.num_done = 0
         family = family_from_config(config)
         self._prefetcher = Prefetcher(
             name="backbone",
@@ -111,6 +114,7 @@ class Rank:
                 )
                 self._link.call("finish", report, ())
                 unit += 1
+                self.num_done += 1
         finally:
             self._prefetcher.close()
             self._member.pool.close()
@@ -118,9 +122,12 @@ class Rank:
 
 
 def run_everybody(
-    config: RunConfig, stop_after: int | None = None, encoders: Sequence[type[Encoder]] = (Encoder, Encoder)
+    config: RunConfig,
+    stop_after: int | None = None,
+    encoders: Sequence[type[Encoder]] = (Encoder, Encoder),
+    meanwhile: Callable[[Rank], None] = lambda rank: None,
 ) -> tuple[Rank, list[LedgerRow], list[int], int]:
-    """Returns the rank, the ledger, the rejected rows and how many units ran."""
+    """Returns the rank, the ledger, the rejected rows and how many units ran; calls ``meanwhile`` while they do."""
     settings = settings_of(prepare(config))
     with local_coordinator(lambda: make_flow(settings)) as link:
         run_id = new_run_id()
@@ -128,7 +135,9 @@ def run_everybody(
         for index, encoder in enumerate(encoders):
             producers.append(Background(encoder(config, VISION, f"encoder-{index}", run_id).run, link))
         rank = Rank(config, link, run_id)
-        num_units = Background(rank.run, stop_after).join()
+        running = Background(rank.run, stop_after)
+        meanwhile(rank)
+        num_units = running.join()
         for producer in producers:
             producer.join()
         link.call("end_events")
@@ -169,9 +178,10 @@ def check_samples(found: dict[int, SampleArrays], expected: dict[int, SampleArra
 def test_a_rank_gets_every_good_sample_once(config: RunConfig, expected: dict[int, SampleArrays], order: str) -> None:
     rank, ledger, rejected, num_units = run_everybody(override_config(config, [f"data.order={order}"]))
     assert num_units == NUM_STEPS
-    assert [row.position for row in ledger] == list(range(BATCH * NUM_STEPS))
+    positions = [row.position for row in ledger]
+    assert (positions if order == "deterministic" else sorted(positions)) == list(range(BATCH * NUM_STEPS))
     assert sorted(rejected) == [TORN_ROW, OVERSIZED_ROW]
-    assert [row.row for row in ledger if row.state == "rejected"] == [TORN_ROW, OVERSIZED_ROW]
+    assert sorted(row.row for row in ledger if row.state == "rejected") == [TORN_ROW, OVERSIZED_ROW]
     assert rank.samples.keys() == expected.keys()
     check_samples(rank.samples, expected)
 
@@ -210,3 +220,45 @@ def test_what_a_lost_encoder_had_leased_is_made_by_another(
     assert [row.position for row in ledger] == list(range(BATCH * NUM_STEPS))
     check_samples(rank.samples, expected)
     assert rank.samples.keys() == expected.keys()
+
+
+class Holding(Encoder):
+    """Encodes one image a batch, and keeps what it made of position 0 until the gate opens."""
+
+    gate = threading.Event()
+    others: set[int]
+
+    def _hand_in(self, member, ready, rejections) -> None:  # type: ignore[no-untyped-def]
+        if any(part.position == 0 for part in ready):
+            assert self.gate.wait(LIMIT_S)
+        super()._hand_in(member, ready, rejections)
+        self.others.update(part.position for part in ready)
+
+
+@pytest.mark.parametrize(("order", "num_before"), [("deterministic", 0), ("arrival", 2)])
+def test_by_arrival_steps_go_on_without_what_a_slow_encoder_holds_until_it_must_come(
+    config: RunConfig, order: str, num_before: int
+) -> None:
+    """The slow one holds up to two batches: one handed in late, one leased behind it."""
+    window = config.scheduler.lookahead_steps
+    Holding.gate.clear()
+    Holding.others = set()
+    changes = [f"data.order={order}", "encoders.vision.max_batch_patches=4"]
+    with_images = {p for p in range((window + 1) * BATCH) if p % 8 not in (1, 6)} - {TORN_ROW, OVERSIZED_ROW}
+
+    def wait(rank: Rank) -> None:
+        """Until the others are done with all that the window shows them, and the rank with what it can run of it."""
+        deadline = time.monotonic() + LIMIT_S
+        while len(with_images - Holding.others) > 2 or rank.num_done < num_before:
+            assert time.monotonic() < deadline, (rank.num_done, Holding.others)
+            time.sleep(0.01)
+        assert rank.num_done == num_before
+        Holding.gate.set()
+
+    _, ledger, _, num_units = run_everybody(
+        override_config(config, changes), encoders=(Holding, Holding), meanwhile=wait
+    )
+    assert num_units == NUM_STEPS
+    assert [row.step for row in ledger if row.position == 0] == [num_before + 1]
+    assert sorted(row.position for row in ledger) == list(range(BATCH * NUM_STEPS))
+    assert all(abs(row.step - (1 + row.position // BATCH)) <= (window if num_before else 0) for row in ledger)

@@ -64,6 +64,12 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "have a sample; raise the first or lower the second",
         ),
         (
+            ["scheduler.cost=profile"],
+            "scheduler.cost ('profile') needs scheduler.cost_profile with data.order ('deterministic'), whose costs "
+            "are frozen from the start; give the cost_profile.json that an earlier run of this model wrote into its "
+            "directory, or set data.order to 'arrival', which fits costs while it runs",
+        ),
+        (
             ["training.num_epochs=1"],
             "line 10: give exactly one of training.max_steps (now 4) and training.num_epochs (now 1.0)",
         ),

@@ -40,6 +40,17 @@ def test_data_that_is_nowhere_is_refused_with_the_places_looked_at(project: Path
     assert load_config(config_file, check_paths=False).data.sources[0].path == "train.parquet"
 
 
+def test_a_cost_profile_is_looked_for_beside_the_configuration_and_must_be_there(project: Path) -> None:
+    config_file = project / "configs" / "run.yaml"
+    (project / "train.parquet").touch()
+    override = "scheduler.cost_profile=cost_profile.json"
+    with pytest.raises(ConfigError, match=r"scheduler.cost_profile = 'cost_profile.json': no such file or directory"):
+        load_config(config_file, [override])
+    found = project / "configs" / "cost_profile.json"
+    found.touch()
+    assert load_config(config_file, [override]).scheduler.cost_profile == str(found)
+
+
 @pytest.mark.parametrize("hub_id", ["gpt2", "google/siglip-base-patch16-224", "Qwen/Qwen3-1.7B"])
 def test_a_hub_id_stays_as_it_is(minimal: Path, hub_id: str) -> None:
     config = load_config(minimal, [f"model.tokenizer={hub_id}", f"backbone.path={hub_id}", "backbone.config=null"])

@@ -18,6 +18,7 @@ from flowtrain.errors import ConfigError
         "limits.stall_timeout_s=5",
         "pool.text_segment_nbytes=131072",
         "scheduler.lookahead_steps=5",
+        "scheduler.cost_profile=train.parquet",  # a file that is there; it is not read for this
         "encoders.vision.data_parallel_size=3",
         "encoders.vision.segment_nbytes=131072",
         "encoders.vision.num_cpus=0.25",
@@ -36,6 +37,8 @@ def test_what_leaves_the_losses_alone_may_change(minimal: Path, override: str) -
     ("override", "fault"),
     [
         ("seed=7", "seed was 0, is now 7"),
+        ("data.oversized=truncate_text", "data.oversized was 'reject', is now 'truncate_text'"),
+        ("scheduler.cost=tokens", "scheduler.cost was 'eq3', is now 'tokens'"),
         ("data.order=arrival", "data.order was 'deterministic', is now 'arrival'"),
         ("data.sources.0.weight=2", "data.sources.0.weight was 1.0, is now 2.0"),
         ("training.global_batch_size=4", "training.global_batch_size was 8, is now 4"),

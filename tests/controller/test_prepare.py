@@ -91,6 +91,22 @@ def test_a_long_evaluation_counts_as_a_step(data: Path) -> None:
         check_memory(config, family, num_eval=65)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "knob", "least"),
+    [
+        # Texts of 1 KiB: one step takes 33 of them, one step and another but for one sample take 65.
+        (["pool.text_segment_nbytes=65536", "training.global_batch_size=33"], "pool.text_segment_nbytes", 65 << 10),
+        # A lease of 18 KiB in either segment, beside half of what seven samples of 16 KiB take.
+        (["encoders.vision.segment_nbytes=73728"], "encoders.vision.segment_nbytes", (18 + 7 * 16 // 2) << 10),
+    ],
+)
+def test_arrival_order_may_need_more(data: Path, overrides: list[str], knob: str, least: int) -> None:
+    prepare(config_of(data, *overrides))
+    with pytest.raises(ConfigError, match=rf"raise {knob} to at least {least},"):
+        prepare(config_of(data, *overrides, "data.order=arrival"))
+    prepare(config_of(data, *overrides, "data.order=arrival", f"{knob}={least}"))
+
+
 @pytest.mark.parametrize("max_batch_patches", [4, 12, 128, 500])
 @pytest.mark.parametrize("alignment", [64, 4096])
 @pytest.mark.parametrize("rows_of_samples", [[128] * 8, [1] * 8, [1, 128] * 4, [100, 30] * 4, [60, 70, 3, 128] * 2])

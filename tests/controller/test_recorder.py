@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import recorder as recorder_module
 from flowtrain.controller.prepare import Prepared
 from flowtrain.controller.recorder import Recorder
+from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import read_spans
+from flowtrain.scheduler.cost import eq3
 from flowtrain.types import (
     EVAL_POSITION_BASE,
     CheckpointWritten,
@@ -57,6 +60,8 @@ def make_prepared(eval_every: int | None = EVAL_EVERY) -> Prepared:
         num_eval=NUM_EVAL if eval_every else 0,
         num_steps=10,
         total_positions=None,
+        cost=eq3(512),
+        cost_profile=None,
     )
 
 
@@ -87,6 +92,7 @@ def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5
     values: dict[str, Any] = {
         "unit": unit,
         "reports": reports,
+        "plan_digest": "0123456789abcdef",
         "plan_time_s": 0.01,
         "num_microbatches": 2,
         "packing_fill": 0.9,
@@ -98,7 +104,7 @@ def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5
         "pool_dram_nbytes": 100,
         "pool_dram_bound_nbytes": 1000,
         "ledger": rows,
-        "sampler_state": {"position": unit.positions.stop},
+        "sampler_state": {"next_position": unit.positions[-1] + 1},
     }
     return UnitDone(**(values | changes))
 
@@ -122,15 +128,19 @@ class World:
         self.files = RunDir(root)
         self.shown: list[StepMetrics] = []
 
-    def record(self, *events: Event, first_step: int = 0, prepared: Prepared | None = None) -> Recorder:
-        recorder = self.open(first_step, prepared)
+    def record(self, *events: Event, prepared: Prepared | None = None) -> Recorder:
+        recorder = self.open(prepared=prepared)
         for event in events:
             recorder.take(event)
         return recorder
 
-    def open(self, first_step: int = 0, prepared: Prepared | None = None) -> Recorder:
+    def open(
+        self, first_step: int = 0, prepared: Prepared | None = None, consumed: ConsumedPositions | None = None
+    ) -> Recorder:
+        """Open behind steps that ran in order, or that consumed something else."""
         display = ProgressDisplay("off", 10)
-        return Recorder(prepared or make_prepared(), self.files, first_step, display, self.shown.append)
+        consumed = consumed or ConsumedPositions(first_step * BATCH)
+        return Recorder(prepared or make_prepared(), self.files, first_step, consumed, display, self.shown.append)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.files.metrics.read_text().splitlines()]
@@ -206,7 +216,7 @@ def test_a_checkpoint_finds_ledger_and_metrics_on_disk(world: World) -> None:
 
 def test_sampler_states_are_kept_until_a_checkpoint_passes_them(world: World) -> None:
     recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
-    assert recorder.sampler_states[2] == {"position": 2 * BATCH}
+    assert recorder.sampler_states[2] == {"next_position": 2 * BATCH}
     recorder.forget_before(2)
     assert list(recorder.sampler_states) == [3]
 
@@ -243,9 +253,22 @@ def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
 
 
 def test_what_was_seen_before_a_resume_ends_with_the_data(world: World) -> None:
-    prepared = make_prepared()
-    object.__setattr__(prepared, "total_positions", 2 * BATCH - 1)
-    assert world.open(2, prepared).num_seen == 2 * BATCH - 1
+    assert world.open(2, consumed=ConsumedPositions(2 * BATCH - 1)).num_seen == 2 * BATCH - 1
+
+
+def test_by_arrival_a_resume_keeps_of_the_quarantine_what_ran(world: World) -> None:
+    """Step 1 took the positions 0, 2, 3 and 5, among which 2 and 5 were bad; 1 and 6 were found bad as well."""
+    unit = replace(train_unit(1), chosen=(0, 2, 3, 5))
+    first = world.record(*(rejected(position) for position in (5, 1, 2, 6)), done(unit))
+    first.flush()
+    first.close()
+    assert world.metrics()[0]["epoch"] == BATCH / 20
+    consumed = ConsumedPositions()
+    consumed.add(unit.positions)
+    second = world.open(1, consumed=consumed)
+    assert world.quarantined() == [5, 2]
+    assert second.num_rejected == 2 and second.num_seen == BATCH
+    assert [row["position"] for row in read_ledger(world.files.ledger).to_pylist()] == [0, 2, 3, 5]
 
 
 def test_a_bad_evaluation_sample_is_quarantined_once(world: World) -> None:

@@ -104,6 +104,15 @@ def test_a_restored_feed_continues(make_feed: Callable[..., Feed]) -> None:
         assert rest == whole[done:]
 
 
+def test_what_was_consumed_is_drawn_and_not_sized(make_feed: Callable[..., Feed]) -> None:
+    units = list(unit_sequence(2, 4, None, None, 0))
+    plain = make_feed()
+    first, second = ([outcome(result) for result in plain.next_unit(unit)] for unit in units)
+    feed = make_feed()
+    assert [outcome(result) for result in feed.next_unit(units[0], consumed={1, 2})] == [first[0], first[3]]
+    assert [outcome(result) for result in feed.next_unit(units[1])] == second
+
+
 def test_a_lost_text_part_is_made_again(make_feed: Callable[..., Feed]) -> None:
     feed = make_feed()
     units = [Unit(0, UnitKind.TRAIN, 1, 0, 8), Unit(1, UnitKind.EVAL, 1, EVAL_POSITION_BASE, 5)]

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import ImageFile
 from transformers import PreTrainedTokenizerFast
 
@@ -106,3 +108,61 @@ def test_the_system_prompt_counts(sizer: Callable[..., Sizer]) -> None:
     assert isinstance(plain, SizedResult) and isinstance(prompted, SizedResult)
     assert prompted.sample.num_tokens == plain.sample.num_tokens + len("system\nBe brief.\n") + 2
     assert prompted.sample.num_target_tokens == plain.sample.num_target_tokens
+
+
+# --- data.oversized: truncate_text ------------------------------------------------------------------------------------
+
+MIXED = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 6), max_size=3), st.text("ab ", min_size=1, max_size=9), st.text("xyz", min_size=1)
+    ),
+    min_size=1,
+    max_size=3,
+)
+"""Rounds of a conversation: heights of the images before the question, in tokens; the question; the answer."""
+
+
+@settings(deadline=None, max_examples=150)
+@given(rounds=MIXED, limit=st.integers(8, 120))
+def test_text_is_cut_at_its_end_and_images_never(
+    sizer: Callable[..., Sizer], tokenizer: PreTrainedTokenizerFast, encoded_image: Encode, rounds: Any, limit: int
+) -> None:
+    heights = [height for images, _, _ in rounds for height in images]
+    turns = []
+    for images, question, answer in rounds:
+        turns += conversation("<image>" * len(images) + question, answer)
+    raw = RawSample(tuple(RawImage(data=encoded_image(4, 4 * height)) for height in heights), tuple(turns))
+    whole = sizer(max_seq_len=1 << 20).size(REF, raw)
+    cut = sizer(max_seq_len=limit, oversized="truncate_text").size(REF, raw)
+    assert isinstance(whole, SizedResult)
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    kept, lost = whole.text[:, :limit], whole.text[0, limit:]
+    can_be_cut = image_id not in lost and (kept[1, 1:] != -100).any()
+    if not can_be_cut:
+        assert isinstance(cut, Rejection) and cut.reason is RejectReason.OVERSIZED_SAMPLE
+        assert f"{whole.sample.num_tokens} tokens" in cut.detail and f"({limit})" in cut.detail
+        return
+    assert isinstance(cut, SizedResult)
+    assert cut.text.tolist() == kept.tolist() and cut.text.dtype == np.int32 and cut.text.flags.c_contiguous
+    sample, before = cut.sample, whole.sample
+    assert sample.num_tokens == min(limit, before.num_tokens) == cut.text.shape[1]
+    assert sample.num_vision_tokens == before.num_vision_tokens == int((cut.text[0] == image_id).sum())
+    assert sample.num_target_tokens == int((kept[1, 1:] != -100).sum()) > 0
+    assert sample.parts[1:] == before.parts[1:], "the images are encoded as a whole"
+    assert sample.parts[0] == PartSize("text", 1, 0, sample.num_tokens, cut.text.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("user", "limit", "detail"),
+    [
+        ("<image>", 60, ", and cutting its end would cut"),  # in the middle of the image
+        ("x" * 200, 100, ", and cutting its end would leave no token that bears loss"),
+    ],
+)
+def test_what_cannot_be_cut_is_rejected_with_the_reason(
+    sizer: Callable[..., Sizer], encoded_image: Encode, user: str, limit: int, detail: str
+) -> None:
+    images = (RawImage(data=encoded_image(8, 400)),) if "<image>" in user else ()
+    rejected = sizer(max_seq_len=limit, oversized="truncate_text").size(REF, RawSample(images, conversation(user)))
+    assert isinstance(rejected, Rejection) and rejected.reason is RejectReason.OVERSIZED_SAMPLE
+    assert detail in rejected.detail and f"({limit})" in rejected.detail

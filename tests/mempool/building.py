@@ -78,8 +78,7 @@ def plan(
         for number, start in enumerate(range(0, len(images), per_batch))
     )
     unit = Unit(index, kind, index + 1, first, len(samples) if count is None else count)
-    total = len(samples)
-    return StepPlan(unit, dp_size, 64, slots, batches, total, 10 * total, 4 * len(images), 5 * total)
+    return StepPlan.of_slots(unit, 64, slots, batches)
 
 
 def _microbatch(slot: int, rank: int, samples: Sequence[SizedSample]) -> Microbatch:

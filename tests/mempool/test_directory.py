@@ -3,9 +3,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowtrain.errors import AddressError, ConfigError, PoolError, StaleLeaseError
-from flowtrain.mempool.capacity import check_capacity
+from flowtrain.mempool.capacity import check_capacity, check_scattered_capacity
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types import (
@@ -336,6 +338,53 @@ def test_many_waiting_parts_are_cut_short(setup: Setup) -> None:
     assert "waits for 12 parts" in text and text.endswith("and 4 more")
 
 
+def test_batches_may_stand_in_line_before_any_plan_and_outlive_a_unit(setup: Setup) -> None:
+    """As in arrival order: two batches of two, of which a unit takes the second and third position."""
+    d = setup.directory
+    samples = [sized(position, 100) for position in range(4)]
+    setup.feed(*samples)
+    group = plan(samples, per_batch=2)
+    d.add_batches(group.encode_batches)
+    assert not d.is_done(0)
+    leases = [setup.lease() for _ in range(2)]
+    for lease in leases:
+        setup.report(ENCODER, lease)
+    assert d.is_done(0) and not d.is_rejected(0)
+    d.reject(rejection(3))
+    assert d.is_done(3) and d.is_rejected(3)
+
+    made = dataclasses.replace(plan(samples[1:3], count=4), encode_batches=())
+    d.add_plan(dataclasses.replace(made, unit=dataclasses.replace(made.unit, num_positions=2, chosen=(1, 2))))
+    for slot in range(2):
+        d.locate(0, slot, 0)
+        d.release(0, slot, 0)
+    assert [row.position for row in d.consume(0)] == [1, 2]
+    assert (d.consumed.frontier, d.consumed.ahead) == (0, (1, 2))
+    assert d.is_consumed(2) and not d.is_consumed(0)
+    with pytest.raises(PoolError, match="sized twice"):
+        setup.feed(sized(1, 100))
+
+    d.owner_lost(ENCODER)
+    again = setup.lease(OTHER)
+    assert (again.batch.positions, again.needed) == ((0, 1), (0,)), "forwarded whole, as before"
+    setup.report(OTHER, again)
+    rest = dataclasses.replace(plan([samples[0]], index=1, count=4), encode_batches=())
+    d.add_plan(dataclasses.replace(rest, unit=dataclasses.replace(rest.unit, num_positions=2, chosen=(0, 3))))
+    assert d.describe_positions([0, 3]) == "nothing"
+    d.locate(1, 0, 0)
+    d.release(1, 0, 0)
+    d.consume(1)
+    assert (d.consumed.frontier, d.consumed.ahead) == (4, ())
+    assert not d._leases._batches, "a batch is forgotten with its last position"
+
+
+def test_a_plan_without_batches_needs_them_in_line(setup: Setup) -> None:
+    samples = [sized(0, 100)]
+    setup.feed(*samples)
+    with pytest.raises(PoolError, match="need 1 parts from encoders, its encode batches make 0"):
+        setup.directory.add_plan(dataclasses.replace(plan(samples), encode_batches=()))
+
+
 def test_nothing_is_remembered_of_consumed_units(setup: Setup) -> None:
     d = setup.directory
     for unit in range(50):
@@ -355,7 +404,7 @@ def test_nothing_is_remembered_of_consumed_units(setup: Setup) -> None:
     assert d.lease(ENCODER, VISION, PLENTY) is None
     for holder in (d, d._leases):
         for name, value in vars(holder).items():
-            if isinstance(value, dict) and name not in ("_next", "_ready_nbytes"):
+            if isinstance(value, dict) and name != "_ready_nbytes":
                 assert sum(len(item) if hasattr(item, "__len__") else 1 for item in value.values()) == 0, name
 
 
@@ -371,6 +420,21 @@ def test_a_pool_must_hold_a_worst_case_step(segments: list[int], largest: int, p
         check_capacity(segments, largest, parts, "encoders.vision.segment_nbytes")
     least = int(str(caught.value).split("to at least ")[1].split(",")[0])
     check_capacity([least] * len(segments), largest, parts, "knob")
+
+
+@given(st.lists(st.integers(20, 60), min_size=1, max_size=4), st.integers(1, 20), st.integers(0, 200))
+@settings(deadline=None)
+def test_a_lease_fits_however_the_rest_is_scattered(segments: list[int], largest: int, held: int) -> None:
+    """The worst way leaves every segment one byte less than the lease takes."""
+    enough_to_block = sum(segment - largest + 1 for segment in segments)
+    try:
+        check_scattered_capacity(segments, largest, held, "encoders.vision.segment_nbytes")
+    except ConfigError as error:
+        assert held > enough_to_block - len(segments), "it is refused only where it is about to fail"
+        least = int(str(error).split("raise encoders.vision.segment_nbytes to at least ")[1].split(",")[0])
+        check_scattered_capacity([least] * len(segments), largest, held, "knob")
+    else:
+        assert held < enough_to_block
 
 
 def test_a_pool_without_segments_holds_nothing() -> None:

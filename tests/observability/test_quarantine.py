@@ -52,14 +52,14 @@ def test_a_resume_drops_what_it_will_see_again_whatever_the_order(path: Path) ->
         file.write('{"schema": 1, "posi')
 
     resumed = QuarantineWriter(path, ["data"])
-    assert resumed.truncate_from(10, eval_position=base + 4) == 3
+    assert resumed.keep(lambda position: position < 10 or base <= position < base + 4) == 3
     resumed.write(rejection(10))
     assert positions(path) == [9, 2, 4, base + 1, 10]
 
 
-def test_without_evaluation_every_training_position_before_the_cut_stays(path: Path) -> None:
+def test_a_run_that_starts_again_keeps_nothing(path: Path) -> None:
     writer = QuarantineWriter(path, ["data"])
     for position in (0, 1, 2):
         writer.write(rejection(position))
-    assert writer.truncate_from(0) == 0
+    assert writer.keep(lambda position: False) == 0
     assert positions(path) == []

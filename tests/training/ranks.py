@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -100,18 +100,8 @@ def make_plan(slots: Slots, step: int, kind: UnitKind = UnitKind.TRAIN) -> StepP
         )
         for k, row in enumerate(slots)
     )
-    samples = [sample for row in rows for microbatch in row for sample in microbatch.samples]
-    return StepPlan(
-        unit=Unit(step, kind, step, 0, len(samples)),
-        dp_size=len(rows[0]),
-        microbatch_tokens=256,
-        slots=rows,
-        encode_batches=(),
-        num_samples=len(samples),
-        num_tokens=sum(sample.num_tokens for sample in samples),
-        num_vision_tokens=sum(sample.num_vision_tokens for sample in samples),
-        num_target_tokens=sum(sample.num_target_tokens for sample in samples),
-    )
+    num_samples = sum(len(microbatch.samples) for row in rows for microbatch in row)
+    return StepPlan.of_slots(Unit(step, kind, step, 0, num_samples), 256, rows, ())
 
 
 def make_batch(positions: Sequence[int], config: RunConfig) -> PackedBatch:
@@ -283,7 +273,7 @@ def run_oracle(job: Job) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         totals = (len(batches), sum(b.num_tokens for b in batches), sum(b.num_target_tokens for b in batches))
-        outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals, 0.0))
+        outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals))
     outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
     return outcome
 
@@ -291,7 +281,3 @@ def run_oracle(job: Job) -> Outcome:
 def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
     """Norm of the difference over the norm of what is expected."""
     return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-12))
-
-
-def without_flops(result: StepResult) -> StepResult:
-    return replace(result, model_flops=0.0)

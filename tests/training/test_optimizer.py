@@ -96,12 +96,11 @@ def test_denominators_follow_what_was_planned_and_what_was_run():
     plan = make_plan((((0, 1), (2,)),), step=1)
     totals = UnitTotals()
     for positions in ((0, 1), ()):
-        totals = totals.plus(make_batch(positions, make_config()), model_flops=2.0)
+        totals = totals.plus(make_batch(positions, make_config()))
     assert (planned_denominator(plan, "token"), planned_denominator(plan, "sample")) == (plan.num_target_tokens, 3)
     expected = sum(sample.num_target_tokens for sample in plan.slots[0][0].samples)
     assert (actual_denominator(totals, "token"), actual_denominator(totals, "sample")) == (expected, 2)
     assert UnitTotals.from_tensor(totals.to_tensor()) == totals
-    assert totals.model_flops == 4.0
     empty = make_plan((((), ()),), step=1)
     assert (planned_denominator(empty, "token"), actual_denominator(UnitTotals(), "token")) == (1, 0)
 

@@ -43,7 +43,6 @@ def test_training_equals_a_plain_loop(world_size, steps, normalization):
         assert outcome.results == outcomes[0].results
         assert outcome.spans.count("forward") == outcome.spans.count("backward") == sum(len(s) for s in steps)
         assert outcome.spans.count("optimizer") == len(steps)
-    assert all(result.model_flops > 0 for result in outcomes[0].results)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,142 @@
-"""The interface of a packing method: lengths and costs in, bins out, nothing else seen and nothing kept."""
+"""The interface of a packing method: lengths and rules in, bins out, nothing else seen and nothing kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
-Bins = tuple[tuple[int, ...], ...]
-"""Bins of sample indices; indices inside a bin ascend, and every index occurs in exactly one bin."""
+import numpy as np
+import numpy.typing as npt
+
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.packing.sorting import group
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What a packer sees of the samples, in their order.
+
+    tokens: int64 ``[num_samples]``, backbone tokens of each, 1 to the capacity. vision: int64 ``[num_samples]``, work
+    of the vision encoder for each, in vision tokens, patches or image tiles (0: text alone).
+    """
+
+    tokens: IntArray
+    vision: IntArray
+
+    @classmethod
+    def of(cls, tokens: Iterable[int], vision: Iterable[int] | None = None) -> Lengths:
+        """Build from any integers; without ``vision`` all samples are text."""
+        lengths = np.array(list(tokens), dtype=np.int64)
+        return cls(lengths, np.zeros_like(lengths) if vision is None else np.array(list(vision), dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRules:
+    """What bins must keep to. capacity: tokens of a bin. dp_size: bins are dealt to so many ranks, evenly.
+
+    cost: of a bin. seed: for the methods that draw; the same one gives the same bins.
+    """
+
+    capacity: int
+    cost: CostModel
+    dp_size: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bins:
+    """Bins of sample indices; every index occurs in exactly one bin, and indices inside a bin ascend.
+
+    members: int64 ``[num_samples]``, bin after bin. offsets: int64 ``[num_bins + 1]``; bin ``b`` is
+    ``members[offsets[b]:offsets[b + 1]]``.
+    """
+
+    members: IntArray
+    offsets: IntArray
+
+    @classmethod
+    def of(cls, bins: Iterable[Sequence[int]]) -> Bins:
+        """Build from one sequence of indices a bin."""
+        lists = [sorted(members) for members in bins]
+        offsets = np.zeros(len(lists) + 1, dtype=np.int64)
+        np.cumsum([len(members) for members in lists], out=offsets[1:])
+        return cls(np.array([index for members in lists for index in members], dtype=np.int64), offsets)
+
+    @classmethod
+    def by_number(cls, number: IntArray, num_bins: int) -> Bins:
+        """Build from the bin's number of each sample; int64 ``[num_samples]``, 0 to ``num_bins - 1``."""
+        return cls(*group(number, num_bins))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        members, ends = self.members.tolist(), self.offsets.tolist()
+        return (tuple(members[start:end]) for start, end in pairwise(ends))
+
+    def tokens(self, lengths: Lengths) -> IntArray:
+        """Return the tokens in each bin; int64 ``[num_bins]``."""
+        return _sums(lengths.tokens, self.members, self.offsets)
+
+    def vision(self, lengths: Lengths) -> IntArray:
+        """Return the vision encoder's work in each bin; int64 ``[num_bins]``."""
+        return _sums(lengths.vision, self.members, self.offsets)
+
+    def costs(self, lengths: Lengths, cost: CostModel) -> FloatArray:
+        """Return each bin's cost; float64 ``[num_bins]``. An empty bin costs nothing."""
+        coefficients = cost.constant, cost.per_token, cost.per_longest, cost.per_square
+        return _costs(lengths.tokens, self.members, self.offsets, *coefficients)
+
+
+@compiled
+def _sums(values: IntArray, members: IntArray, offsets: IntArray) -> IntArray:
+    sums = np.zeros(len(offsets) - 1, dtype=np.int64)
+    for bin_ in range(len(sums)):
+        for place in range(offsets[bin_], offsets[bin_ + 1]):
+            sums[bin_] += values[members[place]]
+    return sums
+
+
+@compiled
+def _costs(
+    sizes: IntArray,
+    members: IntArray,
+    offsets: IntArray,
+    constant: float,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> FloatArray:
+    """``CostModel.of_sums`` of each bin."""
+    costs = np.zeros(len(offsets) - 1)
+    for bin_ in range(len(costs)):
+        tokens, longest, squares = 0, 0, 0
+        for place in range(offsets[bin_], offsets[bin_ + 1]):
+            size = sizes[members[place]]
+            tokens += size
+            squares += size * size
+            longest = max(longest, size)
+        if tokens:
+            costs[bin_] = constant + per_token * tokens + per_longest * longest**2 + per_square * squares
+    return costs
 
 
 class Packer(Protocol):
     """A pure, deterministic packing method."""
 
-    def __call__(self, lengths: Sequence[int], costs: Sequence[float], capacity: int) -> Bins:
-        """Put every sample into one bin, no bin holding more than ``capacity`` tokens.
+    def __call__(self, lengths: Lengths, rules: PackingRules) -> Bins:
+        """Put every sample into one bin, no bin holding more than ``rules.capacity`` tokens.
 
-        lengths: tokens of each sample, 1 to ``capacity`` (the step planner refuses others before). costs: of each
-        sample alone, by the run's cost model; methods that only fill may ignore them. capacity: in tokens.
+        Lengths beyond the capacity never come here: the step planner refuses them. The number of bins need not be a
+        multiple of ``rules.dp_size``; the planner splits bins until it is.
         """
         ...

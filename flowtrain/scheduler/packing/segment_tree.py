@@ -1,50 +1,99 @@
-"""A max segment tree over residual capacities, which answers best-fit queries in O(log capacity)."""
+"""Best fit by a max segment tree over residual capacities, which finds the tightest open bin in O(log capacity)."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 
-class ResidualTree:
-    """The set of residual capacities in ``1..capacity`` that open bins have (FlowTrain 3.4, Algorithm 1, line 1).
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.packing.base import IntArray
 
-    Leaf ``r`` holds ``r`` while some open bin has ``r`` tokens left, else 0; an inner node holds the largest value
-    below it, so the smallest sufficient residual is found by one descent from the root.
+Tree = npt.NDArray[np.int32]
+"""The residual capacities in ``1..capacity`` that open bins have (FlowTrain 3.4, Algorithm 1, line 1).
+
+Heap layout: children of node i are 2i and 2i + 1. The leaf of residual r is node ``num_leaves + r - 1``, so smaller
+residuals lie to the left; it holds r while some open bin has r tokens left, else 0. An inner node holds the largest
+value below it.
+"""
+
+
+@compiled
+def empty_tree(capacity: int) -> Tree:
+    """Return a tree without residuals; int32 ``[2 * num_leaves]``, with ``num_leaves >= capacity`` a power of two."""
+    num_leaves = 1
+    while num_leaves < capacity:
+        num_leaves *= 2
+    return np.zeros(2 * num_leaves, dtype=np.int32)
+
+
+@compiled
+def add(tree: Tree, residual: int) -> None:
+    """Mark ``residual`` as present; marking it again changes nothing."""
+    node = (len(tree) >> 1) + residual - 1
+    while node and tree[node] < residual:
+        tree[node] = residual
+        node >>= 1
+
+
+@compiled
+def discard(tree: Tree, residual: int) -> None:
+    """Mark ``residual``, which must be present, as absent."""
+    node = (len(tree) >> 1) + residual - 1
+    tree[node] = 0
+    largest = 0
+    while node > 1:
+        largest = max(largest, tree[node ^ 1])  # of the sibling
+        node >>= 1
+        if tree[node] != residual:
+            break
+        tree[node] = largest
+
+
+@compiled
+def smallest_at_least(tree: Tree, need: int) -> int:
+    """Return the smallest present residual that is ``>= need``, or 0 if there is none (Algorithm 1, lines 2-3)."""
+    if tree[1] < need:
+        return 0
+    num_leaves, node = len(tree) >> 1, 1
+    while node < num_leaves:
+        # The left subtree has the smaller residuals, so it is taken whenever it can serve; computed, not branched on,
+        # since no processor could guess the way.
+        node = 2 * node + (tree[2 * node] < need)
+    return int(tree[node])
+
+
+@compiled
+def best_fit_numbers(tokens: IntArray, order: IntArray, capacity: int) -> tuple[IntArray, int]:
+    """Put each sample, in the order given, into the open bin that it fills most tightly (Algorithm 1, lines 1-11).
+
+    Of equally tight bins, the one that became so last is taken. tokens: int64 ``[num_samples]``, each 1 to
+    ``capacity``. order: int64 ``[num_samples]``, a permutation. Returns each sample's bin, int64 ``[num_samples]``, and
+    how many bins there are, numbered as they were opened.
     """
-
-    def __init__(self, capacity: int) -> None:
-        assert capacity >= 1, capacity
-        self._capacity = capacity
-        self._num_leaves = 1 << (capacity - 1).bit_length()
-        # Heap layout: children of i are 2i and 2i + 1; residual r lies in leaf num_leaves + r - 1.
-        self._largest = [0] * (2 * self._num_leaves)
-
-    def add(self, residual: int) -> None:
-        """Mark ``residual`` as present; marking it again changes nothing."""
-        assert 1 <= residual <= self._capacity, (residual, self._capacity)
-        largest, node = self._largest, self._num_leaves + residual - 1
-        while node and largest[node] < residual:
-            largest[node] = residual
-            node >>= 1
-
-    def discard(self, residual: int) -> None:
-        """Mark ``residual`` as absent."""
-        assert 1 <= residual <= self._capacity, (residual, self._capacity)
-        largest, node = self._largest, self._num_leaves + residual - 1
-        largest[node] = 0
-        while node > 1:
-            node >>= 1
-            below = max(largest[2 * node], largest[2 * node + 1])
-            if largest[node] == below:
-                break
-            largest[node] = below
-
-    def smallest_at_least(self, need: int) -> int:
-        """Return the smallest present residual that is ``>= need``, or 0 if there is none (Algorithm 1, lines 2-3)."""
-        largest, node = self._largest, 1
-        if largest[1] < need:
-            return 0
-        while node < self._num_leaves:
-            # The left subtree has the smaller residuals, so it is taken whenever it can serve.
-            node *= 2
-            if largest[node] < need:
-                node += 1
-        return largest[node]
+    number = np.empty(len(tokens), dtype=np.int64)
+    shortest = capacity
+    for length in tokens:
+        assert 1 <= length <= capacity
+        shortest = min(shortest, length)
+    tree = empty_tree(capacity)
+    top = np.empty(capacity + 1, dtype=np.int64)  # the bin that a present residual's chain begins with
+    below = np.empty(len(tokens), dtype=np.int64)  # the next bin in the chain that a bin stands in, -1 at its end
+    num_bins = 0
+    for index in order:
+        residual = smallest_at_least(tree, tokens[index])
+        if residual:
+            bin_number = top[residual]
+            top[residual] = below[bin_number]
+            if below[bin_number] < 0:
+                discard(tree, residual)
+        else:
+            bin_number, residual = num_bins, capacity
+            num_bins += 1
+        number[index] = bin_number
+        residual -= tokens[index]
+        if residual >= shortest:  # else no sample fits any more: the bin is closed
+            present = tree[(len(tree) >> 1) + residual - 1] > 0
+            below[bin_number] = top[residual] if present else -1
+            top[residual] = bin_number
+            add(tree, residual)
+    return number, num_bins

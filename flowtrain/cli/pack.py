@@ -1,0 +1,69 @@
+"""``flowtrain pack``: progress on standard error, figures on standard output, a plot where one is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from flowtrain import api
+from flowtrain.cli.pack_tables import pack_tables
+from flowtrain.controller.pack import Progress as OnProgress
+from flowtrain.errors import ConfigError
+
+PLOT_ENDINGS = (".png", ".html")
+
+
+def pack(
+    config: Path,
+    overrides: Sequence[str],
+    num_steps: int | None,
+    compare: bool,
+    lengths: Path | None,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Pack as ``api.pack`` does, and show it; raises ConfigError before it starts where ``plot`` cannot be written."""
+    if plot is not None:
+        _check_plot(plot)
+    with _progress_bar(shown=sys.stderr.isatty()) as progress:
+        report = api.pack(config, overrides, num_steps=num_steps, compare=compare, lengths=lengths, progress=progress)
+    if as_json:
+        print(json.dumps(report.as_record()))
+    else:
+        Console().print(*pack_tables(report), sep="\n")
+    if plot is not None:
+        from flowtrain.cli.pack_plot import write_plot
+
+        write_plot(report, plot)
+        print(f"plot: {plot}", file=sys.stderr)
+
+
+def _check_plot(plot: Path) -> None:
+    if plot.suffix.lower() not in PLOT_ENDINGS:
+        raise ConfigError(f"--plot {plot}: the ending must be {' or '.join(PLOT_ENDINGS)}")
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}; make it or choose another place")
+    if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
+        raise ConfigError(f"--plot {plot}: no file can be written there; choose another place")
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[OnProgress]:
+    """What is done now, on standard error; a bar of its own for each kind of work."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def update(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield update

@@ -1,0 +1,243 @@
+"""The plot of ``flowtrain pack``: a picture (PNG), or a page that holds its tables as well (HTML)."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from flowtrain.cli.pack_tables import BALANCE, BINS, CAPTIONS, fact_rows, method_name, method_rows
+from flowtrain.controller.pack import PackReport
+from flowtrain.scheduler.report import PAPER, MethodReport, StepFigures
+
+CONFIGURED_COLOR, PAPER_COLOR, OTHER_COLOR = "#1668a8", "#c4570a", "#6f767f"
+VISION_COLOR, TOKENS_COLOR = "#7b3fa0", "#2d8a5b"
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "pack",
+}
+WIDTH_INCHES, DPI = 13.0, 130
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure of all methods. of_step: its values in a step; center: what its dot shows; scale: of its axis."""
+
+    title: str
+    of_step: Callable[[StepFigures], Iterable[float]]
+    center: Callable[[MethodReport], float]
+    scale: str = "symlog"
+
+
+PANELS = (
+    Panel(
+        "Fill: share of the capacity, %",
+        lambda step: (100 * step.fill,),
+        lambda report: 100 * report.fill,
+        scale="linear",
+    ),
+    Panel(
+        "Imbalance of ranks in a step, %",
+        lambda step: (100 * step.step_imbalance,),
+        lambda report: 100 * report.step_imbalance.median,
+    ),
+    Panel(
+        "Imbalance of ranks in a slot, %",
+        lambda step: (100 * value for value in step.slot_imbalances),
+        lambda report: 100 * report.slot_imbalance.median,
+    ),
+    Panel(
+        "A step's cost over its lower bound, %",
+        lambda step: (100 * step.excess,),
+        lambda report: 100 * report.excess.median,
+    ),
+    Panel(
+        "Planning time of a step, ms",
+        lambda step: (1e3 * step.plan_time_s,),
+        lambda report: 1e3 * report.plan_time_s.median,
+        scale="log",
+    ),
+)
+
+
+def write_plot(report: PackReport, path: Path) -> None:
+    """Draw the report into ``path``; its ending decides between picture and page."""
+    with matplotlib.rc_context(STYLE):
+        figure = draw(report)
+        if path.suffix.lower() == ".png":
+            figure.savefig(path, dpi=DPI)
+        else:
+            path.write_text(_page(report, _svg(figure)), encoding="utf-8")
+
+
+def draw(report: PackReport) -> Figure:
+    """Return the figure: how long samples are, and then one panel a figure with a row for each method."""
+    rows_inches = 0.26 * len(report.methods) + 0.75
+    figure = Figure(figsize=(WIDTH_INCHES, 3.0 + 2 * rows_inches), layout="constrained")
+    figure.suptitle(_title(report), fontsize=11, x=0.01, ha="left")
+    grid = figure.add_gridspec(3, 3, height_ratios=(1.7, rows_inches, rows_inches))
+    _draw_lengths(figure.add_subplot(grid[0, :]), report)
+    places = [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2)]
+    for panel, (row, column) in zip(PANELS, places, strict=True):
+        axes = figure.add_subplot(grid[row, column])
+        _draw_panel(axes, panel, report)
+        _name_methods(axes, report, shown=column == 0)
+    axes = figure.add_subplot(grid[2, 1])
+    _draw_dist_ratio(axes, report.methods)
+    _name_methods(axes, report, shown=False)
+    return figure
+
+
+def _title(report: PackReport) -> str:
+    workload, config = report.workload, report.workload.config
+    return (
+        f"Packing of {workload.source}\n{workload.order}, {config.training.global_batch_size:,} samples each, over "
+        f"{config.backbone.data_parallel_size} data-parallel ranks; microbatches of "
+        f"{config.scheduler.microbatch_tokens:,} tokens, cost {config.scheduler.cost}\n"
+        "Dots: medians (fill: all steps together); lines: from the least step or slot to the greatest"
+    )
+
+
+def _draw_lengths(axes: Axes, report: PackReport) -> None:
+    config = report.workload.config
+    tokens = np.concatenate([step.lengths.tokens for step in report.workload.steps])
+    axes.hist(tokens, bins=min(120, int(tokens.max()) if len(tokens) else 1), color=OTHER_COLOR)
+    axes.set_title(f"Lengths of {len(tokens):,} samples", loc="left")
+    axes.set_xlabel("backbone tokens of a sample")
+    axes.set_ylabel("samples")
+    limits = {config.scheduler.microbatch_tokens: ["scheduler.microbatch_tokens"]}
+    limits.setdefault(config.data.max_seq_len, []).append("data.max_seq_len")
+    for limit, names in limits.items():
+        axes.axvline(limit, color=PAPER_COLOR, linestyle="--", linewidth=1)
+        axes.annotate(
+            "\n".join(names),
+            (limit, 0.95),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=PAPER_COLOR,
+        )
+    axes.set_xlim(left=0)
+    _tidy(axes, "y")
+
+
+def _draw_panel(axes: Axes, panel: Panel, report: PackReport) -> None:
+    """A dot for the median (fill: the whole), and a line from the least step or slot to the greatest."""
+    for row, method in enumerate(report.methods):
+        values = [value for step in method.steps for value in panel.of_step(step)]
+        color = _color(method, row)
+        axes.plot(
+            (min(values), max(values)), (row, row), color=color, linewidth=2.5, alpha=0.45, solid_capstyle="round"
+        )
+        axes.plot(panel.center(method), row, "o", color=color, markersize=6)
+    axes.set_title(panel.title, loc="left")
+    if panel.scale == "symlog":  # spans decades, and reaches 0
+        axes.set_xscale("symlog", linthresh=0.1)
+        axes.set_xlim(left=0)
+    elif panel.scale == "log":
+        axes.set_xscale("log")
+        least, most = np.log10(axes.get_xlim())
+        axes.set_xlim(10 ** np.floor(least), 10 ** np.ceil(most))  # whole decades, so that they are labelled
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if panel.scale != "linear":
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _tidy(axes, "x")
+
+
+def _draw_dist_ratio(axes: Axes, methods: Sequence[MethodReport]) -> None:
+    rows = np.arange(len(methods))
+    series = (
+        ("ViT", [method.dist_ratio_vision for method in methods], -0.17, VISION_COLOR),
+        ("LLM", [method.dist_ratio_tokens for method in methods], 0.17, TOKENS_COLOR),
+    )
+    for name, values, offset, color in series:
+        axes.barh(rows + offset, values, height=0.3, color=color, label=name)
+    axes.set_title("DistRatio: idle share while ranks wait (0: none)", loc="left")
+    axes.set_xlim(0, 1.3 * max(*series[0][1], *series[1][1], 0.01))
+    axes.legend(frameon=False, loc="center right")
+    _tidy(axes, "x")
+
+
+def _name_methods(axes: Axes, report: PackReport, shown: bool) -> None:
+    configured = report.methods[0].method
+    names = [method_name(each.method, configured) if shown else "" for each in report.methods]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    for row, (label, method) in enumerate(zip(axes.get_yticklabels(), report.methods, strict=True)):
+        label.set_color(_color(method, row))
+
+
+def _color(report: MethodReport, row: int) -> str:
+    if row == 0:
+        return CONFIGURED_COLOR
+    return PAPER_COLOR if report.method == PAPER else OTHER_COLOR
+
+
+def _tidy(axes: Axes, grid: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, alpha=0.3)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 14px/1.5 system-ui, sans-serif; max-width: 80em; margin: 2em auto; padding: 0 1em; color: #1c2126; }}
+table {{ border-collapse: collapse; margin: 1em 0; }}
+th, td {{ padding: .2em .9em; text-align: right; border-bottom: 1px solid #dde1e5; }}
+th:first-child, td:first-child {{ text-align: left; }}
+.facts td {{ text-align: left; border: 0; padding-left: 0; }}
+p {{ color: #5b636b; }}
+svg {{ width: 100%; height: auto; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<table class="facts">{facts}</table>
+<table>{table}</table>
+<p>{legend}</p>
+{svg}
+</body>
+</html>
+"""
+
+
+def _page(report: PackReport, svg: str) -> str:
+    columns = (*BINS, *BALANCE)
+    headings = ["method", *(column.heading.replace("-\n", "").replace("\n", " ") for column in columns)]
+    rows = [_row("th", headings), *(_row("td", row) for row in method_rows(report, columns))]
+    return _PAGE.format(
+        title=html.escape(f"Packing of {report.workload.source}"),
+        facts="".join(_row("td", row) for row in fact_rows(report)),
+        table="\n".join(rows),
+        legend=html.escape(". ".join(CAPTIONS.values())),
+        svg=svg,
+    )
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -1,0 +1,94 @@
+"""Tables of ``flowtrain pack``, on the terminal and in the plot's page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from flowtrain.controller.pack import PackReport
+from flowtrain.scheduler.report import Method, MethodReport, Spread
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of each method: its heading, and its text from the method's report and the first method's."""
+
+    heading: str
+    text: Callable[[MethodReport, MethodReport], str]
+
+
+BINS = (
+    Column("micro-\nbatches", lambda report, _: f"{report.num_bins:,}"),
+    Column("slots", lambda report, _: f"{report.num_slots:,}"),
+    Column("fill\n%", lambda report, _: f"{100 * report.fill:.1f}"),
+    Column("pad\n%", lambda report, _: f"{100 * report.pad_ratio:.2g}"),
+    Column(
+        "DistRatio\nViT / LLM", lambda report, _: f"{report.dist_ratio_vision:.4f} / {report.dist_ratio_tokens:.4f}"
+    ),
+    Column("plan\nms", lambda report, _: f"{1e3 * report.plan_time_s.median:.2f}"),
+)
+BALANCE = (
+    Column("imbalance\nin a step, %", lambda report, _: _percent(report.step_imbalance)),
+    Column("imbalance\nin a slot, %", lambda report, _: _percent(report.slot_imbalance)),
+    Column("step's cost\nover bound, %", lambda report, _: _percent(report.excess)),
+    Column("to the\nfirst", lambda report, first: f"{report.step_cost / (first.step_cost or 1.0):.3f}"),
+)
+CAPTIONS = {
+    "bins": "pad: tokens computed for no sample; plan: median time a step takes, from lengths to dispatch",
+    "balance": "a / b: median / maximum; imbalance: dearest rank over the mean, less 1; to the first: mean cost",
+}
+
+
+def pack_tables(report: PackReport) -> tuple[Table, ...]:
+    """What was packed, and what each method made of it; each table fits into 80 columns."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column()
+    facts.add_column(overflow="fold")
+    for name, text in fact_rows(report):
+        facts.add_row(name, text)
+    return facts, _table(report, BINS, CAPTIONS["bins"]), _table(report, BALANCE, CAPTIONS["balance"])
+
+
+def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
+    """Name and text of what was packed, for which settings, and of what a reader must know."""
+    workload, config = report.workload, report.workload.config
+    scheduler = config.scheduler
+    yield "sizes", workload.source
+    yield "steps", f"{workload.order}, {config.training.global_batch_size:,} samples each"
+    yield "samples", f"{workload.num_samples:,} with {workload.num_tokens:,} tokens"
+    if workload.rejected:
+        yield "rejected", ", ".join(f"{count:,} {reason}" for reason, count in workload.rejected.items())
+    yield "configured", f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {scheduler.cost}"
+    ranks = config.backbone.data_parallel_size
+    yield "", f"{ranks:,} data-parallel rank{'s' * (ranks > 1)}, {scheduler.microbatch_tokens:,} tokens a microbatch"
+    for note in workload.notes:
+        yield "note", note
+
+
+def method_name(method: Method, configured: Method) -> str:
+    """A method as a table calls it: without its dispatch where that is the configured one."""
+    return method.packing if method.dispatch == configured.dispatch else method.label
+
+
+def method_rows(report: PackReport, columns: Sequence[Column]) -> Iterator[tuple[str, ...]]:
+    """Name and cells of each method."""
+    first = report.methods[0]
+    for each in report.methods:
+        yield method_name(each.method, first.method), *(column.text(each, first) for column in columns)
+
+
+def _table(report: PackReport, columns: Sequence[Column], caption: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("method", no_wrap=True)
+    for column in columns:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for row in method_rows(report, columns):
+        table.add_row(*row)
+    return table
+
+
+def _percent(spread: Spread) -> str:
+    return f"{100 * spread.median:.2f} / {100 * spread.max:.2f}"

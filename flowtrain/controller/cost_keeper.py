@@ -1,0 +1,82 @@
+"""What a run's microbatches cost: the cost that steps are planned with, and the one that was measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib.metadata import version
+
+from flowtrain.controller.prepare import Prepared
+from flowtrain.observability.files import replace_text
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
+from flowtrain.scheduler.run_cost import is_refitted, profiled_model
+from flowtrain.types import CostFitted
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "transformers")
+"""Those that compute a microbatch."""
+
+
+class CostKeeper:
+    """Keeps the cost in use, checks the profile that it came from, and writes ``cost_profile.json``.
+
+    frozen: what the checkpoint has that a run resumes from; it goes before what the configuration gives now, so that
+    plans stay the same whatever a profile's file holds by now. note: says a line to the user.
+    """
+
+    def __init__(
+        self, prepared: Prepared, files: RunDir, frozen: CostModel | None, note: Callable[[str], None]
+    ) -> None:
+        self._prepared = prepared
+        self._files = files
+        self._frozen = frozen
+        self._note = note
+        self._device: str | None = None
+        self._fitted: CostFitted | None = None
+        self.in_use = frozen or prepared.cost
+        if frozen is not None and frozen != prepared.cost and not is_refitted(prepared.config):
+            logger.warning("steps are planned with the checkpoint's cost (%s), not today's (%s)", frozen, prepared.cost)
+
+    @property
+    def r2(self) -> float | None:
+        """Share of the variance of the measured times that the last fit explains; None where there was none."""
+        return self._fitted.r2 if self._fitted is not None else None
+
+    def start(self, device: str) -> None:
+        """The backbone is ready to compute on ``device``; raises ConfigError where the profile is of another one."""
+        self._device = device
+        profile = self._prepared.cost_profile
+        if profile is not None and self._frozen is None:
+            profile.check_device(device, _versions())
+
+    def take(self, event: CostFitted) -> None:
+        """Take in a fit; where it is in use now, say so."""
+        self._fitted = event
+        if event.in_use:
+            self.in_use = CostModel(**event.cost)
+            self._note(
+                f"step {event.step}: costs are fitted to {event.num_rows} microbatches now (R2 {event.r2:.3f} with "
+                f"{event.form}, {event.other_r2:.3f} else)"
+            )
+
+    def write(self) -> None:
+        """Write the last fit, if there was any, into the run's directory."""
+        if self._fitted is None:
+            return
+        fitted, config = self._fitted, self._prepared.config
+        assert self._device is not None
+        profile = CostProfile(
+            fitted=FittedCost(CostModel(**fitted.cost), fitted.form, fitted.r2, fitted.other_r2, fitted.num_rows),
+            model=profiled_model(config, self._prepared.model_spec),
+            capacity=config.scheduler.microbatch_tokens,
+            device=self._device,
+            versions=_versions(),
+        )
+        replace_text(self._files.cost_profile, profile.to_json())
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in LIBRARIES}

@@ -1,0 +1,141 @@
+"""What packing does to a workload, by one method or by all of them; needs neither data nor torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flowtrain.config.run import RunConfig
+from flowtrain.scheduler.packing.base import Lengths, PackingRules
+from flowtrain.scheduler.packing.registry import PACKERS
+from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, step_figures
+
+PACK_SCHEMA = 1
+DEFAULT_STEPS = 50
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """What a run's step will be. digest: of its StepPlan, as in ``metrics.jsonl``; None where no run has such a step.
+
+    num_microbatches, fill, step_imbalance: ``num_microbatches``, ``packing_fill`` and ``dp_imbalance`` of that file.
+    """
+
+    step: int
+    digest: str | None
+    num_microbatches: int
+    fill: float
+    step_imbalance: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadStep:
+    """Sizes of one step's samples, and what its bins must keep to."""
+
+    lengths: Lengths
+    rules: PackingRules
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Steps whose sizes are known.
+
+    source: where the sizes come from. order: which samples, in which order. vision_unit: of the encoder's work.
+    predictions: of the same steps, from their StepPlans; empty where there is no run. rejected: samples of these steps
+    that are left out, by reason. notes: what a reader of the figures must know.
+    """
+
+    config: RunConfig
+    source: str
+    order: str
+    vision_unit: str
+    steps: tuple[WorkloadStep, ...]
+    predictions: tuple[StepPrediction, ...] = ()
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all steps, rejected ones left out."""
+        return sum(len(step.lengths) for step in self.steps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Their backbone tokens."""
+        return sum(int(step.lengths.tokens.sum()) for step in self.steps)
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """Figures of a workload by method, the configured one first."""
+
+    workload: Workload
+    methods: tuple[MethodReport, ...]
+
+    @property
+    def steps(self) -> tuple[StepPrediction, ...]:
+        """The steps by the configured method."""
+        if self.workload.predictions:
+            return self.workload.predictions
+        figures = enumerate(self.methods[0].steps, start=1)
+        return tuple(StepPrediction(step, None, of.num_bins, of.fill, of.step_imbalance) for step, of in figures)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        workload, config = self.workload, self.workload.config
+        scheduler = ("packing", "dispatch", "cost", "num_buckets", "microbatch_tokens")
+        return {
+            "schema": PACK_SCHEMA,
+            "source": workload.source,
+            "order": workload.order,
+            "notes": list(workload.notes),
+            "settings": {
+                "seed": config.seed,
+                "dp_size": config.backbone.data_parallel_size,
+                "global_batch_size": config.training.global_batch_size,
+                "max_seq_len": config.data.max_seq_len,
+                "oversized": config.data.oversized,
+                **{key: getattr(config.scheduler, key) for key in scheduler},
+            },
+            "num_steps": len(workload.steps),
+            "num_samples": workload.num_samples,
+            "num_tokens": workload.num_tokens,
+            "rejected": dict(workload.rejected),
+            "vision_unit": workload.vision_unit,
+            "steps": [asdict(step) for step in self.steps],
+            "methods": [_method_record(report) for report in self.methods],
+        }
+
+
+def report_workload(workload: Workload, compare: bool = False, progress: Progress | None = None) -> PackReport:
+    """Lay out every step by the configured method, or by all of them, and gather the figures."""
+    config = workload.config
+    methods, num_steps = methods_of(config, compare), len(workload.steps)
+    reports = []
+    for number, method in enumerate(methods):
+        steps = ((step.lengths, step.rules) for step in workload.steps)
+        figures: list[StepFigures] = []
+        for step in step_figures(method, config.scheduler.num_buckets, steps):
+            figures.append(step)
+            if progress is not None:
+                progress("packing", number * num_steps + len(figures), len(methods) * num_steps)
+        reports.append(MethodReport.of(method, figures))
+    return PackReport(workload, tuple(reports))
+
+
+def methods_of(config: RunConfig, compare: bool) -> list[Method]:
+    """Return the configured method; with ``compare`` then every packing under its dispatch, and the paper's pair."""
+    configured = Method(config.scheduler.packing, config.scheduler.dispatch)
+    if not compare:
+        return [configured]
+    return list(dict.fromkeys([configured, *(Method(name, configured.dispatch) for name in PACKERS), PAPER]))
+
+
+def _method_record(report: MethodReport) -> dict[str, Any]:
+    record = asdict(report)
+    del record["steps"], record["method"]
+    return {"label": report.method.label, **asdict(report.method), **record}

@@ -1,0 +1,118 @@
+"""What a run will do, from the sizes of its samples alone: the very StepPlans that its coordinator will make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from flowtrain.actors.make_flow import make_planner
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep
+from flowtrain.controller.prepare import Prepared, model_spec, prepare
+from flowtrain.data.feed import Feed
+from flowtrain.data.units import unit_sequence
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.packing.base import Lengths
+from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.types import Rejection, SizedSample, StepPlan, Unit, UnitKind
+
+
+@dataclass(frozen=True, slots=True)
+class SizedUnit:
+    """A training unit with the samples that it is planned from, and those that were rejected before."""
+
+    unit: Unit
+    samples: tuple[SizedSample, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def predict_plans(config: RunConfig, num_steps: int | None = None) -> Iterator[StepPlan]:
+    """Yield the StepPlans of a run's training steps, of all of them or of the first ``num_steps``.
+
+    They equal the run's own with ``data.order: deterministic``, restarts and resumes included: samples are sized from
+    headers, and one whose image turns out bad when it is decoded is planned all the same. Raises as ``prepare``.
+    """
+    prepared = prepare(config, check_pool=False)
+    planner = _planner(prepared)
+    for sized in sized_units(prepared, num_steps):
+        yield planner.plan(sized.unit, sized.samples)
+
+
+def sized_units(prepared: Prepared, num_steps: int | None = None) -> Iterator[SizedUnit]:
+    """Yield a run's training units, of all steps or of the first ``num_steps``, sized as its feeder does."""
+    feed = Feed.from_config(prepared.config)
+    units = unit_sequence(
+        prepared.num_steps,
+        prepared.config.training.global_batch_size,
+        prepared.total_positions,
+        prepared.eval_every,
+        prepared.num_eval,
+    )
+    training = (unit for unit in units if unit.kind is UnitKind.TRAIN)
+    for unit in islice(training, num_steps):
+        results = feed.next_unit(unit)
+        sized = tuple(result.sample for result in results if not isinstance(result, Rejection))
+        yield SizedUnit(unit, sized, tuple(result for result in results if isinstance(result, Rejection)))
+
+
+def run_workload(config: RunConfig, num_steps: int | None = None, progress: Progress | None = None) -> Workload:
+    """Size and plan a run's first steps: ``num_steps``, or ``DEFAULT_STEPS``, or as many as it has.
+
+    progress is told the steps whose samples are sized. Raises ConfigError or DataError where the run could not start,
+    but for its pool.
+    """
+    prepared = prepare(config, check_pool=False)
+    planner = _planner(prepared)
+    count = min(num_steps or DEFAULT_STEPS, prepared.num_steps)
+    steps: list[WorkloadStep] = []
+    predictions: list[StepPrediction] = []
+    rejected: Counter[str] = Counter()
+    is_exact = config.data.order == "deterministic"
+    for sized in sized_units(prepared, count):
+        sizes = planner.sizes_of(sized.samples)
+        steps.append(WorkloadStep(Lengths(sizes.tokens, sizes.vision_tokens), planner.rules(sized.unit)))
+        predictions.append(_prediction(planner.plan(sized.unit, sizes), is_exact))
+        rejected.update(rejection.reason.value for rejection in sized.rejections)
+        if progress is not None:
+            progress("sizing samples", len(steps), count)
+    return Workload(
+        config=config,
+        source=f"run {config.name}: {', '.join(prepared.source_names)}",
+        order=f"the first {count} of {prepared.num_steps:,} steps",
+        vision_unit="vision tokens",
+        steps=tuple(steps),
+        predictions=tuple(predictions),
+        rejected=dict(rejected),
+        notes=() if is_exact else (_ARRIVAL,),
+    )
+
+
+_ARRIVAL = (
+    "data.order is arrival: the run makes its steps of what is ready, so these steps, in the order of positions, show "
+    "its packing and do not predict it"
+)
+
+
+def run_cost(config: RunConfig) -> CostModel:
+    """Return the cost that a run's first step is planned with; its data are not looked at."""
+    spec = model_spec(family_from_config(config))
+    return first_cost(config, spec, configured_profile(config, spec))
+
+
+def _planner(prepared: Prepared) -> StepPlanner:
+    return make_planner(prepared.config, prepared.plan.backbone.data_parallel_size, prepared.cost)
+
+
+def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:
+    return StepPrediction(
+        step=plan.unit.step,
+        digest=plan.digest() if is_exact else None,
+        num_microbatches=plan.num_microbatches,
+        fill=packing_fill(plan),
+        step_imbalance=imbalance(plan),
+    )

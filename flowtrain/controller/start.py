@@ -1,0 +1,49 @@
+"""Where a run begins: from nothing, or behind the last complete checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowtrain.controller.prepare import Prepared
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.training import checkpoint_store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a checkpoint gives a run; all of it is None for a run from nothing.
+
+    sampler_state: the sampler's integers behind ``step``. cost: that steps were planned with.
+    """
+
+    step: int = 0
+    checkpoint: Path | None = None
+    sampler_state: dict[str, Any] | None = None
+    cost: CostModel | None = None
+
+
+def find_start(files: RunDir, prepared: Prepared) -> Start:
+    """Look for the last complete checkpoint, and say where the run will not be exact to the bit."""
+    checkpoint_store.remove_temporaries(files.checkpoints)
+    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
+    if checkpoint is None:
+        logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
+        return Start()
+    meta = checkpoint_store.read_meta(checkpoint)
+    for name, then, now in (
+        ("data parallel ranks", meta.dp_size, prepared.plan.backbone.data_parallel_size),
+        ("backbone threads", meta.num_threads, prepared.config.backbone.num_threads),
+        ("torch", meta.torch_version, str(torch.__version__)),
+    ):
+        if then != now:
+            logger.warning("the checkpoint was written with %s %s, now %s: losses agree only closely", name, then, now)
+    cost = meta.state.get("cost")  # the first version's checkpoints have none
+    return Start(meta.step, checkpoint, meta.state["sampler"], CostModel(**cost) if cost else None)

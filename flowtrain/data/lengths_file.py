@@ -1,0 +1,92 @@
+"""Sizes of samples from a CSV: what packing can be judged by where there is no data, or none at hand."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flowtrain.config.data import DataConfig
+from flowtrain.data.sampler import Sampler
+from flowtrain.errors import DataError
+from flowtrain.scheduler.packing.base import IntArray, Lengths
+
+TILES, TOKENS = "num_image_tiles", "num_tokens"
+MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthsFile:
+    """Rows of a CSV. path: as it was given. lengths: of its rows, in its order; their vision work is in image tiles."""
+
+    path: str
+    lengths: Lengths
+
+    @classmethod
+    def read(cls, path: str | Path) -> LengthsFile:
+        """Read a CSV with a header and the columns ``num_image_tiles`` and ``num_tokens``; others are not looked at.
+
+        num_tokens: of the whole backbone sequence, vision tokens included, at least 1. Raises DataError, which names
+        the missing column or the line of a bad value.
+        """
+        try:
+            with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
+                rows = csv.DictReader(file, skipinitialspace=True)
+                _check_columns(str(path), rows.fieldnames or ())
+                sizes = [_sizes(str(path), rows.line_num, row) for row in rows]
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"it is no CSV in UTF-8 ({error})"
+            raise DataError(f"lengths {path}: cannot be read: {reason}") from error
+        if not sizes:
+            raise DataError(f"lengths {path}: has a header and no rows")
+        tiles, tokens = np.array(sizes, dtype=np.int64).T
+        return cls(str(path), Lengths(np.ascontiguousarray(tokens), np.ascontiguousarray(tiles)))
+
+    def num_oversized(self, max_seq_len: int) -> int:
+        """Return how many rows have more than ``max_seq_len`` tokens."""
+        return int((self.lengths.tokens > max_seq_len).sum())
+
+    def sampler(self, seed: int, shuffle: bool) -> Sampler:
+        """Return the sampler that a run with this file as its only source would have."""
+        return Sampler([len(self.lengths)], [1.0], seed, shuffle)
+
+    def treated(self, rows: IntArray, data: DataConfig) -> Lengths:
+        """Return the sizes of some rows, with ``data.oversized`` applied to those of more than ``data.max_seq_len``.
+
+        ``reject`` leaves them out. ``truncate_text`` cuts them to that length; a CSV does not tell where the images
+        alone are longer, which a run would reject.
+        """
+        tokens, tiles = self.lengths.tokens[rows], self.lengths.vision[rows]
+        if data.oversized == "truncate_text":
+            return Lengths(np.minimum(tokens, data.max_seq_len), tiles)
+        kept = tokens <= data.max_seq_len
+        return Lengths(tokens[kept], tiles[kept])
+
+
+def _check_columns(path: str, found: Sequence[str]) -> None:
+    missing = [column for column in (TILES, TOKENS) if column not in found]
+    if missing:
+        raise DataError(
+            f"lengths {path}: has no column {' and '.join(missing)}; its first line names "
+            f"{', '.join(found) or 'nothing'}, and {TILES} and {TOKENS} are needed"
+        )
+
+
+def _sizes(path: str, line: int, row: Mapping[str, str | None]) -> tuple[int, int]:
+    return _number(path, line, row, TILES, least=0), _number(path, line, row, TOKENS, least=1)
+
+
+def _number(path: str, line: int, row: Mapping[str, str | None], column: str, least: int) -> int:
+    text = row[column]
+    try:
+        value = int(text or "")
+    except ValueError:
+        value = least - 1
+    if not least <= value <= MOST:
+        raise DataError(
+            f"lengths {path}, line {line}: {column} is {text or ''!r}; it must be an integer from {least} to {MOST}"
+        )
+    return value

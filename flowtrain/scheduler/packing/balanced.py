@@ -1,0 +1,81 @@
+"""Greedy packing by cost: PipeTune's method."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.packing.base import Bins, IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.sorting import descending_order
+
+
+def balanced(lengths: Lengths, rules: PackingRules) -> Bins:
+    """Put each sample, longest first, into the bin that fits and is cheapest with it (PipeTune 3.1, Algorithm 1).
+
+    As printed, Algorithm 1 opens a bin only when no other fits, so the longest samples share the first bins and the
+    last one stays light. Here the ``ceil(tokens / capacity)`` bins that are needed anyway are open from the start, and
+    as many more as make a multiple of ``rules.dp_size`` (but no more than samples): the planner would else halve bins
+    that are even. Where no bin fits, a new one is opened. (The printed second choice, the shortest bin that fits, never
+    applies: none fits.) Ties: the lower bin. O(n log n).
+    """
+    cost = rules.cost
+    numbers = _greedy_numbers(
+        lengths.tokens,
+        descending_order(lengths.tokens),
+        rules.capacity,
+        rules.dp_size,
+        cost.per_token,
+        cost.per_longest,
+        cost.per_square,
+    )
+    return Bins.by_number(*numbers)
+
+
+@compiled
+def _greedy_numbers(
+    tokens: IntArray,
+    order: IntArray,
+    capacity: int,
+    dp_size: int,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> tuple[IntArray, int]:
+    """Return each sample's bin and the number of bins; order: longest first.
+
+    A sample adds the same to the cost of any bin that has one already, since that one is no shorter, and alone it costs
+    least. So the bin that is cheapest with it is the one that is cheapest without it, empty ones first. The constant of
+    the cost plays no part.
+    """
+    num_samples = len(tokens)
+    number = np.empty(num_samples, dtype=np.int64)
+    num_bins = int(-(-np.sum(tokens) // capacity))
+    num_bins = min(-(-num_bins // dp_size) * dp_size, num_samples)
+    costs, residuals = np.empty(num_samples), np.full(num_samples, capacity)
+    costs[:num_bins] = -np.inf
+    candidates = [(costs[bin_number], bin_number) for bin_number in range(num_bins)]
+    # Bins too full for the current sample wait here, roomiest first, until samples have become short enough.
+    parked = [(0, 0) for _ in range(0)]
+    for index in order:
+        length = tokens[index]
+        assert 1 <= length <= capacity
+        while parked and -parked[0][0] >= length:
+            bin_number = heappop(parked)[1]
+            heappush(candidates, (costs[bin_number], bin_number))
+        while candidates and residuals[candidates[0][1]] < length:
+            bin_number = heappop(candidates)[1]
+            heappush(parked, (-residuals[bin_number], bin_number))
+        if candidates:
+            bin_number = heappop(candidates)[1]
+        else:
+            bin_number = num_bins
+            num_bins += 1
+        if residuals[bin_number] == capacity:
+            costs[bin_number] = per_longest * length**2
+        costs[bin_number] += per_token * length + per_square * length**2
+        residuals[bin_number] -= length
+        number[index] = bin_number
+        heappush(candidates, (costs[bin_number], bin_number))
+    return number, num_bins

@@ -1,0 +1,88 @@
+"""Few bins of even cost: best fit finds how many are needed, a local search then evens them out. The default method.
+
+The paper packs first and relieves imbalance by dispatch alone (FlowTrain 3.4). Here bins are made even, so that
+whatever is dealt to the ranks is balanced in every slot and in the step:
+
+1. Best fit decreasing tells how many slots of ``dp_size`` bins suffice.
+2. While the longest sample alone costs more than an even share, a slot of the ``dp_size`` longest is set apart and its
+   other bins are filled up to that cost: room that costs the step nothing.
+3. The rest is dealt greedily, dearest first to the cheapest bin that has room; where that gets stuck because bins are
+   nearly full, best fit's own bins are the starting point, the dearest halved until the slots are full.
+4. Moves and swaps between a bin that deviates most and another even the costs out until no pair improves.
+5. Where the bins stay uneven all the same, since samples are long or few, the paper's own bins are taken if they make
+   the step cheaper.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain.scheduler.equal_counts import with_equal_counts
+from flowtrain.scheduler.packing.base import Bins, FloatArray, IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.best_fit import best_fit
+from flowtrain.scheduler.packing.best_fit_decreasing import best_fit_decreasing
+from flowtrain.scheduler.packing.even_out import even_out
+from flowtrain.scheduler.packing.sorting import descending_order
+from flowtrain.scheduler.packing.starting_bins import deal, set_apart
+
+GOOD = 0.01
+"""Excess of a step over an even share of its cost below which no other choice of bins is looked at."""
+
+
+def best_fit_balanced(lengths: Lengths, rules: PackingRules) -> Bins:
+    """Pack into few slots and even out the costs of their bins, none of them empty.
+
+    Their number is a multiple of ``rules.dp_size``, or that of the samples where these are no more.
+    """
+    num_samples = len(lengths)
+    if num_samples == 0:
+        return Bins.by_number(np.zeros(0, dtype=np.int64), 0)
+    assert lengths.tokens.min() >= 1 and lengths.tokens.max() <= rules.capacity
+    start = best_fit_decreasing(lengths, rules)
+    num_bins = -(-len(start) // rules.dp_size) * rules.dp_size
+    if num_samples > num_bins:
+        bins = _even_bins(start, num_bins, lengths, rules)
+    else:
+        bins = Bins.by_number(np.arange(num_samples, dtype=np.int64), num_samples)
+    if _is_even(bins, lengths, rules):
+        return bins
+    as_they_come = with_equal_counts(best_fit(lengths, rules), lengths, rules)
+    return _cheaper(bins, as_they_come, lengths, rules)
+
+
+def _even_bins(start: Bins, num_bins: int, lengths: Lengths, rules: PackingRules) -> Bins:
+    """Return ``num_bins`` even bins, none of them empty, of more samples; start: best fit's bins, at most as many."""
+    order = descending_order(lengths.tokens)
+    sizes, number = lengths.tokens[order], np.full(len(lengths), -1, dtype=np.int64)
+    coefficients = rules.cost.per_token, rules.cost.per_longest, rules.cost.per_square
+    first = set_apart(sizes, number, num_bins, rules.dp_size, rules.capacity, *coefficients)
+    if not deal(sizes, number, first, num_bins, rules.capacity, *coefficients):
+        # An empty bin could stay so: the search may find nothing to move into it.
+        first, number[:] = 0, _numbers(with_equal_counts(start, lengths, rules))[order]
+    even_out(sizes, number, first, num_bins, rules.capacity, *coefficients)
+    in_order = np.empty_like(number)
+    in_order[order] = number
+    return Bins.by_number(in_order, num_bins)
+
+
+def _numbers(bins: Bins) -> IntArray:
+    """Return the number of each sample's bin."""
+    number = np.empty(len(bins.members), dtype=np.int64)
+    number[bins.members] = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
+    return number
+
+
+def _is_even(bins: Bins, lengths: Lengths, rules: PackingRules) -> bool:
+    costs = bins.costs(lengths, rules.cost)
+    return bool(_step_cost(costs, rules.dp_size) * rules.dp_size <= (1.0 + GOOD) * costs.sum())
+
+
+def _cheaper(bins: Bins, others: Bins, lengths: Lengths, rules: PackingRules) -> Bins:
+    """Return those bins, of two choices, that make the step cheaper; the first if both cost the same."""
+    cost, other = (_step_cost(each.costs(lengths, rules.cost), rules.dp_size) for each in (bins, others))
+    return others if other < cost else bins
+
+
+def _step_cost(costs: FloatArray, dp_size: int) -> float:
+    """Return the sum over slots of the dearest bin, the bins dealt to slots in the order of their costs."""
+    return float(np.sort(costs)[::-1][::dp_size].sum())

@@ -1,0 +1,187 @@
+"""Local search that evens out the costs of bins: moves of a sample, and swaps of two."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.packing.base import FloatArray, IntArray
+
+TOLERANCE = 5e-4
+"""Deviation from the mean cost, as a share of it, below which a bin counts as even."""
+ENOUGH = 0.6
+"""Share of the worst squared deviation that an exchange must take away to be made without looking further."""
+MAX_ROUNDS_PER_BIN = 8
+"""Bound on the search: changes per bin. It ends much earlier, unless many bins are stuck close to even."""
+
+
+@compiled
+def even_out(
+    sizes: IntArray,
+    number: IntArray,
+    first: int,
+    num_bins: int,
+    capacity: int,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> None:
+    """Move and swap samples between the bins from ``first`` on until no exchange with the furthest off evens them.
+
+    sizes: tokens, descending. number: the bin of each sample, changed in place; bins keep to the capacity.
+    """
+    values = per_token * sizes + per_square * sizes**2
+    members, counts, tokens, linear = _gather(sizes, values, number, first, num_bins - first, capacity)
+    costs = np.empty(len(counts))
+    for bin_ in range(len(counts)):
+        longest = sizes[members[bin_, 0]] if counts[bin_] else 0
+        costs[bin_] = linear[bin_] + per_longest * longest**2
+    stuck = np.zeros(len(counts), dtype=np.bool_)
+    for _ in range(MAX_ROUNDS_PER_BIN * len(counts)):
+        mean = costs.mean()
+        far = _furthest(costs, stuck, mean)
+        if far < 0:
+            break
+        best_gain, best_partner, best_give, best_take = 1e-9 * mean**2, -1, -1, -1
+        for partner in range(len(counts)):
+            if (costs[partner] - mean) * (costs[far] - mean) > 0.0 or partner == far:
+                continue
+            dear, cheap = (far, partner) if costs[far] > costs[partner] else (partner, far)
+            gain, give, take = _best_exchange(
+                sizes, values, members, counts, tokens, linear, costs, dear, cheap, mean, capacity, per_longest
+            )
+            if gain > best_gain:
+                best_gain, best_partner, best_give, best_take = gain, partner, give, take
+                if gain > ENOUGH * (costs[far] - mean) ** 2:
+                    break
+        if best_partner < 0:
+            stuck[far] = True
+            continue
+        dear, cheap = (far, best_partner) if costs[far] > costs[best_partner] else (best_partner, far)
+        given = members[dear, best_give]
+        taken = members[cheap, best_take] if best_take < counts[cheap] else -1
+        _replace(sizes, values, members, counts, tokens, linear, costs, dear, given, taken, per_longest)
+        _replace(sizes, values, members, counts, tokens, linear, costs, cheap, taken, given, per_longest)
+        stuck[far] = stuck[best_partner] = False
+    for bin_ in range(len(counts)):
+        number[members[bin_, : counts[bin_]]] = first + bin_
+
+
+@compiled
+def _gather(
+    sizes: IntArray, values: FloatArray, number: IntArray, first: int, num_bins: int, capacity: int
+) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+    """Return of each bin its members (ascending, so that sizes descend), their number, tokens and linear cost."""
+    width = min(len(sizes), capacity // sizes[-1]) + 1
+    members = np.empty((num_bins, width), dtype=np.int64)
+    counts = np.zeros(num_bins, dtype=np.int64)
+    tokens = np.zeros(num_bins, dtype=np.int64)
+    linear = np.zeros(num_bins)
+    for index in range(len(sizes)):
+        bin_ = number[index] - first
+        if bin_ >= 0:
+            members[bin_, counts[bin_]] = index
+            counts[bin_] += 1
+            tokens[bin_] += sizes[index]
+            linear[bin_] += values[index]
+    return members, counts, tokens, linear
+
+
+@compiled
+def _furthest(costs: FloatArray, stuck: npt.NDArray[np.bool_], mean: float) -> int:
+    """Return the bin that deviates most from the mean, or -1 if all are even or stuck."""
+    far, deviation = -1, TOLERANCE * mean
+    for bin_ in range(len(costs)):
+        if not stuck[bin_] and abs(costs[bin_] - mean) > deviation:
+            far, deviation = bin_, abs(costs[bin_] - mean)
+    return far
+
+
+@compiled
+def _best_exchange(
+    sizes: IntArray,
+    values: FloatArray,
+    members: IntArray,
+    counts: IntArray,
+    tokens: IntArray,
+    linear: FloatArray,
+    costs: FloatArray,
+    dear: int,
+    cheap: int,
+    mean: float,
+    capacity: int,
+    per_longest: float,
+) -> tuple[float, int, int]:
+    """Return the best move or swap from a dear bin to a cheap one: (gain, place in dear, place in cheap).
+
+    The gain is what the squared deviations from the mean lose. A place in cheap behind its members means a move.
+    """
+    half = 0.5 * (costs[dear] - costs[cheap])
+    before = (costs[dear] - mean) ** 2 + (costs[cheap] - mean) ** 2
+    num_dear, num_cheap = counts[dear], counts[cheap]
+    best, best_give, best_take, start = -1.0, -1, -1, 0
+    for give in range(num_dear):
+        x = members[dear, give]
+        longest = 0
+        if num_dear > 1:
+            longest = sizes[members[dear, 1 if give == 0 else 0]]
+        # The ideal partner is smaller by half the difference; as x descends, so does it.
+        while start < num_cheap and values[members[cheap, start]] > values[x] - half:
+            start += 1
+        for take in range(min(start, num_cheap), max(start - 2, -1), -1):
+            y = members[cheap, take] if take < num_cheap else -1
+            y_size, y_value = (sizes[y], values[y]) if y >= 0 else (0, 0.0)
+            moved = sizes[x] - y_size
+            if tokens[cheap] + moved > capacity or tokens[dear] - moved > capacity or (y < 0 and num_dear == 1):
+                continue
+            dear_longest = max(longest, y_size)
+            cheap_longest = sizes[x]
+            if num_cheap > (1 if take == 0 else 0):
+                cheap_longest = max(cheap_longest, sizes[members[cheap, 1 if take == 0 else 0]])
+            new_dear = linear[dear] - values[x] + y_value + per_longest * dear_longest**2
+            new_cheap = linear[cheap] + values[x] - y_value + per_longest * cheap_longest**2
+            gain = before - (new_dear - mean) ** 2 - (new_cheap - mean) ** 2
+            if gain > best:
+                best, best_give, best_take = gain, give, take
+    return best, best_give, best_take
+
+
+@compiled
+def _replace(
+    sizes: IntArray,
+    values: FloatArray,
+    members: IntArray,
+    counts: IntArray,
+    tokens: IntArray,
+    linear: FloatArray,
+    costs: FloatArray,
+    bin_: int,
+    out: int,
+    into: int,
+    per_longest: float,
+) -> None:
+    """Take sample ``out`` from a bin and put ``into`` in its place (-1: none), members ascending as before."""
+    row = members[bin_]
+    count = counts[bin_]
+    if out >= 0:
+        place = 0
+        while row[place] != out:
+            place += 1
+        for after in range(place, count - 1):
+            row[after] = row[after + 1]
+        count -= 1
+        tokens[bin_] -= sizes[out]
+        linear[bin_] -= values[out]
+    if into >= 0:
+        place = count
+        while place > 0 and row[place - 1] > into:
+            row[place] = row[place - 1]
+            place -= 1
+        row[place] = into
+        count += 1
+        tokens[bin_] += sizes[into]
+        linear[bin_] += values[into]
+    counts[bin_] = count
+    longest = sizes[row[0]] if count else 0
+    costs[bin_] = linear[bin_] + per_longest * longest**2

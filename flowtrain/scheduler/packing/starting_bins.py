@@ -1,0 +1,128 @@
+"""Where the search of ``best_fit_balanced`` starts: slots for samples that are long alone, the rest dealt greedily.
+
+In all of this, sizes are the samples' tokens in descending order, and number is their bin's number or -1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowtrain.scheduler.compiled import compiled
+from flowtrain.scheduler.packing.base import IntArray
+
+
+@compiled
+def set_apart(
+    sizes: IntArray,
+    number: IntArray,
+    num_bins: int,
+    dp_size: int,
+    capacity: int,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> int:
+    """Fill slots that a single long sample makes dear; returns how many bins they have. At least one slot is left."""
+    first, left = 0, len(sizes)
+    while num_bins - first > dp_size:
+        share, longest = _even_share(sizes, number, num_bins - first, per_token, per_longest, per_square)
+        ceiling = per_token * longest + (per_longest + per_square) * longest**2
+        if ceiling <= share:
+            break
+        left = _fill_slot(
+            sizes, number, left, first, num_bins, dp_size, capacity, ceiling, per_token, per_longest, per_square
+        )
+        first += dp_size
+    return first
+
+
+@compiled
+def deal(
+    sizes: IntArray,
+    number: IntArray,
+    first: int,
+    num_bins: int,
+    capacity: int,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> bool:
+    """Give each sample, dearest first, to the cheapest bin that has room; False if one fits nowhere."""
+    tokens = np.zeros(num_bins, dtype=np.int64)
+    costs = np.full(num_bins, -np.inf)  # empty ones come first, whatever samples cost
+    for index in range(len(sizes)):
+        if number[index] >= 0:
+            continue
+        size, best = sizes[index], -1
+        for candidate in range(first, num_bins):
+            if tokens[candidate] + size <= capacity and (best < 0 or costs[candidate] < costs[best]):
+                best = candidate
+        if best < 0:
+            return False
+        if tokens[best] == 0:
+            costs[best] = per_longest * size**2
+        number[index] = best
+        tokens[best] += size
+        costs[best] += per_token * size + per_square * size**2
+    return True
+
+
+@compiled
+def _even_share(
+    sizes: IntArray, number: IntArray, num_bins: int, per_token: float, per_longest: float, per_square: float
+) -> tuple[float, int]:
+    """Return the mean cost of ``num_bins`` even bins of what is left, and the longest sample that is left."""
+    total, seen, longest = 0.0, 0, 0
+    for index in range(len(sizes)):
+        if number[index] >= 0:
+            continue
+        size = sizes[index]
+        total += per_token * size + per_square * size**2
+        if seen < num_bins:  # even bins have one of the longest each
+            total += per_longest * size**2
+        longest = max(longest, size)
+        seen += 1
+    return total / num_bins, longest
+
+
+@compiled
+def _fill_slot(
+    sizes: IntArray,
+    number: IntArray,
+    left: int,
+    first: int,
+    num_bins: int,
+    dp_size: int,
+    capacity: int,
+    ceiling: float,
+    per_token: float,
+    per_longest: float,
+    per_square: float,
+) -> int:
+    """Give the longest samples a bin each and fill these, tightest first, up to the ceiling; returns samples left."""
+    tokens = np.zeros(dp_size, dtype=np.int64)
+    costs = np.zeros(dp_size)
+    seeds = 0
+    for index in range(len(sizes)):
+        if number[index] >= 0:
+            continue
+        if seeds >= dp_size and left <= num_bins - first - dp_size:
+            break  # every bin of the other slots needs a sample
+        size = sizes[index]
+        added = per_token * size + per_square * size**2
+        best = -1
+        if seeds < dp_size:
+            best = seeds
+            added += per_longest * size**2
+            seeds += 1
+        else:
+            for candidate in range(dp_size):
+                fits = tokens[candidate] + size <= capacity and costs[candidate] + added <= ceiling
+                if fits and (best < 0 or costs[candidate] > costs[best]):
+                    best = candidate
+        if best >= 0:
+            number[index] = first + best
+            tokens[best] += size
+            costs[best] += added
+            left -= 1
+    return left

@@ -1,0 +1,57 @@
+"""Which cost a run plans with: from its configuration, and from a profile where it asks for one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.scheduler.cost import CostModel, eq3, make_cost_model
+from flowtrain.scheduler.cost_profile import CostProfile, read_cost_profile
+
+
+def is_refitted(config: RunConfig) -> bool:
+    """Whether the run's cost is fitted again while it runs; else it is frozen."""
+    return config.scheduler.cost == "profile" and config.data.order == "arrival"
+
+
+def configured_profile(config: RunConfig, spec: ModelSpec) -> CostProfile | None:
+    """Read the profile that the run plans with, None where it needs or has none.
+
+    Raises ConfigError where the file cannot be read or was measured on another model.
+    """
+    scheduler = config.scheduler
+    if scheduler.cost != "profile" or scheduler.cost_profile is None:
+        return None
+    profile = read_cost_profile(scheduler.cost_profile)
+    profile.check_model(profiled_model(config, spec), scheduler.microbatch_tokens)
+    return profile
+
+
+def first_cost(config: RunConfig, spec: ModelSpec, profile: CostProfile | None = None) -> CostModel:
+    """Return the cost of a run's first step; profile: as ``configured_profile`` read it.
+
+    A run that fits its costs while it runs starts with Eq. 3 where it has no profile. Raises ConfigError where a frozen
+    cost needs one.
+    """
+    scheduler = config.scheduler
+    if profile is None and is_refitted(config):
+        return eq3(scheduler.microbatch_tokens)
+    fitted = profile.fitted.model if profile is not None else None
+    return make_cost_model(
+        scheduler.cost, scheduler.microbatch_tokens, spec.backbone, config.model.freeze, profile=fitted
+    )
+
+
+def profiled_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
+    """Return what decides the proportions of a microbatch's cost, but for the device, as plain values.
+
+    Recomputation, threads and DP ranks are not in it: they scale linear and quadratic work much alike.
+    """
+    return {
+        "backbone": asdict(spec.backbone),
+        "freeze": sorted(config.model.freeze),
+        "dtype": config.model.dtype,
+        "attention": config.backbone.attention,
+    }

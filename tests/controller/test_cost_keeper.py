@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.load import override_config
+from flowtrain.controller.cost_keeper import CostKeeper
+from flowtrain.controller.prepare import Prepared
+from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec
+from flowtrain.errors import ConfigError
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.scheduler.cost import CostModel, eq3
+from flowtrain.scheduler.cost_profile import CostProfile, FittedCost, read_cost_profile
+from flowtrain.scheduler.run_cost import profiled_model
+from flowtrain.types import CostFitted
+from tests.training.ranks import make_config
+
+SPEC = ModelSpec({}, ConnectorSpec(8, 16, 16), TransformerSpec(2, 16, 32, 4, 2, 4, 128))
+FITTED = CostModel("profile", per_token=1e-4, per_square=2e-7, constant=0.01)
+
+
+def prepared_with(cost: CostModel, profile: CostProfile | None = None, *overrides: str) -> Prepared:
+    config = override_config(make_config(), overrides, check_paths=False)
+    return Prepared(config, fixed_plan(config), SPEC, ("cats",), (8,), 0, 10, None, cost=cost, cost_profile=profile)
+
+
+def event(in_use: bool, r2: float = 0.9) -> CostFitted:
+    return CostFitted(16, dataclasses.asdict(FITTED), "squares", r2, 0.8, 128, in_use)
+
+
+def make_keeper(tmp_path: Path, prepared: Prepared, frozen: CostModel | None = None) -> tuple[CostKeeper, list[str]]:
+    notes: list[str] = []
+    return CostKeeper(prepared, RunDir(tmp_path), frozen, notes.append), notes
+
+
+def test_what_was_measured_is_written_for_later_runs_and_not_used_by_this_one(tmp_path: Path) -> None:
+    prepared = prepared_with(eq3(512))
+    keeper, notes = make_keeper(tmp_path, prepared)
+    keeper.start("cpu")
+    keeper.write()
+    assert not RunDir(tmp_path).cost_profile.exists() and keeper.r2 is None
+    keeper.take(event(in_use=False))
+    keeper.write()
+    profile = read_cost_profile(RunDir(tmp_path).cost_profile)
+    assert profile.fitted == FittedCost(FITTED, "squares", 0.9, 0.8, 128)
+    assert (profile.capacity, profile.device) == (prepared.config.scheduler.microbatch_tokens, "cpu")
+    assert {"torch", "transformers"} <= set(profile.versions)
+    profile.check_model(profiled_model(prepared.config, SPEC), profile.capacity)
+    assert keeper.r2 == 0.9 and keeper.in_use == eq3(512) and notes == []
+
+
+def test_a_refit_is_in_use_and_said(tmp_path: Path) -> None:
+    keeper, notes = make_keeper(tmp_path, prepared_with(eq3(512), None, "data.order=arrival", "scheduler.cost=profile"))
+    keeper.take(event(in_use=True))
+    assert keeper.in_use == FITTED
+    assert notes == ["step 16: costs are fitted to 128 microbatches now (R2 0.900 with squares, 0.800 else)"]
+
+
+def test_the_checkpoints_cost_goes_before_the_configurations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profile = CostProfile(FittedCost(FITTED, "squares", 0.9, 0.8, 128), {}, 512, "NVIDIA H200", {})
+    other = dataclasses.replace(FITTED, per_token=3e-4)
+    with caplog.at_level(logging.WARNING):
+        keeper, _ = make_keeper(tmp_path, prepared_with(FITTED, profile), frozen=FITTED)
+        assert keeper.in_use == FITTED and caplog.text == ""
+        keeper, _ = make_keeper(tmp_path, prepared_with(FITTED, profile), frozen=other)
+    assert keeper.in_use == other
+    assert "0.0003" in caplog.text and "0.0001" in caplog.text
+    keeper.start("cpu")  # a profile that is not used may be of any device
+    fresh, _ = make_keeper(tmp_path, prepared_with(FITTED, profile))
+    with pytest.raises(ConfigError, match="device is 'NVIDIA H200' there and 'cpu' in this run"):
+        fresh.start("cpu")

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.errors import ConfigError
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.cost_profile import (
+    COST_PROFILE_SCHEMA,
+    MIN_ROWS,
+    CostProfile,
+    FittedCost,
+    Measured,
+    fit_cost,
+    read_cost_profile,
+)
+
+CAPACITY = 2048
+TRUE = {
+    "longest": CostModel("true", per_token=2e-5, per_longest=3e-8, constant=4e-3),
+    "squares": CostModel("true", per_token=2e-5, per_square=3e-8, constant=4e-3),
+}
+
+
+def microbatches(num_rows: int, seed: int) -> list[list[int]]:
+    """Lengths in microbatches of all fills and mixtures."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(num_rows):
+        goal, lengths = int(rng.integers(64, CAPACITY)), []
+        while (room := goal - sum(lengths)) > 0:
+            lengths.append(int(min(room, rng.integers(8, CAPACITY))))
+        found.append(lengths)
+    return found
+
+
+def measured(lengths: list[int], seconds: float) -> Measured:
+    return Measured(sum(lengths), max(lengths), sum(length**2 for length in lengths), seconds)
+
+
+def rows_of(cost: CostModel, num_rows: int = 300, noise: float = 0.0, seed: int = 1) -> list[Measured]:
+    factors = np.random.default_rng(seed).normal(1.0, noise, num_rows)
+    drawn = microbatches(num_rows, seed)
+    return [measured(each, cost(each) * factor) for each, factor in zip(drawn, factors.tolist(), strict=True)]
+
+
+def fitted(rows: list[Measured]) -> FittedCost:
+    fit = fit_cost(rows)
+    assert fit is not None
+    return fit
+
+
+@pytest.mark.parametrize("form", ["longest", "squares"])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_known_coefficients_and_their_form_are_found_again(form: str, noise: float) -> None:
+    fit = fitted(rows_of(TRUE[form], noise=noise))
+    assert fit.form == form and fit.model.name == "profile"
+    for key in ("constant", "per_token", "per_longest", "per_square"):
+        assert getattr(fit.model, key) == pytest.approx(getattr(TRUE[form], key), rel=0.1 if noise else 1e-6), key
+    assert fit.other_r2 < fit.r2 <= 1.0
+    assert fit.r2 > (0.99 if noise else 1 - 1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    constant=st.floats(0.0, 0.1),
+    per_token=st.floats(1e-7, 1e-3),
+    quadratic=st.floats(0.0, 1e-6),
+    form=st.sampled_from(["per_longest", "per_square"]),
+    noise=st.floats(0.0, 0.5),
+    seed=st.integers(0, 1000),
+)
+def test_no_coefficient_is_negative_and_nothing_beats_the_fit(
+    constant: float, per_token: float, quadratic: float, form: str, noise: float, seed: int
+) -> None:
+    true = CostModel("true", per_token=per_token, constant=constant, **{form: quadratic})
+    rows = rows_of(true, 120, noise, seed)
+    fit = fit_cost(rows)
+    if fit is None:
+        return
+    model = fit.model
+    assert min(model.constant, model.per_token, model.per_longest, model.per_square) >= 0.0
+    assert 0.0 <= fit.r2 <= 1.0 and fit.other_r2 <= fit.r2
+    assert MIN_ROWS / 2 <= fit.num_rows <= len(rows)
+    if noise == 0.0:
+        for row in rows:
+            assert model.of_sums(row.tokens, row.longest, row.squares) == pytest.approx(row.seconds, rel=1e-6)
+
+
+def test_what_would_be_negative_is_zero() -> None:
+    """Less time for longer sub-sequences cannot be a cost: the linear term alone is kept."""
+    drawn = microbatches(200, 3)
+    fit = fitted([measured(each, 1.0 + 1e-3 * sum(each) - 1e-8 * max(each) ** 2) for each in drawn])
+    assert fit.model.per_longest == fit.model.per_square == 0.0 and fit.model.per_token > 0.0
+
+
+def test_stalls_do_not_count() -> None:
+    rows = rows_of(TRUE["squares"], noise=0.02)
+    stalled = [
+        Measured(row.tokens, row.longest, row.squares, row.seconds * (1 if index % 20 else 12))
+        for index, row in enumerate(rows)
+    ]
+    fit, clean = fitted(stalled), fitted(rows)
+    assert fit.num_rows < len(rows) and fit.r2 > 0.98
+    for lengths in microbatches(20, 9):
+        assert fit.model(lengths) == pytest.approx(clean.model(lengths), rel=0.03)
+
+
+def test_what_cannot_tell_a_slope_is_not_fitted() -> None:
+    rows = rows_of(TRUE["squares"])
+    assert fit_cost([]) is None
+    assert fit_cost(rows[: MIN_ROWS - 1]) is None
+    assert fit_cost(rows[:MIN_ROWS]) is not None
+    alike = [Measured(1000 + k % 40, 900, 900**2, 0.1 + 1e-4 * (k % 40)) for k in range(200)]
+    assert fit_cost(alike) is None, "tokens differ by 4 %"
+    flat = [Measured(row.tokens, row.longest, row.squares, 0.25) for row in rows]
+    assert fit_cost(flat) is None, "no length matters"
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+MODEL: dict[str, Any] = {"backbone": {"hidden_size": 64, "num_layers": 2}, "freeze": [], "dtype": "float32"}
+VERSIONS = {"torch": "2.13.0", "transformers": "5.23"}
+
+
+@pytest.fixture
+def profile() -> CostProfile:
+    return CostProfile(fitted(rows_of(TRUE["squares"], noise=0.02)), MODEL, CAPACITY, "cpu", VERSIONS)
+
+
+@pytest.fixture
+def file(profile: CostProfile, tmp_path: Path) -> Path:
+    path = tmp_path / "cost_profile.json"
+    path.write_text(profile.to_json())
+    return path
+
+
+def test_a_profile_survives_its_file(profile: CostProfile, file: Path) -> None:
+    assert json.loads(file.read_text())["schema"] == COST_PROFILE_SCHEMA
+    read = read_cost_profile(file)
+    assert read == profile and read.source == str(file)
+    read.check_model(MODEL, CAPACITY)
+    read.check_model(MODEL, CAPACITY // 2)
+    read.check_device("cpu", VERSIONS)
+
+
+@pytest.mark.parametrize(
+    ("model", "capacity", "fault"),
+    [
+        (MODEL | {"dtype": "bfloat16"}, CAPACITY, "model.dtype is 'float32' there and 'bfloat16' in this run"),
+        (MODEL | {"freeze": ["connector"]}, CAPACITY, "model.freeze is [] there and ['connector'] in this run"),
+        (
+            MODEL | {"backbone": {"hidden_size": 128, "num_layers": 2}},
+            CAPACITY,
+            "model.backbone.hidden_size is 64 there and 128 in this run",
+        ),
+        (MODEL, 4096, "capacity is 2048 there and scheduler.microbatch_tokens is 4096 in this run"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(file: Path, model: dict[str, Any], capacity: int, fault: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_cost_profile(file).check_model(model, capacity)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: {fault}") and "measure again" in message
+
+
+def test_another_device_is_refused_and_other_libraries_are_said(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profile = read_cost_profile(file)
+    with pytest.raises(ConfigError, match=r"device is 'cpu' there and 'NVIDIA H200' in this run"):
+        profile.check_device("NVIDIA H200", VERSIONS)
+    with caplog.at_level(logging.WARNING):
+        profile.check_device("cpu", VERSIONS | {"torch": "2.14.0"})
+    assert "torch 2.13.0, now 2.14.0" in caplog.text and "transformers" not in caplog.text
+
+
+def spoiled(values: dict[str, Any], *path: str, value: Any) -> dict[str, Any]:
+    *parents, last = path
+    holder = values
+    for key in parents:
+        holder = holder[key]
+    if value is None:
+        del holder[last]
+    else:
+        holder[last] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "fault"),
+    [
+        (("schema",), COST_PROFILE_SCHEMA + 1, f"schema is {COST_PROFILE_SCHEMA + 1}, this version reads"),
+        (("schema",), None, "cannot be read"),
+        (("fitted", "r2"), None, "cannot be read"),
+        (("fitted", "model", "per_token"), -1.0, "that are no cost"),
+        (("fitted", "model", "per_token"), "much", "that are no cost"),
+        (("fitted", "model", "per_token"), float("nan"), "that are no cost"),
+        (("fitted", "model"), {"name": "profile", "per_token": 0.0, "constant": 1.0}, "that are no cost"),
+        (("fitted", "model", "per_word"), 1.0, "cannot be read"),
+        (("capacity",), None, "cannot be read"),
+        (("capacity",), "2048", "cannot be read"),
+        (("model",), "qwen", "cannot be read"),
+    ],
+)
+def test_a_stale_or_spoiled_file_is_refused(file: Path, path: tuple[str, ...], value: Any, fault: str) -> None:
+    file.write_text(json.dumps(spoiled(json.loads(file.read_text()), *path, value=value)))
+    with pytest.raises(ConfigError) as caught:
+        read_cost_profile(file)
+    assert str(file) in str(caught.value) and fault in str(caught.value) and "measure again" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '"schema"'])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cost_profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_cost_profile(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_cost_profile(tmp_path)  # a directory

@@ -52,7 +52,7 @@ OVERRIDES = (
 class PacedEncoder(Encoder):
     """Takes ENCODE_S for a batch, or SLOWNESS times that if it is not the first."""
 
-    def encode(self, work: Work) -> dict[int, torch.Tensor]:
+    def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
         started = time.monotonic()
         features = super().encode(work)
         pace = ENCODE_S if self._name == "encoder-0" else SLOWNESS * ENCODE_S

@@ -1,4 +1,4 @@
-"""FlowTrain from Python: ``flowtrain.train``, ``plan`` and ``pack``. The command line only wraps these."""
+"""FlowTrain from Python: ``flowtrain.train``, ``plan``, ``pack`` and ``doctor``. The command line only wraps these."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
 
 if TYPE_CHECKING:
+    from flowtrain.controller.doctor import DoctorReport
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.prepare import Prepared
     from flowtrain.controller.run import RunSummary
@@ -77,6 +78,17 @@ def pack(
 
         workload = run_workload(resolved, num_steps, progress)
     return report_workload(workload, compare, progress)
+
+
+def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
+    """What the cluster has for a run, its transports measured, and whether the run's pool fits; trains nothing.
+
+    Raises ConfigError or DataError where the run could not work anywhere, ResourceError without a cluster.
+    """
+    resolved = resolve(config, overrides)
+    from flowtrain.controller.doctor import examine
+
+    return examine(resolved)
 
 
 def resolve(config: ConfigLike, overrides: Sequence[str] = (), check_paths: bool = True) -> RunConfig:

@@ -14,7 +14,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 STEP_PLAN_SCHEMA = 2
 METRICS_SCHEMA = 1
@@ -29,6 +30,21 @@ EVAL_POSITION_BASE = 1 << 60
 """Evaluation samples live at positions from here on, so that they never shift the training order."""
 
 
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True)
+def _message(cls: type[_T]) -> type[_T]:
+    """A frozen dataclass with slots whose pickle is its class and values: a third of the time of the standard one.
+
+    For what control messages carry by the hundred.
+    """
+    cls = dataclass(frozen=True, slots=True)(cls)
+    values = attrgetter(*cls.__dataclass_fields__)  # type: ignore[attr-defined]
+    cls.__reduce__ = lambda self: (cls, values(self))  # type: ignore[method-assign]
+    return cls
+
+
 class Tier(enum.StrEnum):
     """A kind of memory that the pool spans."""
 
@@ -39,7 +55,7 @@ class Tier(enum.StrEnum):
 # --- samples -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class SampleRef:
     """Where a sample comes from: position in the global order, index of its source, row in it, the source's epoch."""
 
@@ -58,7 +74,7 @@ class ImageLayout:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class PartSize:
     """Size of one part, known before anything is decoded.
 
@@ -74,7 +90,7 @@ class PartSize:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class SizedSample:
     """A sample whose lengths are known.
 
@@ -118,7 +134,7 @@ class Rejection:
 # --- memory pool ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Extent:
     """A contiguous run of bytes in the pool's address space."""
 
@@ -131,7 +147,8 @@ class SegmentExport:
     """What a process publishes of its bound memory, enough for a peer to map it.
 
     process_index: the process's place in the address space, never used again in a run. node_id: peers with the same
-    value can map ``/proc/<pid>/fd/<fd>``. bound_nbytes: bytes bound from the segment's start.
+    value can map ``/proc/<pid>/fd/<fd>``. bound_nbytes: bytes bound from the segment's start. network: what the network
+    transport of a peer on another node needs, opaque to everybody else; None where the process offers none.
     """
 
     process_index: int
@@ -140,17 +157,23 @@ class SegmentExport:
     pid: int
     fd: int
     bound_nbytes: int
+    network: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Occupancy of one process's segment, in bytes; ``largest_free_nbytes`` tells fragmentation."""
+    """Occupancy of one process's segment, in bytes; what is promised to leases counts as used.
+
+    largest_free_nbytes: of the largest free run. fragmentation: share of all free bytes, promised ones included, that
+    lie outside that run.
+    """
 
     bound_nbytes: int
     used_nbytes: int
     free_nbytes: int
     largest_free_nbytes: int
     num_extents: int
+    fragmentation: float = 0.0
 
 
 # --- step plans ----------------------------------------------------------------------------------------------------
@@ -355,7 +378,7 @@ class StepPlan:
 # --- control messages ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class PartReady:
     """An owner reports that a part lies in its segment. ``epoch`` is the lease's; extents are in row order."""
 
@@ -381,7 +404,7 @@ class Lease:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class PartLocation:
     """Where a READY part lies now."""
 
@@ -509,7 +532,7 @@ class LeaseOrder:
     stop: bool
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class LedgerRow:
     """One position's end, for ``ledger.parquet``; slot and dp_rank are -1 where it was rejected before planning."""
 

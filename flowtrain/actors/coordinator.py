@@ -63,9 +63,9 @@ class Coordinator:
         """What all living processes export."""
         return self._flow.exports()
 
-    async def name_lost(self, name: str) -> None:
-        """The process with this name died."""
-        self._flow.name_lost(name)
+    async def name_lost(self, name: str, for_good: bool = False) -> None:
+        """The process with this name died; for_good: and is not started again."""
+        self._flow.name_lost(name, for_good)
         self._wake_producers()
 
     # --- feeder and encoders ------------------------------------------------------------------------------------

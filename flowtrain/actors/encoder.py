@@ -20,9 +20,10 @@ from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.mempool.arena import Hold
+from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.types import EncoderReport, Lease, LeaseOrder, PartReady, Rejection, SampleRef
+from flowtrain.types import EncoderReport, Extent, Lease, LeaseOrder, PartReady, Rejection, SampleRef
 
 PixelValues = list[np.ndarray]
 
@@ -151,27 +152,38 @@ class Encoder:
     def _finish(self, member: PoolMember, work: Work) -> None:
         features = self.encode(work)
         started = time.time()
-        ready = tuple(
-            PartReady(
-                position, self._encoder, work.lease.epoch, member.pool.put(_as_bytes(features[position]), work.hold)
-            )
-            for position in work.lease.needed
-            if position in features
-        )
+        ready = []
+        for position in work.lease.needed:
+            if position in features:
+                extents = self._write(member.pool, features[position], work.hold)
+                ready.append(PartReady(position, self._encoder, work.lease.epoch, extents))
         member.pool.unhold(work.hold)
         self._spans.add("put", started, time.time(), samples=len(ready))
         self._hand_in(member, ready, work.rejections)
 
-    def encode(self, work: Work) -> dict[int, torch.Tensor]:
-        """Forward a batch; returns each position's features [rows, feature_dim], its images joined in order."""
+    def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
+        """Forward a batch; returns the features [rows, feature_dim] of each position's images, in order."""
         started = time.time()
         flat = [array for arrays in work.pixels.values() for array in arrays]
         rows = iter(self._module.encode(flat) if flat else [])
-        features = {
-            position: torch.cat([next(rows) for _ in arrays]) for position, arrays in work.pixels.items() if arrays
-        }
+        features = {position: [next(rows) for _ in arrays] for position, arrays in work.pixels.items() if arrays}
         self._spans.add("encode", started, time.time(), images=len(flat), unit=work.lease.batch.unit)
         return features
+
+    def _write(self, pool: Pool, images: Sequence[torch.Tensor], hold: Hold) -> tuple[Extent, ...]:
+        """Write a part into the pool where it will lie, from the device and in the run's type by one copy."""
+        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
+        shape = (sum(len(image) for image in images), images[0].shape[1])
+        with pool.reserve(shape[0] * shape[1] * dtype.itemsize, hold) as room:
+            if len(room.views) == 1:
+                _join(images, torch.from_numpy(room.views[0]).view(dtype).view(shape))
+            else:  # no run of the segment was long enough
+                data = torch.empty(shape, dtype=dtype)
+                _join(images, data)
+                pieces = np.split(_as_bytes(data), np.cumsum([len(view) for view in room.views])[:-1])
+                for view, piece in zip(room.views, pieces, strict=True):
+                    view[:] = piece
+            return room.commit()
 
     def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
         blocked_s, self._blocked_s = self._blocked_s, 0.0
@@ -179,5 +191,11 @@ class Encoder:
         member.pool.release(self._link.call("hand_in", member.index, report))
 
 
+def _join(images: Sequence[torch.Tensor], destination: torch.Tensor) -> None:
+    """Copy images' features one after another, from whatever device and type they have."""
+    for image, rows in zip(images, destination.split([len(image) for image in images]), strict=True):
+        rows.copy_(image)
+
+
 def _as_bytes(features: torch.Tensor) -> np.ndarray:
-    return features.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
+    return features.view(torch.uint8).numpy().reshape(-1)

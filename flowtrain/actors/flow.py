@@ -96,17 +96,20 @@ class Flow:
         """What the living processes export."""
         return self._membership.exports()
 
-    def owner_lost(self, owner: int) -> None:
-        """A pool process died: what only it held is to be made again. Harmless when said twice."""
+    def owner_lost(self, owner: int, for_good: bool = False) -> None:
+        """A pool process died: what only it held is to be made again. Harmless when said twice.
+
+        for_good: no other takes its place, and the memory of the others has to do.
+        """
         self._membership.withdraw(owner)
         self._stats.pop(owner, None)
-        self._directory.owner_lost(owner)
+        self._directory.owner_lost(owner, for_good)
 
-    def name_lost(self, name: str) -> None:
+    def name_lost(self, name: str, for_good: bool = False) -> None:
         """As ``owner_lost``, for the process that has this name now."""
         index = self._membership.index_of(name)
         if index is not None:
-            self.owner_lost(index)
+            self.owner_lost(index, for_good)
 
     # --- feeder -------------------------------------------------------------------------------------------------
 
@@ -148,18 +151,19 @@ class Flow:
         return FeedOrder(None, (), released, self.stopped) if released or self.stopped else None
 
     def feed_order(self, owner: int) -> FeedOrder | None:
-        """What the feeder can do now, or None if it has to wait."""
+        """What the feeder can do now, or None if it has to wait: size a unit, or make text again, never both."""
         released = self._directory.take_released(owner)
         remake = self._directory.lost_text(owner)
         unit = self._agenda.upcoming
-        if unit is not None and not self._may_size(unit):
+        # Text that was lost is reported before more is put: a segment full of unreported parts is never released.
+        if unit is not None and (remake or not self._may_size(unit)):
             unit = None
         if self.stopped:
             return FeedOrder(None, (), released, stop=True)
         if unit is None:
             return FeedOrder(None, remake, released, stop=False) if remake or released else None
         consumed = tuple(position for position in unit.positions if self._directory.is_consumed(position))
-        return FeedOrder(unit, remake, released, stop=False, consumed=consumed)
+        return FeedOrder(unit, (), released, stop=False, consumed=consumed)
 
     def _may_size(self, unit: Unit) -> bool:
         """A stopping run sizes only what a rank already began; else the window decides."""
@@ -195,7 +199,9 @@ class Flow:
         self._directory.expire_leases()
         lease = self._directory.lease(owner, encoder, free_nbytes)
         if lease is None and not released:
-            return None
+            if not self._directory.make_room(owner, encoder, free_nbytes):
+                return None
+            released = self._directory.take_released(owner)
         return LeaseOrder(lease, released, blocked=lease is None, stop=False)
 
     # --- backbone -----------------------------------------------------------------------------------------------

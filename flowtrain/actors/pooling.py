@@ -43,6 +43,9 @@ def join_pool(
         knob=knob,
         fetch_exports=lambda: link.call("exports"),
         processes_per_node=config.processes_per_node,
+        # The driver has put in place of ``auto`` what the run needs where its actors are.
+        network="nixl" if config.network == "nixl" else "none",
+        transfer_timeout_s=config.transfer_timeout_s,
     )
     export = pool.export()
     if export is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,10 +19,11 @@ from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.pool import Pool
 from flowtrain.training.batch import PackedBatch, SampleArrays
-from flowtrain.types import TEXT_PART, Extent, Microbatch, MicrobatchLocation, StepPlan
+from flowtrain.types import TEXT_PART, Microbatch, MicrobatchLocation, StepPlan
 
 BuildBatch = Callable[[list[SampleArrays]], PackedBatch]
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """How often a waiting thread looks at its limit, or at whether it is to end."""
@@ -159,7 +161,8 @@ class Prefetcher:
                 wanted = location.slot
                 try:
                     return self._read(plan, location)
-                except OwnerLostError:
+                except OwnerLostError as error:
+                    logger.warning("%s asks again where microbatch %d lies: %s", self._name, location.slot, error)
                     # The owner died after the answer; the directory learns of it from the controller and has the part
                     # made again, and a lookup by position finds the new place.
                     time.sleep(RETRY_S)
@@ -169,9 +172,11 @@ class Prefetcher:
         started = time.time()
         microbatch = plan.slots[location.slot][self._dp_rank]
         rejected = set(location.rejected)
-        parts: dict[int, dict[str, tuple[Extent, ...]]] = {}
-        for part in location.parts:
-            parts.setdefault(part.position, {})[part.part] = part.extents
+        # All at once, so that what lies on other nodes comes by one transfer from each owner.
+        wanted = [part for part in location.parts if part.position not in rejected]
+        parts: dict[int, dict[str, np.ndarray]] = {}
+        for part, data in zip(wanted, self._pool.get_batch([part.extents for part in wanted]), strict=True):
+            parts.setdefault(part.position, {})[part.part] = data
         batch = self._build(
             [
                 self._sample(sample.position, parts[sample.position])
@@ -183,11 +188,10 @@ class Prefetcher:
         self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
         return Fetched(location.slot, batch, finished - started)
 
-    def _sample(self, position: int, parts: dict[str, tuple[Extent, ...]]) -> SampleArrays:
-        text = self._pool.get(parts[TEXT_PART]).view(np.int32).reshape(2, -1)
-        features = [self._features(extents) for name, extents in parts.items() if name != TEXT_PART]
+    def _sample(self, position: int, parts: dict[str, np.ndarray]) -> SampleArrays:
+        text = parts[TEXT_PART].view(np.int32).reshape(2, -1)
+        features = [self._features(data) for name, data in parts.items() if name != TEXT_PART]
         return SampleArrays(position, text, torch.cat(features) if features else None)
 
-    def _features(self, extents: Sequence[Extent]) -> torch.Tensor:
-        data = self._pool.get(extents)
+    def _features(self, data: np.ndarray) -> torch.Tensor:
         return torch.frombuffer(data, dtype=self._feature_dtype).view(-1, self._feature_dim)

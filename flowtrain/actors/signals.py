@@ -25,13 +25,12 @@ class Signal:
 
         Attempts run on the event loop, so no signal can fall between an attempt and the wait after it.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        while True:
-            result = attempt()
-            if result is not None:
-                return result
-            try:
-                await asyncio.wait_for(self._event.wait(), max(0.0, deadline - loop.time()))
-            except TimeoutError:
-                return None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    result = attempt()
+                    if result is not None:
+                        return result
+                    await self._event.wait()
+        except TimeoutError:
+            return None

@@ -109,6 +109,23 @@ def pack(
 
 
 @app.command()
+def doctor(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Changes to it, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+) -> None:
+    """Show what the cluster has for CONFIG: nodes, memory, transports as measured, and whether its pool fits."""
+    with _errors_to_exit_codes():
+        from flowtrain.cli.doctor import doctor as show_cluster
+
+        if not show_cluster(config, overrides or (), as_json):
+            raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
     to: Annotated[

@@ -28,13 +28,13 @@ def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = requirements(fixed_plan(config, use_devices=True)).num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
-    run.add_row("memory pool", _nbytes(needs.pool_nbytes))
+    run.add_row("memory pool", nbytes_text(needs.pool_nbytes))
 
     actors = Table(title="actors", title_justify="left")
     for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
         actors.add_column(heading, justify="left" if heading == "module" else "right")
     for name, module in prepared.plan.modules():
-        segment = _nbytes(module.segment_nbytes) if module.segment_nbytes else "-"
+        segment = nbytes_text(module.segment_nbytes) if module.segment_nbytes else "-"
         actors.add_row(name, str(module.num_actors), f"{module.num_cpus:g}", f"{module.num_devices:g}", segment)
     actors.add_row("coordinator", "1", "0", "0", "-")
     return run, actors
@@ -61,7 +61,8 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
-def _nbytes(count: float) -> str:
+def nbytes_text(count: float) -> str:
+    """A number of bytes in the unit that people read."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

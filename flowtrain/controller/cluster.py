@@ -7,16 +7,29 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ResourceError
+from flowtrain.mempool.transports.nixl_agent import nixl_module
 
 logger = logging.getLogger(__name__)
 
 Bundle = dict[str, float]
+Network = Literal["auto", "none", "nixl"]
+Strategy = Literal["STRICT_PACK", "PACK"]
+
+PROBE_TIMEOUT_S = 60.0
+"""How long a node may take to say whether it has NIXL; starting a Ray worker is most of it."""
 
 
 @contextmanager
@@ -62,38 +75,55 @@ def _connect(config: RunConfig) -> None:
         ) from error
 
 
-def check_resources(bundles: Sequence[Bundle], pool_nbytes: int) -> None:
-    """Raise ResourceError, with all counts, when the cluster lacks what the actors need."""
+def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Network = "none") -> Strategy:
+    """Return how the bundles may be spread: over several nodes only where the pool's network joins them.
+
+    network: ``pool.network``. Raises ResourceError, with all counts, when the cluster lacks what the actors need.
+    """
     have = ray.cluster_resources()
     lacking = []
     for resource, need in _total(bundles).items():
         if need > have.get(resource, 0.0) + 1e-9:
             lacking.append(f"{resource}: {need:g} needed, {have.get(resource, 0.0):g} in the cluster")
+    why_one = None
     if not lacking:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        total = _total(bundles)
-        if not any(_fits(total, node) for node in nodes):
-            lacking.append(
-                f"no single node has {_counts(total)}, and all actors must share one, since the memory pool has no "
-                "transport between nodes yet"
-            )
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        why_one = _why_one_node(nodes, network)
+        for bundle in bundles if why_one is None else [_total(bundles)]:
+            if not any(_fits(bundle, node["Resources"]) for node in nodes):
+                reason = "" if why_one is None else f", and all actors must share one: {why_one}"
+                lacking.append(f"no single node has {_counts(bundle)}{reason}")
+                break
     if pool_nbytes > have.get("memory", 0.0):
         lacking.append(f"memory for pool segments: {pool_nbytes} bytes needed, {have.get('memory', 0.0):.0f} there")
+    if network == "nixl" and why_one is not None:
+        lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
         raise ResourceError(
             "the cluster lacks resources: " + "; ".join(lacking) + ". Lower encoders.*.data_parallel_size, "
             "backbone.data_parallel_size, their num_cpus or the segment sizes, or use a larger node"
         )
+    return "PACK" if why_one is None else "STRICT_PACK"
+
+
+def with_network(config: RunConfig, group: PlacementGroup | None) -> RunConfig:
+    """Put in the place of ``pool.network: auto`` what the actors need: NIXL if their bundles are on several nodes."""
+    if config.pool.network != "auto":
+        return config
+    nodes = set(placement_group_table(group)["bundles_to_node_id"].values()) if group is not None else set()
+    if len(nodes) > 1:
+        logger.info("the actors are on %d nodes; the pool joins these by NIXL", len(nodes))
+    pool = config.pool.model_copy(update={"network": "nixl" if len(nodes) > 1 else "none"})
+    return config.model_copy(update={"pool": pool})
 
 
 @contextmanager
-def placed(bundles: Sequence[Bundle], timeout_s: float) -> Iterator[PlacementGroup]:
-    """Reserve one bundle per actor, all on one node, for as long as the context lasts.
+def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "STRICT_PACK") -> Iterator[PlacementGroup]:
+    """Reserve one bundle per actor for as long as the context lasts, on as few nodes as the strategy lets.
 
     Raises ResourceError, with what is free, when the reservation does not come within ``timeout_s``.
     """
-    # The memory pool has no transport between nodes yet.
-    group = placement_group(list(bundles), strategy="STRICT_PACK")
+    group = placement_group(list(bundles), strategy=strategy)
     try:
         if not group.wait(math.ceil(timeout_s)):  # Ray counts whole seconds
             free = ray.available_resources()
@@ -106,6 +136,26 @@ def placed(bundles: Sequence[Bundle], timeout_s: float) -> Iterator[PlacementGro
         yield group
     finally:
         remove_placement_group(group)
+
+
+def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | None:
+    """Why all actors must share a node; None where the pool's network joins all nodes."""
+    if network == "none":
+        return "pool.network is none"
+    if network == "auto" and len(nodes) == 1:
+        return "the cluster has no other"
+    probe: Any = ray.remote(nixl_module)
+    answers = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        answers[node["NodeID"]] = probe.options(num_cpus=0, scheduling_strategy=there).remote()
+    ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=PROBE_TIMEOUT_S)
+    lacking = [node_id for node_id, answer in answers.items() if answer not in ready or ray.get(answer) is None]
+    if not lacking:
+        return None
+    return (
+        f"NIXL (pip install 'flowtrain[nixl]') is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}"
+    )
 
 
 def _total(bundles: Sequence[Bundle]) -> Bundle:

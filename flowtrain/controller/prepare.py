@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flowtrain.allocator.plan import Plan, fixed_plan
@@ -92,8 +94,13 @@ def model_spec(family: Family) -> ModelSpec:
     return ModelSpec({name: vision}, connector, backbone)
 
 
-def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
-    """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock."""
+def check_memory(
+    config: RunConfig, family: Family, num_eval: int, num_encoders: Mapping[str, int] | None = None
+) -> None:
+    """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock.
+
+    num_encoders: how many of each encoder there are; by default as many as the configuration says.
+    """
     batch_size, by_arrival = config.training.global_batch_size, config.data.order == "arrival"
     samples = max(batch_size, num_eval)
     limit, align = config.data.max_seq_len, config.pool.alignment
@@ -113,11 +120,22 @@ def check_memory(config: RunConfig, family: Family, num_eval: int) -> None:
         batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
         # Two batches that follow each other hold more than one's limit together, else they would be one.
         num_batches = min(samples, 1 + -(-2 * samples * limit // rows))
-        segments, knob = [encoder.segment_nbytes] * encoder.data_parallel_size, f"encoders.{name}.segment_nbytes"
+        count = encoder.data_parallel_size if num_encoders is None else num_encoders[name]
+        segments, knob = [encoder.segment_nbytes] * count, f"encoders.{name}.segment_nbytes"
         check_capacity(segments, largest_part_nbytes=batch_nbytes, parts_per_step=num_batches, knob=knob)
         if by_arrival:
             held_nbytes = (batch_size - 1) * _aligned(limit * family.row_nbytes(name), align)
             check_scattered_capacity(segments, batch_nbytes, held_nbytes, knob)
+
+
+def memory_shortage(prepared: Prepared, encoders: Sequence[str]) -> str | None:
+    """Say what the pool cannot hold with some encoders alone, given as the module of each; None if it suffices."""
+    config, left = prepared.config, Counter(encoders)
+    try:
+        check_memory(config, family_from_config(config), prepared.num_eval, left)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

@@ -7,7 +7,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,14 +18,14 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from flowtrain.actors.make_flow import FlowSettings, make_flow
+from flowtrain.actors.make_flow import FlowSettings, start_flow
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.crew import ActorClasses, Crew
-from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.prepare import Prepared, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.start import Start, find_start
 from flowtrain.controller.state import Role, RunState
@@ -82,8 +82,11 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         prepared = _with_devices(prepared)
         posts = crew.posts_of(prepared.plan)
         bundles = [post.bundle for post in posts if post.bundle]
-        cluster.check_resources(bundles, sum(post.plan.segment_nbytes for post in posts))
-        group = stack.enter_context(cluster.placed(bundles, config.limits.placement_timeout_s)) if bundles else None
+        segments_nbytes = sum(post.plan.segment_nbytes for post in posts)
+        strategy = cluster.check_resources(bundles, segments_nbytes, config.pool.network)
+        placing = cluster.placed(bundles, config.limits.placement_timeout_s, strategy)
+        group = stack.enter_context(placing) if bundles else None
+        prepared = replace(prepared, config=cluster.with_network(config, group))
         # Only now, so that a run which the cluster has no room for is not one that was begun.
         stack.enter_context(held_run_dir(config))
         files = open_run_dir(config, resume)
@@ -92,6 +95,9 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         display = stack.enter_context(
             ProgressDisplay(config.observability.progress, prepared.num_steps, first_step=start.step)
         )
+        has_device = any(post.plan.num_devices for post in posts)
+        why = "this version has none on devices yet" if has_device else "no accelerator"
+        display.note(f"memory pool: the hbm tier is skipped ({why}); embeddings lie in dram")
         costs = CostKeeper(prepared, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
         consumed = ConsumedPositions.from_state(start.sampler_state)
@@ -147,12 +153,12 @@ class Controller:
         with _stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
                 return True
-            coordinator = crew.start_coordinator(self._config, classes, partial(make_flow, self._flow_settings()))
+            coordinator = crew.start_coordinator(self._config, classes, partial(start_flow, self._flow_settings()))
             actors = crew.start_actors(
                 self._config, posts, group, classes, coordinator, self._run_id, self._prepared.num_steps
             )
             try:
-                watcher = self._watcher(actors)
+                watcher = self._watcher(actors, {post.name: post.module for post in posts})
                 self._start_loops(actors, watcher)
                 return watcher.until_end()
             except StopRequested:
@@ -160,9 +166,13 @@ class Controller:
             finally:
                 actors.kill()
 
-    def _watcher(self, actors: Crew) -> Watcher:
+    def _watcher(self, actors: Crew, modules: dict[str, str]) -> Watcher:
         limits = self._config.limits
-        state = RunState(actors.roles, limits.max_encoder_restarts, self._config.data.max_rejected_fraction)
+
+        def shortage(encoders: Sequence[str]) -> str | None:
+            return memory_shortage(self._prepared, [modules[name] for name in encoders])
+
+        state = RunState(actors.roles, limits.max_encoder_restarts, self._config.data.max_rejected_fraction, shortage)
         return Watcher(actors, state, limits, self._take, self._display.note, self._stop)
 
     def _start_loops(self, actors: Crew, watcher: Watcher) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowtrain.errors import DataError, FlowTrainError, WorkerLostError
@@ -36,6 +36,13 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Abandon:
+    """Tell the coordinator that this actor's memory is gone for good, and go on with the others of its kind."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class RequestStop:
     """Ask the coordinator to end the run after the unit that is running."""
 
@@ -52,7 +59,7 @@ class Fail:
     error: FlowTrainError
 
 
-Decision = Restart | RequestStop | Finish | Fail
+Decision = Restart | Abandon | RequestStop | Finish | Fail
 
 MIN_SAMPLES_TO_JUDGE = 64
 """The rejected share means nothing before this many samples were seen."""
@@ -62,10 +69,18 @@ class RunState:
     """Decides what each event means.
 
     actors: every actor's name and role, the coordinator excepted. max_restarts: of one producer in this run.
+    shortage: what the run would lack with these encoders alone, with the numbers; None where it can go on.
     """
 
-    def __init__(self, actors: Mapping[str, Role], max_restarts: int, max_rejected_fraction: float) -> None:
+    def __init__(
+        self,
+        actors: Mapping[str, Role],
+        max_restarts: int,
+        max_rejected_fraction: float,
+        shortage: Callable[[Sequence[str]], str | None] = lambda encoders: None,
+    ) -> None:
         self._running = dict(actors)
+        self._shortage = shortage
         self._max_restarts = max_restarts
         self._max_rejected_fraction = max_rejected_fraction
         self._restarts: dict[str, int] = {}
@@ -103,12 +118,8 @@ class RunState:
             )
         restarts = self._restarts.get(name, 0) + 1
         if restarts > self._max_restarts:
-            return self._fail(
-                WorkerLostError(
-                    f"{name} died {restarts} times ({reason}), limits.max_encoder_restarts is "
-                    f"{self._max_restarts}; look at its log, then start again with --resume"
-                )
-            )
+            limit = f"limits.max_encoder_restarts is {self._max_restarts}"
+            return self._lose(name, f"{name} died {restarts} times ({reason}), {limit}")
         self._restarts[name] = restarts
         return [Restart(name)]
 
@@ -143,6 +154,18 @@ class RunState:
         self.phase = Phase.STOPPING
         self._stop_asked = True
         return [RequestStop()]
+
+    def _lose(self, name: str, what: str) -> list[Decision]:
+        """A producer does not come back: other encoders do its work if their memory suffices."""
+        others = [other for other, role in self._running.items() if role is Role.ENCODER and other != name]
+        way_out = "look at its log, then start again with --resume"
+        if self._running[name] is not Role.ENCODER or not others:
+            return self._fail(WorkerLostError(f"{what}; {way_out}"))
+        shortage = self._shortage(others)
+        if shortage is not None:
+            return self._fail(WorkerLostError(f"{what}, and without its memory {shortage}; {way_out}"))
+        del self._running[name]
+        return [Abandon(name)]
 
     def _has(self, role: Role) -> bool:
         return role in self._running.values()

@@ -13,7 +13,7 @@ import ray
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.controller.crew import Crew
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
-from flowtrain.controller.state import Decision, Fail, Phase, RequestStop, Restart, RunState
+from flowtrain.controller.state import Abandon, Decision, Fail, Phase, RequestStop, Restart, RunState
 from flowtrain.errors import FlowTrainError, StallError
 from flowtrain.types import Event, Rejected
 
@@ -146,6 +146,9 @@ class Watcher:
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.call("name_lost", decision.name)
                 self._actors.replace(decision.name)
+            elif isinstance(decision, Abandon):
+                self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
+                self._actors.link.call("name_lost", decision.name, True)
             elif isinstance(decision, RequestStop):
                 self._actors.link.call("request_stop")
             elif isinstance(decision, Fail):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import NewType
 
 from flowtrain.errors import AddressError, OutOfPoolMemory
@@ -68,6 +67,15 @@ class Arena:
         return largest[1] if largest else 0
 
     @property
+    def fragmentation(self) -> float:
+        """Share of the free bytes that lie outside the largest free run: 0 if one run has all of them.
+
+        Never above ``1 - 1 / (num_runs + 1)``, since two free runs always have a used one between them. It costs no
+        memory: a request that no run can hold is cut into as few pieces as there can be.
+        """
+        return 1 - self.largest_free_nbytes / self._free_nbytes if self._free_nbytes else 0.0
+
+    @property
     def num_runs(self) -> int:
         """Runs that are in use."""
         return len(self._used)
@@ -119,19 +127,23 @@ class Arena:
 
         Every run starts aligned. All or nothing: raises OutOfPoolMemory, or AddressError for a closed promise.
         """
-        need = self.aligned(nbytes)
+        need = -(-nbytes // self._alignment) * self._alignment
         if hold is not None:
             left = self._open(hold)
             if need > left:
                 raise self._out_of_memory(need, f"; the lease that it belongs to has {left} bytes left")
             self._holds[hold] = left - need
             self._held_nbytes -= need
-        elif need > self.available_nbytes:
+        elif need > self._free_nbytes - self._held_nbytes:
             raise self._out_of_memory(need)
         if not need:
             return ()
         offset = self._free.take(need)
-        pieces = [(offset, need)] if offset is not None else self._spread(need)
+        if offset is not None:
+            self._used[offset] = need
+            self._free_nbytes -= need
+            return ((offset, nbytes),)
+        pieces = self._spread(need)
         self._used.update(pieces)
         self._free_nbytes -= need
         last_offset, last_nbytes = pieces[-1]
@@ -156,10 +168,6 @@ class Arena:
             freed += nbytes
         self._free_nbytes += freed
         return freed
-
-    def attempt(self, hold: Hold | None = None) -> Attempt:
-        """Start requests that are kept together or not at all."""
-        return Attempt(self, hold)
 
     def give_back(self, runs: Sequence[Run], hold: Hold | None) -> None:
         """Undo requests: free their runs, and let an open promise have its bytes again."""
@@ -194,35 +202,3 @@ class Arena:
             f"{nbytes} bytes asked, {self._free_nbytes} of {self._bound_nbytes} free ({self._held_nbytes} of them "
             f"promised to leases), largest free block {self.largest_free_nbytes}{why}; raise {self._knob}"
         )
-
-
-class Attempt:
-    """Requests that are undone together when the block ends without ``commit``."""
-
-    def __init__(self, arena: Arena, hold: Hold | None) -> None:
-        self._arena = arena
-        self._hold = hold
-        self._runs: list[Run] = []
-
-    def allocate(self, nbytes: int) -> tuple[Run, ...]:
-        """As ``Arena.allocate``, until commit for as long as this attempt."""
-        runs = self._arena.allocate(nbytes, self._hold)
-        self._runs.extend(runs)
-        return runs
-
-    def commit(self) -> None:
-        """Keep what was allocated."""
-        self._runs.clear()
-
-    def rollback(self) -> None:
-        """Undo what was allocated since the start or the last commit."""
-        self._arena.give_back(self._runs, self._hold)
-        self._runs.clear()
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.rollback()

@@ -12,13 +12,20 @@ def check_capacity(segments: Sequence[int], largest_part_nbytes: int, parts_per_
 
     segments: bytes that each living owner gives to this kind of part. largest_part_nbytes: the most that one lease
     reserves, aligned; where a lease covers a batch, give the largest batch. parts_per_step: leases of a worst-case
-    step. knob: configuration key that sizes a segment. Raises ConfigError with the numbers.
+    step. knob: configuration key that sizes a segment. Raises ConfigError with the numbers, also where not even one
+    sample fits a segment.
     """
     assert largest_part_nbytes > 0, largest_part_nbytes
     room = sum(segment // largest_part_nbytes for segment in segments)
     if room >= parts_per_step:
         return
     least = -(-parts_per_step // max(1, len(segments))) * largest_part_nbytes
+    if segments and not room:
+        raise ConfigError(
+            f"no segment can hold one sample: the largest has {max(segments)} bytes, and a sample of data.max_seq_len "
+            f"tokens, with the batch that it is encoded in, takes up to {largest_part_nbytes}; raise {knob} to at "
+            f"least {least}, which holds a step of {parts_per_step} such parts, or lower data.max_seq_len"
+        )
     given = f"{len(segments)} segments of {sum(segments)} bytes in all" if segments else "no segment at all"
     raise ConfigError(
         f"the pool cannot hold one step, so the run could get stuck: a step has up to {parts_per_step} parts of up to "

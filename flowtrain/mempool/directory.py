@@ -21,6 +21,7 @@ from flowtrain.mempool.directory_records import (
     PositionRecord,
     UnitRecord,
 )
+from flowtrain.mempool.eviction import farthest_parts
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.lease_book import LeaseBook
 from flowtrain.types import (
@@ -69,6 +70,7 @@ class Directory:
         self._ready_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
         self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
         self._lost_owners: set[int] = set()
+        self._has_lost_memory = False
         self._ready_nbytes = dict.fromkeys(Tier, 0)
         self.consumed = consumed if consumed is not None else ConsumedPositions()
         """Training positions that units have consumed, in this run or in those that it continues."""
@@ -193,18 +195,35 @@ class Directory:
         """Hand an owner the extents that it may free, each once."""
         return tuple(self._released_of.pop(owner, ()))
 
-    def owner_lost(self, owner: int) -> None:
-        """An owner died: its parts that are not released are made again, first in line. May be said twice."""
+    def owner_lost(self, owner: int, for_good: bool = False) -> None:
+        """An owner died: its parts that are not released are made again, first in line. May be said twice.
+
+        for_good: no other process takes its place, so that from now on ``make_room`` may be needed.
+        """
+        self._has_lost_memory |= for_good
         self._lost_owners.add(owner)
         self._released_of.pop(owner, None)
         self._leases.owner_lost(owner)
         for part in self._ready_of.pop(owner, ()):
-            self._ready_nbytes[part.tier] -= part.nbytes
-            position = part.position
-            position.missing += 1
-            if position.missing == 1 and position.microbatch is not None:
-                position.microbatch.one_more_missing()
-            self._leases.make_pending(part)
+            self._unmake(part)
+
+    def make_room(self, owner: int, encoder: str, free_nbytes: int) -> bool:
+        """Evict parts from an owner's segment for the first batch in line, which does not fit into ``free_nbytes``.
+
+        Only where memory was lost for good and nobody encodes any more, so that the survivors can be full of later
+        positions. The parts are made again when their turn comes; ``take_released`` has their extents. Returns whether
+        anything was evicted.
+        """
+        blocked = self._leases.first_in_line(encoder)
+        if blocked is None or not self._has_lost_memory or owner in self._lost_owners or self._leases.is_out(encoder):
+            return False
+        lacking_nbytes = self._leases.pending_nbytes(blocked) - free_nbytes
+        evicted = farthest_parts(self._ready_of.get(owner, ()), blocked, lacking_nbytes, self._aligned)
+        for part in evicted:
+            self._ready_of[owner].remove(part)
+            self._released_of[owner].extend(part.extents)
+            self._unmake(part)
+        return bool(evicted)
 
     # --- the backbone -------------------------------------------------------------------------------------------
 
@@ -307,6 +326,15 @@ class Directory:
             self.num_produced += 1
         if position.microbatch is not None:
             position.microbatch.one_less_missing()
+
+    def _unmake(self, part: PartRecord) -> None:
+        """A READY part is gone, and has to be made again."""
+        self._ready_nbytes[part.tier] -= part.nbytes
+        position = part.position
+        position.missing += 1
+        if position.missing == 1 and position.microbatch is not None:
+            position.microbatch.one_more_missing()
+        self._leases.make_pending(part)
 
     def _drop(self, part: PartRecord) -> None:
         """A part is not wanted any more, whatever its state."""

@@ -125,3 +125,8 @@ class BatchRecord:
         self.pending: set[int] = set()
         self.unconsumed = len(parts)
         self.queued = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(unit, batch index): the order in which batches are leased."""
+        return self.batch.unit, self.batch.index

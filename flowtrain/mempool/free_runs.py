@@ -51,32 +51,34 @@ class FreeRuns:
 
     def take(self, nbytes: int) -> int | None:
         """Cut ``nbytes`` from the start of a run that has as many, of the closest class; None if no run has."""
-        run = self._find(nbytes)
-        if run is None:
-            return None
-        self.cut(*run, nbytes)
-        return run[0]
+        size_class = _size_class(nbytes)
+        fitting = self._occupied >> size_class
+        while fitting:
+            start, run_nbytes = self._top(size_class + (fitting & -fitting).bit_length() - 1)
+            if run_nbytes >= nbytes:
+                self.cut(start, run_nbytes, nbytes)
+                return start
+            fitting &= fitting - 1  # the runs of the first class alone can be too short
+        return None
 
     def cut(self, start: int, run_nbytes: int, nbytes: int) -> None:
-        """Take the first ``nbytes`` of a given run."""
-        self._remove(start, run_nbytes)
-        if nbytes < run_nbytes:
-            self._insert(start + nbytes, run_nbytes - nbytes)
+        """Take the first ``nbytes`` of a run that is the largest of its class."""
+        rest = run_nbytes - nbytes
+        size_class = _size_class(run_nbytes)
+        if not rest or _size_class(rest) != size_class:
+            self._remove(start, run_nbytes)
+            if rest:
+                self._insert(start + nbytes, rest)
+            return
+        # A short cut from a long run, the usual case: the rest takes its place.
+        del self._nbytes_from[start]
+        self._nbytes_from[start + nbytes] = rest
+        self._start_to[start + run_nbytes] = start + nbytes
+        heapq.heapreplace(self._heaps[size_class], (-rest, start + nbytes))
 
     def largest(self) -> tuple[int, int] | None:
         """Return the largest run (start, nbytes), or None if nothing is free."""
         return self._top(self._occupied.bit_length() - 1) if self._occupied else None
-
-    def _find(self, nbytes: int) -> tuple[int, int] | None:
-        size_class = _size_class(nbytes)
-        if self._occupied >> size_class & 1:
-            run = self._top(size_class)
-            if run[1] >= nbytes:
-                return run
-        above = self._occupied >> (size_class + 1)
-        if not above:
-            return None
-        return self._top(size_class + (above & -above).bit_length())
 
     def _top(self, size_class: int) -> tuple[int, int]:
         heap = self._heaps[size_class]

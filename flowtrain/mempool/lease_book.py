@@ -81,11 +81,11 @@ class LeaseBook:
         record = self.first_in_line(encoder)
         if record is None:
             return None
-        needed = tuple(position for position in record.batch.positions if position in record.pending)
-        parts = [record.parts[position] for position in needed]
-        nbytes = sum(self._aligned_nbytes(part.nbytes) for part in parts)
+        nbytes = self.pending_nbytes(record)
         if nbytes > free_nbytes:
             return None
+        needed = tuple(position for position in record.batch.positions if position in record.pending)
+        parts = [record.parts[position] for position in needed]
         heapq.heappop(self._lines[encoder])
         record.queued = False
         record.pending.clear()
@@ -99,6 +99,14 @@ class LeaseBook:
         self._leases[lease_id] = LeaseRecord(lease, owner, record, self._clock())
         self._leases_of[owner].add(lease_id)
         return lease
+
+    def pending_nbytes(self, record: BatchRecord) -> int:
+        """Return what the parts of a batch that have to be made take in a segment."""
+        return sum(self._aligned_nbytes(record.parts[position].nbytes) for position in record.pending)
+
+    def is_out(self, encoder: str) -> bool:
+        """Whether somebody holds a lease of an encoder's batches."""
+        return any(record.lease.batch.encoder == encoder for record in self._leases.values())
 
     def lease_lost_text(self, owner: int) -> tuple[SampleRef, ...]:
         """Lease all lost text parts to an owner, in order of position."""
@@ -173,4 +181,4 @@ class LeaseBook:
     def _queue(self, record: BatchRecord) -> None:
         if record.pending and not record.queued:
             record.queued = True
-            heapq.heappush(self._lines[record.batch.encoder], (record.batch.unit, record.batch.index))
+            heapq.heappush(self._lines[record.batch.encoder], record.key)

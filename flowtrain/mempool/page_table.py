@@ -24,12 +24,14 @@ class Mapping(NamedTuple):
 class PageTable:
     """From (tier, process index) to what that process exported.
 
-    A restarted process takes a new index, so an entry never comes to mean another process; it can only grow or go.
+    A restarted process takes a new index, so an entry never comes to mean another process; it can only grow or go. Who
+    had an index is remembered when the entry is gone, so that an old address is never read from a new process.
     """
 
     def __init__(self, space: AddressSpace) -> None:
         self._space = space
         self._exports: dict[SegmentKey, SegmentExport] = {}
+        self._owners: dict[SegmentKey, tuple[str, int]] = {}
 
     def update(self, exports: Iterable[SegmentExport]) -> tuple[SegmentKey, ...]:
         """Replace the table by what all living processes export; return the segments that are gone.
@@ -40,6 +42,7 @@ class PageTable:
         for export in exports:
             self._check(export)
             fresh[export.tier, export.process_index] = export
+        self._owners.update((key, (export.node_id, export.pid)) for key, export in fresh.items())
         gone = tuple(key for key in self._exports if key not in fresh)
         self._exports = fresh
         return gone
@@ -66,12 +69,12 @@ class PageTable:
                 f"process {export.process_index} exports {export.bound_nbytes} bytes of {export.tier}; a segment of "
                 f"the address space has {self._space.segment_nbytes} (pool.max_segment_nbytes)"
             )
-        known = self._exports.get((export.tier, export.process_index))
-        if known is None:
-            return
-        if (known.node_id, known.pid) != (export.node_id, export.pid) or export.bound_nbytes < known.bound_nbytes:
+        key = (export.tier, export.process_index)
+        node_id, pid = self._owners.get(key, (export.node_id, export.pid))
+        known_nbytes = self._exports[key].bound_nbytes if key in self._exports else 0
+        if (node_id, pid) != (export.node_id, export.pid) or export.bound_nbytes < known_nbytes:
             raise AddressError(
-                f"process index {export.process_index} was used again: node {known.node_id} pid {known.pid} with "
-                f"{known.bound_nbytes} bytes, now node {export.node_id} pid {export.pid} with {export.bound_nbytes}; "
-                "a restarted process must take a new index"
+                f"process index {export.process_index} was used again: node {node_id} pid {pid} with {known_nbytes} "
+                f"bytes, now node {export.node_id} pid {export.pid} with {export.bound_nbytes}; a restarted process "
+                "must take a new index"
             )

@@ -6,18 +6,21 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 
 from flowtrain.errors import AddressError, ConfigError, OwnerLostError, PoolError
-from flowtrain.mempool.arena import Arena, Attempt, Hold, Run
+from flowtrain.mempool.arena import Arena, Hold, Run
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.page_table import Mapping, PageTable
 from flowtrain.mempool.tiers.dram import DramRegion, DramSegment
-from flowtrain.mempool.transports.base import Distance, Transport
+from flowtrain.mempool.transports.base import Distance, Transport, slices
 from flowtrain.mempool.transports.local import LocalTransport
+from flowtrain.mempool.transports.nixl import NixlTransport
 from flowtrain.mempool.transports.registry import TransportRegistry
 from flowtrain.mempool.transports.shared_memory import SharedMemoryTransport
+from flowtrain.mempool.watermarks import TierPolicy
 from flowtrain.types import Extent, PoolStats, SegmentExport, Tier
 
 Data = np.ndarray | bytes | bytearray | memoryview
@@ -29,28 +32,36 @@ class Reservation:
     extents: where the bytes will lie. views: the same runs as writable uint8 arrays, in order.
     """
 
+    __slots__ = ("_hold", "_pool", "_runs", "extents", "views")
+
     def __init__(
-        self, pool: Pool, attempt: Attempt, extents: tuple[Extent, ...], views: tuple[np.ndarray, ...]
+        self,
+        pool: Pool,
+        runs: tuple[Run, ...],
+        hold: Hold | None,
+        extents: tuple[Extent, ...],
+        views: tuple[np.ndarray, ...],
     ) -> None:
         self.extents = extents
         self.views = views
         self._pool = pool
-        self._attempt: Attempt | None = attempt
+        self._runs: tuple[Run, ...] | None = runs
+        self._hold = hold
 
     def commit(self) -> tuple[Extent, ...]:
         """Keep the bytes; returns their extents."""
-        self._pool._settle(self._take_attempt(), keep=True)
+        self._settle()
         return self.extents
 
     def abort(self) -> None:
         """Free the room again, back into the lease's promise if it came from one."""
-        self._pool._settle(self._take_attempt(), keep=False)
+        self._pool._give_back(self._settle(), self._hold)
 
-    def _take_attempt(self) -> Attempt:
-        attempt, self._attempt = self._attempt, None
-        if attempt is None:
+    def _settle(self) -> tuple[Run, ...]:
+        runs, self._runs = self._runs, None
+        if runs is None:
             raise PoolError("this reservation was committed or aborted before")
-        return attempt
+        return runs
 
     def __enter__(self) -> Reservation:
         return self
@@ -58,7 +69,7 @@ class Reservation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._attempt is not None:
+        if self._runs is not None:
             self.abort()
 
 
@@ -69,8 +80,9 @@ class Pool:
     that share memory. run_id: unique to the run; part of the memory's name. segment_nbytes: what this process gives
     (0: it only reads). alignment: of every extent, in bytes. knob: the configuration key that sizes the segment, for
     messages. fetch_exports: what all living processes export; called when an extent cannot be resolved.
-    processes_per_node: indices are given out node by node, so many to each (by default all belong to one node). Raises
-    ConfigError for a segment larger than the address space allows.
+    processes_per_node: indices are given out node by node, so many to each (by default all belong to one node).
+    network: how other nodes are reached, if at all; transfer_timeout_s: what one read over it may take. Raises
+    ConfigError for a segment larger than the address space allows, ResourceError for a network that does not start.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class Pool:
         knob: str,
         fetch_exports: Callable[[], Sequence[SegmentExport]],
         processes_per_node: int | None = None,
+        network: Literal["none", "nixl"] = "none",
+        transfer_timeout_s: float = 30.0,
     ) -> None:
         if segment_nbytes > address_space.segment_nbytes:
             raise ConfigError(
@@ -99,12 +113,19 @@ class Pool:
         self._refreshing = threading.Lock()
         self._closed = False
         self._arena = Arena(segment_nbytes, alignment, knob)
+        self._arenas = {Tier.DRAM: self._arena}  # an HBM segment would stand beside it
+        self._tiers = TierPolicy()
         self._segment = DramSegment(run_id, process_index, segment_nbytes) if segment_nbytes else None
         region = DramRegion(address_space, run_id, _node_block(process_index, address_space, processes_per_node))
         self._transports = TransportRegistry()
         self._transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_NODE, SharedMemoryTransport(region))
         if self._segment is not None:
             self._transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_PROCESS, LocalTransport(self._segment))
+        self._network: NixlTransport | None = None
+        if network == "nixl":
+            self._network = NixlTransport(f"flowtrain-{run_id}-{process_index}", transfer_timeout_s)
+            self._transports.register(Tier.DRAM, Tier.DRAM, Distance.OTHER_NODE, self._network)
+        self._windows: dict[int, np.ndarray] = {}  # same-node peers' bound bytes, by index; what ``get`` looks at first
         self._table = PageTable(address_space)
         self._table.update(self._own_exports())
 
@@ -115,7 +136,10 @@ class Pool:
         if self._segment is None:
             return None
         segment = self._own_segment()
-        return SegmentExport(self._process_index, self._node_id, Tier.DRAM, os.getpid(), segment.fd, len(segment.array))
+        network = None if self._network is None else self._network.offer(segment.array)
+        return SegmentExport(
+            self._process_index, self._node_id, Tier.DRAM, os.getpid(), segment.fd, len(segment.array), network
+        )
 
     def grow(self, segment_nbytes: int) -> SegmentExport:
         """Bind more memory, up to ``segment_nbytes`` in all; returns the export to publish anew."""
@@ -139,22 +163,24 @@ class Pool:
         contiguous run was free. Raises OutOfPoolMemory.
         """
         source = _as_bytes(data)
-        with self.reserve(len(source), hold) as room:
-            start = 0
-            for view in room.views:
-                view[:] = source[start : start + len(view)]
-                start += len(view)
-            return room.commit()
+        room = self.reserve(len(source), hold)
+        start = 0
+        for view in room.views:
+            view[:] = source[start : start + len(view)]
+            start += len(view)
+        return room.commit()
 
     def reserve(self, nbytes: int, hold: Hold | None = None) -> Reservation:
         """Make room that the caller writes in place. Raises OutOfPoolMemory."""
         with self._lock:
             array = self._own_segment().array
-            attempt = self._arena.attempt(hold)
-            runs = attempt.allocate(nbytes)
-        extents = tuple(Extent(self._base + offset, length) for offset, length in runs)
-        views = tuple(array[offset : offset + length] for offset, length in runs)
-        return Reservation(self, attempt, extents, views)
+            tier = self._tiers.choose(nbytes, self._arenas)
+            runs = self._arenas[tier].allocate(nbytes, hold)
+        extents, views = [], []
+        for offset, length in runs:
+            extents.append(Extent(self._base + offset, length))
+            views.append(array[offset : offset + length])
+        return Reservation(self, runs, hold, tuple(extents), tuple(views))
 
     def hold(self, nbytes: int) -> Hold:
         """Promise room to the parts of a lease; ``put`` and ``reserve`` under it then succeed.
@@ -186,6 +212,7 @@ class Pool:
                 free_nbytes=arena.available_nbytes,
                 largest_free_nbytes=arena.largest_free_nbytes,
                 num_extents=arena.num_runs,
+                fragmentation=arena.fragmentation,
             )
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -198,27 +225,55 @@ class Pool:
         outside what is bound, and for an own one that was freed.
         """
         if len(extents) == 1:
-            source, transport = self._resolve(extents[0])
+            extent = extents[0]
+            index, offset = divmod(extent.gva - self._space.dram_base, self._space.segment_nbytes)
+            window = self._windows.get(index)
+            if window is not None and 0 < extent.nbytes <= len(window) - offset:
+                return window[offset : offset + extent.nbytes]
+            source, transport = self._resolve(extent)
             view = transport.view(source)
             if view is not None:
+                self._open_window(source.export, transport)
                 return view
         destination = np.empty(sum(extent.nbytes for extent in extents), np.uint8)
         self.read_into(extents, destination)
         return destination
 
     def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
-        """As ``get``, for several parts."""
-        return [self.get(extents) for extents in parts]
+        """As ``get``, for several parts; what lies on other nodes comes by one transfer an owner."""
+        runs = iter(self._read([extent for extents in parts for extent in extents]))
+        found = [[next(runs) for _ in extents] for extents in parts]
+        return [run[0] if len(run) == 1 else np.concatenate([np.empty(0, np.uint8), *run]) for run in found]
 
     def read_into(self, extents: Sequence[Extent], destination: np.ndarray) -> None:
         """Copy the bytes of a part into ``destination`` (uint8, exactly as long), for a reader's staging buffer."""
-        start = 0
-        for extent in extents:
+        self.read_batch_into([extents], destination)
+
+    def read_batch_into(self, parts: Sequence[Sequence[Extent]], destination: np.ndarray) -> None:
+        """As ``read_into``, for several parts one after another; batched as ``get_batch``."""
+        extents = [extent for part in parts for extent in part]
+        lengths = [extent.nbytes for extent in extents]
+        if sum(lengths) != len(destination):
+            raise PoolError(f"{sum(lengths)} bytes were read into a destination of {len(destination)}")
+        places = slices(destination, lengths)
+        for transport, indices, sources in self._routed(extents):
+            transport.scatter(sources, [places[index] for index in indices])
+
+    def _read(self, extents: Sequence[Extent]) -> list[np.ndarray]:
+        found: dict[int, np.ndarray] = {}
+        for transport, indices, sources in self._routed(extents):
+            found.update(zip(indices, transport.read(sources), strict=True))
+        return [found[index] for index in range(len(extents))]
+
+    def _routed(self, extents: Sequence[Extent]) -> list[tuple[Transport, list[int], list[Mapping]]]:
+        """Resolve extents and sort them by transport: each with the places in ``extents`` of what it is to read."""
+        routes: dict[int, tuple[Transport, list[int], list[Mapping]]] = {}
+        for index, extent in enumerate(extents):
             source, transport = self._resolve(extent)
-            transport.read_into((source,), destination[start : start + extent.nbytes])
-            start += extent.nbytes
-        if start != len(destination):
-            raise PoolError(f"{start} bytes were read into a destination of {len(destination)}")
+            _, indices, sources = routes.setdefault(id(transport), (transport, [], []))
+            indices.append(index)
+            sources.append(source)
+        return list(routes.values())
 
     def close(self) -> None:
         """Stop giving and reading. Views stay valid; the memory goes with the last process that maps it."""
@@ -226,6 +281,8 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
+        with self._refreshing:
+            self._windows.clear()
         for transport in self._transports:
             transport.close()
         if self._segment is not None:
@@ -252,10 +309,21 @@ class Pool:
             distance = Distance.SAME_NODE if export.node_id == self._node_id else Distance.OTHER_NODE
         return source, self._transports.choose(export.tier, Tier.DRAM, distance)
 
+    def _open_window(self, export: SegmentExport, transport: Transport) -> None:
+        # An own extent goes on being looked up, since it may have been freed.
+        if export.process_index == self._process_index or export.node_id != self._node_id or export.tier != Tier.DRAM:
+            return
+        with self._refreshing:
+            if not self._closed and self._table.export_of(export.tier, export.process_index) is export:
+                window = transport.view(Mapping(export, 0, export.bound_nbytes))
+                assert window is not None
+                self._windows[export.process_index] = window
+
     def _refresh(self) -> None:
         """Fetch all exports anew, in one thread at a time, so that no older list replaces a newer one."""
         with self._refreshing:
             exports = [export for export in self._fetch_exports() if export.process_index != self._process_index]
+            self._windows.clear()
             for segment in self._table.update([*exports, *self._own_exports()]):
                 for transport in self._transports:
                     transport.drop(segment)
@@ -275,12 +343,9 @@ class Pool:
 
     # --- own segment --------------------------------------------------------------------------------------------
 
-    def _settle(self, attempt: Attempt, *, keep: bool) -> None:
+    def _give_back(self, runs: Sequence[Run], hold: Hold | None) -> None:
         with self._lock:
-            if keep:
-                attempt.commit()
-            else:
-                attempt.rollback()
+            self._arena.give_back(runs, hold)
 
     def _own_segment(self) -> DramSegment:
         if self._closed:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.data.sources.base import BadSample, RawImage, RawSample
 from flowtrain.errors import OutOfPoolMemory, SourceReadError, StaleLeaseError, WorkerLostError
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.pool import Pool
 from flowtrain.types import (
     EncodeBatch,
     EncoderReport,
@@ -230,8 +233,38 @@ def test_only_waiting_for_a_lease_counts_as_blocked(world: World) -> None:
     assert 40.0 < world.encoder._blocked_s <= 50.0
 
 
-def test_features_keep_their_type_on_the_way() -> None:
-    features = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
-    data = encoder_module._as_bytes(features.t().t())
-    assert data.dtype == np.uint8 and data.nbytes == 12
-    assert torch.equal(torch.frombuffer(bytearray(data.tobytes()), dtype=torch.bfloat16).view(2, 3), features)
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_features_are_written_in_place_in_the_type_of_the_run(config: RunConfig, scattered: bool, dtype: str) -> None:
+    run = override_config(config, [f"model.dtype={dtype}"])
+    encoder = Encoder(run, VISION, NAME, "unused")
+    images = [torch.randn(3, DIM), torch.randn(DIM, 2).t(), torch.randn(1, DIM, dtype=torch.float64)]
+    nbytes = 6 * DIM * getattr(torch, dtype).itemsize
+    with closing(lone_pool()) as pool:
+        if scattered:
+            everything = [pool.put(bytes(64)) for _ in range(pool.stats().free_nbytes // 64)]
+            for extents in everything[::2]:
+                pool.release(extents)
+        hold = pool.hold(-(-nbytes // 64) * 64)
+        extents = encoder._write(pool, images, hold)
+        assert (len(extents) > 1) == scattered and sum(extent.nbytes for extent in extents) == nbytes
+        data = torch.frombuffer(bytearray(pool.get(extents)), dtype=getattr(torch, dtype)).view(6, DIM)
+        assert torch.equal(data, torch.cat([image.to(data.dtype) for image in images]))
+        before = pool.stats().free_nbytes
+        pool.unhold(hold)
+        assert pool.stats().free_nbytes == before, "the part was taken from the lease's promise"
+
+
+def test_features_that_cannot_be_written_leave_no_room_taken(config: RunConfig) -> None:
+    encoder = Encoder(config, VISION, NAME, "unused")
+    with closing(lone_pool()) as pool:
+        hold = pool.hold(1024)
+        with pytest.raises(RuntimeError):
+            encoder._write(pool, [torch.zeros(2, DIM), torch.zeros(2, DIM + 1)], hold)
+        pool.unhold(hold)
+        assert pool.stats().used_nbytes == 0
+
+
+def lone_pool() -> Pool:
+    space = AddressSpace(num_processes=4, segment_nbytes=1 << 16)
+    return Pool(0, "node", new_run_id(), space, 1 << 12, 64, "knob", lambda: [])

@@ -438,8 +438,12 @@ def test_the_successor_of_a_dead_feeder_goes_on_behind_what_was_reported() -> No
     flow.feed(feeder.index, lost)
     successor = SimulatedFeeder(again.process_index)
     order = flow.feed_order(successor.index)
-    assert order is not None and order.unit is not None and order.unit.index == 1, "the dead one's report came too late"
+    assert order is not None and order.unit is None, "a full segment of text that is not reported is never released"
     assert [ref.position for ref in order.remake] == [p for p in range(BATCH) if not is_found_bad_early(p)]
+    flow.feed(successor.index, successor.make(None, order.remake))
+    order = flow.feed_order(successor.index)
+    assert order is not None and order.unit is not None and order.unit.index == 1, "the dead one's report came too late"
+    assert order.remake == ()
 
 
 def test_the_dead_do_not_count_in_the_pools_occupancy() -> None:

@@ -44,7 +44,10 @@ class FakePool:
         self.memory[gva] = array.reshape(-1).view(np.uint8)
         return (Extent(gva, array.nbytes),)
 
-    def get(self, extents: Sequence[Extent]) -> np.ndarray:
+    def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
+        return [self._get(extents) for extents in parts]
+
+    def _get(self, extents: Sequence[Extent]) -> np.ndarray:
         (extent,) = extents
         if extent.gva in self.lost:
             raise OwnerLostError("its owner is gone")

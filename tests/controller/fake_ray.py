@@ -71,7 +71,7 @@ class FakeCrew:
         self.coordinator = SimpleNamespace(
             events=SimpleNamespace(remote=self._events), end_events=SimpleNamespace(remote=self._end_events)
         )
-        self.link = SimpleNamespace(call=lambda method, *args: self.log.append(" ".join((method, *args))))
+        self.link = SimpleNamespace(call=lambda method, *args: self.log.append(" ".join(map(str, (method, *args)))))
         for name in roles:
             self.runs[Ref(name)] = name
 

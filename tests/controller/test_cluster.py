@@ -22,9 +22,9 @@ def set_cluster(
     for node in nodes:
         for name, amount in node.items():
             total[name] = total.get(name, 0.0) + amount
-    described = [{"Alive": True, "Resources": node} for node in nodes]
+    described = [{"Alive": True, "NodeID": f"node-{index}", "Resources": node} for index, node in enumerate(nodes)]
     if dead is not None:
-        described.append({"Alive": False, "Resources": dead})
+        described.append({"Alive": False, "NodeID": "node-dead", "Resources": dead})
     monkeypatch.setattr(ray, "cluster_resources", lambda: total)
     monkeypatch.setattr(ray, "available_resources", lambda: {name: amount / 2 for name, amount in total.items()})
     monkeypatch.setattr(ray, "nodes", lambda: described)
@@ -54,6 +54,80 @@ def test_actors_that_fit_on_no_one_node_are_refused(monkeypatch: pytest.MonkeyPa
     set_cluster(monkeypatch, {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}, dead={"CPU": 64.0, "GPU": 8.0})
     assert "no single node has 6 CPU" in refusal([{"CPU": 3.0}, {"CPU": 3.0}])
     check_resources([{"CPU": 1.0}, {"CPU": 3.0, "GPU": 1.0}], 0)
+
+
+class FakeProbe:
+    """In the place of the remote function that looks for NIXL: an answer by node, and one that never comes."""
+
+    def __init__(self, answers: dict[str, str | None], silent: str | None = None) -> None:
+        self.answers, self.silent = answers, silent
+        self.asked: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ray, "remote", lambda function: self)
+        monkeypatch.setattr(cluster, "NodeAffinitySchedulingStrategy", lambda node_id, soft: node_id)
+        monkeypatch.setattr(ray, "get", self.answers.__getitem__)
+        monkeypatch.setattr(
+            ray, "wait", lambda refs, num_returns, timeout: ([ref for ref in refs if ref != self.silent], [])
+        )
+
+    def options(self, num_cpus: int, scheduling_strategy: str) -> FakeProbe:
+        self.asked.append(scheduling_strategy)
+        return self
+
+    def remote(self) -> str:
+        return self.asked[-1]
+
+
+TWO_NODES = ({"CPU": 4.0, "memory": 1e9}, {"CPU": 4.0, "memory": 1e9})
+APART = [{"CPU": 3.0}, {"CPU": 3.0}]
+
+
+def test_a_network_joins_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, *TWO_NODES, dead={"CPU": 64.0})
+    probe = FakeProbe({"node-0": "nixl_cu12", "node-1": "nixl_cu12"})
+    probe.install(monkeypatch)
+    assert check_resources(APART, 0, "auto") == "PACK"
+    assert probe.asked == ["node-0", "node-1"]
+    assert check_resources(APART, 0, "nixl") == "PACK"
+    with pytest.raises(ResourceError, match=r"no single node has 5 CPU\. "):
+        check_resources([{"CPU": 5.0}, {"CPU": 1.0}], 0, "auto")
+
+
+@pytest.mark.parametrize("silent", [None, "node-1"])
+def test_nodes_without_nixl_are_named(monkeypatch: pytest.MonkeyPatch, silent: str | None) -> None:
+    set_cluster(monkeypatch, *TWO_NODES)
+    FakeProbe({"node-0": "nixl_cu12", "node-1": None if silent is None else "nixl_cu12"}, silent).install(monkeypatch)
+    reason = "missing on 1 of 2 nodes: node-1"
+    with pytest.raises(ResourceError, match=f"no single node has 6 CPU, and all actors must share one: .*{reason}"):
+        check_resources(APART, 0, "auto")
+    assert check_resources([{"CPU": 2.0}, {"CPU": 1.0}], 0, "auto") == "STRICT_PACK"
+    with pytest.raises(ResourceError, match=f"pool.network is nixl, but .*{reason}"):
+        check_resources([{"CPU": 2.0}, {"CPU": 1.0}], 0, "nixl")
+
+
+def test_one_node_needs_no_network_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, {"CPU": 4.0})
+    probe = FakeProbe({})
+    probe.install(monkeypatch)
+    assert check_resources([{"CPU": 3.0}, {"CPU": 1.0}], 0, "auto") == "STRICT_PACK"
+    assert probe.asked == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "network"),
+    [("auto", ["a", "b", "a"], "nixl"), ("auto", ["a", "a"], "none"), ("none", ["a"], "none"), ("nixl", ["a"], "nixl")],
+)
+def test_auto_comes_down_to_where_the_actors_are(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, nodes: list[str], network: str
+) -> None:
+    config = make_config(pool={"network": wanted})
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    monkeypatch.setattr(cluster, "placement_group_table", lambda group: table)
+    resolved = cluster.with_network(config, FakeGroup(comes=True))
+    assert resolved.pool.network == network
+    assert config.pool.network == wanted and resolved.pool.alignment == config.pool.alignment
+    assert cluster.with_network(config, None).pool.network == ("none" if wanted == "auto" else wanted)
 
 
 class FakeGroup:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.prepare import check_memory, model_spec, prepare
+from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.mempool.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
@@ -135,3 +135,10 @@ def test_what_passes_the_check_holds_every_step(
     batches = make_encode_batches(0, samples, {"vision": max_batch_patches}, alignment)
     assert max(batch.nbytes for batch in batches) <= largest[0]
     assert len(batches) <= most[0]
+
+
+def test_what_the_pool_cannot_hold_without_an_encoder_is_said(data: Path) -> None:
+    prepared = prepare(config_of(data))
+    assert memory_shortage(prepared, ["vision", "vision"]) is None
+    shortage = memory_shortage(prepared, [])
+    assert shortage is not None and "no segment at all hold 0" in shortage

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.controller.state import (
     MIN_SAMPLES_TO_JUDGE,
+    Abandon,
     Decision,
     Fail,
     Finish,
@@ -106,13 +109,41 @@ def test_without_the_coordinator_the_run_fails(phase: Phase) -> None:
     assert state.phase is Phase.FAILED
 
 
+def kill_often(state: RunState, name: str) -> list[Decision]:
+    """One death more than a producer may have."""
+    for _ in range(MAX_RESTARTS):
+        assert state.on_died(name, "killed") == [Restart(name)]
+    return state.on_died(name, "killed")
+
+
 def test_restarts_are_counted_for_each_producer() -> None:
     state = state_in(Phase.RUNNING)
-    for _ in range(MAX_RESTARTS):
-        assert state.on_died("encoder-0", "killed") == [Restart("encoder-0")]
-        assert state.on_died("encoder-1", "killed") == [Restart("encoder-1")]
-    error = failure(state.on_died("encoder-0", "killed"))
+    assert state.on_died("encoder-0", "killed") == [Restart("encoder-0")]
+    error = failure(kill_often(state, "feeder-0"))
     assert f"died {MAX_RESTARTS + 1} times" in str(error) and "limits.max_encoder_restarts is 2" in str(error)
+
+
+def test_the_run_goes_on_without_an_encoder_while_others_are_left() -> None:
+    asked: list[Sequence[str]] = []
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, lambda encoders: asked.append(encoders))
+    assert kill_often(state, "encoder-1") == [Abandon("encoder-1")]
+    assert asked == [["encoder-0"]] and state.phase is Phase.RUNNING
+    assert "encoder-0 died 3 times" in str(failure(kill_often(state, "encoder-0"))), "nobody is left"
+    assert len(asked) == 1
+
+
+def test_a_run_whose_memory_does_not_suffice_without_an_encoder_ends_with_the_numbers() -> None:
+    state = RunState(ACTORS, MAX_RESTARTS, 0.1, lambda encoders: f"{len(encoders)} segment holds 3 of 8 parts")
+    error = str(failure(kill_often(state, "encoder-1")))
+    assert "encoder-1 died 3 times" in error and "without its memory 1 segment holds 3 of 8 parts" in error
+
+
+def test_an_abandoned_encoder_is_not_waited_for() -> None:
+    state = state_in(Phase.RUNNING)
+    kill_often(state, "encoder-1")
+    for name in ("backbone-0", "backbone-1", "encoder-0"):
+        assert state.on_returned(name) == []
+    assert state.on_returned("feeder-0") == [Finish()]
 
 
 def test_the_run_drains_behind_the_backbone_and_then_it_is_over() -> None:

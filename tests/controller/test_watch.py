@@ -29,16 +29,16 @@ WRITTEN = CheckpointWritten(3, "somewhere")
 class World:
     """A crew that runs, and what the watcher made of it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: dict[str, Role] = ROLES) -> None:
         self.ray = FakeRay(monkeypatch)
-        self.crew = FakeCrew(dict(ROLES))
+        self.crew = FakeCrew(dict(roles))
         self.stop = threading.Event()
         self.taken: list[Event] = []
         self.notes: list[str] = []
         self.take: Callable[[Event], None] = self.taken.append
         self.watcher = Watcher(
             self.crew,  # type: ignore[arg-type]  # what it uses of one
-            RunState(ROLES, max_restarts=1, max_rejected_fraction=0.1),
+            RunState(roles, max_restarts=1, max_rejected_fraction=0.1),
             LimitsConfig(stop_timeout_s=0.01),
             lambda event: self.take(event),
             self.notes.append,
@@ -98,6 +98,15 @@ def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:
     death = world.finish("feeder-0", value=died("Worker exits."))
     with pytest.raises(WorkerLostError, match=r"feeder-0 died 2 times \(Worker exits\)"):
         world.until_end(death, death)
+
+
+def test_an_encoder_that_is_given_up_is_lost_for_good_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SETTLE_S", 0.0)
+    world = World(monkeypatch, {**ROLES, "encoder-1": Role.ENCODER})
+    death = world.finish("encoder-0", value=died())
+    world.until_end(death, death, world.finish("backbone-0", "backbone-1"), world.finish("feeder-0", "encoder-1"))
+    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0", "name_lost encoder-0 True"]
+    assert "encoder-0 died too often and is given up" in world.notes[1]
 
 
 def test_an_error_of_a_producer_fails_the_run_readably(world: World) -> None:

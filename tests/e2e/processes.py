@@ -105,6 +105,11 @@ class Driver:
         self.memory |= shared_memory_of({process.pid for process in self.session()})
         os.killpg(self._process.pid, number)
 
+    def kill_alone(self) -> None:
+        """SIGKILL to the driver and to nothing else, noting the memory that its session has."""
+        self.memory |= shared_memory_of({process.pid for process in self.session()})
+        self._process.kill()
+
     def wait(self, limit_s: float = RUN_LIMIT_S) -> int:
         """Wait for the driver's end; returns its exit code."""
         try:
@@ -118,10 +123,14 @@ class Driver:
         while left := self.session():
             assert time.monotonic() < deadline, self.report(f"processes left behind: {left}")
             time.sleep(0.1)
+        assert not self.memory_left(), self.report(f"memory left behind: {self.memory_left()}")
+
+    def memory_left(self) -> list[str]:
+        """What of the noted memory some process of this machine still has, or lies in /dev/shm."""
         everybody = {process.pid for process in processes()}
         memory = {name for name in self.memory if name.startswith("/memfd:")} & shared_memory_of(everybody)
         files = {name for name in self.memory if name.startswith("/dev/shm/") and Path(name).exists()}
-        assert not memory | files, self.report(f"memory left behind: {sorted(memory | files)}")
+        return sorted(memory | files)
 
     def report(self, problem: str) -> str:
         """A problem with the end of the driver's log."""

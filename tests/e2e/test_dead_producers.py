@@ -154,3 +154,21 @@ def test_a_run_outlives_its_producers(world: Path, undisturbed: RunDir, ray_clus
     assert first_death["positions"], "it died with a batch on its hands"
     assert ready_for_later(config, first_death["pid"]), "it died with finished parts that nobody had read"
     assert len(deeds(config, FEEDER, "die")) == 1
+
+
+class DoomedEncoder(Encoder):
+    """encoder-0 dies with a batch on its hands."""
+
+    def encode(self, work: Work) -> dict[int, torch.Tensor]:
+        if self._name == "encoder-0" and work.lease.batch.unit > FIRST_GATE:
+            die(self._config, self._name, work.lease.needed)
+        return super().encode(work)
+
+
+def test_a_run_goes_on_without_an_encoder_that_may_not_start_again(
+    world: Path, undisturbed: RunDir, ray_cluster: None
+) -> None:
+    config = config_of(world, "reduced", "limits.max_encoder_restarts=0")
+    run_training(config, classes=ActorClasses(encoder=DoomedEncoder))
+    check_same_end(run_dir(config), undisturbed)
+    assert len(deeds(config, "encoder-0", "die")) == 1

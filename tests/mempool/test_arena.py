@@ -112,18 +112,34 @@ def test_what_is_left_of_a_promise_is_given_back() -> None:
     assert a.available_nbytes == 64 * 3
 
 
-def test_an_attempt_is_kept_whole_or_undone_whole() -> None:
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=30), st.data())
+def test_a_part_never_has_more_pieces_than_it_must(lengths: list[int], data: st.DataObject) -> None:
+    a = arena(sum(lengths) * ALIGNMENT)
+    runs = [a.allocate(length * ALIGNMENT) for length in lengths]
+    for run in data.draw(st.lists(st.sampled_from(runs), unique=True, min_size=1)):
+        a.free(run)
+    longest_first = sorted((nbytes for _, nbytes in a.free_runs()), reverse=True)
+    assert a.fragmentation == pytest.approx(1 - longest_first[0] / a.free_nbytes)
+    need = data.draw(st.integers(1, a.free_nbytes))
+    fewest = next(k for k in range(1, len(longest_first) + 1) if sum(longest_first[:k]) >= a.aligned(need))
+    assert len(a.allocate(need)) == fewest
+
+
+def test_an_empty_and_a_full_arena_are_not_fragmented() -> None:
+    a = arena()
+    assert a.fragmentation == 0.0
+    a.allocate(a.bound_nbytes)
+    assert a.fragmentation == 0.0
+
+
+def test_what_is_undone_goes_back_into_its_promise() -> None:
     a = arena(64 * 8)
     hold = a.hold(64 * 4)
-    with pytest.raises(OutOfPoolMemory), a.attempt(hold) as attempt:
-        attempt.allocate(64 * 3)
-        attempt.allocate(64 * 2)
-    assert a.free_nbytes == 64 * 8 and a.available_nbytes == 64 * 4
-    with a.attempt(hold) as attempt:
-        kept = attempt.allocate(64 * 4)
-        attempt.commit()
-    assert a.used_nbytes == 64 * 4
-    a.free(kept)
+    runs = a.allocate(64 * 3, hold)
+    assert (a.free_nbytes, a.available_nbytes) == (64 * 5, 64 * 4)
+    a.give_back(runs, hold)
+    assert (a.free_nbytes, a.available_nbytes) == (64 * 8, 64 * 4)
+    a.free(a.allocate(64 * 4, hold))
 
 
 @pytest.mark.parametrize("runs", [[(0, 64)], [(64, 64)], [(128, 64)], [(256, 100), (256, 100)], [(256, 64)]])
@@ -265,10 +281,11 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(nbytes=st.lists(st.integers(1, 6 * ALIGNMENT), max_size=4))
     def give_up(self, nbytes: list[int]) -> None:
         before = (self.arena.free_runs(), self.arena.available_nbytes)
-        with self.arena.attempt() as attempt:
-            for part in nbytes:
-                if self.arena.aligned(part) <= self.arena.available_nbytes:
-                    attempt.allocate(part)
+        runs: list[Run] = []
+        for part in nbytes:
+            if self.arena.aligned(part) <= self.arena.available_nbytes:
+                runs.extend(self.arena.allocate(part))
+        self.arena.give_back(runs, None)
         assert (self.arena.free_runs(), self.arena.available_nbytes) == before
 
     @invariant()
@@ -290,6 +307,13 @@ class ArenaMachine(RuleBasedStateMachine):
             end = offset + length
         assert end == self.arena.bound_nbytes
         assert self.arena.largest_free_nbytes == max((length for _, length in free), default=0)
+
+    @invariant()
+    def fragmentation_is_bounded_by_what_is_in_use(self) -> None:
+        a = self.arena
+        assert len(a.free_runs()) <= a.num_runs + 1, "two free runs without a used one between them"
+        assert a.largest_free_nbytes * (a.num_runs + 1) >= a.free_nbytes
+        assert 0 <= a.fragmentation <= 1 - 1 / (a.num_runs + 1)
 
 
 TestArenaMachine = ArenaMachine.TestCase

@@ -410,7 +410,7 @@ def test_nothing_is_remembered_of_consumed_units(setup: Setup) -> None:
 
 @pytest.mark.parametrize(
     ("segments", "largest", "parts", "fits"),
-    [([100, 100], 50, 4, True), ([100, 100], 51, 2, True), ([100, 100], 51, 3, False), ([49] * 9, 50, 1, False)],
+    [([100, 100], 50, 4, True), ([100, 100], 51, 2, True), ([100, 100], 51, 3, False), ([49, 50], 50, 2, False)],
 )
 def test_a_pool_must_hold_a_worst_case_step(segments: list[int], largest: int, parts: int, fits: bool) -> None:
     if fits:
@@ -435,6 +435,13 @@ def test_a_lease_fits_however_the_rest_is_scattered(segments: list[int], largest
         check_scattered_capacity([least] * len(segments), largest, held, "knob")
     else:
         assert held < enough_to_block
+
+
+def test_a_segment_that_cannot_hold_one_sample_is_told_from_a_pool_that_cannot_hold_a_step() -> None:
+    with pytest.raises(ConfigError, match=r"no segment can hold one sample: the largest has 49 bytes.*up to 50; raise"):
+        check_capacity([49] * 9, 50, 1, "pool.text_segment_nbytes")
+    with pytest.raises(ConfigError, match="cannot hold one step"):
+        check_capacity([50] * 9, 50, 10, "pool.text_segment_nbytes")
 
 
 def test_a_pool_without_segments_holds_nothing() -> None:

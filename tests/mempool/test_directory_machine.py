@@ -1,7 +1,7 @@
 """The directory under random deaths, expiries, rejections and slow reports, against an independent model.
 
 Owners keep their bytes in a real ``Arena``, so that room is as short as in life: two encoder segments hold just one
-worst-case unit.
+worst-case unit. One of the three encoders may be lost for good.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowtrain.types import TEXT_PART, Extent, Lease, MicrobatchLocation, PartRe
 from tests.mempool.building import ALIGNMENT, VISION, aligned, plan, rejection, sized, vision_nbytes
 
 SPACE = AddressSpace(num_processes=10_000, segment_nbytes=1 << 20)
-NUM_ENCODERS, UNIT_SIZE, PER_BATCH, LARGEST, LOOKAHEAD, DP_SIZE = 2, 4, 2, 640, 2, 2
+NUM_ENCODERS, UNIT_SIZE, PER_BATCH, LARGEST, LOOKAHEAD, DP_SIZE = 3, 4, 2, 640, 3, 2
 SEGMENT_NBYTES = PER_BATCH * LARGEST
 TEXT_NBYTES = 80
 LEASE_TIMEOUT_S = 60.0
@@ -53,13 +53,13 @@ class Owner:
 
 
 class DirectoryMachine(RuleBasedStateMachine):
-    """Feeder, two encoders and two ranks, each of which may be slow, and all but the ranks may die."""
+    """Feeder, three encoders and two ranks, each of which may be slow, and all but the ranks may die."""
 
     @initialize()
     def start(self) -> None:
         self.now = 0.0
         self.directory = Directory(SPACE, alignment=ALIGNMENT, lease_timeout_s=LEASE_TIMEOUT_S, clock=lambda: self.now)
-        check_capacity([SEGMENT_NBYTES] * NUM_ENCODERS, PER_BATCH * LARGEST, UNIT_SIZE // PER_BATCH, "knob")
+        check_capacity([SEGMENT_NBYTES] * (NUM_ENCODERS - 1), PER_BATCH * LARGEST, UNIT_SIZE // PER_BATCH, "knob")
         self.num_owners = 0
         self.encoders = [self.new_owner(SEGMENT_NBYTES) for _ in range(NUM_ENCODERS)]
         self.feeder = self.new_owner(1 << 16)
@@ -82,7 +82,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.plans) < LOOKAHEAD)
     @rule(
-        images=st.lists(st.integers(0, LARGEST), min_size=1, max_size=UNIT_SIZE),
+        images=st.lists(st.integers(0, LARGEST) | st.just(LARGEST), min_size=1, max_size=UNIT_SIZE),
         bad=st.sets(st.integers(0, UNIT_SIZE - 1), max_size=2),
         per_microbatch=st.integers(1, 3),
     )
@@ -130,18 +130,49 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, NUM_ENCODERS - 1))
     def lease(self, which: int) -> None:
-        owner = self.encoders[which]
+        owner = self.encoder(which)
         free = owner.arena.available_nbytes
         lease = self.directory.lease(owner.index, VISION, free)
         first = self.first_in_line()
         if lease is None:
             assert first is None or first[2] > free
+            self.make_room(owner, free)
             return
         assert first is not None and ((lease.batch.unit, lease.batch.index), lease.needed, lease.nbytes) == first
         assert tuple(ref.position for ref in lease.refs) == lease.batch.positions
         owner.work.append(Work(lease, owner.arena.hold(lease.nbytes), list(lease.needed)))
         for position in lease.needed:
             self.leased[position] = (owner.index, lease.lease_id)
+
+    def make_room(self, owner: Owner, free: int) -> None:
+        """As the flow does when nothing could be leased: first what is released, then what may be evicted."""
+        if released := self.directory.take_released(owner.index):
+            owner.free(released)
+            return
+        expected = self.evictable(owner, free)
+        assert self.directory.make_room(owner.index, VISION, free) == bool(expected)
+        evicted = self.directory.take_released(owner.index)
+        where = [self.ready.pop((position, VISION)) for position in expected]
+        assert set(evicted) == {extent for _, extents in where for extent in extents}
+        owner.free(evicted)
+
+    def evictable(self, owner: Owner, free: int) -> list[int]:
+        """Positions whose images must go: of whole batches from the last backwards, not read, until there is room."""
+        first = self.first_in_line()
+        if first is None or self.leased or len(self.encoders) == NUM_ENCODERS:
+            return []
+        read = {p for unit, slot, rank in self.located for p in self.plans[unit].microbatch_positions(slot, rank)}
+        chosen: list[int] = []
+        for batch in reversed([batch for unit in sorted(self.plans) for batch in self.plans[unit].encode_batches]):
+            if free >= first[2] or (batch.unit, batch.index) <= first[0]:
+                break
+            here = [p for p in batch.positions if self.ready.get((p, VISION), (None,))[0] == owner.index]
+            chosen += (gone := [p for p in here if p not in read])
+            free += sum(aligned(vision_nbytes(self.samples[p])) for p in gone)
+        return chosen if free >= first[2] else []
+
+    def encoder(self, which: int) -> Owner:
+        return self.encoders[which % len(self.encoders)]
 
     def first_in_line(self) -> tuple[tuple[int, int], tuple[int, ...], int] | None:
         for unit in sorted(self.plans):
@@ -161,7 +192,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, NUM_ENCODERS - 1), pick=st.integers(0, 9), corrupt=st.integers(0, 9))
     def encode(self, which: int, pick: int, corrupt: int) -> None:
-        owner = self.encoders[which]
+        owner = self.encoder(which)
         if not owner.work:
             return
         work = owner.work[pick % len(owner.work)]
@@ -204,12 +235,35 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.ready.pop((position, TEXT_PART), None)
         self.ready.pop((position, VISION), None)
 
+    @precondition(lambda self: self.plans)
+    @rule()
+    def everybody_encodes(self) -> None:
+        """Until the segments are full, or there is nothing more to do."""
+        for _ in range(LOOKAHEAD * UNIT_SIZE):
+            for which in range(len(self.encoders)):
+                self.lease(which)
+                while self.encoders[which].work:
+                    self.encode(which, 0, corrupt=1)
+
     # --- faults -------------------------------------------------------------------------------------------------
 
     @rule(which=st.integers(0, NUM_ENCODERS))
     def die(self, which: int) -> None:
-        dead = self.feeder if which == NUM_ENCODERS else self.encoders[which]
-        self.directory.owner_lost(dead.index)
+        dead = self.feeder if which == NUM_ENCODERS else self.encoder(which)
+        self.lose(dead)
+        if which == NUM_ENCODERS:
+            self.feeder = self.new_owner(1 << 16)
+        else:
+            self.encoders[self.encoders.index(dead)] = self.new_owner(SEGMENT_NBYTES)
+
+    @precondition(lambda self: len(self.encoders) == NUM_ENCODERS)
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def die_for_good(self, which: int) -> None:
+        self.lose(self.encoders[which], for_good=True)
+        del self.encoders[which]
+
+    def lose(self, dead: Owner, for_good: bool = False) -> None:
+        self.directory.owner_lost(dead.index, for_good)
         self.ready = {part: where for part, where in self.ready.items() if where[0] != dead.index}
         self.leased = {position: holder for position, holder in self.leased.items() if holder[0] != dead.index}
         for work in dead.work:
@@ -218,10 +272,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.directory.ready(dead.index, report)
         assert self.directory.take_released(dead.index) == ()
         assert self.directory.lease(dead.index, VISION, 1 << 30) is None
-        if which == NUM_ENCODERS:
-            self.feeder = self.new_owner(1 << 16)
-        else:
-            self.encoders[which] = self.new_owner(SEGMENT_NBYTES)
+        assert not self.directory.make_room(dead.index, VISION, 0)
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
     def time_passes(self, seconds: float) -> None:
@@ -325,13 +376,13 @@ class DirectoryMachine(RuleBasedStateMachine):
                 break
             self.take_released()
             self.remake_text()
-            for which in range(NUM_ENCODERS):
+            for which in range(len(self.encoders)):
                 self.lease(which)
                 while self.encoders[which].work:
                     self.encode(which, 0, corrupt=1)
             self.run_what_is_ready()
         assert not self.plans, "stuck"
-        for which in range(NUM_ENCODERS):
+        for which in range(len(self.encoders)):
             while self.encoders[which].work:
                 self.encode(which, 0, corrupt=1)
         self.take_released()

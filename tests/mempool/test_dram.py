@@ -164,6 +164,43 @@ def test_pages_are_touched_in_the_background_without_changing_them(run_id: str) 
     segment.close()
 
 
+def test_what_is_written_while_pages_are_touched_and_joined_stays(run_id: str) -> None:
+    segment = DramSegment(run_id, 0, 24 << 20)
+    pattern = np.arange(1 << 20, dtype=np.uint8)
+    rounds = 0
+    while any(toucher.is_alive() for toucher in segment._touchers) or rounds < 2:
+        for start in range(0, 24 << 20, 1 << 20):
+            segment.array[start : start + (1 << 20)] = pattern + np.uint8(rounds + start // (1 << 20))
+        for start in range(0, 24 << 20, 1 << 20):
+            found = segment.array[start : start + (1 << 20)]
+            assert np.array_equal(found, pattern + np.uint8(rounds + start // (1 << 20)))
+        rounds += 1
+    segment.close()
+
+
+def test_segments_and_reservations_start_where_huge_pages_can(run_id: str) -> None:
+    segment = DramSegment(run_id, 0, 5 << 20)
+    address = segment.array.__array_interface__["data"][0]
+    assert address % virtual_memory.HUGE_PAGE_NBYTES == 0
+    reserved = virtual_memory.reserve(3 * virtual_memory.PAGE_NBYTES + 1)
+    assert reserved % virtual_memory.HUGE_PAGE_NBYTES == 0
+    virtual_memory.unmap(reserved, 4 * virtual_memory.PAGE_NBYTES)
+    segment.close()
+
+
+def test_a_kernel_without_huge_pages_for_shared_memory_touches_all_the_same(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(dram.virtual_memory, "join_pages", lambda address, nbytes: bool(asked.append(nbytes)))
+    segment = DramSegment(run_id, 0, 20 << 20)
+    for toucher in segment._touchers:
+        toucher.join(timeout=30)
+    assert asked == [8 << 20], "asked once and no more"
+    assert os.fstat(segment.fd).st_blocks * 512 >= 20 << 20
+    segment.close()
+
+
 def test_close_does_not_wait_for_untouched_pages(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int] = []
 

@@ -108,6 +108,17 @@ def test_an_index_that_comes_to_mean_another_process_is_refused(again: SegmentEx
         table.update([again])
 
 
+def test_an_index_stays_its_owners_when_that_is_gone() -> None:
+    table = PageTable(SPACE)
+    table.update([export(1)])
+    table.update([])
+    with pytest.raises(AddressError, match="used again: node node-a pid 77 .* pid 78"):
+        table.update([export(1, pid=78)])
+    assert table.lookup(Extent(SPACE.gva(Tier.DRAM, 1, 0), 8)) is None
+    table.update([export(1)])
+    assert table.lookup(Extent(SPACE.gva(Tier.DRAM, 1, 0), 8)) is not None
+
+
 @pytest.mark.parametrize("bad", [export(8), export(1, bound=4097)])
 def test_exports_outside_the_space_are_refused(bad: SegmentExport) -> None:
     with pytest.raises(AddressError):

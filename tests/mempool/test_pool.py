@@ -154,6 +154,26 @@ def test_the_page_table_is_fetched_only_on_a_miss(peers: Peers) -> None:
     assert peers.num_fetches == 2
 
 
+def test_a_peers_bytes_beyond_what_it_bound_are_refused_also_when_it_was_read_before(peers: Peers) -> None:
+    owner, reader = peers.open(0), peers.open(1, nbytes=0)
+    (extent,) = owner.put(b"x" * 100)
+    assert reader.get([extent]).tobytes() == b"x" * 100
+    bound = owner.stats().bound_nbytes
+    for bad in (Extent(extent.gva, bound + 1), Extent(extent.gva + bound - 10, 20), Extent(extent.gva, 0)):
+        with pytest.raises(AddressError):
+            reader.get([bad])
+    assert reader.get([Extent(extent.gva + bound - 10, 10)]).nbytes == 10
+
+
+def test_own_bytes_that_were_freed_are_refused_also_when_they_were_read_before(peers: Peers) -> None:
+    owner = peers.open(0)
+    extents = owner.put(b"x" * 100)
+    assert owner.get(extents).tobytes() == b"x" * 100
+    owner.release(extents)
+    with pytest.raises(AddressError, match="freed"):
+        owner.get(extents)
+
+
 def test_growth_is_learned_on_a_miss(peers: Peers) -> None:
     owner, reader = peers.open(0), peers.open(1, 0)
     first = owner.put(bytes([1]) * NBYTES)

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from flowtrain.errors import OwnerLostError
+from flowtrain.errors import AddressError, OwnerLostError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import SegmentExport
+from flowtrain.types import Extent, SegmentExport
 from tests.mempool.conftest import traces
 
 SPACE = AddressSpace(num_processes=64, segment_nbytes=1 << 26)
@@ -89,6 +89,53 @@ def test_a_killed_owner_is_still_read_by_who_mapped_it_and_lost_to_others() -> N
             if process.is_alive():
                 process.kill()
             process.join(20)
+    assert wait_until_clean(run_id) == []
+
+
+def write_as(run_id: str, index: int, seed: int, connection: Connection) -> None:
+    """An owner under an index that it is given."""
+    pool = open_pool(run_id, index, 4 << 20, [])
+    connection.send((pool.export(), pool.put(payload(seed, 1 << 20))))
+    connection.recv()
+
+
+def test_what_a_restarted_process_has_is_never_read_under_old_addresses() -> None:
+    run_id = uuid.uuid4().hex[:12]
+    published: list[SegmentExport] = []
+    reader = Pool(4, "node", run_id, SPACE, 0, 256, "knob", lambda: published, processes_per_node=64)
+    processes = []
+
+    def start(index: int, seed: int) -> tuple[SegmentExport, tuple[Extent, ...]]:
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=write_as, args=(run_id, index, seed, theirs))
+        process.start()
+        processes.append((process, ours))
+        export, extents = ours.recv()
+        assert isinstance(export, SegmentExport)
+        return export, extents
+
+    try:
+        first, old = start(3, 0)
+        published[:] = [first]
+        kept = reader.get(old)
+        processes[0][0].kill()
+        processes[0][0].join(20)
+        second, new = start(7, 1)
+        published[:] = [second]
+        assert (reader.get(new) == payload(1, 1 << 20)).all(), "a miss, which also tells that the first is gone"
+        with pytest.raises(OwnerLostError, match="ask the directory again by position"):
+            reader.get(old)
+        assert (kept == payload(0, 1 << 20)).all(), "a view outlives its owner"
+        wrong, _ = start(3, 2)
+        published[:] = [second, wrong]
+        with pytest.raises(AddressError, match="a restarted process must take a new index"):
+            reader.get(old)
+    finally:
+        for process, _ in processes:
+            process.kill()
+            process.join(20)
+    reader.close()
+    del kept
     assert wait_until_clean(run_id) == []
 
 

@@ -34,8 +34,8 @@ def segment_name(run_id: str, process_index: int) -> str:
 class DramSegment:
     """What this process gives to the pool: bound shared memory, writable here, read-only for peers.
 
-    nbytes: bytes bound at first. Fresh pages are touched by a background thread, since a first touch is slow. Raises
-    ResourceError where the machine refuses the memory.
+    nbytes: bytes bound at first. Fresh pages are touched by a background thread, since a first touch is slow, and
+    joined to huge ones where the kernel can. Raises ResourceError where the machine refuses the memory.
     """
 
     def __init__(self, run_id: str, process_index: int, nbytes: int) -> None:
@@ -84,7 +84,6 @@ class DramSegment:
         except OSError as error:
             raise ResourceError(f"{self._name}: cannot bind {nbytes} bytes of shared memory: {error}") from error
         array = virtual_memory.array_at(address, nbytes, writable=True, on_release=virtual_memory.unmap)
-        start -= start % virtual_memory.PAGE_NBYTES
         toucher = threading.Thread(
             target=self._touch, args=(array, address, start), name=f"touch-{self._name}", daemon=True
         )
@@ -94,13 +93,16 @@ class DramSegment:
 
     def _touch(self, array: np.ndarray, address: int, start: int) -> None:
         """Touch the pages of ``array``, which this thread thereby keeps mapped, from byte ``start`` on."""
-        for offset in range(start, len(array), _TOUCH_NBYTES):
+        joins = True
+        for offset in range(start - start % _TOUCH_NBYTES, len(array), _TOUCH_NBYTES):
             if self._closing.is_set():
                 return
             nbytes = min(_TOUCH_NBYTES, len(array) - offset)
             if not virtual_memory.populate(address + offset, nbytes):
                 logger.info("%s: this kernel cannot touch pages ahead of use; the first puts are slower", self._name)
                 return
+            whole = nbytes - nbytes % virtual_memory.HUGE_PAGE_NBYTES
+            joins = joins and (not whole or virtual_memory.join_pages(address + offset, whole))
 
 
 class _Reservation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -11,10 +12,12 @@ from collections.abc import Callable
 import numpy as np
 
 PAGE_NBYTES = mmap.PAGESIZE
+HUGE_PAGE_NBYTES = 2 << 20
 _MAP_FIXED = 0x10  # values of Linux that the mmap module does not name
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_COLLAPSE = 25  # Linux 6.1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -25,8 +28,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def reserve(nbytes: int) -> int:
-    """Reserve a contiguous range of addresses that costs no memory; returns its start. Raises OSError if forbidden."""
-    return _map(None, nbytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    """Reserve a contiguous range of addresses that costs no memory; returns its start. Raises OSError if forbidden.
+
+    It starts where a huge page can, so that a file mapped there can lie in huge pages.
+    """
+    return _reserve(nbytes)
 
 
 def withdraw(address: int, nbytes: int) -> None:
@@ -36,9 +42,18 @@ def withdraw(address: int, nbytes: int) -> None:
 
 
 def map_file(fd: int, nbytes: int, *, writable: bool, address: int | None = None) -> int:
-    """Map a file's first bytes, shared; at ``address`` (inside a reservation) if it is given. Returns the address."""
+    """Map a file's first bytes, shared; at ``address`` (inside a reservation) if it is given, else where there is room.
+
+    Returns the address, which is one where a huge page can start unless it was given. Raises OSError.
+    """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return _map(address, nbytes, protection, mmap.MAP_SHARED | (_MAP_FIXED if address is not None else 0), fd)
+    start = _reserve(nbytes) if address is None else address
+    try:
+        return _map(start, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        if address is None:
+            unmap(start, nbytes)
+        raise
 
 
 def unmap(address: int, nbytes: int) -> None:
@@ -50,6 +65,16 @@ def unmap(address: int, nbytes: int) -> None:
 def populate(address: int, nbytes: int) -> bool:
     """Touch a writable range without changing it; False where the kernel does not know how (before Linux 5.14)."""
     return _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0
+
+
+def join_pages(address: int, nbytes: int) -> bool:
+    """Bring the populated pages of a range together in huge pages; False where this kernel cannot (before Linux 6.1).
+
+    Contents stay, and may be written meanwhile; pages that are pinned, or for which there is no huge page now, are left
+    alone. address, nbytes: multiples of ``HUGE_PAGE_NBYTES``. (Shared memory gets huge pages by itself only where the
+    host's ``shmem_enabled`` says so; copies into small ones were 5 to 10 % slower.)
+    """
+    return _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0 or ctypes.get_errno() != errno.EINVAL
 
 
 def array_at(address: int, nbytes: int, *, writable: bool, on_release: Callable[[int, int], None]) -> np.ndarray:
@@ -73,6 +98,17 @@ class _Memory:
             "typestr": "|u1",
             "version": 3,
         }
+
+
+def _reserve(nbytes: int) -> int:
+    nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    start = _map(None, nbytes + HUGE_PAGE_NBYTES, _PROT_NONE, flags, -1)
+    address = -(-start // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES
+    for first, end in ((start, address), (address + nbytes, start + nbytes + HUGE_PAGE_NBYTES)):
+        if first < end:
+            unmap(first, end - first)
+    return address
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
@@ -33,22 +34,35 @@ class Transport(ABC):
         Raises OwnerLostError if the owner is gone and its memory with it.
         """
 
-    def read_into(self, sources: Sequence[Mapping], destination: np.ndarray) -> None:
-        """Copy the bytes of ``sources``, one after another, into ``destination`` (uint8, as long as their sum).
+    def read(self, sources: Sequence[Mapping]) -> list[np.ndarray]:
+        """Return the bytes of each source, as ``view`` does; a batch is one call, so that a network makes one transfer.
 
-        A batch is one call, so that a network transport can make one transfer of it.
+        Raises OwnerLostError as ``view``.
         """
-        start = 0
-        for source in sources:
-            view = self.view(source)
-            assert view is not None, f"transport {self.name} has no views and must bring its own read_into"
-            destination[start : start + source.nbytes] = view
-            start += source.nbytes
-        if start != len(destination):
-            raise PoolError(f"{start} bytes were read into a destination of {len(destination)}")
+        views = [self.view(source) for source in sources]
+        assert all(view is not None for view in views), f"transport {self.name} has no views and no read of its own"
+        return [view for view in views if view is not None]
+
+    def scatter(self, sources: Sequence[Mapping], destinations: Sequence[np.ndarray]) -> None:
+        """Copy the bytes of each source into its destination (uint8, as long); a batch is one call."""
+        for data, destination in zip(self.read(sources), destinations, strict=True):
+            destination[:] = data
+
+    def read_into(self, sources: Sequence[Mapping], destination: np.ndarray) -> None:
+        """Copy the bytes of ``sources``, one after another, into ``destination`` (uint8, as long as their sum)."""
+        nbytes = sum(source.nbytes for source in sources)
+        if nbytes != len(destination):
+            raise PoolError(f"{nbytes} bytes were read into a destination of {len(destination)}")
+        self.scatter(sources, slices(destination, [source.nbytes for source in sources]))
 
     def drop(self, segment: SegmentKey) -> None:  # noqa: B027 - most transports keep nothing per segment
         """Let go of a segment whose owner is gone."""
 
     def close(self) -> None:  # noqa: B027 - most transports keep nothing open
         """Let go of everything."""
+
+
+def slices(destination: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Cut an array into runs of these lengths, one after another."""
+    ends = list(accumulate(lengths))
+    return [destination[end - length : end] for end, length in zip(ends, lengths, strict=True)]

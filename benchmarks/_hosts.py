@@ -1,0 +1,112 @@
+"""Two hosts on one machine: network namespaces joined by a veth pair (``ip netns``, Debian's iproute2).
+
+Tests use it as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+DEVICE = "ft0"
+"""The end of the link on each host."""
+
+_CLONE_NEWNET = 0x40000000  # values of Linux that Python 3.11 does not name
+_CLONE_NEWNS = 0x00020000
+_MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
+_MNT_DETACH = 2
+_PREFIX = "10.77.0."
+_LIMIT_S = 20.0
+
+
+class NoHosts(Exception):
+    """This machine does not let us make network namespaces; says why."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace and the address that the other one reaches it at."""
+
+    namespace: str
+    address: str
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """The command that runs another one on this host."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def received_nbytes(self) -> int:
+        """Bytes that have come in over the link."""
+        return int(_run(self.command(["cat", f"/sys/class/net/{DEVICE}/statistics/rx_bytes"])))
+
+    def pids(self) -> list[int]:
+        """Its processes."""
+        return [int(pid) for pid in _run(["ip", "netns", "pids", self.namespace]).split()]
+
+    def enter(self) -> None:
+        """Move the calling thread, and what it starts from now on, to this host, as ``ip netns exec`` does."""
+        with open(f"/run/netns/{self.namespace}") as namespace:
+            _libc("setns", namespace.fileno(), _CLONE_NEWNET)
+        # /sys shows the devices of the namespace that it was mounted in.
+        _libc("unshare", _CLONE_NEWNS)
+        _libc("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
+        _libc("umount2", b"/sys", _MNT_DETACH)
+        _libc("mount", self.namespace.encode(), b"/sys", b"sysfs", 0, None)
+
+    def end_processes(self) -> None:
+        """End every process on this host."""
+        deadline = time.monotonic() + _LIMIT_S
+        while pids := self.pids():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"processes of {self.namespace} that cannot be ended: {pids}")
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        """End every process on this host, then the host."""
+        self.end_processes()
+        _run(["ip", "netns", "del", self.namespace])
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts and the link between them, for as long as the block lasts. Raises NoHosts."""
+    if shutil.which("ip") is None:
+        raise NoHosts("there is no `ip` command here (Debian's iproute2)")
+    name = f"ft{os.getpid()}"
+    hosts = Host(f"{name}a", f"{_PREFIX}1"), Host(f"{name}b", f"{_PREFIX}2")
+    with ExitStack() as stack:
+        try:
+            for host in hosts:
+                _run(["ip", "netns", "add", host.namespace])
+                stack.callback(host.end)
+            first, second = (host.namespace for host in hosts)
+            _run(f"ip link add {DEVICE} netns {first} type veth peer name {DEVICE} netns {second}".split())
+            for host in hosts:
+                _run(f"ip -n {host.namespace} address add {host.address}/24 dev {DEVICE}".split())
+                for device in ("lo", DEVICE):
+                    _run(f"ip -n {host.namespace} link set {device} up".split())
+        except RuntimeError as error:
+            raise NoHosts(f"this machine forbids network namespaces: {error}") from error
+        yield hosts
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _libc(function: str, *arguments: int | bytes | None) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{function}{arguments}: {os.strerror(error)}")

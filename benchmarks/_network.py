@@ -1,0 +1,222 @@
+"""The pool between two hosts: our transport beside raw NIXL and Ray's own transfer, over the same link.
+
+``network_figures()`` joins two namespaces by a veth pair, starts a raylet in each and runs this file as a driver there
+(``python benchmarks/_network.py DRIVER_ROUNDS`` prints seconds by way and pattern). All three ways run in the same two
+warm actors, in turns; forced TCP. Raw NIXL is as fast as it gets by hand: its requests are made before the clock
+starts, into registered memory, and it spins until they are done. Ray's is ``ray.get`` of an object of one buffer that
+lies on the other node. Nobody touches the bytes while they are timed, everybody's are compared once a round.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+import numpy as np
+import ray
+from _hosts import NoHosts
+from _node_pair import node_pair
+from _report import Figure, at_least
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.pool import Pool
+from flowtrain.mempool.transports.nixl_export import NetworkExport
+from flowtrain.types import Extent, SegmentExport
+
+MIB = 1 << 20
+SEGMENT_NBYTES = 96 * MIB
+SPACE = AddressSpace(num_processes=4, segment_nbytes=1 << 30)
+ROUNDS = 12
+DRIVER_LIMIT_S = 400.0
+ANSWER_LIMIT_S = 120.0
+RAW_TARGET = 0.9
+RAY_TARGET = 1.0
+
+PATTERNS = {"1MiB": (64, 16 << 10), "4MiB": (64, 64 << 10), "16MiB": (64, 256 << 10)}
+"""Extents of a batch, and the largest of them in bytes; every second one is left out, so that none are neighbours."""
+
+Times = dict[str, dict[str, list[float]]]
+"""Seconds by pattern and way."""
+
+
+class Giver:
+    """On the first node: puts batches into the pool, and as many bytes into Ray's store."""
+
+    def __init__(self, run_id: str) -> None:
+        self._pool = _open_pool(0, run_id, SEGMENT_NBYTES, [])
+        self._rng = np.random.default_rng(0)
+
+    def export(self) -> SegmentExport | None:
+        return self._pool.export()
+
+    def put(self, count: int, nbytes: int) -> tuple[list[tuple[Extent, ...]], ray.ObjectRef, int]:
+        """Returns where the parts of a batch lie, the same bytes as an object, and their sum."""
+        parts, left_out, data = [], [], []
+        for _ in range(count):
+            data.append(self._rng.integers(0, 256, nbytes - int(self._rng.integers(1, 2048)), np.uint8))
+            parts.append(self._pool.put(data[-1]))
+            left_out.append(self._pool.put(bytes(nbytes)))
+        self._given = [*parts, *left_out]
+        together = np.concatenate(data)
+        return parts, ray.put(together), int(together.sum(dtype=np.uint64))
+
+    def release(self) -> None:
+        for part in self._given:
+            self._pool.release(part)
+
+
+class Taker:
+    """On the second node: brings a batch over, each way in turn."""
+
+    def __init__(self, run_id: str, export: SegmentExport) -> None:
+        self._pool = _open_pool(2, run_id, 0, [export])
+        self._raw = RawNixl(export)
+        self.ways = {"ours": self._ours, "raw": self._raw.read, "ray": self._ray}
+
+    def take(self, order: list[str], batch: tuple[list[tuple[Extent, ...]], list[ray.ObjectRef], int]) -> Any:
+        """Returns (seconds by way, bytes)."""
+        parts, ref, total = batch
+        self._raw.prepare(parts)
+        took = {}
+        for way in order:
+            seconds, data = self.ways[way](parts, ref)
+            took[way] = seconds
+            found = sum(int(array.sum(dtype=np.uint64)) for array in data)
+            if found != total:
+                raise ValueError(f"{way} brought bytes whose sum is {found}, not {total}")
+        self._raw.forget()
+        return took, sum(extent.nbytes for part in parts for extent in part)
+
+    def _ours(self, parts: list[tuple[Extent, ...]], ref: list[ray.ObjectRef]) -> tuple[float, list[np.ndarray]]:
+        started = time.perf_counter()
+        data = self._pool.get_batch(parts)
+        return time.perf_counter() - started, data
+
+    def _ray(self, parts: list[tuple[Extent, ...]], ref: list[ray.ObjectRef]) -> tuple[float, list[np.ndarray]]:
+        started = time.perf_counter()
+        data = ray.get(ref[0], timeout=ANSWER_LIMIT_S)
+        return time.perf_counter() - started, [data]
+
+
+class RawNixl:
+    """NIXL by hand, reading the giver's registered memory."""
+
+    def __init__(self, export: SegmentExport) -> None:
+        from nixl_cu12 import nixl_agent, nixl_agent_config  # the benchmark's driver runs without it
+
+        assert export.network is not None
+        self._export = NetworkExport.from_bytes(export.network)
+        self._agent = nixl_agent("raw", nixl_agent_config(backends=["UCX"]))
+        self._buffer = np.zeros(SEGMENT_NBYTES, np.uint8)
+        self._agent.register_memory([(self._buffer.ctypes.data, len(self._buffer), 0, "")], "DRAM")
+        self._peer = self._agent.add_remote_agent(self._export.metadata).decode()
+
+    def prepare(self, parts: list[tuple[Extent, ...]]) -> None:
+        here, there, self._end = [], [], 0
+        for extent in (extent for part in parts for extent in part):
+            for address, nbytes in self._export.locate(SPACE.place(extent).offset, extent.nbytes):
+                here.append((self._buffer.ctypes.data + self._end, nbytes, 0))
+                there.append((address, nbytes, 0))
+                self._end += nbytes
+        descriptors = [self._agent.get_xfer_descs(runs, "DRAM") for runs in (here, there)]
+        self._handle = self._agent.initialize_xfer("READ", *descriptors, self._peer)
+
+    def read(self, parts: list[tuple[Extent, ...]], ref: list[ray.ObjectRef]) -> tuple[float, list[np.ndarray]]:
+        started = time.perf_counter()
+        state = self._agent.transfer(self._handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(self._handle)
+        took = time.perf_counter() - started
+        assert state == "DONE", state
+        return took, [self._buffer[: self._end]]
+
+    def forget(self) -> None:
+        self._handle.release()
+
+
+def _open_pool(index: int, run_id: str, nbytes: int, exports: list[SegmentExport]) -> Pool:
+    return Pool(
+        process_index=index,
+        node_id=f"host-{index // 2}",
+        run_id=run_id,
+        address_space=SPACE,
+        segment_nbytes=nbytes,
+        alignment=256,
+        knob="SEGMENT_NBYTES",
+        fetch_exports=lambda: exports,
+        processes_per_node=2,
+        network="nixl",
+    )
+
+
+def drive(rounds: int) -> Times:
+    """Run on the pair: all ways in turns, for all patterns."""
+    ray.init(log_to_driver=False)
+    here = ray.get_runtime_context().get_node_id()
+    (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    run_id = uuid.uuid4().hex[:8]
+
+    def start(actor: type, node_id: str, *arguments: Any) -> Any:
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return ray.remote(num_cpus=1, scheduling_strategy=strategy)(actor).remote(*arguments)
+
+    giver = start(Giver, here, run_id)
+    export = ray.get(giver.export.remote(), timeout=ANSWER_LIMIT_S)
+    taker = start(Taker, there, run_id, export)
+    times: Times = {}
+    for pattern, (count, nbytes) in PATTERNS.items():
+        by_way = times[pattern] = defaultdict(list)
+        for number in range(rounds + 2):
+            ways = ["ours", "raw", "ray"]
+            order = ways[number % 3 :] + ways[: number % 3]
+            parts, ref, total = ray.get(giver.put.remote(count, nbytes), timeout=ANSWER_LIMIT_S)
+            took, size = ray.get(taker.take.remote(order, (parts, [ref], total)), timeout=ANSWER_LIMIT_S)
+            ray.get(giver.release.remote(), timeout=ANSWER_LIMIT_S)
+            if number >= 2:  # the first connect and touch fresh memory
+                for way, seconds in took.items():
+                    by_way[way].append(seconds)
+                by_way["nbytes"].append(size)
+    return times
+
+
+def network_figures(rounds: int = ROUNDS) -> list[Figure]:
+    """Measure the link; no figures and a line that says why where the machine forbids namespaces."""
+    try:
+        with node_pair() as pair:
+            code, said = pair.run([sys.executable, __file__, str(rounds)], "driver", DRIVER_LIMIT_S)
+    except NoHosts as reason:
+        print(f"the link between two hosts is left out: {reason}", file=sys.stderr)
+        return []
+    if code:
+        raise subprocess.CalledProcessError(code, "benchmarks/_network.py", said)
+    return [figure for pattern, ways in json.loads(said.splitlines()[-1]).items() for figure in _figures(pattern, ways)]
+
+
+def _figures(pattern: str, ways: dict[str, list[float]]) -> list[Figure]:
+    def speed(way: str) -> list[float]:
+        return [nbytes / seconds / 1e9 for nbytes, seconds in zip(ways["nbytes"], ways[way], strict=True)]
+
+    def ratio(of: str) -> tuple[float, str]:
+        ratios = sorted(ours / theirs for ours, theirs in zip(speed("ours"), speed(of), strict=True))
+        return median(ratios), f"median of {len(ratios)} pairs, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+
+    count, _ = PATTERNS[pattern]
+    note = f"{count} extents, forced TCP over veth"
+    figures = [
+        Figure(f"network_{way}_{pattern}", median(speed(way)), "GB/s", note=note) for way in ("ours", "raw", "ray")
+    ]
+    for of, target in (("raw", RAW_TARGET), ("ray", RAY_TARGET)):
+        value, spread = ratio(of)
+        figures.append(at_least(f"network_ours_over_{of}_{pattern}", value, "x", target, spread))
+    return figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(drive(int(sys.argv[1]))))

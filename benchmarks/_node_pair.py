@@ -1,0 +1,110 @@
+"""A Ray cluster of two nodes, each on a host of its own (`_hosts.py`), with token authentication; for tests too."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from _hosts import Host, two_hosts
+
+NODE_CPUS = 2
+
+_PORT = 6379  # nobody else is on these hosts
+_OBJECT_STORE_NBYTES = 300 << 20
+_START_LIMIT_S = 120.0
+_END_LIMIT_S = 20.0
+_LOG_TAIL = 6000
+
+
+class NodePair:
+    """Two raylets, ``NODE_CPUS`` CPUs each. environment: what a process needs that talks to the cluster."""
+
+    def __init__(self, hosts: tuple[Host, Host], directory: Path) -> None:
+        self.hosts = hosts
+        self.directory = directory
+        token_file = directory / "token"
+        token_file.write_text(secrets.token_hex(32))
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environment = inherited | {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token_file),
+            "RAY_ADDRESS": f"{hosts[0].address}:{_PORT}",
+            "UCX_TLS": "tcp",  # else UCX might find that the hosts share a machine
+        }
+        self._raylets: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start both nodes and wait until they know each other."""
+        head, other = self.hosts
+        self._start(head, "--head", "--port", str(_PORT), "--include-dashboard", "false")
+        self._wait_for_nodes(1)
+        self._start(other, "--address", self.environment["RAY_ADDRESS"])
+        self._wait_for_nodes(2)
+
+    def run(self, arguments: list[str], name: str, limit_s: float) -> tuple[int, str]:
+        """Run a command on the first host; returns its exit code and the end of what it said."""
+        log = self.directory / f"{name}.log"
+        command = self.hosts[0].command(arguments)
+        with log.open("wb") as output:
+            done = subprocess.run(
+                command, env=self.environment, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s, check=False
+            )
+        return done.returncode, log.read_text(errors="replace")[-_LOG_TAIL:]
+
+    def end(self) -> None:
+        """End both nodes."""
+        for raylet in reversed(self._raylets):
+            raylet.terminate()
+        for raylet in self._raylets:
+            with suppress(subprocess.TimeoutExpired):
+                raylet.wait(_END_LIMIT_S)
+        for host in self.hosts:
+            host.end_processes()
+        for raylet in self._raylets:
+            raylet.wait()
+
+    def _start(self, host: Host, *arguments: str) -> None:
+        ray = str(Path(sys.executable).parent / "ray")
+        command = [ray, "start", "--block", "--node-ip-address", host.address, *arguments, "--disable-usage-stats"]
+        command += ["--num-cpus", str(NODE_CPUS), "--object-store-memory", str(_OBJECT_STORE_NBYTES)]
+        if "--head" in arguments:
+            command += ["--temp-dir", str(self.directory / "ray")]
+        environment = {key: value for key, value in self.environment.items() if key != "RAY_ADDRESS"}
+        with (self.directory / f"ray-{host.namespace}.log").open("wb") as output:
+            self._raylets.append(
+                subprocess.Popen(host.command(command), env=environment, stdout=output, stderr=subprocess.STDOUT)
+            )
+
+    def _wait_for_nodes(self, count: int) -> None:
+        look = f"import ray; ray.init(log_to_driver=False); assert sum(n['Alive'] for n in ray.nodes()) >= {count}"
+        deadline = time.monotonic() + _START_LIMIT_S
+        while True:
+            code, said = self.run([sys.executable, "-c", look], "look", _START_LIMIT_S)
+            if code == 0:
+                return
+            logs = "\n".join(file.read_text(errors="replace")[-_LOG_TAIL:] for file in self.directory.glob("ray-*.log"))
+            if time.monotonic() > deadline or any(raylet.poll() is not None for raylet in self._raylets):
+                raise RuntimeError(f"node {count} is not up: {said}\n{logs}")
+            time.sleep(0.5)
+
+
+@contextmanager
+def node_pair() -> Iterator[NodePair]:
+    """Two nodes that do not outlive the block. Raises NoHosts where the machine forbids namespaces."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        # A Unix socket's path has little room, so this is not to lie deep.
+        directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        pair = NodePair(hosts, directory)
+        stack.callback(pair.end)
+        pair.start()
+        yield pair

@@ -1,0 +1,110 @@
+"""Positions on their way through the directory: what feeder, encoders, rank and driver say of them, without the work.
+
+Samples are as InternVL's: an image of 448 x 448 pixels, 1024 patches, which become 256 vision tokens, and a text that
+differs in length. Messages are as the actors make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.types import (
+    TEXT_PART,
+    EncoderReport,
+    Extent,
+    FeedReport,
+    Joined,
+    Lease,
+    LeaseOrder,
+    PartReady,
+    PartSize,
+    PoolStats,
+    RankReport,
+    SampleRef,
+    SizedSample,
+    Unit,
+)
+
+VISION = "vision"
+NUM_PATCHES, VISION_TOKENS = 1024, 256
+FEATURE_NBYTES = VISION_TOKENS * 4096 * 2
+ALIGNMENT = 256
+SEGMENT_NBYTES = 1 << 36
+STATS = PoolStats(SEGMENT_NBYTES, 0, SEGMENT_NBYTES, SEGMENT_NBYTES, 0)
+
+
+def sample_of(position: int) -> SizedSample:
+    """The sample at a position."""
+    text_tokens = 24 + position * 7919 % 160
+    tokens = VISION_TOKENS + text_tokens
+    parts = (
+        PartSize(TEXT_PART, 1, 0, tokens, 8 * tokens),
+        PartSize(VISION, 1, NUM_PATCHES, VISION_TOKENS, FEATURE_NBYTES),
+    )
+    return SizedSample(SampleRef(position, 0, position, 0), tokens, VISION_TOKENS, text_tokens // 2, parts)
+
+
+def extent_of(base: int, position: int, nbytes: int) -> tuple[Extent, ...]:
+    """A place in a segment that starts at ``base``; the directory does not look whether places overlap."""
+    return (Extent(base + position % 30_000 * (2 << 20), nbytes),)
+
+
+def feed_report(unit: Unit, samples: list[SizedSample], base: int) -> FeedReport:
+    """What the feeder says of a unit."""
+    texts = tuple(
+        PartReady(sample.position, TEXT_PART, 0, extent_of(base, sample.position, sample.parts[0].nbytes))
+        for sample in samples
+    )
+    state: dict[str, int | list[int]] = {"next_position": unit.first_position + unit.num_positions}
+    return FeedReport(unit, tuple(samples), texts, sampler_state=state, stats=STATS)
+
+
+def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
+    """What an encoder says of a lease."""
+    return tuple(
+        PartReady(position, VISION, lease.epoch, extent_of(base, position, FEATURE_NBYTES)) for position in lease.needed
+    )
+
+
+def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]]) -> None:
+    """Be the feeder. samples: of unit after unit. base: of the first process's segment."""
+    joined: Joined = link.call("join", name, link.node_id)
+    base += joined.process_index * SEGMENT_NBYTES
+    report = FeedReport()
+    while not (order := link.call("feed", joined.process_index, report)).stop:
+        report = feed_report(order.unit, next(samples), base) if order.unit is not None else FeedReport()
+
+
+def encode(link: CoordinatorLink, name: str, base: int) -> None:
+    """Be an encoder."""
+    joined: Joined = link.call("join", name, link.node_id)
+    index = joined.process_index
+    base += index * SEGMENT_NBYTES
+    while True:
+        order: LeaseOrder = link.call("lease", index, VISION, SEGMENT_NBYTES)
+        if order.stop:
+            return
+        if order.lease is not None:
+            link.call("hand_in", index, EncoderReport(ready_of(order.lease, base), stats=STATS))
+
+
+def train(link: CoordinatorLink) -> None:
+    """Be the one rank of the backbone."""
+    unit = 0
+    while link.call("begin", unit):
+        plan = None
+        while plan is None:
+            plan, _ = link.call("next_plan", unit)
+        for slot in range(plan.num_slots):
+            location = None
+            while location is None:
+                location, _ = link.call("locate", unit, slot, 0)
+            assert len(location.parts) == 2 * len(plan.microbatch_positions(slot, 0)), "parts are missing"
+            link.post("release", unit, slot, 0)
+        link.flush()
+        tokens, targets = plan.num_tokens, plan.num_target_tokens
+        step, count = plan.unit.step, plan.num_samples
+        report = RankReport(unit, plan.unit.kind, step, 0, 1.0, 1.0, 0.1, count, tokens, targets, 0.0, 1.0, 0.0, 0.0)
+        link.call("finish", report, ())
+        unit += 1

@@ -1,0 +1,228 @@
+"""The soak's producer processes: a feeder and encoders that make known bytes instead of features, and keep books.
+
+Every byte is a function of its position, so that a part which is made again is the same, and whoever reads it knows
+what must be there. After each order a process compares what its pool says with its own account.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from flowtrain.errors import OutOfPoolMemory
+from flowtrain.mempool.arena import Hold
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.pool import Pool
+from flowtrain.types import (
+    TEXT_PART,
+    EncoderReport,
+    Extent,
+    FeedOrder,
+    FeedReport,
+    Lease,
+    LeaseOrder,
+    PartReady,
+    PartSize,
+    PoolStats,
+    SampleRef,
+    SizedSample,
+    Unit,
+)
+
+VISION = "vision"
+NODE = "node"
+ALIGNMENT = 256
+PATCH_NBYTES = 4096
+MAX_PATCHES = 16
+"""Of one sample, so that no image part is larger than 64 KiB."""
+_BLOCK_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A producer's place in the pool."""
+
+    run_id: str
+    space: AddressSpace
+    index: int
+    segment_nbytes: int
+
+
+def sample_of(position: int) -> SizedSample:
+    """The sample at a position: images of 256 B to 64 KiB, log-uniform, one in eight without; text up to 4 KiB."""
+    draw = random.Random(position)
+    image_nbytes = int(2 ** draw.uniform(8, 16)) if draw.random() > 1 / 8 else 0
+    patches = -(-image_nbytes // PATCH_NBYTES)
+    text_tokens = draw.randint(16, 512)
+    parts = [PartSize(TEXT_PART, 1, 0, text_tokens, 8 * text_tokens)]
+    if image_nbytes:
+        parts.append(PartSize(VISION, 1, patches, patches, image_nbytes))
+    return SizedSample(SampleRef(position, 0, position, 0), text_tokens + patches, patches, text_tokens, tuple(parts))
+
+
+def payload(position: int, part: PartSize) -> np.ndarray:
+    """The bytes of a part: a stretch of random bytes that its position chooses, with the position written over it."""
+    start = (position * 7919 + part.num_patches) % (_BLOCK_NBYTES - part.nbytes)
+    data = _random_block()[start : start + part.nbytes].copy()
+    data[:8] = np.frombuffer(position.to_bytes(8, "little"), np.uint8)
+    return data
+
+
+@cache
+def _random_block() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, _BLOCK_NBYTES, np.uint8)
+
+
+class BooksDiffer(Exception):
+    """A pool says something else of its memory than what was done with it."""
+
+
+class Books:
+    """What a process has put and not freed, counted apart from the pool's arena."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._live: dict[int, int] = {}
+        self._nbytes = 0
+
+    def put(self, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+        """Note what was put."""
+        for extent in extents:
+            nbytes = -(-extent.nbytes // ALIGNMENT) * ALIGNMENT
+            if extent.gva in self._live:
+                raise BooksDiffer(f"{extent} was given out while it was in use")
+            self._live[extent.gva] = nbytes
+            self._nbytes += nbytes
+        return extents
+
+    def release(self, extents: tuple[Extent, ...]) -> None:
+        """Free extents in the pool, too."""
+        self._pool.release(extents)
+        self._nbytes -= sum(self._live.pop(extent.gva) for extent in extents)
+
+    def balance(self) -> PoolStats:
+        """Return the pool's figures, which must be those of these books while no promise is open."""
+        stats = self._pool.stats()
+        right = (
+            stats.used_nbytes == self._nbytes
+            and stats.free_nbytes + self._nbytes == stats.bound_nbytes
+            and stats.num_extents == len(self._live)
+            and (stats.largest_free_nbytes > 0) == (stats.free_nbytes > 0)
+            and stats.largest_free_nbytes <= stats.free_nbytes
+        )
+        if not right:
+            raise BooksDiffer(f"{self._nbytes} bytes in {len(self._live)} extents are in use, the pool has {stats}")
+        return stats
+
+
+class Producer:
+    """A process that gives memory and asks the coordinator's side over a pipe."""
+
+    def __init__(self, place: Place, connection: Connection) -> None:
+        self._connection = connection
+        self._draw = random.Random(place.index)
+        self._pool = Pool(
+            process_index=place.index,
+            node_id=NODE,
+            run_id=place.run_id,
+            address_space=place.space,
+            segment_nbytes=place.segment_nbytes,
+            alignment=ALIGNMENT,
+            knob="the soak's segment",
+            fetch_exports=tuple,
+        )
+        self._books = Books(self._pool)
+        self._call("publish", self._pool.export())
+
+    def _call(self, method: str, *args: Any) -> Any:
+        self._connection.send((method, args))
+        return self._connection.recv()
+
+    def _put(self, position: int, part: PartSize, hold: Hold | None = None) -> tuple[Extent, ...]:
+        """Put a part by copy or in place; now and then give a first reservation back."""
+        data = payload(position, part)
+        if self._draw.random() < 0.5:
+            return self._books.put(self._pool.put(data, hold))
+        if self._draw.random() < 0.2:
+            self._pool.reserve(len(data), hold).abort()
+        with self._pool.reserve(len(data), hold) as room:
+            start = 0
+            for view in room.views:
+                view[:] = data[start : start + len(view)]
+                start += len(view)
+            return self._books.put(room.commit())
+
+    def _end(self) -> None:
+        self._call("ended", self._books.balance())
+        self._pool.close()
+
+
+class Encoder(Producer):
+    """Makes the image parts of what it leases."""
+
+    def run(self) -> None:
+        """Work until told to stop."""
+        while True:
+            order: LeaseOrder = self._call("lease", self._books.balance().free_nbytes)
+            self._books.release(order.released)
+            if order.stop:
+                return self._end()
+            if order.lease is not None:
+                self._encode(order.lease)
+
+    def _encode(self, lease: Lease) -> None:
+        hold = self._pool.hold(lease.nbytes)
+        ready = []
+        for position in lease.needed:
+            _, part = sample_of(position).parts
+            ready.append(PartReady(position, VISION, lease.epoch, self._put(position, part, hold)))
+        self._pool.unhold(hold)
+        self._books.release(self._call("hand_in", EncoderReport(tuple(ready), (), self._books.balance())))
+
+
+class Feeder(Producer):
+    """Sizes units and puts their text."""
+
+    def run(self) -> None:
+        """Work until told to stop."""
+        report = FeedReport()
+        while True:
+            order: FeedOrder = self._call("feed", report)
+            self._books.release(order.released)
+            if order.stop:
+                return self._end()
+            remade = tuple(self._text(sample_of(ref.position)) for ref in order.remake)
+            report = FeedReport(remade=remade)
+            if order.unit is not None:
+                report = self._size(order.unit, remade)
+
+    def _size(self, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
+        sized = tuple(sample_of(position) for position in unit.positions)
+        texts = tuple(self._text(sample) for sample in sized)
+        state: dict[str, int | list[int]] = {"next_position": unit.first_position + unit.num_positions}
+        return FeedReport(unit, sized, texts, (), state, remade, self._books.balance())
+
+    def _text(self, sample: SizedSample) -> PartReady:
+        while True:
+            try:
+                extents = self._put(sample.position, sample.parts[0])
+            except OutOfPoolMemory:
+                order: FeedOrder = self._call("released")
+                self._books.release(order.released)
+            else:
+                return PartReady(sample.position, TEXT_PART, 0, extents)
+
+
+def produce(kind: type[Encoder] | type[Feeder], place: Place, connection: Connection) -> None:
+    """A producer process, from its start to its end; what goes wrong is sent as text."""
+    try:
+        kind(place, connection).run()
+    except BaseException:
+        connection.send(("failed", (traceback.format_exc(),)))
+        raise

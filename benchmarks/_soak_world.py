@@ -1,0 +1,143 @@
+"""What the soak has beside its loop: its figures, who takes part, and the real flow with planner and directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+from _soak_producers import ALIGNMENT, MAX_PATCHES, VISION, sample_of
+
+from flowtrain.actors.agenda import Agenda
+from flowtrain.actors.flow import Flow
+from flowtrain.actors.membership import Membership
+from flowtrain.actors.order import InOrder
+from flowtrain.data.units import unit_sequence
+from flowtrain.mempool.directory import Directory
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.pool import Pool
+from flowtrain.scheduler.cost import eq3
+from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.types import TEXT_PART, MicrobatchLocation, RankReport, Unit
+
+NUM_ENCODERS, DP_SIZE, POOL_SHARE = 3, 2, 20
+MICROBATCH_TOKENS = 4096
+MAX_PROCESSES = 8192
+
+
+class WrongResult(Exception):
+    """The soak found a fault."""
+
+
+@dataclass
+class Result:
+    """What came out; sizes in bytes.
+
+    fragmentation: 1 - largest free run / free bytes, of each report with more than a tenth of the segment free.
+    """
+
+    sum_nbytes: int
+    pool_nbytes: int
+    num_consumed: int = 0
+    num_verified: int = 0
+    num_kills: int = 0
+    num_remade: int = 0
+    num_lost_reads: int = 0
+    num_balances: int = 0
+    num_split_parts: int = 0
+    most_extents: int = 0
+    num_full: int = 0
+    duration_s: float = 0.0
+    fragmentation: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Worker:
+    """A producer process as this side sees it."""
+
+    name: str
+    index: int
+    process: ForkServerProcess
+    connection: Connection
+    waiting: Callable[[], object | None] | None = None
+    ended: bool = False
+
+
+@dataclass
+class Rank:
+    """A backbone rank: where it stands in its unit, and the microbatch that it was told to read.
+
+    pool: opened anew for each unit, so that its first read of an owner has to find it.
+    """
+
+    number: int
+    pool: Pool
+    unit: int = 0
+    slot: int = 0
+    running: bool = False
+    stopped: bool = False
+    located: MicrobatchLocation | None = None
+
+
+def sums(num_samples: int) -> tuple[int, int]:
+    """Return the bytes of all images and of all text."""
+    images = texts = 0
+    for position in range(num_samples):
+        for part in sample_of(position).parts:
+            if part.name == TEXT_PART:
+                texts += part.nbytes
+            else:
+                images += part.nbytes
+    return images, texts
+
+
+def make_flow(num_samples: int, batch: int, space: AddressSpace) -> tuple[Flow, Directory]:
+    """Return the run's flow, and the directory in it."""
+    directory = Directory(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
+    planner = StepPlanner(
+        dp_size=DP_SIZE,
+        microbatch_tokens=MICROBATCH_TOKENS,
+        packing="best_fit",
+        cost=eq3(MICROBATCH_TOKENS),
+        num_buckets=2,
+        dispatch="lpt",
+        max_batch_patches={VISION: MAX_PATCHES},
+        alignment=ALIGNMENT,
+    )
+    agenda = Agenda(
+        units=unit_sequence(-(-num_samples // batch), batch, num_samples, None, None),
+        lookahead=2 * num_samples // POOL_SHARE // batch,  # more than the pool holds, so that memory is what limits
+        order=InOrder(),
+        planner=planner,
+        directory=directory,
+        flops_of=lambda samples: 0.0,
+    )
+    flow = Flow(
+        agenda=agenda,
+        sampler_state={"next_position": 0},
+        dp_size=DP_SIZE,
+        directory=directory,
+        membership=Membership(MAX_PROCESSES, MAX_PROCESSES),
+        trace_steps=0,
+    )
+    return flow, directory
+
+
+def report(unit: Unit, rank: int) -> RankReport:
+    """What a rank says after a unit."""
+    return RankReport(unit.index, unit.kind, unit.step, rank, 1.0, 1.0, 1.0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def holders(run_id: str) -> list[str]:
+    """Processes that map memory of a run."""
+    holders = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/maps") as maps:
+                if any(run_id in line for line in maps):
+                    holders.append(pid)
+        except OSError:
+            continue  # it ended while we looked
+    return holders

@@ -1,0 +1,183 @@
+"""How many positions a second the directory takes through their whole life: size, lease, ready, plan, consume.
+
+python benchmarks/directory.py [--repeats N] [--units N] [--json]
+
+In-process: the calls on the directory alone. Through its actor: the run's coordinator behind Ray, which also plans
+every step, with a feeder, two encoders, a backbone rank and a driver that say what they say in a run, message by
+message, and do no other work. Exits with 1 where a position is not consumed, or not once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import ray
+from _positions import (
+    ALIGNMENT,
+    NUM_PATCHES,
+    SEGMENT_NBYTES,
+    VISION,
+    encode,
+    feed,
+    feed_report,
+    ready_of,
+    sample_of,
+    train,
+)
+from _report import Figure, at_least, emit
+
+from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.link import RayLink
+from flowtrain.actors.make_flow import FlowSettings, make_planner, start_flow
+from flowtrain.actors.pooling import address_space
+from flowtrain.config.load import load_config
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.data.units import unit_sequence
+from flowtrain.mempool.directory import Directory
+from flowtrain.types import SizedSample, Tier, UnitDone
+
+ROOT = Path(__file__).resolve().parents[1]
+POSITIONS_PER_UNIT = 512
+IN_PROCESS_TARGET, ACTOR_TARGET = 50_000.0, 10_000.0
+WARM_UP_UNITS = 8
+OVERRIDES = (
+    f"training.global_batch_size={POSITIONS_PER_UNIT}",
+    "data.eval=null",
+    "scheduler.microbatch_tokens=16384",
+    f"encoders.vision.max_batch_patches={64 * NUM_PATCHES}",
+    "encoders.vision.segment_nbytes=1073741824",
+    "pool.text_segment_nbytes=67108864",
+)
+"""An encode batch of 64 images; a microbatch of 16384 tokens, which are some 45 samples."""
+
+
+def samples_of(num_units: int) -> list[list[SizedSample]]:
+    """The samples of each unit."""
+    return [[sample_of(unit * POSITIONS_PER_UNIT + k) for k in range(POSITIONS_PER_UNIT)] for unit in range(num_units)]
+
+
+def in_process_rate(prepared: Prepared, num_units: int) -> float:
+    """Positions a second through a directory in this process, without what others do: their messages and plans."""
+    space = address_space(prepared.config.pool)
+    directory = Directory(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
+    planner = make_planner(prepared.config, 1, prepared.cost)
+    bases = [space.gva(Tier.DRAM, owner, 0) for owner in (0, 1)]
+    taken_s, num_consumed = 0.0, 0
+    units = unit_sequence(num_units, POSITIONS_PER_UNIT, None, None, 0)
+    for unit, samples in zip(units, samples_of(num_units), strict=True):
+        report, plan = feed_report(unit, samples, bases[0]), planner.plan(unit, samples)
+        started = time.perf_counter()
+        for sample, text in zip(report.sized, report.texts, strict=True):
+            directory.add_sized(sample, 0, text)
+        directory.add_plan(plan)
+        while (lease := directory.lease(1, VISION, SEGMENT_NBYTES)) is not None:
+            paused = time.perf_counter()
+            parts = ready_of(lease, bases[1])
+            started += time.perf_counter() - paused
+            for part in parts:
+                directory.ready(1, part)
+        for slot in range(plan.num_slots):
+            assert directory.locate(unit.index, slot, 0) is not None, "a microbatch is not ready"
+            directory.release(unit.index, slot, 0)
+        num_consumed += len(directory.consume(unit.index))
+        directory.take_released(0)
+        directory.take_released(1)
+        taken_s += time.perf_counter() - started
+    if num_consumed != num_units * POSITIONS_PER_UNIT:
+        sys.exit(f"{num_consumed} of {num_units * POSITIONS_PER_UNIT} positions were consumed")
+    return num_consumed / taken_s
+
+
+class MeasuredCoordinator(Coordinator):
+    """Says what processor time its process has taken."""
+
+    async def cpu_s(self) -> float:
+        return time.process_time()
+
+
+def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
+    """Through the coordinator as a Ray actor, once the pipeline is full.
+
+    Returns positions a second, and those for each second of processor time that the coordinator takes for them.
+    """
+    settings = FlowSettings(
+        config=prepared.config,
+        model_spec=prepared.model_spec,
+        dp_size=1,
+        num_steps=num_units,
+        total_positions=None,
+        eval_every=None,
+        num_eval=0,
+        start_step=0,
+        sampler_state={"next_position": 0},
+        cost=prepared.cost,
+        num_rejected=0,
+        num_seen=0,
+    )
+    coordinator = ray.remote(num_cpus=0)(MeasuredCoordinator).remote(partial(start_flow, settings))
+    base = address_space(prepared.config.pool).gva(Tier.DRAM, 0, 0)
+    samples = iter(samples_of(num_units))
+    cpu_s = -ray.get(coordinator.cpu_s.remote(), timeout=60)
+    with ThreadPoolExecutor(4) as actors:
+        running = [actors.submit(feed, RayLink(coordinator), "feeder-0", base, samples)]
+        running += [actors.submit(encode, RayLink(coordinator), f"encoder-{n}", base) for n in range(2)]
+        running.append(actors.submit(train, RayLink(coordinator)))
+        finished_s = list(_finished(RayLink(coordinator), num_units))
+        for actor in running:
+            actor.result(timeout=60)
+    cpu_s += ray.get(coordinator.cpu_s.remote(), timeout=60)
+    ray.kill(coordinator)
+    rate = POSITIONS_PER_UNIT * (num_units - WARM_UP_UNITS) / (finished_s[-1] - finished_s[WARM_UP_UNITS - 1])
+    return rate, POSITIONS_PER_UNIT * num_units / cpu_s
+
+
+def _finished(link: RayLink, num_units: int) -> Iterator[float]:
+    """When each unit was done, as the driver hears of it."""
+    expected = 0
+    while expected < num_units * POSITIONS_PER_UNIT:
+        for event in link.call("events"):
+            if not isinstance(event, UnitDone):
+                continue
+            positions = [row.position for row in event.ledger]
+            if positions != list(range(expected, expected + POSITIONS_PER_UNIT)):
+                sys.exit(f"unit {event.unit.index} consumed other positions than its own")
+            expected += POSITIONS_PER_UNIT
+            yield time.perf_counter()
+
+
+def rate_figure(name: str, rates: list[float], target: float) -> Figure:
+    load = f"load average {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
+    return at_least(name, median(rates), "positions/s", target, f"{min(rates):.0f} to {max(rates):.0f}; {load}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--units", type=int, default=48)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    overrides = [*OVERRIDES, f"training.max_steps={args.units}"]
+    prepared = prepare(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
+    in_process_rate(prepared, 2)
+    rates = [in_process_rate(prepared, args.units) for _ in range(args.repeats)]
+    figures = [rate_figure("in_process", rates, IN_PROCESS_TARGET)]
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    pairs = [actor_rate(prepared, args.units) for _ in range(args.repeats)]
+    figures.append(rate_figure("through_actor", [rate for rate, _ in pairs], ACTOR_TARGET))
+    per_cpu = [rate for _, rate in pairs]
+    note = f"{min(per_cpu):.0f} to {max(per_cpu):.0f}; what it does with a core of its own"
+    figures.append(Figure("through_actor_per_cpu_second", median(per_cpu), "positions/s", note=note))
+    ray.shutdown()
+    emit("directory", figures, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What a cluster has for a run: nodes, memory, transports as measured, and whether the run's pool fits."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from flowtrain.allocator.plan import Plan, fixed_plan, requirements
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import cluster, crew
+from flowtrain.controller.prepare import Prepared, check_memory, prepare
+from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.host import HostMemory, host_memory
+from flowtrain.mempool.probe import SEGMENT_NBYTES, Link, Probe, slow_links
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.types import Tier
+
+DOCTOR_SCHEMA = 1
+_ACCELERATOR = "accelerator_type:"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node. num_cpus, num_devices, ray_memory_nbytes: as Ray counts them; devices: their names.
+
+    tiers: of the pool that this version has there.
+    """
+
+    name: str
+    node_id: str
+    num_cpus: float
+    num_devices: float
+    devices: tuple[str, ...]
+    ray_memory_nbytes: int
+    memory: HostMemory
+    tiers: tuple[Tier, ...] = (Tier.DRAM,)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that the run needs of the cluster, and whether it is there."""
+
+    name: str
+    fits: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What was found. pool_nbytes: of all segments of the run."""
+
+    run: str
+    pool_nbytes: int
+    nodes: tuple[NodeReport, ...]
+    links: tuple[Link, ...]
+    checks: tuple[Check, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can have its pool here."""
+        return all(check.fits for check in self.checks)
+
+    def as_record(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return {"schema": DOCTOR_SCHEMA, "fits": self.fits, **asdict(self)}
+
+
+class NodeProbe(Probe):
+    """A probe that also says what its node is; runs as an actor without resources of its own."""
+
+    def describe(self) -> tuple[str, HostMemory]:
+        """Return the host's name and memory."""
+        return socket.gethostname(), host_memory()
+
+
+def examine(config: RunConfig) -> DoctorReport:
+    """Look at the cluster that the run would use; starts a local one where ``RAY_ADDRESS`` names none.
+
+    Raises ConfigError or DataError where the run could not work on any cluster, ResourceError where there is none.
+    """
+    prepared = prepare(config, check_pool=False)
+    with cluster.connected(config):
+        found = [node for node in ray.nodes() if node["Alive"]]
+        with _probes(found, config.limits.start_timeout_s) as probes:
+            nodes = _describe(found, probes, config.limits.start_timeout_s)
+            links = _measure(nodes, probes, config.limits.start_timeout_s)
+        return judge(prepared, nodes, links)
+
+
+def judge(prepared: Prepared, nodes: Sequence[NodeReport], links: Sequence[Link]) -> DoctorReport:
+    """Hold what was found against what the run needs, with Ray's counts of the cluster as they are now."""
+    config = prepared.config
+    plan = fixed_plan(config, use_devices=any(node.num_devices for node in nodes))
+    segments = [post.plan.segment_nbytes for post in crew.posts_of(plan)]
+    resources, may_spread = _resources(config, plan)
+    checks = (_step(prepared), resources, _node_memory(nodes, segments, may_spread))
+    warnings = (*slow_links(links), *_locked_memory(nodes, max(segments)))
+    return DoctorReport(config.name, sum(segments), tuple(nodes), tuple(links), checks, warnings)
+
+
+def _step(prepared: Prepared) -> Check:
+    name, config = "a step fits the pool", prepared.config
+    try:
+        check_memory(config, family_from_config(config), prepared.num_eval)
+    except ConfigError as error:
+        return Check(name, False, str(error))
+    return Check(name, True, f"a worst-case step of {config.training.global_batch_size} samples fits its segments")
+
+
+def _resources(config: RunConfig, plan: Plan) -> tuple[Check, bool]:
+    """Check what Ray counts; returns also whether the actors may lie on several nodes."""
+    name, needs = "the cluster has the resources", requirements(plan)
+    bundles = [post.bundle for post in crew.posts_of(plan) if post.bundle]
+    try:
+        strategy = cluster.check_resources(bundles, needs.pool_nbytes, config.pool.network)
+    except ResourceError as error:
+        return Check(name, False, str(error)), False
+    detail = f"{needs.num_actors} actors with {needs.num_cpus:g} CPUs and {needs.num_devices:g} devices"
+    return Check(name, True, detail), strategy != "STRICT_PACK"
+
+
+def _node_memory(nodes: Sequence[NodeReport], segments: Sequence[int], may_spread: bool) -> Check:
+    """Whether the segments find room: all on one node, or each on some where the network joins them."""
+    available = [node.memory.available_nbytes for node in nodes]
+    most, pool_nbytes = max(available), sum(segments)
+    if may_spread:
+        fits = pool_nbytes <= sum(available) and max(segments) <= most
+        room = f"{len(nodes)} nodes have {sum(available)} bytes available, {most} of them on one"
+    else:
+        fits = pool_nbytes <= most
+        room = f"node {nodes[available.index(most)].name} has {most} bytes available"
+    return Check("there is memory for it", fits, f"segments of {pool_nbytes} bytes in all; {room}")
+
+
+def _locked_memory(nodes: Sequence[NodeReport], segment_nbytes: int) -> Iterator[str]:
+    """Where segments are page-locked or registered for RDMA, the limit on locked memory must allow it."""
+    for node in nodes:
+        limit = node.memory.memlock_nbytes
+        if node.num_devices and limit is not None and limit < segment_nbytes:
+            yield (
+                f"node {node.name} lets a process lock {limit} bytes (ulimit -l), a segment has {segment_nbytes}: "
+                "raise memlock in /etc/security/limits.conf, or RDMA and copies to the devices fail or are slow"
+            )
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+Pair = tuple[ActorHandle, ActorHandle]
+
+
+@contextmanager
+def _probes(nodes: Sequence[dict[str, Any]], timeout_s: float) -> Iterator[list[Pair]]:
+    """Two probes on each node. Raises ResourceError where one does not start in time."""
+    run_id = f"doctor-{secrets.token_hex(4)}"
+    space = AddressSpace(num_processes=2 * len(nodes), segment_nbytes=SEGMENT_NBYTES)
+    remote: Any = ray.remote(NodeProbe)
+    actors: list[ActorHandle] = []
+    try:
+        for index in range(2 * len(nodes)):
+            node_id = nodes[index // 2]["NodeID"]
+            where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            actors.append(remote.options(num_cpus=0, scheduling_strategy=where).remote(run_id, index, node_id, space))
+        yield list(zip(actors[::2], actors[1::2], strict=True))
+    finally:
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+
+def _describe(nodes: Sequence[dict[str, Any]], probes: Sequence[Pair], timeout_s: float) -> tuple[NodeReport, ...]:
+    answers = _answers([first.describe.remote() for first, _ in probes], timeout_s)
+    names = [name for name, _ in answers]
+    reports = []
+    for node, (name, memory) in zip(nodes, answers, strict=True):
+        resources = node["Resources"]
+        reports.append(
+            NodeReport(
+                name=name if names.count(name) == 1 else f"{name}-{node['NodeID'][:6]}",
+                node_id=node["NodeID"],
+                num_cpus=resources.get("CPU", 0.0),
+                num_devices=resources.get("GPU", 0.0),
+                devices=tuple(key.removeprefix(_ACCELERATOR) for key in resources if key.startswith(_ACCELERATOR)),
+                ray_memory_nbytes=int(resources.get("memory", 0.0)),
+                memory=memory,
+            )
+        )
+    return tuple(reports)
+
+
+def _measure(nodes: Sequence[NodeReport], probes: Sequence[Pair], timeout_s: float) -> tuple[Link, ...]:
+    """Measure one link after the other: on each node, and from each to the next in a ring."""
+    names = {node.node_id: node.name for node in nodes}
+    links: list[Link] = []
+    for number, (owner, reader) in enumerate(probes):
+        neighbour = probes[(number + 1) % len(probes)][1]
+        pairs = [(reader, reader), (owner, reader), *([(owner, neighbour)] if len(probes) > 1 else [])]
+        for source, destination in pairs:
+            (export,) = _answers([source.export.remote()], timeout_s)
+            (measured,) = _answers([destination.measure.remote(export)], timeout_s)
+            links += [replace(x, source=names[x.source], destination=names[x.destination]) for x in measured]
+    return tuple(links)
+
+
+def _answers(calls: list[ray.ObjectRef[Any]], timeout_s: float) -> list[Any]:
+    """Wait for probes. Raises ResourceError where one does not answer."""
+    try:
+        return ray.get(calls, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise ResourceError(
+            f"a probe did not answer within limits.start_timeout_s ({timeout_s:g} s); a node may hang, or have no room "
+            "for a worker process"
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, FlowTrainError):
+            raise error.cause from error
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise ResourceError(f"a probe could not run on its node: {error}") from error

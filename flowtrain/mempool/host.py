@@ -1,0 +1,54 @@
+"""What this machine lets a process have of its memory; read from the kernel, nothing is tried out but small."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # version 2
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # version 1
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes that a host has and may use now.
+
+    total_nbytes: of the machine. available_nbytes: that new segments can take, without swapping and within the control
+    group's limit. cgroup_nbytes, memlock_nbytes: limits of the control group and on locked memory; None: unlimited.
+    """
+
+    total_nbytes: int
+    available_nbytes: int
+    cgroup_nbytes: int | None
+    memlock_nbytes: int | None
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return what this host has; ``root`` stands in for ``/`` in tests."""
+    total, available = _meminfo(root / "proc/meminfo")
+    limit, used = _cgroup(root)
+    if limit is not None and limit < total:
+        available = min(available, max(0, limit - used))
+    else:
+        limit = None  # version 1 says "unlimited" by a number larger than any machine
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return HostMemory(total, available, limit, None if memlock == resource.RLIM_INFINITY else memlock)
+
+
+def _meminfo(path: Path) -> tuple[int, int]:
+    fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return tuple(int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+
+
+def _cgroup(root: Path) -> tuple[int | None, int]:
+    """Return (limit or None, bytes used) of this process's control group."""
+    for limit, used in _CGROUPS:
+        files = [root / os.path.relpath(name, "/") for name in (limit, used)]
+        if all(file.is_file() for file in files):
+            most, now = (file.read_text().strip() for file in files)
+            return (None if most == "max" else int(most)), int(now)
+    return None, 0

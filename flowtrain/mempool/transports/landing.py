@@ -1,0 +1,60 @@
+"""Buffers that network reads land in: registered once, handed out as views, taken back when the views are gone."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from flowtrain.mempool.tiers import virtual_memory
+
+_SMALLEST_NBYTES = 1 << 20
+
+
+class LandingBuffer:
+    """Registered memory of the process. ``address`` and ``nbytes`` say where."""
+
+    def __init__(self, nbytes: int) -> None:
+        # A page more, so that the bytes can start at a page, as those of a segment do.
+        self._memory = np.empty(nbytes + virtual_memory.PAGE_NBYTES, np.uint8)
+        self.address = -(-self._memory.ctypes.data // virtual_memory.PAGE_NBYTES) * virtual_memory.PAGE_NBYTES
+        self.nbytes = nbytes
+
+    def bytes_at(self, start: int, nbytes: int) -> bytes:
+        """Return a copy of some bytes."""
+        offset = self.address - self._memory.ctypes.data + start
+        return self._memory[offset : offset + nbytes].tobytes()
+
+
+class LandingBuffers:
+    """All landing buffers of one transport; the caller serialises ``take``.
+
+    register: makes a new buffer known to the network; called once a buffer, since registering is slow. Sizes are powers
+    of two, so that reads of similar sizes share one buffer and all sizes together need less than twice the largest.
+    """
+
+    def __init__(self, register: Callable[[LandingBuffer], None]) -> None:
+        self._register = register
+        # Views die in any thread at any moment, and appending to a deque needs no lock.
+        self._idle: defaultdict[int, deque[LandingBuffer]] = defaultdict(deque)
+
+    def take(self, nbytes: int) -> LandingBuffer:
+        """Return a buffer of at least ``nbytes`` that nobody reads."""
+        size = max(_SMALLEST_NBYTES, 1 << (nbytes - 1).bit_length())
+        idle = self._idle[size]
+        if idle:
+            return idle.popleft()
+        buffer = LandingBuffer(size)
+        self._register(buffer)
+        return buffer
+
+    def give_back(self, buffer: LandingBuffer) -> None:
+        """Let a buffer be taken again that nobody reads and no transfer writes."""
+        self._idle[buffer.nbytes].append(buffer)
+
+    def hand_over(self, buffer: LandingBuffer) -> np.ndarray:
+        """Return the buffer's bytes, uint8, read-only; it comes back when the array and every view of it are gone."""
+        return virtual_memory.array_at(
+            buffer.address, buffer.nbytes, writable=False, on_release=lambda *_: self.give_back(buffer)
+        )

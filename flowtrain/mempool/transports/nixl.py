@@ -1,0 +1,256 @@
+"""Reads from other nodes by NIXL: one-sided, and one transfer an owner for all extents of a batch (FlowTrain 3.2)."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from flowtrain.errors import OwnerLostError, PoolError
+from flowtrain.mempool.page_table import Mapping, SegmentKey
+from flowtrain.mempool.transports.base import Transport
+from flowtrain.mempool.transports.landing import LandingBuffer, LandingBuffers
+from flowtrain.mempool.transports.nixl_agent import Agent, Descriptor, TransferError
+from flowtrain.mempool.transports.nixl_batch import Batch, Peer, Share, key_of, lay_out
+from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport, Piece
+from flowtrain.types import SegmentExport
+
+_SPIN_S = 200e-6
+_POLL_S = 50e-6
+
+
+class NixlTransport(Transport):
+    """DRAM of other nodes, read into registered buffers of this process; what it returns are views of these.
+
+    name: of this process on the network, unique. timeout_s: what one batch may take. Thread-safe: NIXL's agent is not,
+    so one thread at a time enters it; threads wait for their transfers outside. Raises ResourceError without NIXL.
+    """
+
+    name: ClassVar[str] = "nixl"
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._agent = agent = Agent(f"{name}-{secrets.token_hex(4)}")
+        # At the latest before the interpreter frees the memory that the agent still serves.
+        self._closer = weakref.finalize(self, agent.close)
+        self._stamp = np.frombuffer(secrets.token_bytes(STAMP_NBYTES), np.uint8).copy()
+        agent.register(self._stamp.ctypes.data, STAMP_NBYTES, self._stamp)
+        self._pieces: list[Piece] = []
+        self._offer = b""
+        self._peers: dict[SegmentKey, Peer] = {}
+        self._landing = LandingBuffers(lambda buffer: agent.register(buffer.address, buffer.nbytes, buffer))
+        self._under_way: list[Batch] = []
+        self._abandoned: list[Batch] = []
+
+    # --- giving -------------------------------------------------------------------------------------------------
+
+    def offer(self, array: np.ndarray) -> bytes:
+        """Register the own segment, or what it grew by; returns ``SegmentExport.network``.
+
+        array: all its bytes, uint8; a longer one at each growth, whose first bytes are the same memory.
+        """
+        with self._lock:
+            self._check_open()
+            known = sum(piece.nbytes for piece in self._pieces)
+            if len(array) > known:
+                piece = Piece(array.ctypes.data + known, len(array) - known)
+                self._agent.register(piece.address, piece.nbytes, array)
+                self._pieces.append(piece)
+                stamp_address = self._stamp.ctypes.data
+                memory = [(piece.address, piece.nbytes) for piece in self._pieces]
+                metadata = self._agent.metadata([(stamp_address, STAMP_NBYTES), *memory])
+                export = NetworkExport(self._stamp.tobytes(), stamp_address, tuple(self._pieces), metadata)
+                self._offer = export.to_bytes()
+            return self._offer
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def view(self, source: Mapping) -> np.ndarray:
+        """Return a peer's bytes as ``read`` does."""
+        return self.read((source,))[0]
+
+    def read(self, sources: Sequence[Mapping]) -> list[np.ndarray]:
+        """Read all sources, by one transfer from each owner, all under way at once.
+
+        Returns read-only views of a buffer that is used again when the last of them is gone. Raises OwnerLostError if
+        an owner is gone, does not answer in time, or is not the process that published the segment.
+        """
+        if not sources:
+            return []
+        shares, nbytes = lay_out(sources)
+        batch = self._begin(shares, nbytes)
+        try:
+            self._wait(batch)
+            self._check_stamps(batch)
+        except BaseException:
+            self._end(batch, abandon=True)
+            raise
+        self._end(batch, abandon=False)
+        data = self._landing.hand_over(batch.buffer)
+        starts = [shares[key_of(source.export)].start_of(source.offset) for source in sources]
+        return [data[start : start + source.nbytes] for start, source in zip(starts, sources, strict=True)]
+
+    def drop(self, segment: SegmentKey) -> None:
+        """Disconnect from an owner that is gone."""
+        with self._lock:
+            self._forget(segment)
+
+    def close(self) -> None:
+        """Leave the network. Views stay valid."""
+        with self._lock:
+            if not self._closer.alive:
+                return
+            for batch in [*self._under_way, *self._abandoned]:
+                for share in batch.shares.values():
+                    self._release(share)
+            for segment in list(self._peers):
+                self._forget(segment)
+            self._closer()
+
+    # --- one batch ----------------------------------------------------------------------------------------------
+
+    def _begin(self, shares: dict[SegmentKey, Share], nbytes: int) -> Batch:
+        with self._lock:
+            self._check_open()
+            self._reap()
+            batch = Batch(self._landing.take(nbytes))
+            try:
+                for key, share in shares.items():
+                    batch.shares[key] = share
+                    self._post(batch.buffer, share)
+            except BaseException:
+                self._abandoned.append(batch)
+                raise
+            self._under_way.append(batch)
+        return batch
+
+    def _end(self, batch: Batch, *, abandon: bool) -> None:
+        with self._lock:
+            self._under_way.remove(batch)
+            if abandon:
+                self._abandoned.append(batch)
+
+    def _post(self, buffer: LandingBuffer, share: Share) -> None:
+        """Start one owner's transfer. Raises OwnerLostError."""
+        try:
+            share.peer = peer = self._connect(share.segment)
+            here: list[Descriptor] = [(buffer.address + share.stamp_start, STAMP_NBYTES)]
+            there: list[Descriptor] = [(peer.export.stamp_address, STAMP_NBYTES)]
+            for run, start in zip(share.runs, share.starts, strict=True):
+                landed = buffer.address + start
+                for address, nbytes in peer.export.locate(run.offset, run.nbytes):
+                    here.append((landed, nbytes))
+                    there.append((address, nbytes))
+                    landed += nbytes
+            share.handle = self._agent.read(peer.name, here, there)
+        except TransferError as error:
+            raise self._lost(share, f"{error}") from error
+
+    def _connect(self, segment: SegmentExport) -> Peer:
+        peer = self._peers.get(key_of(segment))
+        if segment.network is None:
+            raise PoolError(
+                f"process {segment.process_index} on node {segment.node_id} offers no segment on the network; all "
+                "processes of a run that spans nodes need pool.network: nixl"
+            )
+        if peer is None or peer.wire != segment.network:
+            export = NetworkExport.from_bytes(segment.network)
+            peer = Peer(self._agent.connect(export.metadata), export, segment.network)
+            self._peers[key_of(segment)] = peer
+        return peer
+
+    def _wait(self, batch: Batch) -> None:
+        """Wait for all transfers. Raises OwnerLostError for the first that breaks off, or at the limit."""
+        started = time.monotonic()
+        waiting = list(batch.shares.values())
+        while True:
+            with self._lock:
+                self._check_open()
+                waiting = [share for share in waiting if not self._is_done(share)]
+            if not waiting:
+                return
+            waited_s = time.monotonic() - started
+            if waited_s >= self._timeout_s:
+                nbytes = sum(run.nbytes for share in waiting for run in share.runs)
+                raise OwnerLostError(
+                    f"{', '.join(_describe(share.segment) for share in waiting)}: {nbytes} bytes did not arrive over "
+                    f"the network within pool.transfer_timeout_s ({self._timeout_s:g} s); the process hangs, its "
+                    "node is gone, or the link is slower than that"
+                )
+            time.sleep(_POLL_S if waited_s > _SPIN_S else 0)
+
+    def _is_done(self, share: Share) -> bool:
+        try:
+            done = self._agent.is_done(share.handle)
+        except TransferError as error:
+            raise self._lost(share, str(error)) from error
+        if done:
+            self._release(share)
+        return done
+
+    def _check_stamps(self, batch: Batch) -> None:
+        for key, share in batch.shares.items():
+            assert share.peer is not None
+            if batch.buffer.bytes_at(share.stamp_start, STAMP_NBYTES) != share.peer.export.stamp:
+                with self._lock:
+                    self._forget(key)
+                raise OwnerLostError(
+                    f"{_describe(share.segment)} is gone: another process answers at its network address; ask the "
+                    "directory again by position"
+                )
+
+    def _lost(self, share: Share, reason: str) -> OwnerLostError:
+        """Disconnect from an owner whose transfer failed; returns the error to raise."""
+        self._release(share)
+        self._forget(key_of(share.segment))
+        return OwnerLostError(
+            f"{_describe(share.segment)} does not answer on the network ({reason}): it is gone, or no link leads "
+            "there; ask the directory again by position"
+        )
+
+    def _forget(self, segment: SegmentKey) -> None:
+        peer = self._peers.pop(segment, None)
+        if peer is not None:
+            self._agent.disconnect(peer.name)
+
+    def _reap(self) -> None:
+        """Take back the buffers of batches that failed, each once nothing can be written into it any more."""
+        left = []
+        for batch in self._abandoned:
+            for share in batch.shares.values():
+                self._settle(share)
+            if all(share.handle is None for share in batch.shares.values()):
+                self._landing.give_back(batch.buffer)
+            else:
+                left.append(batch)
+        self._abandoned = left
+
+    def _settle(self, share: Share) -> None:
+        """Release the transfer of an abandoned share, if it came to an end."""
+        if share.handle is None:
+            return
+        try:
+            done = self._agent.is_done(share.handle)
+        except TransferError:
+            done = True
+        if done:
+            self._release(share)
+
+    def _release(self, share: Share) -> None:
+        if share.handle is not None:
+            self._agent.release(share.handle)
+            share.handle = None
+
+    def _check_open(self) -> None:
+        if not self._closer.alive:
+            raise PoolError("this transport is closed")
+
+
+def _describe(export: SegmentExport) -> str:
+    return f"the segment of process {export.process_index} (pid {export.pid} on node {export.node_id})"

@@ -1,0 +1,87 @@
+"""What a process publishes so that others read its segment over the network: the bytes of ``SegmentExport.network``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from flowtrain.errors import AddressError, PoolError
+
+STAMP_NBYTES = 16
+
+_HEADER = struct.Struct(f"<4s{STAMP_NBYTES}sQI")
+_PIECE = struct.Struct("<QQ")
+_MAGIC = b"ftn1"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Registered memory: ``nbytes`` bytes of the segment that lie at ``address`` in the owner."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkExport:
+    """A segment as its owner registered it.
+
+    stamp: random bytes that this process alone has, at ``stamp_address``; read along with every transfer, they tell it
+    from another one that came to listen at its address. pieces: the segment from its start, one a growth. metadata:
+    NIXL's own.
+    """
+
+    stamp: bytes
+    stamp_address: int
+    pieces: tuple[Piece, ...]
+    metadata: bytes
+
+    def to_bytes(self) -> bytes:
+        """Return the wire form."""
+        header = _HEADER.pack(_MAGIC, self.stamp, self.stamp_address, len(self.pieces))
+        return header + b"".join(_PIECE.pack(piece.address, piece.nbytes) for piece in self.pieces) + self.metadata
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> NetworkExport:
+        """Read the wire form. Raises PoolError for bytes that are none."""
+        if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+            raise PoolError(f"{len(data)} bytes that start with {data[:4]!r} are no network export of this version")
+        _, stamp, stamp_address, count = _HEADER.unpack_from(data)
+        end = _HEADER.size + count * _PIECE.size
+        pieces = tuple(Piece(*fields) for fields in _PIECE.iter_unpack(data[_HEADER.size : end]))
+        return cls(stamp, stamp_address, pieces, data[end:])
+
+    def locate(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Yield (address in the owner, nbytes) of a run of the segment: one pair a piece. Raises AddressError."""
+        start, end = 0, offset + nbytes
+        for piece in self.pieces:
+            low, high = max(offset, start), min(end, start + piece.nbytes)
+            if low < high:
+                yield piece.address + low - start, high - low
+            start += piece.nbytes
+        if end > start:
+            raise AddressError(f"bytes up to offset {end} were asked of a segment with {start} bytes on the network")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a segment that are read together: ``[offset, offset + nbytes)``."""
+
+    offset: int
+    nbytes: int
+
+
+def join_runs(runs: list[Run], largest_gap_nbytes: int) -> list[Run]:
+    """Join runs that overlap or lie at most so many bytes apart; ascending, none left that could be joined."""
+    joined: list[Run] = []
+    for run in sorted(runs, key=lambda run: run.offset):
+        last = joined[-1] if joined else None
+        if last is not None and run.offset - (last.offset + last.nbytes) <= largest_gap_nbytes:
+            end = max(last.offset + last.nbytes, run.offset + run.nbytes)
+            joined[-1] = Run(last.offset, end - last.offset)
+        else:
+            joined.append(run)
+    assert all(a.offset + a.nbytes + largest_gap_nbytes < b.offset for a, b in pairwise(joined))
+    return joined

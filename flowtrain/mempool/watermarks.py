@@ -1,0 +1,60 @@
+"""Which tier a new part goes to, by high and low watermarks (FlowTrain 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowtrain.errors import ConfigError
+from flowtrain.types import Tier
+
+
+class Occupied(Protocol):
+    """How full a process's segment of one tier is, in bytes; an ``Arena`` is one."""
+
+    @property
+    def bound_nbytes(self) -> int:
+        """What there is."""
+
+    @property
+    def available_nbytes(self) -> int:
+        """What is neither used nor promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of a segment in use: above ``high`` it takes nothing more until it is below ``low``.
+
+    Raises ConfigError unless 0 < low <= high <= 1.
+    """
+
+    low: float = 0.75
+    high: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high <= 1:
+            raise ConfigError(f"watermarks: low ({self.low:g}) and high ({self.high:g}) must be 0 < low <= high <= 1")
+
+
+class TierPolicy:
+    """HBM first; above its high watermark DRAM, until HBM is below its low one. Not thread-safe: the pool locks.
+
+    It never drops: where the chosen tier has no room its arena says so, and the producer waits.
+    """
+
+    def __init__(self, watermarks: Watermarks | None = None) -> None:
+        self._watermarks = watermarks or Watermarks()
+        self._overflows = False
+
+    def choose(self, nbytes: int, segments: Mapping[Tier, Occupied]) -> Tier:
+        """Return the tier for ``nbytes``, aligned. segments: the process's own; without one of HBM it is DRAM."""
+        hbm = segments.get(Tier.HBM)
+        if hbm is None:
+            return Tier.DRAM
+        used_nbytes = hbm.bound_nbytes - hbm.available_nbytes
+        if self._overflows:
+            self._overflows = used_nbytes >= self._watermarks.low * hbm.bound_nbytes
+        else:
+            self._overflows = used_nbytes > self._watermarks.high * hbm.bound_nbytes
+        return Tier.DRAM if self._overflows or nbytes > hbm.available_nbytes else Tier.HBM

@@ -74,7 +74,8 @@ class Agenda:
     def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> Planned | None:
         """Take in the upcoming unit with its samples that are not rejected; plan it if its turn is now."""
         started = time.time()
-        assert self._upcoming.popleft() == unit
+        upcoming = self._upcoming.popleft()
+        assert unit == upcoming, f"unit {unit} was reported, not {upcoming}"
         self._order.add(unit, samples, sampler_state)
         if unit.index < self._current:
             return None  # a leftover: its positions run in the steps to come

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowtrain.actors.order import Order, SamplerState
 from flowtrain.mempool.directory import Directory
@@ -117,8 +117,6 @@ class Agenda:
             return None
         unit, samples = chosen
         plan = self._planner.plan(unit, samples)
-        if unit.chosen:
-            plan = replace(plan, encode_batches=())  # its parts were put in line when they were sized
         finished = time.time()
         self._directory.add_plan(plan)
         planned = self._planned[unit.index] = Planned(plan, started, finished, self._flops_of(list(samples)))

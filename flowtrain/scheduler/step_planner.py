@@ -76,7 +76,8 @@ class StepPlanner:
         """Plan one unit from its samples, rejected ones left out; the order in which they are given does not matter.
 
         Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches follow the
-        slots; a unit that was chosen from what is ready has none. Raises ConfigError for a sample that is longer than a microbatch.
+        slots; a unit that was chosen from what is ready has none. Raises ConfigError for a sample that is longer than a
+        microbatch.
         """
         sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
         self._check(unit, sizes)

@@ -15,6 +15,7 @@ import pytest
 import typer.main
 from PIL import Image
 
+import flowtrain
 from flowtrain.cli.app import app
 from flowtrain.config.data import SourceConfig
 from flowtrain.config.flow import LimitsConfig
@@ -179,6 +180,16 @@ def test_tables_name_what_there_is() -> None:
     assert limits == LimitsConfig().model_dump()
     reasons = {code(row[0])[0] for row in table_rows(data, "What is rejected")}
     assert reasons == {reason.value for reason in RejectReason}
+
+
+def test_the_table_of_packs_json_names_what_it_prints(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("num_image_tiles,num_tokens\n" + "1,20\n" * 8)
+    record = flowtrain.pack(file, ["training.global_batch_size=8"]).as_record()
+    documented = [name for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])]
+    assert sorted(documented) == sorted([*record, *record["methods"][0]])
+    cells = {name: code(row[1]) for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])}
+    assert set(record["settings"]) <= set(cells["settings"]) and set(record["steps"][0]) <= set(cells["steps"])
 
 
 def test_gauges_are_the_ones_that_are_set() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flowtrain.actors.order import Order, SamplerState
 from flowtrain.mempool.directory import Directory
@@ -74,7 +74,8 @@ class Agenda:
     def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> Planned | None:
         """Take in the upcoming unit with its samples that are not rejected; plan it if its turn is now."""
         started = time.time()
-        assert self._upcoming.popleft() == unit
+        upcoming = self._upcoming.popleft()
+        assert unit == upcoming, f"unit {unit} was reported, not {upcoming}"
         self._order.add(unit, samples, sampler_state)
         if unit.index < self._current:
             return None  # a leftover: its positions run in the steps to come
@@ -116,8 +117,6 @@ class Agenda:
             return None
         unit, samples = chosen
         plan = self._planner.plan(unit, samples)
-        if unit.chosen:
-            plan = replace(plan, encode_batches=())  # its parts were put in line when they were sized
         finished = time.time()
         self._directory.add_plan(plan)
         planned = self._planned[unit.index] = Planned(plan, started, finished, self._flops_of(list(samples)))

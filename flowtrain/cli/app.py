@@ -58,16 +58,16 @@ def train(
     with _errors_to_exit_codes():
         from flowtrain import api
         from flowtrain.cli.tables import plan_tables, summary_table
+        from flowtrain.observability.progress import ProgressDisplay
         from flowtrain.observability.run_dir import check_run_dir
 
         resolved = api.resolve(config, overrides or ())
+        check_run_dir(resolved, resume)
         if dry_run:
-            if resume:
-                check_run_dir(resolved, resume)
             Console().print(*plan_tables(api.plan(resolved)), sep="\n")
             return
-        check_run_dir(resolved, resume)
-        with _interrupt_exits_at_once():
+        with ProgressDisplay(resolved.observability.progress) as display, _interrupt_exits_at_once():
+            display.phase("loading libraries")
             importlib.import_module("flowtrain.controller.run")
         summary = api.train(resolved, resume=resume)
         Console().print(summary_table(summary), soft_wrap=True)

@@ -6,6 +6,7 @@ import html
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from flowtrain.cli.pack_tables import BALANCE, BINS, CAPTIONS, fact_rows, method_name, method_rows
+from flowtrain.cli.pack_tables import BALANCE, BINS, CAPTIONS, counted, fact_rows, method_name, method_rows
 from flowtrain.controller.pack import PackReport
 from flowtrain.scheduler.report import PAPER, MethodReport, StepFigures
 
@@ -33,12 +34,17 @@ WIDTH_INCHES, DPI = 13.0, 130
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of all methods. of_step: its values in a step; center: what its dot shows; scale: of its axis."""
+    """One figure of all methods.
+
+    of_step: its values in a step; center: what its dot shows; scale: of its axis. of_ranks: it compares ranks, and says
+    nothing of a single one.
+    """
 
     title: str
     of_step: Callable[[StepFigures], Iterable[float]]
     center: Callable[[MethodReport], float]
     scale: str = "symlog"
+    of_ranks: bool = True
 
 
 PANELS = (
@@ -47,6 +53,7 @@ PANELS = (
         lambda step: (100 * step.fill,),
         lambda report: 100 * report.fill,
         scale="linear",
+        of_ranks=False,
     ),
     Panel(
         "Imbalance of ranks in a step, %",
@@ -68,6 +75,7 @@ PANELS = (
         lambda step: (1e3 * step.plan_time_s,),
         lambda report: 1e3 * report.plan_time_s.median,
         scale="log",
+        of_ranks=False,
     ),
 )
 
@@ -84,30 +92,53 @@ def write_plot(report: PackReport, path: Path) -> None:
 
 def draw(report: PackReport) -> Figure:
     """Return the figure: how long samples are, and then one panel a figure with a row for each method."""
-    rows_inches = 0.26 * len(report.methods) + 0.75
-    figure = Figure(figsize=(WIDTH_INCHES, 3.0 + 2 * rows_inches), layout="constrained")
-    figure.suptitle(_title(report), fontsize=11, x=0.01, ha="left")
-    grid = figure.add_gridspec(3, 3, height_ratios=(1.7, rows_inches, rows_inches))
+    drawings = _drawings(report)
+    num_columns = min(3, len(drawings))
+    num_rows, rows_inches = -(-len(drawings) // num_columns), 0.26 * len(report.methods) + 0.75
+    figure = Figure(figsize=(WIDTH_INCHES, 3.0 + num_rows * rows_inches), layout="constrained")
+    _write_title(figure, report)
+    grid = figure.add_gridspec(1 + num_rows, num_columns, height_ratios=(1.7, *[rows_inches] * num_rows))
     _draw_lengths(figure.add_subplot(grid[0, :]), report)
-    places = [(1, 0), (1, 1), (1, 2), (2, 0), (2, 2)]
-    for panel, (row, column) in zip(PANELS, places, strict=True):
-        axes = figure.add_subplot(grid[row, column])
-        _draw_panel(axes, panel, report)
+    for place, draw_into in enumerate(drawings):
+        row, column = divmod(place, num_columns)
+        axes = figure.add_subplot(grid[1 + row, column])
+        draw_into(axes)
         _name_methods(axes, report, shown=column == 0)
-    axes = figure.add_subplot(grid[2, 1])
-    _draw_dist_ratio(axes, report.methods)
-    _name_methods(axes, report, shown=False)
     return figure
 
 
-def _title(report: PackReport) -> str:
+def _drawings(report: PackReport) -> list[Callable[[Axes], None]]:
+    """What draws each panel that says something, in their order."""
+    is_alone = report.workload.config.backbone.data_parallel_size == 1
+    shown = [panel for panel in PANELS if not (is_alone and panel.of_ranks)]
+    drawings: list[Callable[[Axes], None]] = [partial(_draw_panel, panel=panel, report=report) for panel in shown]
+    if not is_alone:
+        drawings.insert(-1, partial(_draw_dist_ratio, methods=report.methods))
+    return drawings
+
+
+def _write_title(figure: Figure, report: PackReport) -> None:
+    """Put the title over the panels; a source whose name is too long for it loses its middle."""
     workload, config = report.workload, report.workload.config
-    return (
-        f"Packing of {workload.source}\n{workload.order}, {config.training.global_batch_size:,} samples each, over "
-        f"{config.backbone.data_parallel_size} data-parallel ranks; microbatches of "
-        f"{config.scheduler.microbatch_tokens:,} tokens, cost {config.scheduler.cost}\n"
+    rest = (
+        f"{workload.order}, {counted(config.training.global_batch_size, 'sample')} each, over "
+        f"{counted(config.backbone.data_parallel_size, 'data-parallel rank')}; microbatches of "
+        f"{config.scheduler.microbatch_tokens:,} tokens, cost {workload.cost_label}\n"
         "Dots: medians (fill: all steps together); lines: from the least step or slot to the greatest"
     )
+    first = f"Packing of {workload.source}"
+    title = figure.suptitle(first, fontsize=11, x=0.01, ha="left")
+    most = len(first)
+    while title.get_window_extent().width > 0.97 * figure.bbox.width:
+        most -= 1 + most // 32
+        title.set_text(_without_middle(first, most))
+    title.set_text(f"{title.get_text()}\n{rest}")
+
+
+def _without_middle(text: str, most: int) -> str:
+    """Return ``most`` characters of a longer text, less of its start than of its end, with an ellipsis between."""
+    head = most // 3
+    return f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
 
 
 def _draw_lengths(axes: Axes, report: PackReport) -> None:
@@ -119,15 +150,16 @@ def _draw_lengths(axes: Axes, report: PackReport) -> None:
     axes.set_ylabel("samples")
     limits = {config.scheduler.microbatch_tokens: ["scheduler.microbatch_tokens"]}
     limits.setdefault(config.data.max_seq_len, []).append("data.max_seq_len")
-    for limit, names in limits.items():
+    for place, (limit, names) in enumerate(limits.items()):
+        is_left = limit < 0.2 * max(limits)  # no room for the name before it
         axes.axvline(limit, color=PAPER_COLOR, linestyle="--", linewidth=1)
         axes.annotate(
             "\n".join(names),
-            (limit, 0.95),
+            (limit, 0.95 - 0.15 * place),
             xycoords=("data", "axes fraction"),
-            xytext=(-4, 0),
+            xytext=(4 if is_left else -4, 0),
             textcoords="offset points",
-            ha="right",
+            ha="left" if is_left else "right",
             va="top",
             color=PAPER_COLOR,
         )
@@ -137,25 +169,34 @@ def _draw_lengths(axes: Axes, report: PackReport) -> None:
 
 def _draw_panel(axes: Axes, panel: Panel, report: PackReport) -> None:
     """A dot for the median (fill: the whole), and a line from the least step or slot to the greatest."""
+    most = 0.0
     for row, method in enumerate(report.methods):
         values = [value for step in method.steps for value in panel.of_step(step)]
-        color = _color(method, row)
+        most, color = max(most, *values), _color(method, row)
         axes.plot(
             (min(values), max(values)), (row, row), color=color, linewidth=2.5, alpha=0.45, solid_capstyle="round"
         )
         axes.plot(panel.center(method), row, "o", color=color, markersize=6)
     axes.set_title(panel.title, loc="left")
-    if panel.scale == "symlog":  # spans decades, and reaches 0
+    _scale(axes, panel.scale, most)
+    _tidy(axes, "x")
+
+
+def _scale(axes: Axes, scale: str, most: float) -> None:
+    """Scale an axis whose greatest value is ``most``, with ticks at round numbers."""
+    if scale == "log":
+        axes.set_xscale("log")
+        least, greatest = np.log10(axes.get_xlim())
+        axes.set_xlim(10 ** np.floor(least), 10 ** np.ceil(greatest))  # whole decades, so that they are labelled
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    elif scale == "symlog" and most >= 1.0:  # spans decades, and reaches 0
         axes.set_xscale("symlog", linthresh=0.1)
         axes.set_xlim(left=0)
-    elif panel.scale == "log":
-        axes.set_xscale("log")
-        least, most = np.log10(axes.get_xlim())
-        axes.set_xlim(10 ** np.floor(least), 10 ** np.ceil(most))  # whole decades, so that they are labelled
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    if panel.scale != "linear":
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _tidy(axes, "x")
+    else:
+        if scale == "symlog":
+            axes.set_xlim(0, max(1.05 * most, 0.1))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _draw_dist_ratio(axes: Axes, methods: Sequence[MethodReport]) -> None:
@@ -166,8 +207,10 @@ def _draw_dist_ratio(axes: Axes, methods: Sequence[MethodReport]) -> None:
     )
     for name, values, offset, color in series:
         axes.barh(rows + offset, values, height=0.3, color=color, label=name)
-    axes.set_title("DistRatio: idle share while ranks wait (0: none)", loc="left")
+    axes.set_title("DistRatio: idle share of ranks", loc="left")
     axes.set_xlim(0, 1.3 * max(*series[0][1], *series[1][1], 0.01))
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.legend(frameon=False, loc="center right")
     _tidy(axes, "x")
 
@@ -176,6 +219,7 @@ def _name_methods(axes: Axes, report: PackReport, shown: bool) -> None:
     configured = report.methods[0].method
     names = [method_name(each.method, configured) if shown else "" for each in report.methods]
     axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(names) - 0.5, -0.5)
     for row, (label, method) in enumerate(zip(axes.get_yticklabels(), report.methods, strict=True)):
         label.set_color(_color(method, row))
@@ -206,6 +250,7 @@ _PAGE = """<!DOCTYPE html>
 <meta charset="utf-8">
 <title>{title}</title>
 <style>
+h1, td {{ overflow-wrap: anywhere; }}
 body {{ font: 14px/1.5 system-ui, sans-serif; max-width: 80em; margin: 2em auto; padding: 0 1em; color: #1c2126; }}
 table {{ border-collapse: collapse; margin: 1em 0; }}
 th, td {{ padding: .2em .9em; text-align: right; border-bottom: 1px solid #dde1e5; }}

@@ -9,15 +9,19 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flowtrain.controller.pack import PackReport
-from flowtrain.scheduler.report import Method, MethodReport, Spread
+from flowtrain.scheduler.report import PAPER, Method, MethodReport, Spread
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of each method: its heading, and its text from the method's report and the first method's."""
+    """A figure of each method: its heading, and its text from the method's report and the first method's.
+
+    of_ranks: it compares ranks, and says nothing of a single one.
+    """
 
     heading: str
     text: Callable[[MethodReport, MethodReport], str]
+    of_ranks: bool = False
 
 
 BINS = (
@@ -26,14 +30,16 @@ BINS = (
     Column("fill\n%", lambda report, _: f"{100 * report.fill:.1f}"),
     Column("pad\n%", lambda report, _: f"{100 * report.pad_ratio:.2g}"),
     Column(
-        "DistRatio\nViT / LLM", lambda report, _: f"{report.dist_ratio_vision:.4f} / {report.dist_ratio_tokens:.4f}"
+        "DistRatio\nViT / LLM",
+        lambda report, _: f"{report.dist_ratio_vision:.4f} / {report.dist_ratio_tokens:.4f}",
+        of_ranks=True,
     ),
     Column("plan\nms", lambda report, _: f"{1e3 * report.plan_time_s.median:.2f}"),
 )
 BALANCE = (
-    Column("imbalance\nin a step, %", lambda report, _: _percent(report.step_imbalance)),
-    Column("imbalance\nin a slot, %", lambda report, _: _percent(report.slot_imbalance)),
-    Column("step's cost\nover bound, %", lambda report, _: _percent(report.excess)),
+    Column("imbalance\nin a step, %", lambda report, _: _percent(report.step_imbalance), of_ranks=True),
+    Column("imbalance\nin a slot, %", lambda report, _: _percent(report.slot_imbalance), of_ranks=True),
+    Column("step's cost\nover bound, %", lambda report, _: _percent(report.excess), of_ranks=True),
     Column("to the\nfirst", lambda report, first: f"{report.step_cost / (first.step_cost or 1.0):.3f}"),
 )
 CAPTIONS = {
@@ -57,27 +63,33 @@ def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
     workload, config = report.workload, report.workload.config
     scheduler = config.scheduler
     yield "sizes", workload.source
-    yield "steps", f"{workload.order}, {config.training.global_batch_size:,} samples each"
-    yield "samples", f"{workload.num_samples:,} with {workload.num_tokens:,} tokens"
+    yield "steps", f"{workload.order}, {counted(config.training.global_batch_size, 'sample')} each"
+    yield "samples", f"{workload.num_samples:,} with {counted(workload.num_tokens, 'token')}"
     if workload.rejected:
         yield "rejected", ", ".join(f"{count:,} {reason}" for reason, count in workload.rejected.items())
-    yield "configured", f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {scheduler.cost}"
-    ranks = config.backbone.data_parallel_size
-    yield "", f"{ranks:,} data-parallel rank{'s' * (ranks > 1)}, {scheduler.microbatch_tokens:,} tokens a microbatch"
+    yield "configured", f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {workload.cost_label}"
+    ranks = counted(config.backbone.data_parallel_size, "data-parallel rank")
+    yield "", f"{ranks}, {scheduler.microbatch_tokens:,} tokens a microbatch"
     for note in workload.notes:
         yield "note", note
 
 
 def method_name(method: Method, configured: Method) -> str:
-    """A method as a table calls it: without its dispatch where that is the configured one."""
-    return method.packing if method.dispatch == configured.dispatch else method.label
+    """A method as a table calls it: without its dispatch where that is the configured one; the paper's always whole."""
+    return method.packing if method.dispatch == configured.dispatch and method != PAPER else method.label
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun, which takes an s unless there is one."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def method_rows(report: PackReport, columns: Sequence[Column]) -> Iterator[tuple[str, ...]]:
-    """Name and cells of each method."""
-    first = report.methods[0]
+    """Name and cells of each method; what compares ranks is a dash where there is one."""
+    first, is_alone = report.methods[0], report.workload.config.backbone.data_parallel_size == 1
     for each in report.methods:
-        yield method_name(each.method, first.method), *(column.text(each, first) for column in columns)
+        cells = ("-" if is_alone and column.of_ranks else column.text(each, first) for column in columns)
+        yield method_name(each.method, first.method), *cells
 
 
 def _table(report: PackReport, columns: Sequence[Column], caption: str) -> Table:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from flowtrain.allocator.plan import fixed_plan, requirements
+from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir
+from flowtrain.scheduler.run_cost import cost_label
 
 if TYPE_CHECKING:
     from flowtrain.controller.prepare import Prepared
@@ -24,7 +26,12 @@ def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
         run.add_row(f"data {name}", f"{size:,} samples")
     if config.data.eval is not None and prepared.eval_every is not None:
         run.add_row("evaluation", f"{prepared.num_eval:,} samples every {prepared.eval_every} steps")
+    run.add_row("order", _order(config))
+    run.add_row("oversized", f"more than {config.data.max_seq_len:,} tokens: {config.data.oversized}")
     run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")
+    run.add_row("dispatch", f"{config.scheduler.dispatch}, {config.scheduler.num_buckets} buckets")
+    run.add_row("cost", _cost(prepared))
+    run.add_row("backbone ranks", f"{config.backbone.data_parallel_size:,} data-parallel")
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = requirements(fixed_plan(config, use_devices=True)).num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
@@ -59,6 +66,17 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("checkpoint", str(summary.checkpoint))
         table.add_row("export it", f"flowtrain export {run.root}")
     return table
+
+
+def _order(config: RunConfig) -> str:
+    if config.data.order == "deterministic":
+        return "deterministic"
+    return f"arrival, within {config.scheduler.lookahead_steps} steps"
+
+
+def _cost(prepared: Prepared) -> str:
+    label, profile = cost_label(prepared.config, prepared.cost), prepared.cost_profile
+    return label if profile is None else f"{label} (R2 {profile.fitted.r2:.3f}): {profile.source}"
 
 
 def nbytes_text(count: float) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
+from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, step_figures
+from flowtrain.scheduler.run_cost import cost_label
 
 PACK_SCHEMA = 1
 DEFAULT_STEPS = 50
@@ -42,11 +45,11 @@ class WorkloadStep:
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps whose sizes are known.
+    """Steps whose sizes are known, at least one.
 
     source: where the sizes come from. order: which samples, in which order. vision_unit: of the encoder's work.
     predictions: of the same steps, from their StepPlans; empty where there is no run. rejected: samples of these steps
-    that are left out, by reason. notes: what a reader of the figures must know.
+    that are left out, by reason. source_notes: what a reader must know of where the sizes come from.
     """
 
     config: RunConfig
@@ -56,7 +59,7 @@ class Workload:
     steps: tuple[WorkloadStep, ...]
     predictions: tuple[StepPrediction, ...] = ()
     rejected: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    source_notes: tuple[str, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -67,6 +70,21 @@ class Workload:
     def num_tokens(self) -> int:
         """Their backbone tokens."""
         return sum(int(step.lengths.tokens.sum()) for step in self.steps)
+
+    @property
+    def cost(self) -> CostModel:
+        """What the steps are planned with, and their figures counted by."""
+        return self.steps[0].rules.cost
+
+    @property
+    def cost_label(self) -> str:
+        """What people read of it."""
+        return cost_label(self.config, self.cost)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the figures must know."""
+        return (*self.source_notes, *_notes(self))
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class PackReport:
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         workload, config = self.workload, self.workload.config
-        scheduler = ("packing", "dispatch", "cost", "num_buckets", "microbatch_tokens")
+        scheduler = ("packing", "dispatch", "num_buckets", "microbatch_tokens")
         return {
             "schema": PACK_SCHEMA,
             "source": workload.source,
@@ -99,6 +117,7 @@ class PackReport:
                 "global_batch_size": config.training.global_batch_size,
                 "max_seq_len": config.data.max_seq_len,
                 "oversized": config.data.oversized,
+                "cost": workload.cost.name,
                 **{key: getattr(config.scheduler, key) for key in scheduler},
             },
             "num_steps": len(workload.steps),
@@ -127,12 +146,42 @@ def report_workload(workload: Workload, compare: bool = False, progress: Progres
     return PackReport(workload, tuple(reports))
 
 
+def first_steps(count: int, all_steps: int) -> str:
+    """Return which steps of a run are looked at, in words."""
+    if count == all_steps:
+        return f"all {count:,} steps" if count > 1 else "the only step"
+    return f"the first {count:,} of {all_steps:,} steps" if count > 1 else f"the first of {all_steps:,} steps"
+
+
 def methods_of(config: RunConfig, compare: bool) -> list[Method]:
     """Return the configured method; with ``compare`` then every packing under its dispatch, and the paper's pair."""
     configured = Method(config.scheduler.packing, config.scheduler.dispatch)
     if not compare:
         return [configured]
     return list(dict.fromkeys([configured, *(Method(name, configured.dispatch) for name in PACKERS), PAPER]))
+
+
+def _notes(workload: Workload) -> Iterator[str]:
+    config = workload.config
+    if workload.cost_label != config.scheduler.cost:
+        yield (
+            f"scheduler.cost is {config.scheduler.cost} and no scheduler.cost_profile is given: such a run starts with "
+            f"{workload.cost.name}, which these steps are planned with, and then fits costs of its own"
+        )
+    if config.data.order == "arrival":
+        yield (
+            "data.order is arrival: the run makes its steps of what is ready, so these steps, in the order of "
+            "positions, show its packing and do not predict it"
+        )
+    num_rejected = sum(workload.rejected.values())
+    num_seen, most = workload.num_samples + num_rejected, config.data.max_rejected_fraction
+    if num_seen >= MIN_SAMPLES_TO_JUDGE and num_rejected > most * num_seen:
+        yield (
+            f"rejected: {num_rejected:,} of {num_seen:,} samples ({num_rejected / num_seen:.1%}), more than "
+            f"data.max_rejected_fraction ({most:.1%}) allows: a run would end"
+        )
+    if config.backbone.data_parallel_size == 1:
+        yield "a single rank waits for no other: imbalances need more than one data-parallel rank, try --dp N"
 
 
 def _method_record(report: MethodReport) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from flowtrain.config.load import override_config
 from flowtrain.config.model import BackboneConfig, EncoderConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.config.training import TrainingConfig
-from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep
+from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep, first_steps
 from flowtrain.data.lengths_file import LengthsFile
 from flowtrain.data.units import num_steps_of, unit_sequence
-from flowtrain.errors import DataError
+from flowtrain.errors import ConfigError
 from flowtrain.scheduler.cost import CostModel, make_cost_model
-from flowtrain.scheduler.cost_profile import read_cost_profile
+from flowtrain.scheduler.cost_profile import CostProfile, read_cost_profile
 from flowtrain.types import RejectReason
 
 _ALONE = RunConfig(
@@ -31,22 +31,30 @@ _ALONE = RunConfig(
 
 
 def workload_alone(path: str, overrides: Sequence[str] = (), num_steps: int | None = None) -> Workload:
-    """Return the steps of a CSV that comes without a configuration; raises ConfigError and DataError.
+    """Return the steps of a CSV that comes without a configuration; raises ConfigError.
 
     Settings are the defaults, 8 ranks, 256 samples a step and one epoch, with overrides applied; ``data.max_seq_len``
     is what a microbatch holds, unless it is given. A given ``scheduler.cost_profile`` is taken as it is: there is no
     model that it could be held against.
     """
-    microbatch_tokens = override_config(_ALONE, overrides, check_paths=False).scheduler.microbatch_tokens
-    config = override_config(_ALONE, [f"data.max_seq_len={microbatch_tokens}", *overrides], check_paths=False)
-    profile = config.scheduler.cost_profile
-    fitted = read_cost_profile(profile).fitted.model if profile is not None else None
-    cost = make_cost_model(config.scheduler.cost, microbatch_tokens, profile=fitted)
-    return _workload(LengthsFile.read(path), config, cost, num_steps)
+    # In arrival order no cost profile is asked for: what is said where it lacks must suit a CSV.
+    scheduler = override_config(_ALONE, [*overrides, "data.order=arrival"], check_paths=False).scheduler
+    if scheduler.cost == "profile" and scheduler.cost_profile is None:
+        raise ConfigError(
+            f"{path}: scheduler.cost ('profile') needs scheduler.cost_profile, as no run fits costs to a CSV; give the "
+            "cost_profile.json that a run wrote into its directory, or choose scheduler.cost=eq3"
+        )
+    capacity = scheduler.microbatch_tokens
+    config = override_config(_ALONE, [f"data.max_seq_len={capacity}", *overrides], check_paths=False)
+    if scheduler.cost != "profile" or scheduler.cost_profile is None:
+        return _workload(LengthsFile.read(path), config, make_cost_model(scheduler.cost, capacity), num_steps)
+    profile = read_cost_profile(scheduler.cost_profile)
+    cost = make_cost_model(scheduler.cost, capacity, profile=profile.fitted.model)
+    return _workload(LengthsFile.read(path), config, cost, num_steps, _extrapolation_notes(profile, capacity))
 
 
 def workload_of(path: str, config: RunConfig, num_steps: int | None = None) -> Workload:
-    """Return the steps of a run that has the rows of a CSV as its samples; raises ConfigError and DataError."""
+    """Return the steps of a run that has the rows of a CSV as its samples; raises ConfigError."""
     scheduler = config.scheduler
     if scheduler.cost in ("flops", "profile"):  # only these need the model, whose libraries take seconds to import
         from flowtrain.controller.predict import run_cost
@@ -57,13 +65,15 @@ def workload_of(path: str, config: RunConfig, num_steps: int | None = None) -> W
     return _workload(LengthsFile.read(path), config, cost, num_steps)
 
 
-def _workload(file: LengthsFile, config: RunConfig, cost: CostModel, num_steps: int | None) -> Workload:
+def _workload(
+    file: LengthsFile, config: RunConfig, cost: CostModel, num_steps: int | None, notes: tuple[str, ...] = ()
+) -> Workload:
     data, num_rows = config.data, len(file.lengths)
     num_long, rejects = file.num_oversized(data.max_seq_len), data.oversized == "reject"
     if rejects and num_long == num_rows:
-        raise DataError(
-            f"lengths {file.path}: all {num_rows:,} rows have more tokens than data.max_seq_len ({data.max_seq_len}); "
-            "raise it, and scheduler.microbatch_tokens with it"
+        raise ConfigError(
+            f"lengths {file.path}: every row ({num_rows:,} in all) has more tokens than data.max_seq_len "
+            f"({data.max_seq_len}); raise it, and scheduler.microbatch_tokens with it"
         )
     all_steps, total_positions = num_steps_of(config.training, [num_rows])
     count = min(num_steps or DEFAULT_STEPS, all_steps)
@@ -78,20 +88,37 @@ def _workload(file: LengthsFile, config: RunConfig, cost: CostModel, num_steps: 
     order = f"shuffled by seed {config.seed}, as a run does" if data.shuffle else "in the file's order"
     return Workload(
         config=config,
-        source=f"{file.path}: {num_rows:,} rows, {order}",
-        order=f"the first {count:,} of {all_steps:,} steps",
+        source=f"{file.path}: {num_rows:,} {'row' if num_rows == 1 else 'rows'}, {order}",
+        order=first_steps(count, all_steps),
         vision_unit="image tiles",
         steps=tuple(steps),
         rejected={RejectReason.OVERSIZED_SAMPLE.value: num_rejected} if num_rejected else {},
-        notes=(_oversized_note(config, num_long, rejects),) if num_long else (),
+        source_notes=(*([_oversized_note(config, num_long, rejects)] if num_long else []), *notes, _NO_PLANS),
+    )
+
+
+_NO_PLANS = (
+    "a CSV has lengths and no samples: the figures show how these pack, and no run's plans are predicted (with --json, "
+    "digest is null)"
+)
+
+
+def _extrapolation_notes(profile: CostProfile, capacity: int) -> tuple[str, ...]:
+    """A run with such a profile would be refused; a CSV shows what can be shown."""
+    if capacity <= profile.capacity:
+        return ()
+    return (
+        f"scheduler.cost_profile was fitted at {profile.capacity:,} tokens a microbatch; {capacity:,} here are "
+        "extrapolated",
     )
 
 
 def _oversized_note(config: RunConfig, num_long: int, rejects: bool) -> str:
-    longer = f"{num_long:,} rows of the file have more than data.max_seq_len ({config.data.max_seq_len:,}) tokens"
+    verb, them = ("row of the file has", "it") if num_long == 1 else ("rows of the file have", "them")
+    longer = f"{num_long:,} {verb} more than data.max_seq_len ({config.data.max_seq_len:,}) tokens"
     if rejects:
-        return f"{longer}; data.oversized rejects them, so their steps have fewer samples"
+        return f"{longer}; data.oversized rejects {them}, so steps have fewer samples"
     return (
-        f"{longer}; data.oversized cuts them to it (a run would reject those whose images alone are longer, which a "
-        "CSV does not tell)"
+        f"{longer}; data.oversized cuts {them} to that (a run would reject a sample whose images alone are longer, "
+        "which a CSV does not tell)"
     )

@@ -9,7 +9,7 @@ from itertools import islice
 
 from flowtrain.actors.make_flow import make_planner
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep
+from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
 from flowtrain.controller.prepare import Prepared, model_spec, prepare
 from flowtrain.data.feed import Feed
 from flowtrain.data.units import unit_sequence
@@ -83,19 +83,12 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
     return Workload(
         config=config,
         source=f"run {config.name}: {', '.join(prepared.source_names)}",
-        order=f"the first {count} of {prepared.num_steps:,} steps",
+        order=first_steps(count, prepared.num_steps),
         vision_unit="vision tokens",
         steps=tuple(steps),
         predictions=tuple(predictions),
         rejected=dict(rejected),
-        notes=() if is_exact else (_ARRIVAL,),
     )
-
-
-_ARRIVAL = (
-    "data.order is arrival: the run makes its steps of what is ready, so these steps, in the order of positions, show "
-    "its packing and do not predict it"
-)
 
 
 def run_cost(config: RunConfig) -> CostModel:

@@ -75,15 +75,19 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
     stop = threading.Event()
     with ExitStack() as stack:
         stack.enter_context(_stop_on_signals(stop))
+        display = stack.enter_context(ProgressDisplay(config.observability.progress))
+        display.phase("looking at data and models")
         prepared = prepare(config)
         if resume and (done := _summary_if_done(config, prepared, started)) is not None:
             return done
+        display.phase("connecting to Ray, or starting it")
         stack.enter_context(cluster.connected(config))
         prepared = _with_devices(prepared)
         posts = crew.posts_of(prepared.plan)
         bundles = [post.bundle for post in posts if post.bundle]
         segments_nbytes = sum(post.plan.segment_nbytes for post in posts)
         strategy = cluster.check_resources(bundles, segments_nbytes, config.pool.network)
+        display.phase(f"placing {len(posts)} actors")
         placing = cluster.placed(bundles, config.limits.placement_timeout_s, strategy)
         group = stack.enter_context(placing) if bundles else None
         prepared = replace(prepared, config=cluster.with_network(config, group))
@@ -92,9 +96,8 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         files = open_run_dir(config, resume)
         files.write_plan(asdict(prepared.plan))
         start = find_start(files, prepared) if resume else Start()
-        display = stack.enter_context(
-            ProgressDisplay(config.observability.progress, prepared.num_steps, first_step=start.step)
-        )
+        display.expect(prepared.num_steps, start.step)
+        stack.callback(display.close)  # before Ray ends, which takes its time
         has_device = any(post.plan.num_devices for post in posts)
         why = "this version has none on devices yet" if has_device else "no accelerator"
         display.note(f"memory pool: the hbm tier is skipped ({why}); embeddings lie in dram")
@@ -153,6 +156,7 @@ class Controller:
         with _stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
                 return True
+            self._display.phase("starting actors, which load their models")
             coordinator = crew.start_coordinator(self._config, classes, partial(start_flow, self._flow_settings()))
             actors = crew.start_actors(
                 self._config, posts, group, classes, coordinator, self._run_id, self._prepared.num_steps
@@ -184,6 +188,7 @@ class Controller:
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
         self._recorder.peak_flops = crew.start_backbone(actors, checkpoint, self._prepared.eval_every, results)
         self._costs.start(crew.device_of(actors, results))
+        self._display.phase(f"waiting for step {self._start.step + 1}")
         first_unit = self._flow_settings().first_unit
         for name in actors.of_role(Role.BACKBONE):
             actors.run(name, first_unit, self._start.step, str(self._files.checkpoints))

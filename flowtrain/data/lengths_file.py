@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 
 from flowtrain.config.data import DataConfig
 from flowtrain.data.sampler import Sampler
-from flowtrain.errors import DataError
+from flowtrain.errors import ConfigError
 from flowtrain.scheduler.packing.base import IntArray, Lengths
 
 TILES, TOKENS = "num_image_tiles", "num_tokens"
 MOST = (1 << 31) - 1
+
+_OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +32,7 @@ class LengthsFile:
     def read(cls, path: str | Path) -> LengthsFile:
         """Read a CSV with a header and the columns ``num_image_tiles`` and ``num_tokens``; others are not looked at.
 
-        num_tokens: of the whole backbone sequence, vision tokens included, at least 1. Raises DataError, which names
+        num_tokens: of the whole backbone sequence, vision tokens included, at least 1. Raises ConfigError, which names
         the missing column or the line of a bad value.
         """
         try:
@@ -39,9 +42,9 @@ class LengthsFile:
                 sizes = [_sizes(str(path), rows.line_num, row) for row in rows]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else f"it is no CSV in UTF-8 ({error})"
-            raise DataError(f"lengths {path}: cannot be read: {reason}") from error
+            raise ConfigError(f"lengths {path}: cannot be read: {reason}") from error
         if not sizes:
-            raise DataError(f"lengths {path}: has a header and no rows")
+            raise ConfigError(f"lengths {path}: has a header and no rows")
         tiles, tokens = np.array(sizes, dtype=np.int64).T
         return cls(str(path), Lengths(np.ascontiguousarray(tokens), np.ascontiguousarray(tiles)))
 
@@ -68,11 +71,15 @@ class LengthsFile:
 
 def _check_columns(path: str, found: Sequence[str]) -> None:
     missing = [column for column in (TILES, TOKENS) if column not in found]
-    if missing:
-        raise DataError(
-            f"lengths {path}: has no column {' and '.join(missing)}; its first line names "
-            f"{', '.join(found) or 'nothing'}, and {TILES} and {TOKENS} are needed"
-        )
+    if not missing:
+        return
+    names = ", ".join(found) or "nothing"
+    separators = [name for mark, name in _OTHER_SEPARATORS.items() if mark in names]
+    raise ConfigError(
+        f"lengths {path}: has no {'column' if len(missing) == 1 else 'columns'} {' and '.join(missing)}; its first "
+        f"line names {names}, and {TILES} and {TOKENS} are needed"
+        + (f"; it seems to be separated by {separators[0]}: separate it by commas" if separators else "")
+    )
 
 
 def _sizes(path: str, line: int, row: Mapping[str, str | None]) -> tuple[int, int]:
@@ -82,11 +89,11 @@ def _sizes(path: str, line: int, row: Mapping[str, str | None]) -> tuple[int, in
 def _number(path: str, line: int, row: Mapping[str, str | None], column: str, least: int) -> int:
     text = row[column]
     try:
-        value = int(text or "")
+        number = float(text or "")
     except ValueError:
-        value = least - 1
-    if not least <= value <= MOST:
-        raise DataError(
+        number = math.nan
+    if not (number.is_integer() and least <= number <= MOST):
+        raise ConfigError(
             f"lengths {path}, line {line}: {column} is {text or ''!r}; it must be an integer from {least} to {MOST}"
         )
-    return value
+    return int(number)

@@ -1,4 +1,4 @@
-"""What a person watches while a run trains: a live display on a terminal, else one line every few seconds."""
+"""What a person watches while a run starts and trains: a live display on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.status import Status
 from rich.table import Table
 
 from flowtrain.observability.metrics import StepMetrics
@@ -48,30 +49,47 @@ class ProgressState:
 
 
 class ProgressDisplay:
-    """Shows progress from ``first_step`` (steps done before, on a resume) to ``total_steps``; a context manager.
+    """Shows what a run does before its first step, and then its progress; a context manager.
 
-    mode: ``auto`` (live on a terminal, else plain), ``plain`` or ``off``. stream: standard error by default, so that
-    output can be piped.
+    total_steps, first_step: as for ``expect``, which tells them once they are known. mode:
+    ``auto`` (live on a terminal, else plain), ``plain`` or ``off``. stream: standard error by default, so that output
+    can be piped.
     """
 
     def __init__(
         self,
         mode: Literal["auto", "plain", "off"],
-        total_steps: int,
+        total_steps: int = 0,
         first_step: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
-        self._total, self._clock = total_steps, clock
+        self._total, self._first_step, self._clock = total_steps, first_step, clock
         self._first: tuple[int, float] | None = None
         self._last_line_s: float | None = None
         self._off = mode == "off"
         self._eval_loss: float | None = None
         self._pending: str | None = None
-        self._live = (
-            _LiveView(self._console, total_steps, first_step) if mode == "auto" and self._console.is_terminal else None
-        )
+        self._is_live = mode == "auto" and self._console.is_terminal
+        self._status: Status | None = None
+        self._live: _LiveView | None = None
+
+    def expect(self, total_steps: int, first_step: int = 0) -> None:
+        """Take the run's number of steps, and how many were done before, on a resume."""
+        self._total, self._first_step = total_steps, first_step
+
+    def phase(self, text: str) -> None:
+        """Say what is done before the first step: on a terminal beside a spinner, until the next; else as a line."""
+        if self._off:
+            return
+        if not self._is_live:
+            self._say(f"{text} ...")
+        elif self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
 
     def update(self, state: ProgressState) -> None:
         """Show a finished step."""
@@ -80,7 +98,9 @@ class ProgressDisplay:
         if self._off:
             return
         eta = self._eta(state.metrics.step)
-        if self._live:
+        if self._is_live:
+            self._end_status()
+            self._live = self._live or _LiveView(self._console, self._total, self._first_step)
             self._live.show(state, eta, self._eval_loss)
             return
         now = self._clock()
@@ -99,6 +119,7 @@ class ProgressDisplay:
 
     def close(self) -> None:
         """End the display, showing the last step if it was not yet; idempotent."""
+        self._end_status()
         if self._live:
             self._live.stop()
         if self._pending:
@@ -112,6 +133,11 @@ class ProgressDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _end_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)

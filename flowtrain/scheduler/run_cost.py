@@ -44,6 +44,12 @@ def first_cost(config: RunConfig, spec: ModelSpec, profile: CostProfile | None =
     )
 
 
+def cost_label(config: RunConfig, cost: CostModel) -> str:
+    """Return what people read of the cost that a run's first steps are planned with."""
+    is_stand_in = cost.name != config.scheduler.cost and is_refitted(config)
+    return f"{cost.name} (until the run has fitted its own)" if is_stand_in else config.scheduler.cost
+
+
 def profiled_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
     """Return what decides the proportions of a microbatch's cost, but for the device, as plain values.
 

@@ -76,13 +76,16 @@ class StepPlanner:
         """Plan one unit from its samples, rejected ones left out; the order in which they are given does not matter.
 
         Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches follow the
-        slots. Raises ConfigError for a sample that is longer than a microbatch.
+        slots; a unit that was chosen from what is ready has none. Raises ConfigError for a sample that is longer than a
+        microbatch.
         """
         sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
         self._check(unit, sizes)
         lengths = Lengths(sizes.tokens, sizes.vision_tokens)
         layout = lay_out(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
         dealt = _in_order_of_need(layout, self._num_buckets).reshape(-1)
+        # What arrival chose was put in line, batch by batch, when it was sized.
+        limits = {} if unit.chosen else self._max_batch_patches
         order, ends = _concatenated(layout.bins.members, layout.bins.offsets, dealt)
         return StepPlan(
             unit=unit,
@@ -94,7 +97,7 @@ class StepPlanner:
             target_lengths=tuple(sizes.target_tokens[order].tolist()),
             ends=tuple(ends.tolist()),
             costs=tuple(layout.costs[dealt].tolist()),
-            encode_batches=cut_encode_batches(unit.index, sizes, order, self._max_batch_patches),
+            encode_batches=cut_encode_batches(unit.index, sizes, order, limits),
         )
 
     def rules(self, unit: Unit) -> PackingRules:

@@ -84,6 +84,11 @@ def test_an_existing_run_is_refused_before_anything_heavy_is_imported(tmp_path: 
     code, _, error, heavy = flowtrain_command("train", QUICKSTART, "seed=5", "--resume", cwd=tmp_path)
     assert (code, heavy) == (2, [])
     assert error.endswith("  - seed was 0, is now 5")
+    code, output, error, heavy = flowtrain_command("train", QUICKSTART, "--dry-run", cwd=tmp_path)
+    assert (code, output, heavy) == (2, "", [])
+    assert error.startswith(f"flowtrain: {root} already holds a run; continue it with --resume")
+    code, output, error, _ = flowtrain_command("train", QUICKSTART, "--dry-run", "--resume", cwd=tmp_path)
+    assert (code, error) == (0, "")
 
 
 def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) -> None:
@@ -108,4 +113,8 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     rows = {line.split("│")[1].strip(): line for line in output.splitlines() if line.count("│") == 6}
     assert [cell.strip() for cell in rows["vision"].split("│")[2:6]] == ["2", "0.5", "0", "16 MiB"]
     assert [cell.strip() for cell in rows["backbone"].split("│")[2:6]] == ["1", "1", "0", "-"]
+    facts = {cells[1].strip(): cells[2].strip() for line in output.splitlines() if len(cells := line.split("│")) == 4}
+    assert facts["order"] == "deterministic"
+    assert facts["oversized"] == "more than 512 tokens: reject"
+    assert (facts["dispatch"], facts["cost"], facts["backbone ranks"]) == ("lpt, 4 buckets", "eq3", "1 data-parallel")
     assert list(tmp_path.iterdir()) == []

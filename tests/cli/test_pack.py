@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from typer.testing import CliRunner, Result
 
 import flowtrain
 from flowtrain.cli.app import app
+from flowtrain.cli.pack_plot import draw
 from flowtrain.config.load import load_config
 from flowtrain.controller.predict import predict_plans
 from flowtrain.data.sampler import Sampler
+from flowtrain.scheduler.cost import CostModel
+from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.summary import imbalance, packing_fill
 
@@ -67,7 +71,7 @@ def test_a_csv_alone_is_packed_by_the_defaults_and_imports_nothing_heavy(lengths
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "HEAVY"
-    for expected in ("best_fit_balanced", "the first 3 of 3 steps, 30 samples each", "4 data-parallel ranks"):
+    for expected in ("best_fit_balanced", "all 3 steps, 30 samples each", "4 data-parallel ranks"):
         assert expected in done.stdout
     assert "…" not in done.stdout, "a table is cut"
 
@@ -99,6 +103,9 @@ def test_a_method_is_not_shown_twice_where_the_configured_one_is_the_papers(leng
     record = record_of(lengths, "--compare", "--batch", "30", "scheduler.packing=best_fit", "scheduler.dispatch=zigzag")
     labels = [method["label"] for method in record["methods"]]
     assert labels[0] == "best_fit + zigzag (paper)"
+    assert (
+        "best_fit + zigzag (paper)" in pack(lengths, "scheduler.packing=best_fit", "scheduler.dispatch=zigzag").stdout
+    )
     assert len(labels) == len(set(labels)) == len(PACKERS)
 
 
@@ -118,14 +125,14 @@ def test_rows_beyond_the_longest_sequence_get_the_configured_treatment(lengths: 
     given = (lengths, "--batch", "30", "data.max_seq_len=1000")
     rejected = record_of(*given)
     assert (rejected["num_samples"], rejected["rejected"]) == (NUM_ROWS - 1, {"oversized_sample": 1})
-    assert "rejects them" in rejected["notes"][0]
+    assert "1 row of the file has more" in rejected["notes"][0] and "rejects it" in rejected["notes"][0]
     cut = record_of(*given, "data.oversized=truncate_text")
     assert (cut["num_samples"], cut["rejected"]) == (NUM_ROWS, {})
     assert cut["num_tokens"] == rejected["num_tokens"] + 1000
     assert "which a CSV does not tell" in cut["notes"][0]
     refused = pack(lengths, "data.max_seq_len=10")
-    assert refused.exit_code == 1
-    assert "all 90 rows have more tokens than data.max_seq_len (10); raise it" in refused.stderr
+    assert refused.exit_code == 2
+    assert "every row (90 in all) has more tokens than data.max_seq_len (10); raise it" in refused.stderr
 
 
 def test_a_configuration_packs_a_csv_instead_of_its_data(lengths: str) -> None:
@@ -162,6 +169,92 @@ def test_arrival_order_is_said_to_be_unpredictable() -> None:
     report = flowtrain.pack(QUICKSTART, ["data.order=arrival"], num_steps=1)
     assert [step.digest for step in report.steps] == [None]
     assert "data.order is arrival" in report.workload.notes[0]
+
+
+def test_a_cost_that_a_run_would_fit_first_is_shown_as_what_it_starts_with(lengths: str, tmp_path: Path) -> None:
+    fitting = (QUICKSTART, "scheduler.cost=profile", "data.order=arrival", "--steps", "1")
+    for given in (fitting, (*fitting, "--lengths", lengths, "data.max_seq_len=512")):
+        record = record_of(*given)
+        assert record["settings"]["cost"] == "eq3"
+        assert any("starts with eq3" in note for note in record["notes"])
+        assert record["methods"][0]["step_cost"] == record_of(*given, "scheduler.cost=eq3")["methods"][0]["step_cost"]
+    shown = pack(*fitting, "--plot", str(tmp_path / "plot.html"))
+    assert "cost eq3 (until the run has fitted its own)" in re.sub(r"\s+", " ", shown.stdout)
+    assert "cost eq3 (until the run has fitted its own)" in (tmp_path / "plot.html").read_text()
+    assert "until the run" not in pack(QUICKSTART, "data.order=arrival", "--steps", "1").stdout
+
+
+@pytest.mark.parametrize(("capacity", "is_noted"), [(2048, False), (4096, True)])
+def test_a_profile_beyond_its_capacity_is_extrapolated_for_a_csv(
+    lengths: str, tmp_path: Path, capacity: int, is_noted: bool
+) -> None:
+    fitted = FittedCost(CostModel("profile", per_token=1e-4, per_square=1e-8), "squares", 0.9, 0.8, 100)
+    file = tmp_path / "cost_profile.json"
+    file.write_text(CostProfile(fitted, {}, 2048, "cpu", {}).to_json())
+    given = ("scheduler.cost=profile", f"scheduler.cost_profile={file}", f"scheduler.microbatch_tokens={capacity}")
+    record = record_of(lengths, *given)
+    note = "scheduler.cost_profile was fitted at 2,048 tokens a microbatch; 4,096 here are extrapolated"
+    assert (note in record["notes"]) == is_noted
+    assert record["settings"]["cost"] == "profile"
+
+
+def test_a_csv_says_that_it_predicts_no_plans(lengths: str) -> None:
+    assert any("digest is null" in note for note in record_of(lengths)["notes"])
+    assert any("data.order is arrival" in note for note in record_of(lengths, "data.order=arrival")["notes"])
+
+
+def test_more_rejected_samples_than_a_run_takes_are_said(lengths: str) -> None:
+    few = record_of(lengths, "data.max_seq_len=1000")
+    assert not any("would end" in note for note in few["notes"])
+    many = record_of(lengths, "data.max_seq_len=1000", "data.max_rejected_fraction=0.01")
+    assert (
+        "rejected: 1 of 90 samples (1.1%), more than data.max_rejected_fraction (1.0%) allows: a run would end"
+        in many["notes"]
+    )
+    start = record_of(lengths, "data.max_seq_len=300", "--batch", "30", "--steps", "1")
+    assert start["rejected"] and not any("would end" in note for note in start["notes"]), "a run judges later"
+
+
+def test_one_rank_has_nobody_to_wait_for(lengths: str) -> None:
+    shown = pack(lengths, "--dp", "1", "--compare")
+    assert shown.exit_code == 0 and "try --dp N" in shown.stdout
+    rows = [line.split() for line in shown.stdout.splitlines() if line.split()[:1] == ["best_fit_balanced"]]
+    assert [row.count("-") for row in rows] == [1, 3] and rows[1][1:] == ["-", "-", "-", "1.000"]
+    several = pack(lengths, "--dp", "2", "--compare")
+    assert "try --dp N" not in several.stdout
+    assert " - " not in several.stdout
+    for dp_size, num_panels in ((1, 2), (2, 6)):
+        report = flowtrain.pack(lengths, [f"backbone.data_parallel_size={dp_size}"])
+        titles = [axes.get_title(loc="left") for axes in draw(report).axes]
+        assert len(titles) == 1 + num_panels
+        assert any("DistRatio" in title for title in titles) == (dp_size > 1)
+
+
+def test_nothing_runs_out_of_the_picture(lengths: str, tmp_path: Path) -> None:
+    directory = tmp_path / ("W" * 120) / ("m" * 200)
+    directory.mkdir(parents=True)
+    (directory / "the_last_part.csv").write_text(Path(lengths).read_text())
+    for dp_size, ranks in ((1, "over 1 data-parallel rank;"), (4, "over 4 data-parallel ranks;")):
+        changes = [f"backbone.data_parallel_size={dp_size}"]
+        figure = draw(flowtrain.pack(directory / "the_last_part.csv", changes, compare=True))
+        figure.draw_without_rendering()  # lays it out
+        assert "…" in figure.get_suptitle() and "the_last_part.csv: 90 rows" in figure.get_suptitle()
+        assert ranks in figure.get_suptitle()
+        drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
+        titles = [axes._left_title.get_window_extent() for axes in figure.axes]  # type: ignore[attr-defined]
+        assert not any(one.overlaps(other) for one, other in combinations(titles, 2))
+
+
+def test_words_agree_with_their_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "one.csv"
+    file.write_text("num_image_tiles,num_tokens\n1,20\n")
+    shown = "".join(pack(str(file), "--dp", "1", "--batch", "1").stdout.split())  # a long path is broken anywhere
+    assert "one.csv:1row,shuffled" in shown
+    assert "theonlystep,1sampleeach" in shown and "1data-parallelrank," in shown
+    file.write_text("num_image_tiles,num_tokens\n1,20\n1,20\n")
+    first = pack(str(file), "--dp", "1", "--batch", "1", "--steps", "1").stdout
+    assert "the first of 2 steps" in first
 
 
 def test_progress_counts_steps_and_methods(lengths: str) -> None:
@@ -203,7 +296,8 @@ def test_the_page_holds_tables_and_drawing_and_loads_nothing(tmp_path: Path, len
         (("--steps", "0"), 2, "num_steps (--steps) is 0; it must be at least 1"),
         (("--lengths", "other.csv"), 2, "are to be taken instead of data; give one of them"),
         (("scheduler.cost=flops",), 2, "scheduler.cost ('flops') needs the backbone's shape"),
-        (("scheduler.cost=profile",), 2, "scheduler.cost_profile"),
+        (("scheduler.cost=profile",), 2, "as no run fits costs to a CSV; give the cost_profile.json"),
+        (("scheduler.cost=profile", "data.order=arrival"), 2, "as no run fits costs to a CSV"),
         (("scheduler.packing=best",), 2, "scheduler.packing = 'best': must be"),
         (("scheduler.microbatch_token=9",), 2, "unknown key; did you mean scheduler.microbatch_tokens?"),
         (("--dp", "8", "--batch", "4"), 2, "training.global_batch_size (4) is smaller than"),
@@ -228,5 +322,5 @@ def test_a_csv_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     bad = tmp_path / "bad.csv"
     bad.write_text("num_image_tiles,num_tokens\n1,x\n")
     result = pack(str(bad))
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"flowtrain: lengths {bad}, line 2: num_tokens is 'x'")

@@ -114,8 +114,10 @@ class DyingEncoder(Encoder):
 class DyingFeeder(Feeder):
     """Dies once with a unit sized and put, but not reported; the text of those before lies in its segment."""
 
-    def _size(self, member: PoolMember, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
-        report = super()._size(member, unit, remade)
+    def _size(
+        self, member: PoolMember, unit: Unit, consumed: frozenset[int], remade: tuple[PartReady, ...]
+    ) -> FeedReport:
+        report = super()._size(member, unit, consumed, remade)
         if unit.index > SECOND_GATE and not deeds(self._config, FEEDER, "die"):
             die(self._config, FEEDER)
         return report

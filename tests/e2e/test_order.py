@@ -82,6 +82,8 @@ def test_a_held_back_position_holds_back_its_own_microbatch_only(
         world.write(tmp_path / "data.parquet"),
         f"barrier-{order}",
         "encoders.vision.max_batch_patches=4",  # one image a batch
+        "scheduler.packing=best_fit",  # with zig-zag, slots of equal samples follow positions
+        "scheduler.dispatch=zigzag",
         data={"shuffle": False, "order": order},
         training={"max_steps": 1},
     )

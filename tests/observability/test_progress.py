@@ -69,6 +69,37 @@ def test_the_eta_counts_the_steps_of_this_start_without_the_starting_up(make_met
     assert "ETA 8:54" in stream.getvalue()
 
 
+def test_phases_before_the_first_step_are_lines_of_a_log(make_metrics: Any) -> None:
+    for mode, expected in (
+        ("auto", ["loading ...", "waiting ..."]),
+        ("plain", ["loading ...", "waiting ..."]),
+        ("off", []),
+    ):
+        stream = io.StringIO()
+        with ProgressDisplay(mode, stream=stream) as display:  # type: ignore[arg-type]
+            display.phase("loading")
+            display.expect(7)
+            display.phase("waiting")
+            assert stream.getvalue().splitlines() == expected
+            display.update(ProgressState(make_metrics(3), 4096))
+        assert ("step 3/7" in stream.getvalue()) == (mode != "off")
+
+
+def test_phases_on_a_terminal_are_a_status_that_steps_replace(make_metrics: Any) -> None:
+    stream = Terminal()
+    with ProgressDisplay("auto", stream=stream) as display:
+        display.phase("loading models")
+        display.note("a note")
+        display.phase("waiting for step 3")
+        display.expect(4, first_step=2)
+        assert "2/4" not in stream.getvalue()
+        display.update(ProgressState(make_metrics(3), 4096))
+        before = len(stream.getvalue())
+        display.update(ProgressState(make_metrics(4), 4096))
+    assert "loading models" in stream.getvalue()[:before] and "a note" in stream.getvalue()
+    assert "waiting for step" not in stream.getvalue()[before:]
+
+
 def test_on_a_terminal_the_display_is_live(make_metrics: Any) -> None:
     stream = Terminal()
     with ProgressDisplay("auto", total_steps=4, stream=stream) as display:

@@ -14,11 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from flowtrain.errors import ConfigError
+from flowtrain.scheduler.buckets import ALIKE
 from flowtrain.scheduler.compiled import compiled
 from flowtrain.scheduler.packing.base import FloatArray, IntArray
 
-ALIKE = 1e-3
-"""Share of the mean cost by which microbatches may differ and count as alike."""
 MAX_SWAPS_PER_RANK = 4
 EVEN = 1e-5
 """Share of its total that a swap must save the dearer rank to be worth making."""

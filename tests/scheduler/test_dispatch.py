@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from flowtrain.costs.flops import backbone_training_flops
 from flowtrain.costs.model_spec import TransformerSpec
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.buckets import bucket_of
+from flowtrain.scheduler.buckets import ALIKE, bucket_of
 from flowtrain.scheduler.cost import CostModel, make_cost_model
-from flowtrain.scheduler.dispatch import ALIKE, DISPATCHERS, get_dispatcher, lpt, zigzag
+from flowtrain.scheduler.dispatch import DISPATCHERS, get_dispatcher, lpt, zigzag
 from flowtrain.scheduler.packing.base import Bins, FloatArray, Lengths
 
 costs_of_one = st.integers(0, 4_000_000).map(lambda millionths: millionths / 1e6)
@@ -77,7 +77,7 @@ def test_buckets_hold_similar_costs_dearest_first(costs: list[float], num_bucket
     buckets = bucket_of(np.array(costs, dtype=np.float64), num_buckets).tolist()
     assert len(buckets) == len(costs)
     assert all(0 <= bucket < num_buckets for bucket in buckets)
-    spread = (max(costs) - min(costs)) / num_buckets if costs else 0.0
+    spread = max((max(costs) - min(costs)) / num_buckets, ALIKE * np.mean(costs)) if costs else 0.0
     for cost, bucket in zip(costs, buckets, strict=True):
         for other, other_bucket in zip(costs, buckets, strict=True):
             if bucket == other_bucket:

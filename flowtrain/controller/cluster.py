@@ -112,7 +112,11 @@ def with_network(config: RunConfig, group: PlacementGroup | None) -> RunConfig:
         return config
     nodes = set(placement_group_table(group)["bundles_to_node_id"].values()) if group is not None else set()
     if len(nodes) > 1:
-        logger.info("the actors are on %d nodes; the pool joins these by NIXL", len(nodes))
+        logger.warning(
+            "the actors are on %d nodes; the pool joins these by NIXL, whose ports ask for no token: keep the network "
+            "between the nodes to yourself, and name its interface in UCX_NET_DEVICES",
+            len(nodes),
+        )
     pool = config.pool.model_copy(update={"network": "nixl" if len(nodes) > 1 else "none"})
     return config.model_copy(update={"pool": pool})
 
@@ -141,7 +145,7 @@ def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "ST
 def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | None:
     """Why all actors must share a node; None where the pool's network joins all nodes."""
     if network == "none":
-        return "pool.network is none"
+        return "pool.network is none (nixl or auto lets the pool join nodes, on a network that you trust)"
     if network == "auto" and len(nodes) == 1:
         return "the cluster has no other"
     probe: Any = ray.remote(nixl_module)
@@ -150,12 +154,20 @@ def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | No
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers[node["NodeID"]] = probe.options(num_cpus=0, scheduling_strategy=there).remote()
     ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=PROBE_TIMEOUT_S)
-    lacking = [node_id for node_id, answer in answers.items() if answer not in ready or ray.get(answer) is None]
+    lacking = [node_id for node_id, answer in answers.items() if answer not in ready or not _has_nixl(answer)]
     if not lacking:
         return None
     return (
         f"NIXL (pip install 'flowtrain[nixl]') is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}"
     )
+
+
+def _has_nixl(answer: Any) -> bool:
+    try:
+        return ray.get(answer) is not None
+    except ray.exceptions.RayError as error:  # the node went, or has no FlowTrain
+        logger.warning("a node could not be asked for NIXL: %s", error)
+        return False
 
 
 def _total(bundles: Sequence[Bundle]) -> Bundle:

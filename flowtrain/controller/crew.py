@@ -104,6 +104,10 @@ class Crew:
         self.actors[name] = self.spawn[name]()
         self.run(name)
 
+    def give_up(self, name: str) -> None:
+        """End an actor for good: a call fails also when the connection alone broke, and it would keep its memory."""
+        ray.kill(self.actors[name], no_restart=True)
+
     def kill(self) -> None:
         """End every actor at once."""
         for handle in [*self.actors.values(), self.coordinator]:

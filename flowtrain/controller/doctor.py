@@ -91,7 +91,7 @@ def examine(config: RunConfig) -> DoctorReport:
     prepared = prepare(config, check_pool=False)
     with cluster.connected(config):
         found = [node for node in ray.nodes() if node["Alive"]]
-        with _probes(found, config.limits.start_timeout_s) as probes:
+        with _probes(found, config.limits.start_timeout_s, config.pool.network != "none") as probes:
             nodes = _describe(found, probes, config.limits.start_timeout_s)
             links = _measure(nodes, probes, config.limits.start_timeout_s)
         return judge(prepared, nodes, links)
@@ -159,7 +159,7 @@ Pair = tuple[ActorHandle, ActorHandle]
 
 
 @contextmanager
-def _probes(nodes: Sequence[dict[str, Any]], timeout_s: float) -> Iterator[list[Pair]]:
+def _probes(nodes: Sequence[dict[str, Any]], timeout_s: float, network: bool) -> Iterator[list[Pair]]:
     """Two probes on each node. Raises ResourceError where one does not start in time."""
     run_id = f"doctor-{secrets.token_hex(4)}"
     space = AddressSpace(num_processes=2 * len(nodes), segment_nbytes=SEGMENT_NBYTES)
@@ -169,7 +169,8 @@ def _probes(nodes: Sequence[dict[str, Any]], timeout_s: float) -> Iterator[list[
         for index in range(2 * len(nodes)):
             node_id = nodes[index // 2]["NodeID"]
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            actors.append(remote.options(num_cpus=0, scheduling_strategy=where).remote(run_id, index, node_id, space))
+            probe = remote.options(num_cpus=0, scheduling_strategy=where)
+            actors.append(probe.remote(run_id, index, node_id, space, network))
         yield list(zip(actors[::2], actors[1::2], strict=True))
     finally:
         for actor in actors:

@@ -149,6 +149,7 @@ class Watcher:
             elif isinstance(decision, Abandon):
                 self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
                 self._actors.link.call("name_lost", decision.name, True)
+                self._actors.give_up(decision.name)
             elif isinstance(decision, RequestStop):
                 self._actors.link.call("request_stop")
             elif isinstance(decision, Fail):

@@ -50,10 +50,13 @@ class Link:
 class Probe:
     """One process that gives a segment of known bytes and reads those of others.
 
-    process_index, node_id, run_id, space: as of a ``Pool``. The network transport is there where NIXL is.
+    process_index, node_id, run_id, space: as of a ``Pool``. network: bring the network transport, where NIXL is; it
+    opens ports.
     """
 
-    def __init__(self, run_id: str, process_index: int, node_id: str, space: AddressSpace) -> None:
+    def __init__(
+        self, run_id: str, process_index: int, node_id: str, space: AddressSpace, network: bool = True
+    ) -> None:
         self._index = process_index
         self._node_id = node_id
         self._segment = DramSegment(run_id, process_index, SEGMENT_NBYTES)
@@ -63,14 +66,16 @@ class Probe:
             LocalTransport.name: LocalTransport(self._segment),
             SharedMemoryTransport.name: SharedMemoryTransport(region),
         }
-        self._no_network, self._offer = "", None
+        self._no_network, self._offer = "pool.network is none", None
+        if not network:
+            return
         try:
-            network = NixlTransport(f"probe-{run_id}-{process_index}", _TIMEOUT_S)
+            nixl = NixlTransport(f"probe-{run_id}-{process_index}", _TIMEOUT_S)
         except ResourceError as error:
             self._no_network = str(error)
         else:
-            self._transports[NixlTransport.name] = network
-            self._offer = network.offer(self._segment.array)
+            self._transports[NixlTransport.name] = nixl
+            self._offer = nixl.offer(self._segment.array)
 
     def export(self) -> SegmentExport:
         """Return what the others need to read this segment."""

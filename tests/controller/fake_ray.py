@@ -75,6 +75,9 @@ class FakeCrew:
         for name in roles:
             self.runs[Ref(name)] = name
 
+    def give_up(self, name: str) -> None:
+        self.log.append(f"give_up {name}")
+
     def replace(self, name: str) -> None:
         self.log.append(f"replace {name}")
         self.runs[Ref(name)] = name

@@ -105,7 +105,8 @@ def test_an_encoder_that_is_given_up_is_lost_for_good_and_the_others_go_on(monke
     world = World(monkeypatch, {**ROLES, "encoder-1": Role.ENCODER})
     death = world.finish("encoder-0", value=died())
     world.until_end(death, death, world.finish("backbone-0", "backbone-1"), world.finish("feeder-0", "encoder-1"))
-    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0", "name_lost encoder-0 True"]
+    given_up = ["name_lost encoder-0 True", "give_up encoder-0"]
+    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0", *given_up]
     assert "encoder-0 died too often and is given up" in world.notes[1]
 
 

@@ -54,6 +54,7 @@ def spread_config(directory: Path, name: str, *overrides: str, num_cpus: float =
         "encoders.vision.data_parallel_size=1",
         f"encoders.vision.num_cpus={num_cpus}",
         f"backbone.num_cpus={num_cpus}",
+        "pool.network=auto",
         *overrides,
         training={"max_steps": NUM_STEPS},
     )

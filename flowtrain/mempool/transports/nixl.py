@@ -236,15 +236,14 @@ class NixlTransport(Transport):
         if share.handle is None:
             return
         try:
-            done = self._agent.is_done(share.handle)
+            ended = self._agent.is_done(share.handle)
         except TransferError:
-            done = True
-        if done:
+            ended = True  # some of its runs may be under way yet: only a release tells
+        if ended:
             self._release(share)
 
     def _release(self, share: Share) -> None:
-        if share.handle is not None:
-            self._agent.release(share.handle)
+        if share.handle is not None and self._agent.release(share.handle):
             share.handle = None
 
     def _check_open(self) -> None:

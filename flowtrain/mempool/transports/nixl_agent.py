@@ -101,12 +101,14 @@ class Agent:
             raise TransferError("the transfer broke off")
         return bool(state == "DONE")
 
-    def release(self, handle: Any) -> None:
-        """Forget a transfer."""
+    def release(self, handle: Any) -> bool:
+        """Forget a transfer; False while it is under way and cannot be broken off, so that bytes may still arrive."""
         try:
             self._call(handle.release)
         except TransferError as error:
             logger.debug("a transfer could not be released: %s", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Leave the network; only then the memory is let go, since NIXL crashes on memory that went before it."""

@@ -40,6 +40,7 @@ def _message(cls: type[_T]) -> type[_T]:
     For what control messages carry by the hundred.
     """
     cls = dataclass(frozen=True, slots=True)(cls)
+    assert len(cls.__dataclass_fields__) > 1, f"{cls}: of one field attrgetter gives no tuple"  # type: ignore[attr-defined]
     values = attrgetter(*cls.__dataclass_fields__)  # type: ignore[attr-defined]
     cls.__reduce__ = lambda self: (cls, values(self))  # type: ignore[method-assign]
     return cls

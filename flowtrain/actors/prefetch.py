@@ -170,7 +170,7 @@ class Prefetcher:
 
     def _read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched:
         started = time.time()
-        microbatch = plan.slots[location.slot][self._dp_rank]
+        microbatch = plan.microbatch(location.slot, self._dp_rank)
         rejected = set(location.rejected)
         # All at once, so that what lies on other nodes comes by one transfer from each owner.
         wanted = [part for part in location.parts if part.position not in rejected]

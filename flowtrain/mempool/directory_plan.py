@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.directory_records import BatchRecord, MicrobatchRecord, PositionRecord, UnitRecord
-from flowtrain.types import TEXT_PART, EncodeBatch, Microbatch, StepPlan
+from flowtrain.types import TEXT_PART, EncodeBatch, StepPlan
 
 Known = Callable[[int], PositionRecord]
 
@@ -18,9 +19,9 @@ def build_unit(plan: StepPlan, known: Known, aligned: Callable[[int], int]) -> t
     of the unit is planned once or rejected, and every part from an encoder is in the plan's batches or in earlier ones.
     """
     unit = UnitRecord(plan.unit, plan.dp_size)
-    for slot in plan.slots:
-        for microbatch in slot:
-            unit.microbatches[microbatch.slot, microbatch.dp_rank] = _microbatch_record(unit, microbatch, known)
+    for slot, rank in product(range(plan.num_slots), range(plan.dp_size)):
+        positions = plan.microbatch_positions(slot, rank)
+        unit.microbatches[slot, rank] = _microbatch_record(unit, slot, rank, positions, known)
     for position in plan.unit.positions:
         record = known(position)
         if record.microbatch is None and not record.rejected:
@@ -43,12 +44,14 @@ def _num_unbatched(positions: Iterable[PositionRecord]) -> int:
     )
 
 
-def _microbatch_record(unit: UnitRecord, microbatch: Microbatch, known: Known) -> MicrobatchRecord:
-    record = MicrobatchRecord(unit, microbatch.slot, microbatch.dp_rank)
-    for sample in microbatch.samples:
-        position = known(sample.position)
+def _microbatch_record(
+    unit: UnitRecord, slot: int, dp_rank: int, positions: Iterable[int], known: Known
+) -> MicrobatchRecord:
+    record = MicrobatchRecord(unit, slot, dp_rank)
+    for number in positions:
+        position = known(number)
         if position.microbatch is not None:
-            raise PoolError(f"position {sample.position} was planned twice; every position runs once")
+            raise PoolError(f"position {number} was planned twice; every position runs once")
         position.microbatch = record
         record.positions.append(position)
         record.missing += position.missing > 0 and not position.rejected

@@ -66,6 +66,11 @@ class BackboneConfig(ConfigModel):
     """The language model and its parallel degrees.
 
     path or config as for an encoder. attention: which kernel runs packed sequences; ``auto`` chooses by device.
+    activation_checkpointing: what is recomputed in the backward pass: nothing, every layer, all but matrix products and
+    attention (``selective``), or each ``checkpoint_every``-th layer (``every_n``). sharding: what data parallel ranks
+    share out: ``full`` parameters too between uses, ``gradients`` keeps those whole from a microbatch's forward on.
+    pipeline_schedule: ``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers.
+    compile: torch.compile for the decoder layers.
     """
 
     path: str | None = None
@@ -74,8 +79,13 @@ class BackboneConfig(ConfigModel):
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: int = Field(1, ge=1)
     context_parallel_size: int = Field(1, ge=1)
-    attention: Literal["auto", "sdpa"] = "auto"
-    activation_checkpointing: Literal["none", "full"] = "none"
+    attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
+    activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
+    checkpoint_every: int = Field(2, ge=2)
+    sharding: Literal["full", "gradients"] = "full"
+    pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
+    chunks_per_rank: int = Field(1, ge=1)
+    compile: bool = False
     num_cpus: float = Field(1.0, ge=0)
     num_threads: int = Field(1, ge=1)
     prefetch_microbatches: int = Field(2, ge=1)

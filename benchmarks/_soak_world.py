@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
+import numpy as np
 from _soak_producers import ALIGNMENT, MAX_PATCHES, VISION, sample_of
 
 from flowtrain.actors.agenda import Agenda
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import InOrder
+from flowtrain.costs.flops import SampleFlops
 from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
@@ -112,7 +114,7 @@ def make_flow(num_samples: int, batch: int, space: AddressSpace) -> tuple[Flow, 
         order=InOrder(),
         planner=planner,
         directory=directory,
-        flops_of=lambda samples: 0.0,
+        flops_of=lambda sizes: SampleFlops(sizes.positions, *np.zeros((3, len(sizes)))),
     )
     flow = Flow(
         agenda=agenda,

@@ -63,9 +63,9 @@ class PacedEncoder(Encoder):
 class PacedRank(BackboneRank):
     """Takes STEP_S more for a step, in equal shares for its microbatches."""
 
-    def _release(self, plan: StepPlan, fetched: Fetched) -> None:
+    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
         time.sleep(STEP_S / plan.num_slots)
-        super()._release(plan, fetched)
+        super()._ran(plan, fetched)
 
 
 def config_of(name: str, order: str, window: int, steps: int, directory: str) -> RunConfig:

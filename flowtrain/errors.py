@@ -27,6 +27,10 @@ class SourceReadError(FlowTrainError, OSError):
     """A source could not be read after retries. It fails the run; it never becomes a rejected sample."""
 
 
+class ScheduleError(FlowTrainError, ValueError):
+    """Pipeline action lists were refused; the message says why and shows the lists around the actions concerned."""
+
+
 class PoolError(FlowTrainError, RuntimeError):
     """Base of the memory pool's errors."""
 

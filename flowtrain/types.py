@@ -180,6 +180,32 @@ class PoolStats:
 # --- step plans ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Model FLOPs of a unit by module, as ``flowtrain.costs.flops`` counts them."""
+
+    encoders: float
+    connector: float
+    backbone: float
+
+    @property
+    def total(self) -> float:
+        """FLOPs over all modules."""
+        return self.encoders + self.connector + self.backbone
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """What one device can do at most in the run's compute type, the denominator of MFU.
+
+    device: its name, as torch has it, or ``cpu``. flops: dense FLOP/s. source: a data sheet, or how it was measured.
+    """
+
+    device: str
+    flops: float
+    source: str
+
+
 class UnitKind(enum.StrEnum):
     """What the backbone does with a unit."""
 
@@ -438,7 +464,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one backbone rank says after a unit.
+    """What one backbone rank says after a unit; of a replica's ranks the coordinator makes one report.
 
     loss, grad_norm, lr and the totals are global (equal on all ranks); the durations are this rank's own. grad_norm and
     lr are None for an evaluation. starved_s: the rank waited for a microbatch. fetch_s: its prefetch thread copied from
@@ -551,6 +577,8 @@ class LedgerRow:
 class UnitDone:
     """All ranks finished a unit. Durations in seconds; blocked_s is summed over encoders since the last unit's end.
 
+    reports: one a data parallel replica, with the times of its slowest rank (``actors/readers.py``).
+    flops: of the samples that ran, not of those rejected after planning.
     sampler_state: where a resume goes on behind it: the sampler's, and in ``arrival`` order under ``consumed`` the
     positions from there on that are consumed already.
     """
@@ -562,7 +590,7 @@ class UnitDone:
     num_microbatches: int
     packing_fill: float
     dp_imbalance: float
-    model_flops: float
+    flops: Flops
     blocked_s: float
     produced_samples: int
     num_rejected: int

@@ -8,21 +8,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flowtrain.actors.order import Order, SamplerState
+from flowtrain.costs.flops import SampleFlops
 from flowtrain.mempool.directory import Directory
+from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types import SizedSample, StepPlan, Unit
 
-FlopsOf = Callable[[list[SizedSample]], float]
+FlopsOf = Callable[[SampleSizes], SampleFlops]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A unit that was planned. When, in seconds since the Unix epoch; flops: of the model, for its samples."""
+    """A unit that was planned. When, in seconds since the Unix epoch; flops: of its samples."""
 
     plan: StepPlan
     started_s: float
     finished_s: float
-    flops: float
+    flops: SampleFlops
 
 
 class Agenda:
@@ -116,8 +118,9 @@ class Agenda:
         if chosen is None:
             return None
         unit, samples = chosen
-        plan = self._planner.plan(unit, samples)
+        sizes = self._planner.sizes_of(samples)
+        plan = self._planner.plan(unit, sizes)
         finished = time.time()
         self._directory.add_plan(plan)
-        planned = self._planned[unit.index] = Planned(plan, started, finished, self._flops_of(list(samples)))
+        planned = self._planned[unit.index] = Planned(plan, started, finished, self._flops_of(sizes))
         return planned

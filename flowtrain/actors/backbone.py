@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,21 +17,21 @@ from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Fetched, Prefetcher
 from flowtrain.actors.spans import SpanLog
+from flowtrain.actors.timed_stages import TimedStages
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.pool import Pool
-from flowtrain.models.device import default_device, device_name
+from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.pipeline.actions import Action
 from flowtrain.pipeline.executor import execute
-from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from flowtrain.training.batch import build_batch
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.mesh import init_backbone_group, open_listener
-from flowtrain.training.peak import measure_peak_flops
+from flowtrain.training.peak import device_peak
 from flowtrain.training.trainer import StepResult, Trainer
-from flowtrain.types import RankReport, StepPlan, UnitKind
+from flowtrain.types import DevicePeak, RankReport, StepPlan, UnitKind
 
 T = TypeVar("T")
 
@@ -39,23 +40,18 @@ COLLECTIVE_MARGIN_S = 60.0
 
 
 class BackboneRank:
-    """One rank of the backbone's (dp) group: a thin shell round ``Trainer``.
+    """One rank of the backbone's (dp, pp, tp) group: a thin shell round ``Trainer``.
 
-    num_steps: of the whole run, for the learning-rate schedule.
+    It reads its replica's microbatches from the pool by itself, text and labels on every rank, features on those of the
+    first stage alone; nothing is broadcast, and every rank knows every shape. num_steps: of the whole run, for the
+    learning-rate schedule.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        dp_rank: int,
-        dp_size: int,
-        name: str,
-        num_steps: int,
-        run_id: str,
-    ) -> None:
+    def __init__(self, config: RunConfig, rank: int, degrees: Degrees, name: str, num_steps: int, run_id: str) -> None:
         self._config = config
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
+        self._rank = rank
+        self._degrees = degrees
+        self._dp_rank, self._pp_rank, _ = degrees.coordinates(rank)
         self._name = name
         self._num_steps = num_steps
         self._run_id = run_id
@@ -76,8 +72,8 @@ class BackboneRank:
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
-    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> float:
-        """Join the group, build the model, load a checkpoint; returns the measured peak FLOP/s of this rank.
+    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
+        """Join the group, build the model, load a checkpoint; returns the peak of this rank's device.
 
         eval_every: steps between evaluation rounds (None: none); a checkpoint that is due waits for the round.
         """
@@ -88,8 +84,8 @@ class BackboneRank:
         self._family = family_from_config(self._config)
         limits = self._config.limits
         self._group = init_backbone_group(
-            self._dp_rank,
-            self._dp_size,
+            self._rank,
+            self._degrees,
             device,
             host=host,
             port=port,
@@ -101,11 +97,7 @@ class BackboneRank:
         self.trainer = self.make_trainer()
         if checkpoint is not None:
             self.trainer.load_checkpoint(Path(checkpoint))
-        return measure_peak_flops(device, self._dtype)
-
-    def device_name(self) -> str:
-        """Name of the device that this rank computes on."""
-        return device_name(self._group.device)
+        return device_peak(device, self._dtype)
 
     def make_trainer(self) -> Trainer:
         """Build this rank's trainer; collective."""
@@ -149,6 +141,7 @@ class BackboneRank:
 
     def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
         feature_dim = self._family.feature_dim(self._family.encoder_names[0])
+        is_first_stage = self._pp_rank == 0
         build = partial(
             build_batch,
             image_token_id=self._family.image_token_id,
@@ -156,9 +149,11 @@ class BackboneRank:
             dtype=self._dtype,
             loss_normalization=self._config.training.loss_normalization,
             device=self._group.device,
+            with_features=is_first_stage,
         )
         return Prefetcher(
             name=self._name,
+            rank=self._rank,
             dp_rank=self._dp_rank,
             link=self._link,
             pool=pool,
@@ -170,31 +165,42 @@ class BackboneRank:
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
             spans=self._spans,
+            text_only=not is_first_stage,
         )
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
         started = time.time()
         plan = self._starving(prefetcher.next_plan)
-        self.trainer.begin_unit(plan)
+        actions = self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
-        num_microbatches = plan.num_slots
         clock = MicrobatchClock(self._group.device) if is_training else None
         execute(
-            one_f_one_b(1, num_microbatches)[0] if is_training else forward_only(num_microbatches),
-            _OneStage(self.trainer, clock),
-            lambda _: self._starving(prefetcher.next_microbatch),
-            lambda fetched: self._release(plan, fetched),
+            actions,
+            TimedStages(self.trainer.stages, clock),
+            self._microbatches(prefetcher),
+            partial(self._ran, plan),
         )
-        result = self.trainer.finish_step() if is_training else self.trainer.finish_eval()
+        result = self.trainer.finish_unit()
         self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
         if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
             self._checkpoint(step, checkpoint_dir)
         return step
 
-    def _release(self, plan: StepPlan, fetched: Fetched) -> None:
+    def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
+        """Hand over a unit's microbatches; all ranks of a replica get the same ones under the same numbers."""
+        numbers = count()
+
+        def next_microbatch(number: int) -> Fetched:
+            expected = next(numbers)
+            assert number == expected, f"the actions ask for microbatch {number} before {expected}"
+            return self._starving(prefetcher.next_microbatch)
+
+        return next_microbatch
+
+    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
+        """A microbatch of the unit has run on this rank."""
         self._fetch_s += fetched.fetch_s
-        self._link.post("release", plan.unit.index, fetched.slot, self._dp_rank)
 
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
@@ -204,7 +210,6 @@ class BackboneRank:
         return item
 
     def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
-        self._link.flush()
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -237,24 +242,4 @@ class BackboneRank:
         directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
         self.trainer.save_checkpoint(directory)
         self._saved_step = step
-        self._link.call("checkpoint_written", step, self._dp_rank, str(directory))
-
-
-class _OneStage:
-    """The compute of a pipeline with one stage: the trainer's forward and backward, or without clock its evaluation."""
-
-    def __init__(self, trainer: Trainer, clock: MicrobatchClock | None) -> None:
-        self._trainer = trainer
-        self._clock = clock
-
-    def forward_stage(self, action: Action, microbatch: Fetched) -> None:
-        if self._clock is None:
-            self._trainer.eval_microbatch(microbatch.batch, action.microbatch)
-            return
-        with self._clock.running(microbatch.slot):
-            self._trainer.forward_microbatch(action.microbatch, microbatch.batch)
-
-    def backward_stage(self, action: Action, microbatch: Fetched, *, is_last: bool) -> None:
-        assert self._clock is not None, "an evaluation has no backward"
-        with self._clock.running(microbatch.slot):
-            self._trainer.backward_microbatch(action.microbatch, microbatch.batch, is_last=is_last)
+        self._link.call("checkpoint_written", step, self._rank, str(directory))

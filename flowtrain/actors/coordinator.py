@@ -126,20 +126,28 @@ class Coordinator:
             self._wake_backbone()
         return go
 
-    async def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> tuple[MicrobatchLocation | None, bool]:
-        """Wait until a microbatch is READY. Answers as ``next_plan``: (None, True) where a stop leaves the unit out."""
+    async def locate(
+        self, unit_index: int, slot: int | None, rank: int, read: int | None = None
+    ) -> tuple[MicrobatchLocation | None, bool]:
+        """Wait until a microbatch is READY. Answers as ``next_plan``: (None, True) where a stop leaves the unit out.
+
+        read: slot of the unit that the rank has read since it last asked, which is released.
+        """
 
         def attempt() -> tuple[MicrobatchLocation | None, bool] | None:
             if self._flow.is_past_end(unit_index):
                 return None, True
-            location = self._flow.locate(unit_index, slot, dp_rank)
+            location = self._flow.locate(unit_index, slot, rank)
             return (location, False) if location is not None else None
 
-        return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or (None, False)
+        if read is not None:
+            await self.release(unit_index, read, rank)
+        return await self._locate_signals[rank].until(attempt, self._poll_s) or (None, False)
 
-    async def release(self, unit_index: int, slot: int, dp_rank: int) -> None:
-        """A rank is done with a microbatch's bytes."""
-        self._flow.release(unit_index, slot, dp_rank)
+    async def release(self, unit_index: int, slot: int, rank: int) -> None:
+        """A rank has read a microbatch, and needs its bytes in the pool no more."""
+        if self._flow.release(unit_index, slot, rank):
+            self._wake_backbone()
         self._wake_producers()
 
     async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
@@ -148,14 +156,14 @@ class Coordinator:
             self._wake_producers()
             self._event_signal.notify()
 
-    async def checkpoint_written(self, step: int, dp_rank: int, directory: str) -> None:
+    async def checkpoint_written(self, step: int, rank: int, directory: str) -> None:
         """A rank wrote its share of a checkpoint."""
-        if self._flow.checkpoint_written(step, dp_rank, directory):
+        if self._flow.checkpoint_written(step, rank, directory):
             self._event_signal.notify()
 
-    async def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
+    async def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
         """Who waits for what."""
-        return self._flow.describe_wait(unit_index, slot, dp_rank)
+        return self._flow.describe_wait(unit_index, slot, rank)
 
     # --- driver -------------------------------------------------------------------------------------------------
 

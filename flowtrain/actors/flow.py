@@ -10,6 +10,7 @@ from collections import deque
 from flowtrain.actors.agenda import Agenda, Planned
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import SamplerState
+from flowtrain.actors.readers import Readers, of_replicas
 from flowtrain.errors import StaleLeaseError
 from flowtrain.mempool.directory import Directory
 from flowtrain.scheduler.refit import CostRefitter
@@ -41,7 +42,11 @@ from flowtrain.types import (
 
 
 class Flow:
-    """Agenda, directory and membership of one run, joined; ``sampler_state``: before the first unit that is sized."""
+    """Agenda, directory and membership of one run, joined.
+
+    sampler_state: before the first unit that is sized. replica_size: ranks of each of the ``dp_size`` replicas, which
+    are numbered replica by replica.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Flow:
         agenda: Agenda,
         sampler_state: SamplerState,
         dp_size: int,
+        replica_size: int = 1,
         directory: Directory,
         membership: Membership,
         trace_steps: int,
@@ -58,14 +64,14 @@ class Flow:
     ) -> None:
         self._agenda = agenda
         self._sampler_state = sampler_state
-        self._dp_size = dp_size
+        self._num_ranks = dp_size * replica_size
         self._directory = directory
         self._membership = membership
         self._last_traced_step = agenda.last_step + trace_steps
         self._refitter = refitter or CostRefitter()
 
         self._reports: dict[int, list[RankReport]] = {}
-        self._taken: dict[tuple[int, int], set[int]] = {}
+        self._readers = Readers(directory, replica_size)
         self._begun = -1
         self._stop_requested = False
         self._stop_at: int | None = None
@@ -235,30 +241,27 @@ class Flow:
         unit = self._agenda.unfinished.get(unit_index) or self._agenda.upcoming
         return unit.kind if unit is not None else None
 
-    def locate(self, unit_index: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
-        """Where the rank's next microbatch lies, or None while it is not READY.
+    def locate(self, unit_index: int, slot: int | None, rank: int) -> MicrobatchLocation | None:
+        """Where a rank's microbatch lies, or None while it has to wait; slot None (``arrival`` order): its next one.
 
-        slot None (``arrival`` order): the first of the unit's READY microbatches that the rank has not taken.
+        All ranks of a replica get the same ones in the same order, see ``Readers``.
         """
-        if slot is not None:
-            return self._directory.locate(unit_index, slot, dp_rank)
-        taken = self._taken.setdefault((unit_index, dp_rank), set())
-        for ready in self._directory.ready_slots(unit_index, dp_rank):
-            if ready not in taken:
-                taken.add(ready)
-                return self._directory.locate(unit_index, ready, dp_rank)
-        return None
+        plan = self._agenda.plan_of(unit_index)
+        return self._readers.locate(plan, slot, rank) if plan is not None else None
 
-    def release(self, unit_index: int, slot: int, dp_rank: int) -> None:
-        """A rank is done with a microbatch: its bytes may be used again."""
-        self._directory.release(unit_index, slot, dp_rank)
+    def release(self, unit_index: int, slot: int, rank: int) -> bool:
+        """A rank has read a microbatch: its bytes may be used again when all have that need it.
+
+        Returns whether now the whole unit is read, for which ranks that are ahead may wait.
+        """
+        return self._readers.release(unit_index, slot, rank)
 
     def finish(self, report: RankReport, spans: tuple[Span, ...]) -> bool:
         """A rank finished a unit; True once all have, which consumes its positions and moves the window."""
         self.record(spans)
         reports = self._reports.setdefault(report.unit, [])
         reports.append(report)
-        if len(reports) < self._dp_size:
+        if len(reports) < self._num_ranks:
             return False
         self._finish_unit(report.unit)
         return True
@@ -267,20 +270,19 @@ class Flow:
         rows = self._directory.consume(unit_index)
         planned, sampler_state = self._agenda.finish(unit_index)
         plan = planned.plan
-        reports = sorted(self._reports.pop(unit_index), key=lambda report: report.dp_rank)
-        for rank in range(self._dp_size):
-            self._taken.pop((unit_index, rank), None)
+        reports = of_replicas(self._reports.pop(unit_index))
+        self._readers.end_unit(unit_index)
         produced = self._directory.num_produced
         self.events.append(
             UnitDone(
                 unit=plan.unit,
-                reports=tuple(reports),
+                reports=reports,
                 plan_digest=plan.digest(),
                 plan_time_s=planned.finished_s - planned.started_s,
                 num_microbatches=plan.num_microbatches,
                 packing_fill=packing_fill(plan),
                 dp_imbalance=imbalance(plan),
-                model_flops=planned.flops,
+                flops=planned.flops.sum(without={row.position for row in rows if row.state == "rejected"}),
                 blocked_s=self._blocked_s,
                 produced_samples=produced - self._produced_mark,
                 num_rejected=self._num_rejected,
@@ -294,11 +296,11 @@ class Flow:
         self._produced_mark = produced
         self._blocked_s = 0.0
 
-    def checkpoint_written(self, step: int, dp_rank: int, directory: str) -> bool:
+    def checkpoint_written(self, step: int, rank: int, directory: str) -> bool:
         """A rank wrote its share; True once all have."""
         ranks = self._checkpoints.setdefault(step, set())
-        ranks.add(dp_rank)
-        if len(ranks) < self._dp_size:
+        ranks.add(rank)
+        if len(ranks) < self._num_ranks:
             return False
         del self._checkpoints[step]
         self.events.extend(self._refitter.fitted(step))
@@ -324,15 +326,12 @@ class Flow:
         self.events.clear()
         return events
 
-    def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
+    def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
         """Who waits for what, for the message of a stalled wait."""
         plan = self._agenda.plan_of(unit_index)
         if plan is None:
             return self._agenda.describe_wait(unit_index)
-        if slot is None:
-            taken = self._taken.get((unit_index, dp_rank), set())
-            slot = next((k for k in range(plan.num_slots) if k not in taken), 0)
-        return self._directory.describe_wait(unit_index, slot, dp_rank)
+        return self._readers.describe_wait(plan, slot, rank)
 
     def record(self, spans: tuple[Span, ...]) -> None:
         """Keep spans for the trace until its last step is done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from flowtrain.actors.flow import Flow
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import ByArrival, InOrder, Order
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.flops import sample_flops
+from flowtrain.costs.flops import SampleFlops, sample_flops
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.consumed import ConsumedPositions
@@ -23,9 +23,10 @@ from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.run_cost import is_refitted
+from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.window import ArrivalWindow
-from flowtrain.types import SizedSample, Unit, UnitKind
+from flowtrain.types import Unit, UnitKind
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class FlowSettings:
     """What a run's flow starts from.
 
     sampler_state: of the checkpoint (see ``Order.state_behind``), or the sampler's first. cost: that steps are planned
-    with. num_rejected, num_seen: training samples so far.
+    with. num_rejected, num_seen: training samples so far. replica_size: ranks of each of the ``dp_size`` replicas.
     """
 
     config: RunConfig
@@ -48,6 +49,7 @@ class FlowSettings:
     cost: CostModel
     num_rejected: int
     num_seen: int
+    replica_size: int = 1
 
     @property
     def first_unit(self) -> int:
@@ -92,9 +94,6 @@ def make_flow(settings: FlowSettings) -> Flow:
     planner = make_planner(config, settings.dp_size, settings.cost)
     planner.warm_up()
 
-    def flops_of(samples: list[SizedSample]) -> float:
-        return sum(sample_flops(settings.model_spec, sample, config.model.freeze).total for sample in samples)
-
     directory = Directory(
         space,
         alignment=config.pool.alignment,
@@ -108,12 +107,13 @@ def make_flow(settings: FlowSettings) -> Flow:
         order=_make_order(settings, directory),
         planner=planner,
         directory=directory,
-        flops_of=flops_of,
+        flops_of=partial(_flops_of, settings.model_spec, config.model.freeze),
     )
     return Flow(
         agenda=agenda,
         sampler_state=settings.sampler_state,
         dp_size=settings.dp_size,
+        replica_size=settings.replica_size,
         refitter=CostRefitter(planner if is_refitted(config) else None),
         directory=directory,
         membership=Membership(config.pool.max_processes, config.pool.processes_per_node),
@@ -129,6 +129,18 @@ def start_flow(settings: FlowSettings) -> Flow:
     gc.collect()
     gc.freeze()
     return flow
+
+
+def _flops_of(spec: ModelSpec, freeze: Collection[str], sizes: SampleSizes) -> SampleFlops:
+    return sample_flops(
+        spec,
+        positions=sizes.positions,
+        lengths=sizes.tokens,
+        vision_lengths=sizes.vision_tokens,
+        target_lengths=sizes.target_tokens,
+        images={name: (part.images, part.patches) for name, part in sizes.parts.items()},
+        freeze=freeze,
+    )
 
 
 def _make_order(settings: FlowSettings, directory: Directory) -> Order:

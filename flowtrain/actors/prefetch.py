@@ -19,7 +19,7 @@ from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.pool import Pool
 from flowtrain.training.batch import PackedBatch, SampleArrays
-from flowtrain.types import TEXT_PART, Microbatch, MicrobatchLocation, StepPlan
+from flowtrain.types import TEXT_PART, MicrobatchLocation, StepPlan
 
 BuildBatch = Callable[[list[SampleArrays]], PackedBatch]
 T = TypeVar("T")
@@ -48,15 +48,20 @@ class _Failed:
 class Prefetcher:
     """Fetches unit after unit in the order of the run; ``next_plan`` and ``next_microbatch`` hand them over in order.
 
-    The thread itself waits without a limit, since it may be far ahead; ``limits`` hold for who waits for it.
-    depth: microbatches that may wait assembled. arrival: take whatever is READY next instead of the plan's order.
-    build: assembles a microbatch from its samples' arrays (copies them, so nothing refers to the pool afterwards).
+    The thread itself waits without a limit, since it may be far ahead; ``limits`` hold for who waits for it. A
+    microbatch is released as soon as it is read: with the question for the next one, or before any other wait, so that
+    memory which a rank was told to read never waits for another rank.
+    rank: of all backbone ranks; it reads what is for replica dp_rank. depth: microbatches that may wait assembled.
+    arrival: take whatever is READY next instead of the plan's order. text_only: features are for other ranks.
+    build: assembles a microbatch from its samples' arrays (has copied them when it returns, so that nothing refers to
+    the pool afterwards).
     """
 
     def __init__(
         self,
         *,
         name: str,
+        rank: int,
         dp_rank: int,
         link: CoordinatorLink,
         pool: Pool,
@@ -68,8 +73,10 @@ class Prefetcher:
         arrival: bool,
         first_unit: int,
         spans: SpanLog,
+        text_only: bool = False,
     ) -> None:
         self._name = name
+        self._rank = rank
         self._dp_rank = dp_rank
         self._link = link
         self._pool = pool
@@ -79,7 +86,9 @@ class Prefetcher:
         self._feature_dtype = feature_dtype
         self._arrival = arrival
         self._spans = spans
+        self._text_only = text_only
         self._wanted: tuple[int, int | None] = (first_unit, None)
+        self._unreleased: int | None = None  # slot of the unit at hand that is read and not released
         self._stopping = threading.Event()
         self._plans: queue.Queue[StepPlan | _Failed] = queue.Queue()
         self._microbatches: queue.Queue[Fetched | _Failed] = queue.Queue(maxsize=depth)
@@ -113,7 +122,7 @@ class Prefetcher:
 
     def _describe_wait(self) -> str:
         unit, slot = self._wanted
-        return str(self._link.call("describe_wait", unit, slot, self._dp_rank))
+        return str(self._link.call("describe_wait", unit, slot, self._rank))
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -121,14 +130,21 @@ class Prefetcher:
         try:
             while (plan := self._wait_for_plan(unit)) is not None:
                 self._plans.put(plan)
-                for microbatch in plan.rank_microbatches(self._dp_rank):
-                    fetched = self._fetch(plan, microbatch)
-                    if fetched is None or not self._offer(fetched):
+                for number in range(plan.num_slots):
+                    fetched = self._fetch(plan, number)
+                    if fetched is None or not self._hand_over(fetched, unit, is_last=number + 1 == plan.num_slots):
                         return
                 unit += 1
         except BaseException as error:  # handed to the training thread, which raises it wherever it waits
             self._plans.put(_Failed(error))
             self._offer(_Failed(error))
+
+    def _hand_over(self, fetched: Fetched, unit: int, is_last: bool) -> bool:
+        if is_last or self._microbatches.full():  # a unit ends when all of it is released
+            self._link.call("release", unit, fetched.slot, self._rank)
+        else:
+            self._unreleased = fetched.slot
+        return self._offer(fetched)
 
     def _offer(self, item: Fetched | _Failed) -> bool:
         while not self._stopping.is_set():
@@ -148,13 +164,14 @@ class Prefetcher:
                 return plan
         return None
 
-    def _fetch(self, plan: StepPlan, microbatch: Microbatch) -> Fetched | None:
-        """Wait until the microbatch is READY and read it; asks again when an owner died in between."""
-        wanted = None if self._arrival else microbatch.slot
+    def _fetch(self, plan: StepPlan, number: int) -> Fetched | None:
+        """Wait for the unit's microbatch ``number`` and read it; asks again when an owner died in between."""
+        wanted = None if self._arrival else number
         while not self._stopping.is_set():
             self._wanted = (plan.unit.index, wanted)
             location: MicrobatchLocation | None
-            location, past_end = self._link.call("locate", plan.unit.index, wanted, self._dp_rank)
+            read, self._unreleased = self._unreleased, None
+            location, past_end = self._link.call("locate", plan.unit.index, wanted, self._rank, read)
             if past_end:
                 return None
             if location is not None:
@@ -173,7 +190,7 @@ class Prefetcher:
         microbatch = plan.microbatch(location.slot, self._dp_rank)
         rejected = set(location.rejected)
         # All at once, so that what lies on other nodes comes by one transfer from each owner.
-        wanted = [part for part in location.parts if part.position not in rejected]
+        wanted = [part for part in location.parts if part.position not in rejected and self._reads(part.part)]
         parts: dict[int, dict[str, np.ndarray]] = {}
         for part, data in zip(wanted, self._pool.get_batch([part.extents for part in wanted]), strict=True):
             parts.setdefault(part.position, {})[part.part] = data
@@ -187,6 +204,9 @@ class Prefetcher:
         finished = time.time()
         self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
         return Fetched(location.slot, batch, finished - started)
+
+    def _reads(self, part: str) -> bool:
+        return part == TEXT_PART or not self._text_only
 
     def _sample(self, position: int, parts: dict[str, np.ndarray]) -> SampleArrays:
         text = parts[TEXT_PART].view(np.int32).reshape(2, -1)

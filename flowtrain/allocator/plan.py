@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
@@ -35,9 +36,14 @@ class ModulePlan:
     segment_nbytes: Annotated[int, Field(ge=0)] = 0
 
     @property
+    def degrees(self) -> Degrees:
+        """The three degrees together."""
+        return Degrees(self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
+
+    @property
     def num_actors(self) -> int:
         """Actors of this module, one per rank of all its replicas."""
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.degrees.world_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.plan import fixed_plan, requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir
@@ -31,7 +32,7 @@ def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
     run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")
     run.add_row("dispatch", f"{config.scheduler.dispatch}, {config.scheduler.num_buckets} buckets")
     run.add_row("cost", _cost(prepared))
-    run.add_row("backbone ranks", f"{config.backbone.data_parallel_size:,} data-parallel")
+    run.add_row("backbone ranks", _backbone_ranks(prepared.plan.backbone.degrees))
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = requirements(fixed_plan(config, use_devices=True)).num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
@@ -66,6 +67,12 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("checkpoint", str(summary.checkpoint))
         table.add_row("export it", f"flowtrain export {run.root}")
     return table
+
+
+def _backbone_ranks(degrees: Degrees) -> str:
+    if degrees.replica_size == 1:
+        return f"{degrees.dp:,} data-parallel"
+    return f"{degrees.world_size:,}: {degrees.dp:,} data x {degrees.pp} pipeline x {degrees.tp} tensor parallel"
 
 
 def _order(config: RunConfig) -> str:

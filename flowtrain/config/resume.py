@@ -1,4 +1,4 @@
-"""Which keys a resumed run may change: those that leave the losses as they are."""
+"""Which keys a resumed run may change: those that leave the losses as they are, but for rounding."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ _MAY_CHANGE = (
     "encoders.*.segment_nbytes",
     "encoders.*.num_cpus",
     "encoders.*.decode_threads",
+    "backbone.data_parallel_size",  # a checkpoint is shared out anew; losses agree closely, see controller/start.py
+    "backbone.tensor_parallel_size",
+    "backbone.pipeline_parallel_size",
+    "backbone.pipeline_schedule",
+    "backbone.chunks_per_rank",
     "backbone.num_cpus",
     "backbone.prefetch_microbatches",
     "backbone.activation_checkpointing",  # recomputation repeats the same operations
@@ -35,8 +40,8 @@ _ABSENT = "(not given)"
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
     """Raise ConfigError unless ``new`` can continue a run begun with ``old``; it names each key with both values.
 
-    Pools, limits, checkpoints, observability and the run's length may change; whatever decides the order of the data,
-    the model or a bit of the arithmetic may not.
+    Pools, limits, checkpoints, observability, the backbone's parallelism and the run's length may change; whatever else
+    decides the order of the data, the model or a bit of the arithmetic may not.
     """
     before, after = _flat(old), _flat(new)
     faults = [

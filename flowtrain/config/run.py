@@ -45,6 +45,7 @@ class RunConfig(ConfigModel):
             _a_frozen_cost_is_given,
             _encoder_names,
             _not_yet_parallel,
+            _schedule_has_its_chunks,
             _segments_fit_the_space,
             _modules_have_an_origin,
         ):
@@ -92,16 +93,33 @@ def _encoder_names(config: RunConfig) -> None:
 
 
 def _not_yet_parallel(config: RunConfig) -> None:
-    backbone = config.backbone
-    degrees = {
-        "backbone.tensor_parallel_size": backbone.tensor_parallel_size,
-        "backbone.pipeline_parallel_size": backbone.pipeline_parallel_size,
-        "backbone.context_parallel_size": backbone.context_parallel_size,
-    }
-    degrees |= {f"encoders.{name}.tensor_parallel_size": e.tensor_parallel_size for name, e in config.encoders.items()}
-    for key, degree in degrees.items():
-        if degree > 1:
-            raise ValueError(f"{key} ({degree}) above 1 is not supported yet; set it to 1 and use data parallelism")
+    degree = config.backbone.context_parallel_size
+    if degree > 1:
+        raise ValueError(
+            f"backbone.context_parallel_size ({degree}) above 1 is not supported yet; set it to 1, and use "
+            "backbone.tensor_parallel_size and backbone.activation_checkpointing for long sequences"
+        )
+    for name, encoder in config.encoders.items():
+        if encoder.tensor_parallel_size > 1:
+            key = f"encoders.{name}"
+            raise ValueError(
+                f"{key}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 is not supported yet: an encoder "
+                f"runs on one device; set it to 1 and raise {key}.data_parallel_size"
+            )
+
+
+def _schedule_has_its_chunks(config: RunConfig) -> None:
+    schedule, chunks = config.backbone.pipeline_schedule, config.backbone.chunks_per_rank
+    if schedule == "interleaved_1f1b" and chunks < 2:
+        raise ValueError(
+            f"backbone.pipeline_schedule ({schedule!r}) needs backbone.chunks_per_rank ({chunks}) of at least 2; raise "
+            "it, or set the schedule to '1f1b'"
+        )
+    if schedule == "1f1b" and chunks > 1:
+        raise ValueError(
+            f"backbone.chunks_per_rank ({chunks}) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now "
+            f"{schedule!r}); set that, or the first to 1"
+        )
 
 
 def _segments_fit_the_space(config: RunConfig) -> None:

@@ -100,8 +100,9 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
         lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
         raise ResourceError(
-            "the cluster lacks resources: " + "; ".join(lacking) + ". Lower encoders.*.data_parallel_size, "
-            "backbone.data_parallel_size, their num_cpus or the segment sizes, or use a larger node"
+            "the cluster lacks resources: " + "; ".join(lacking) + ". Lower encoders.*.data_parallel_size, the "
+            "backbone's parallel sizes (backbone.tensor_parallel_size ranks share a node), their num_cpus or the "
+            "segment sizes, or use a larger node"
         )
     return "PACK" if why_one is None else "STRICT_PACK"
 
@@ -123,7 +124,7 @@ def with_network(config: RunConfig, group: PlacementGroup | None) -> RunConfig:
 
 @contextmanager
 def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "STRICT_PACK") -> Iterator[PlacementGroup]:
-    """Reserve one bundle per actor for as long as the context lasts, on as few nodes as the strategy lets.
+    """Reserve bundles, each on one node, for as long as the context lasts, on as few nodes as the strategy lets.
 
     Raises ResourceError, with what is free, when the reservation does not come within ``timeout_s``.
     """
@@ -134,8 +135,8 @@ def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "ST
             needed = _total(bundles)
             left = {name: free.get(name, 0.0) for name in needed}
             raise ResourceError(
-                f"no placement for {len(bundles)} actors within limits.placement_timeout_s ({timeout_s:g} s): "
-                f"{_counts(needed)} needed, {_counts(left)} free now; another job may hold the rest"
+                f"no placement for {len(bundles)} groups of actors within limits.placement_timeout_s "
+                f"({timeout_s:g} s): {_counts(needed)} needed, {_counts(left)} free now; another job may hold the rest"
             )
         yield group
     finally:

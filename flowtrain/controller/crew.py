@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import ray
@@ -16,16 +17,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
-from flowtrain.actors.feeder import NAME as FEEDER
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.link import RayLink
-from flowtrain.allocator.plan import ModulePlan, Plan
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.cluster import Bundle
+from flowtrain.controller.posts import Post, bundle_indices
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
 from flowtrain.training.mesh import LOOPBACK
+from flowtrain.types import DevicePeak
 
 logger = logging.getLogger(__name__)
 
@@ -41,35 +41,6 @@ class ActorClasses:
     feeder: type = Feeder
     encoder: type = Encoder
     backbone: type = BackboneRank
-
-
-@dataclass(frozen=True)
-class Post:
-    """One actor to start: its name and role, the module it serves, its place among the module's actors."""
-
-    name: str
-    role: Role
-    module: str
-    index: int
-    plan: ModulePlan
-
-    @property
-    def bundle(self) -> Bundle:
-        """What Ray reserves for it."""
-        bundle = {"CPU": self.plan.num_cpus, "GPU": self.plan.num_devices}
-        return {name: amount for name, amount in bundle.items() if amount > 0}
-
-
-def posts_of(plan: Plan) -> list[Post]:
-    """Every actor of the plan but the coordinator, encoders numbered over all modules."""
-    posts: list[Post] = []
-    for module, module_plan in plan.encoders.items():
-        for index in range(module_plan.num_actors):
-            posts.append(Post(f"encoder-{len(posts)}", Role.ENCODER, module, index, module_plan))
-    for index in range(plan.backbone.num_actors):
-        posts.append(Post(f"backbone-dp{index}-pp0-tp0", Role.BACKBONE, "backbone", index, plan.backbone))
-    posts.append(Post(FEEDER, Role.FEEDER, "feeder", 0, plan.feeder))
-    return posts
 
 
 @dataclass
@@ -159,17 +130,14 @@ def start_actors(
 def _options(
     config: RunConfig, posts: list[Post], group: PlacementGroup | None
 ) -> Iterator[tuple[Post, dict[str, Any]]]:
-    bundle_index = 0
-    for post in posts:
+    for post, index in zip(posts, bundle_indices(posts), strict=True):
         options: dict[str, Any] = {"name": post.name, "namespace": namespace_of(config), "max_concurrency": 2}
         options["num_cpus"] = post.plan.num_cpus
         if post.plan.num_devices:
             options["num_gpus"] = post.plan.num_devices
         if group is not None:
             # An actor without a bundle of its own (the feeder) still belongs on the node of the others.
-            index = bundle_index if post.bundle else -1
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        bundle_index += bool(post.bundle)
         yield post, options
 
 
@@ -185,8 +153,7 @@ def _construct(
         return _spawn(classes.feeder, options, config, run_id)
     if post.role is Role.ENCODER:
         return _spawn(classes.encoder, options, config, post.module, post.name, run_id)
-    dp_size = post.plan.data_parallel_size
-    return _spawn(classes.backbone, options, config, post.index, dp_size, post.name, num_steps, run_id)
+    return _spawn(classes.backbone, options, config, post.index, post.plan.degrees, post.name, num_steps, run_id)
 
 
 def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
@@ -195,15 +162,8 @@ def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandl
     return handle
 
 
-def device_of(crew: Crew, results: Results) -> str:
-    """Name of the device that the backbone computes on; of a mixture, of its first rank. results: as for the start."""
-    name, first = next(iter(crew.of_role(Role.BACKBONE).items()))
-    (device,) = results({name: first.device_name.remote()})
-    return str(device)
-
-
-def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, results: Results) -> float:
-    """Join the ranks to one group and load their state; returns the peak FLOP/s of the slowest rank's device.
+def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, results: Results) -> DevicePeak:
+    """Join the ranks to one group and load their state; returns the peak of the slowest rank's device.
 
     results: waits for calls by the name of their actor; it raises where they fail or do not come.
     """
@@ -213,4 +173,5 @@ def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, r
     name, first = next(iter(ranks.items()))
     (port,) = results({name: first.open_rendezvous.remote(host)})
     peaks = results({name: rank.start.remote(host, port, checkpoint, eval_every) for name, rank in ranks.items()})
-    return float(min(peaks))
+    slowest: DevicePeak = min(peaks, key=attrgetter("flops"))
+    return slowest

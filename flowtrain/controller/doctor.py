@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.allocator.plan import Plan, fixed_plan, requirements
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import cluster, crew
+from flowtrain.controller import cluster
+from flowtrain.controller.posts import bundles_of, posts_of
 from flowtrain.controller.prepare import Prepared, check_memory, prepare
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.mempool.gva import AddressSpace
@@ -101,7 +102,7 @@ def judge(prepared: Prepared, nodes: Sequence[NodeReport], links: Sequence[Link]
     """Hold what was found against what the run needs, with Ray's counts of the cluster as they are now."""
     config = prepared.config
     plan = fixed_plan(config, use_devices=any(node.num_devices for node in nodes))
-    segments = [post.plan.segment_nbytes for post in crew.posts_of(plan)]
+    segments = [post.plan.segment_nbytes for post in posts_of(plan)]
     resources, may_spread = _resources(config, plan)
     checks = (_step(prepared), resources, _node_memory(nodes, segments, may_spread))
     warnings = (*slow_links(links), *_locked_memory(nodes, max(segments)))
@@ -120,9 +121,8 @@ def _step(prepared: Prepared) -> Check:
 def _resources(config: RunConfig, plan: Plan) -> tuple[Check, bool]:
     """Check what Ray counts; returns also whether the actors may lie on several nodes."""
     name, needs = "the cluster has the resources", requirements(plan)
-    bundles = [post.bundle for post in crew.posts_of(plan) if post.bundle]
     try:
-        strategy = cluster.check_resources(bundles, needs.pool_nbytes, config.pool.network)
+        strategy = cluster.check_resources(bundles_of(posts_of(plan)), needs.pool_nbytes, config.pool.network)
     except ResourceError as error:
         return Check(name, False, str(error)), False
     detail = f"{needs.num_actors} actors with {needs.num_cpus:g} CPUs and {needs.num_devices:g} devices"

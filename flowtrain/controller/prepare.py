@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.plan import Plan, fixed_plan
+from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
@@ -66,10 +68,11 @@ def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = Tru
         num_eval = min(config.data.eval.max_samples, len(sources.evaluation))
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
+    spec = model_spec(family)
+    check_degrees(config, spec)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     if check_pool:
         check_memory(config, family, num_eval)
-    spec = model_spec(family)
     cost_profile = configured_profile(config, spec)
     return Prepared(
         config=config,
@@ -86,12 +89,22 @@ def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = Tru
 
 
 def model_spec(family: Family) -> ModelSpec:
-    """The model's shapes for the cost model."""
+    """The model's shapes for the cost model; a tower has the layers that are computed."""
     backbone = from_hf_text_config(family.text_config.to_dict())
     vision = from_hf_vision_config(family.vision_config.to_dict())
     name = family.encoder_names[0]
+    vision = replace(vision, num_layers=family.num_encoder_layers(name))
     connector = ConnectorSpec(family.feature_dim(name), backbone.hidden_size, backbone.hidden_size)
     return ModelSpec({name: vision}, connector, backbone)
+
+
+def check_degrees(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError, with all faults, where the backbone cannot be split as the configuration says."""
+    backbone = config.backbone
+    degrees = fixed_plan(config).backbone.degrees
+    faults = degree_faults(degrees, spec.backbone, chunks_per_rank=backbone.chunks_per_rank)
+    if faults:
+        raise ConfigError(refusal(f"run {config.name!r}", faults))
 
 
 def check_memory(

@@ -19,6 +19,7 @@ from flowtrain.types import (
     EVAL_POSITION_BASE,
     CheckpointWritten,
     CostFitted,
+    DevicePeak,
     Event,
     Rejected,
     Rejection,
@@ -38,8 +39,8 @@ class Recorder:
     """Writes metrics, ledger, quarantine and trace of one run, and keeps the totals that a checkpoint needs.
 
     first_step, consumed: steps done before, and their positions (files are cut back to them). sink: takes each step's
-    metrics (Ray's gauges), or None. peak_flops: FLOP/s of one device, set once it is known. A device is what one
-    encoder or backbone actor runs on.
+    metrics (Ray's gauges), or None. peak: of one device, set once it is known; all are taken to be of the backbone's
+    kind. A device is what one encoder or backbone actor runs on.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Recorder:
         self._last_finished_s: float | None = None
         plan = prepared.plan
         self._num_encoders = sum(module.num_actors for module in plan.encoders.values())
-        self._num_devices = plan.backbone.num_actors + self._num_encoders
-        self.peak_flops: float | None = None
+        self._num_backbone = plan.backbone.num_actors
+        self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
         self.sampler_states: dict[int, dict[str, object]] = {}
@@ -153,8 +154,8 @@ class Recorder:
         started_s = self._last_finished_s or min(each.started_s for each in done.reports)
         self._last_finished_s = finished_s
         step_time_s = max(finished_s - started_s, 1e-9)
-        num_devices = self._num_devices
-        mfu = done.model_flops / step_time_s / (num_devices * self.peak_flops) if self.peak_flops else None
+        num_devices = self._num_backbone + self._num_encoders
+        backbone_flops = done.flops.backbone + done.flops.connector
         assert report.lr is not None
         return StepMetrics(
             step=done.unit.step,
@@ -169,7 +170,9 @@ class Recorder:
             step_time_s=step_time_s,
             tokens_per_s=report.num_tokens / step_time_s,
             tokens_per_s_per_device=report.num_tokens / step_time_s / num_devices,
-            mfu=mfu,
+            mfu=self._mfu(done.flops.total, step_time_s, num_devices),
+            backbone_mfu=self._mfu(backbone_flops, step_time_s, self._num_backbone),
+            peak_flops=self.peak.flops if self.peak else None,
             starved_s=fmean(each.starved_s for each in done.reports),
             blocked_s=done.blocked_s,
             fetch_s=fmean(each.fetch_s for each in done.reports),
@@ -185,6 +188,9 @@ class Recorder:
             eval_loss=None,
             rejected=done.num_rejected,
         )
+
+    def _mfu(self, flops: float, step_time_s: float, num_devices: int) -> float | None:
+        return flops / step_time_s / (num_devices * self.peak.flops) if self.peak else None
 
     def _ledger_row(self, row: RowMessage) -> LedgerRow:
         return LedgerRow(

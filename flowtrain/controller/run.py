@@ -25,6 +25,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.crew import ActorClasses, Crew
+from flowtrain.controller.posts import Post, bundles_of, posts_of
 from flowtrain.controller.prepare import Prepared, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.start import Start, find_start
@@ -83,8 +84,8 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         display.phase("connecting to Ray, or starting it")
         stack.enter_context(cluster.connected(config))
         prepared = _with_devices(prepared)
-        posts = crew.posts_of(prepared.plan)
-        bundles = [post.bundle for post in posts if post.bundle]
+        posts = posts_of(prepared.plan)
+        bundles = bundles_of(posts)
         segments_nbytes = sum(post.plan.segment_nbytes for post in posts)
         strategy = cluster.check_resources(bundles, segments_nbytes, config.pool.network)
         display.phase(f"placing {len(posts)} actors")
@@ -150,7 +151,7 @@ class Controller:
         self._stop = stop
         self._run_id = secrets.token_hex(4)
 
-    def run(self, posts: list[crew.Post], group: PlacementGroup | None, classes: ActorClasses) -> bool:
+    def run(self, posts: list[Post], group: PlacementGroup | None, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
         # Once more, since Ray has put a handler of its own in place of the one for SIGTERM.
         with _stop_on_signals(self._stop), self._probe():
@@ -186,8 +187,9 @@ class Controller:
         deadline_s = time.monotonic() + self._config.limits.start_timeout_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        self._recorder.peak_flops = crew.start_backbone(actors, checkpoint, self._prepared.eval_every, results)
-        self._costs.start(crew.device_of(actors, results))
+        peak = self._recorder.peak = crew.start_backbone(actors, checkpoint, self._prepared.eval_every, results)
+        self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
+        self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
         first_unit = self._flow_settings().first_unit
         for name in actors.of_role(Role.BACKBONE):
@@ -209,6 +211,7 @@ class Controller:
             cost=self._costs.in_use,
             num_rejected=self._recorder.num_rejected,
             num_seen=self._recorder.num_seen,
+            replica_size=prepared.plan.backbone.degrees.replica_size,
         )
 
     @contextmanager
@@ -233,11 +236,15 @@ class Controller:
         """Make a checkpoint complete, once ledger and metrics cover it; with it the measured costs."""
         self._recorder.flush()
         self._costs.write()
+        degrees = self._prepared.plan.backbone.degrees
         meta = CheckpointMeta(
             step=written.step,
             state={"sampler": self._recorder.sampler_states[written.step], "cost": asdict(self._costs.in_use)},
             config_digest=config_digest(self._config),
-            dp_size=self._prepared.plan.backbone.data_parallel_size,
+            dp_size=degrees.dp,
+            pp_size=degrees.pp,
+            tp_size=degrees.tp,
+            num_chunks=self._config.backbone.chunks_per_rank,
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
         )

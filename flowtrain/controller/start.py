@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.controller.prepare import Prepared
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.cost import CostModel
@@ -39,7 +40,8 @@ def find_start(files: RunDir, prepared: Prepared) -> Start:
         return Start()
     meta = checkpoint_store.read_meta(checkpoint)
     for name, then, now in (
-        ("data parallel ranks", meta.dp_size, prepared.plan.backbone.data_parallel_size),
+        ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), prepared.plan.backbone.degrees),
+        ("backbone.chunks_per_rank", meta.num_chunks, prepared.config.backbone.chunks_per_rank),
         ("backbone threads", meta.num_threads, prepared.config.backbone.num_threads),
         ("torch", meta.torch_version, str(torch.__version__)),
     ):

@@ -2,50 +2,72 @@
 
 Conventions. A multiply-add is two FLOPs; only matrix products count (no norms, softmax, activations, embeddings).
 Causal attention counts what a kernel that skips the upper triangle computes: ``len ** 2 / 2`` query-key pairs per
-sub-sequence, summed over the sub-sequences of a packed microbatch. The head is computed over all tokens, whether they
-carry loss or not. Backward costs twice the forward where weights and inputs need gradients, once where only one of them
-does. Recomputation (activation checkpointing) is overhead, not model FLOPs, and padding does not exist. Encoders are
-frozen: forward only, full attention inside one image, without a tower's pooling head (features are taken before it).
+sub-sequence, summed over the sub-sequences of a packed microbatch. The head counts for tokens that carry loss, the only
+ones it is computed for (`flowtrain.models.loss`). Backward costs twice the forward where weights and inputs need
+gradients, once where only one of them does. Recomputation (activation checkpointing) is overhead, not model FLOPs, and
+padding does not exist. Encoders are frozen: forward only, full attention inside one image, without a tower's pooling
+head (features are taken before it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec, VisionSpec
-from flowtrain.types import PartSize, SizedSample
+from flowtrain.types import Flops
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """Model FLOPs by module."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleFlops:
+    """Training FLOPs of each sample by module; positions: int64 ``[S]``, the others float64 ``[S]``."""
 
-    encoders: float
-    connector: float
-    backbone: float
+    positions: IntArray
+    encoders: FloatArray
+    connector: FloatArray
+    backbone: FloatArray
 
-    @property
-    def total(self) -> float:
-        """FLOPs over all modules."""
-        return self.encoders + self.connector + self.backbone
-
-
-def backbone_forward_flops(spec: TransformerSpec, lengths: Sequence[int]) -> float:
-    """Return the FLOPs of one forward pass, head included; lengths: tokens of each sub-sequence."""
-    return _backbone_linear(spec, sum(lengths)) + _causal_attention(spec, lengths)
+    def sum(self, without: Collection[int] = ()) -> Flops:
+        """Return the sums over the samples; without: positions that are left out, which may be of other samples."""
+        kept: Any = slice(None)
+        if without:
+            kept = np.isin(self.positions, np.fromiter(without, np.int64), invert=True)
+        return Flops(*(float(column[kept].sum()) for column in (self.encoders, self.connector, self.backbone)))
 
 
-def backbone_training_flops(spec: TransformerSpec, lengths: Sequence[int], freeze: Collection[str] = ()) -> float:
-    """Return the FLOPs of forward and backward; freeze: modules that are not trained, as in ``model.freeze``.
+def backbone_forward_flops(
+    spec: TransformerSpec, lengths: Sequence[int], num_target_tokens: int | None = None
+) -> float:
+    """Return the FLOPs of one forward pass.
 
-    A frozen backbone still carries gradients down to a trained connector: no weight gradients then. With both frozen
-    there is no backward.
+    lengths: tokens of each sub-sequence. num_target_tokens: those among them that carry loss; None: every one does.
     """
-    if {"backbone", "connector"} <= set(freeze):
-        return backbone_forward_flops(spec, lengths)
-    linear_passes = 2 if "backbone" in freeze else 3
-    return linear_passes * _backbone_linear(spec, sum(lengths)) + 3 * _causal_attention(spec, lengths)
+    num_tokens, squares = _sums(lengths)
+    head = _head(spec, num_tokens if num_target_tokens is None else num_target_tokens)
+    return _layers(spec, num_tokens) + head + _causal_attention(spec, squares)
+
+
+def backbone_training_flops(
+    spec: TransformerSpec,
+    lengths: Sequence[int],
+    freeze: Collection[str] = (),
+    num_target_tokens: int | None = None,
+) -> float:
+    """Return the FLOPs of forward and backward; arguments as ``backbone_forward_flops``.
+
+    freeze: modules that are not trained, as in ``model.freeze``. A frozen backbone still carries gradients down to a
+    trained connector: no weight gradients then. With both frozen there is no backward.
+    """
+    num_tokens, squares = _sums(lengths)
+    num_head_tokens = num_tokens if num_target_tokens is None else num_target_tokens
+    return float(_backbone_training(spec, num_tokens, squares, num_head_tokens, freeze))
 
 
 def connector_forward_flops(spec: ConnectorSpec, num_rows: int) -> float:
@@ -58,44 +80,90 @@ def connector_training_flops(spec: ConnectorSpec, num_rows: int, freeze: Collect
 
     The features are constants, so the first layer has no input gradient; a frozen connector has no backward at all.
     """
-    if "connector" in freeze:
-        return connector_forward_flops(spec, num_rows)
-    return 2.0 * num_rows * (2 * spec.feature_dim * spec.hidden_size + 3 * spec.hidden_size * spec.out_dim)
+    return float(_connector_training(spec, num_rows, freeze))
 
 
 def encoder_forward_flops(spec: VisionSpec, image_patches: Sequence[int]) -> float:
     """Return the FLOPs of one tower over images of the given numbers of patches."""
-    total = 0.0
-    for num_patches in image_patches:
-        num_tokens = num_patches + spec.num_prefix_tokens
-        layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * num_tokens**2 * spec.hidden_size
-        total += 2.0 * num_patches * spec.patch_matmul_parameters + spec.num_layers * layer
-    return total
+    num_patches = sum(image_patches)
+    num_tokens = num_patches + spec.num_prefix_tokens * len(image_patches)
+    squares = sum((patches + spec.num_prefix_tokens) ** 2 for patches in image_patches)
+    return float(_encoder(spec, num_patches, num_tokens, squares))
 
 
-def sample_flops(spec: ModelSpec, sample: SizedSample, freeze: Collection[str] = ()) -> Flops:
-    """Return the training FLOPs of one sample by module.
+def sample_flops(
+    spec: ModelSpec,
+    *,
+    positions: IntArray,
+    lengths: IntArray,
+    vision_lengths: IntArray,
+    target_lengths: IntArray,
+    images: Mapping[str, tuple[IntArray, IntArray]],
+    freeze: Collection[str] = (),
+) -> SampleFlops:
+    """Return the training FLOPs of samples, given as columns int64 ``[S]``.
 
-    A part knows its patches as a sum over images; they are split evenly, which is exact where a sample's images are of
-    one size and a lower bound otherwise. Parts of encoders that ``spec`` lacks raise KeyError.
+    lengths, vision_lengths, target_lengths: tokens of the backbone sequence, those that a feature row fills and those
+    that carry loss. images: by encoder, how many images and patches each sample has. A sample's patches are split
+    evenly over its images, which is exact where they are of one size and a lower bound otherwise. Encoders that
+    ``spec`` lacks raise KeyError.
     """
-    image_parts = [part for part in sample.parts if part.num_patches]
-    return Flops(
-        encoders=sum(encoder_forward_flops(spec.encoders[part.name], _even_split(part)) for part in image_parts),
-        connector=connector_training_flops(spec.connector, sum(part.num_rows for part in image_parts), freeze),
-        backbone=backbone_training_flops(spec.backbone, (sample.num_tokens,), freeze),
+    encoders = np.zeros(len(positions))
+    for name, (num_images, num_patches) in images.items():
+        encoders += _encoder_even(spec.encoders[name], num_images, num_patches)
+    return SampleFlops(
+        positions,
+        encoders,
+        np.asarray(_connector_training(spec.connector, vision_lengths, freeze)),
+        np.asarray(_backbone_training(spec.backbone, lengths, lengths.astype(np.float64) ** 2, target_lengths, freeze)),
     )
 
 
-def _backbone_linear(spec: TransformerSpec, num_tokens: int) -> float:
-    return 2.0 * num_tokens * (spec.num_layers * spec.layer_matmul_parameters + spec.head_parameters)
+# Numbers or arrays from here on.
 
 
-def _causal_attention(spec: TransformerSpec, lengths: Sequence[int]) -> float:
+def _backbone_training(
+    spec: TransformerSpec, num_tokens: Any, squares: Any, num_head_tokens: Any, freeze: Collection[str]
+) -> Any:
+    passes = linear_passes = 3
+    if {"backbone", "connector"} <= set(freeze):
+        passes = linear_passes = 1
+    elif "backbone" in freeze:
+        linear_passes = 2
+    linear = _layers(spec, num_tokens) + _head(spec, num_head_tokens)
+    return linear_passes * linear + passes * _causal_attention(spec, squares)
+
+
+def _connector_training(spec: ConnectorSpec, num_rows: Any, freeze: Collection[str]) -> Any:
+    first_passes, second_passes = (1, 1) if "connector" in freeze else (2, 3)
+    first, second = spec.feature_dim * spec.hidden_size, spec.hidden_size * spec.out_dim
+    return 2.0 * num_rows * (first_passes * first + second_passes * second)
+
+
+def _layers(spec: TransformerSpec, num_tokens: Any) -> Any:
+    return 2.0 * num_tokens * (spec.num_layers * spec.layer_matmul_parameters)
+
+
+def _head(spec: TransformerSpec, num_tokens: Any) -> Any:
+    return 2.0 * num_tokens * spec.head_parameters
+
+
+def _causal_attention(spec: TransformerSpec, squares: Any) -> Any:
     # Scores and weighted values: 2 products, 2 FLOPs each, over half of len x len.
-    return 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * sum(length**2 for length in lengths)
+    return 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * squares
 
 
-def _even_split(part: PartSize) -> list[int]:
-    each, more = divmod(part.num_patches, part.num_items)
-    return [each + 1] * more + [each] * (part.num_items - more)
+def _encoder(spec: VisionSpec, num_patches: Any, num_tokens: Any, squares: Any) -> Any:
+    layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * squares * spec.hidden_size
+    return 2.0 * num_patches * spec.patch_matmul_parameters + spec.num_layers * layer
+
+
+def _encoder_even(spec: VisionSpec, num_images: IntArray, num_patches: IntArray) -> Any:
+    each, more = np.divmod(num_patches, np.maximum(num_images, 1))
+    tokens = (each + spec.num_prefix_tokens).astype(np.float64)
+    squares = more * (tokens + 1) ** 2 + (num_images - more) * tokens**2
+    return _encoder(spec, num_patches, num_patches + spec.num_prefix_tokens * num_images, squares)
+
+
+def _sums(lengths: Sequence[int]) -> tuple[int, int]:
+    return sum(lengths), sum(length**2 for length in lengths)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from flowtrain.models.activation_memory import applied
+from flowtrain.models.attention_backends.base import SegmentOffsets
 from flowtrain.models.connector import Connector
 from flowtrain.models.loss import weighted_nll_sum
+from flowtrain.pipeline.actions import MemoryStrategy
 
 
 class Backbone(nn.Module):
@@ -20,25 +21,43 @@ class Backbone(nn.Module):
     Everything that has parameters runs inside this one module's forward, so that FSDP2 may wrap it as the root (the
     decoder layers as units of their own). The language model must have been built with one of
     ``flowtrain.models.attention``'s implementations.
+
+    A pipeline stage (``flowtrain.models.stage``) is a Backbone that lacks what other stages have: connector and
+    embedding belong to the first, final norm and head to the last.
+
+    memory: what decoder layers keep for the backward pass, where a call does not say.
     """
 
-    def __init__(self, connector: Connector, language_model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        connector: Connector | None,
+        language_model: PreTrainedModel,
+        memory: MemoryStrategy = MemoryStrategy.KEEP,
+    ) -> None:
         super().__init__()
         self.connector = connector
         self.language_model = language_model
+        self.memory = memory
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether tokens and features enter here."""
+        return self.connector is not None
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the loss comes out here."""
+        return self.language_model.get_output_embeddings() is not None
 
     @property
     def decoder_layers(self) -> list[nn.Module]:
         """The language model's decoder layers in order, for wrapping."""
         return list(cast(nn.ModuleList, self.language_model.base_model.layers))
 
-    def enable_activation_checkpointing(self) -> None:
-        """Recompute every decoder layer in the backward pass; no parameter changes its name.
-
-        Only ``forward`` is checkpointed, so that a layer's hooks (FSDP2's) stay outside and do not run twice.
-        """
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Have torch.compile compile every decoder layer's forward at its first call, for all lengths at once."""
         for layer in self.decoder_layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
     def forward(
         self,
@@ -51,6 +70,8 @@ class Backbone(nn.Module):
         max_seqlen: int,
         features: Tensor,
         feature_index: Tensor,
+        hidden: Tensor | None = None,
+        memory: MemoryStrategy | None = None,
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 
@@ -59,21 +80,34 @@ class Backbone(nn.Module):
         offsets of the sequences, from 0 to T. max_seqlen: the longest one. features: ``[R, D]`` rows of the encoder, in
         any float type. feature_index: int64 ``[R]``, the token that each row replaces, no token twice. With R = 0 the
         connector runs on no rows and gets zero gradients.
+
+        hidden: what the stage before returned, ``[1, T, H]``; None for a first stage. Any but the last stage returns
+        the hidden states behind its layers instead of the loss. memory: what the decoder layers keep for the backward
+        pass; None for the default.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
-        segment_offsets = cu_seqlens.tolist()
-        assert segment_offsets[-1] == input_ids.shape[0], (segment_offsets, input_ids.shape)
+        offsets = cu_seqlens.tolist()
+        assert offsets[-1] == input_ids.shape[0], (offsets, input_ids.shape)
+        assert (hidden is None) == self.is_first_stage, "a stage takes hidden states where another comes before it"
+        if hidden is None:
+            hidden = self._embed(input_ids, features, feature_index)
+        with applied(memory or self.memory, self.decoder_layers):
+            output = self.language_model.base_model(
+                inputs_embeds=hidden,
+                position_ids=position_ids[None],
+                use_cache=False,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                segment_offsets=SegmentOffsets(offsets),
+            )
+        if not self.is_last_stage:
+            return output.last_hidden_state
+        head = self.language_model.get_output_embeddings()
+        return weighted_nll_sum(output.last_hidden_state[0], targets, weights, head)
+
+    def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> Tensor:
+        """Embed tokens, ``[1, T, H]``, and put the projected features in their places."""
+        assert self.connector is not None
         embeddings = self.language_model.get_input_embeddings()(input_ids)
         projected = self.connector(features.to(self.connector.linear_1.weight.dtype))
-        merged = embeddings.index_copy(0, feature_index, projected.to(embeddings.dtype))
-        output = self.language_model.base_model(
-            inputs_embeds=merged[None],
-            position_ids=position_ids[None],
-            use_cache=False,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            segment_offsets=segment_offsets,
-        )
-        return weighted_nll_sum(
-            output.last_hidden_state[0], targets, weights, self.language_model.get_output_embeddings()
-        )
+        return embeddings.index_copy(0, feature_index, projected.to(embeddings.dtype))[None]

@@ -18,13 +18,14 @@ from flowtrain.types import METRICS_SCHEMA
 class StepMetrics:
     """One line of ``metrics.jsonl``; the field names are its keys.
 
-    Counts and totals are global. timestamp: seconds since the Unix epoch, when the step was done. epoch: passes over
-    the data, a fraction. step_time_s: wall time since the step before. mfu: model FLOPs over the devices' peak, None
-    where the peak is not known. starved_s, fetch_s: mean over ranks. blocked_s: encoders waited for pool memory, in
-    sum. plan_digest: of the step's plan, as ``flowtrain pack`` predicts it. packing_fill: backbone tokens over the
-    capacity of the step's microbatches. dp_imbalance: how much dearer the dearest rank is than the mean (0 if even).
-    eval_loss: None unless an evaluation followed the step. rejected: samples so far. Values that are not finite are
-    written as null.
+    Counts and totals are global. timestamp: seconds since the Unix epoch, when the step was done. epoch: passes
+    over the data, a fraction. step_time_s: wall time since the step before. mfu: FLOPs of all modules over the peak
+    of all devices; backbone_mfu: those of backbone and connector over the peak of the backbone's devices;
+    peak_flops: that of one device, FLOP/s; all None where it is not known. starved_s, fetch_s: mean over ranks.
+    blocked_s: encoders waited for pool memory, in sum. plan_digest: of the step's plan, as ``flowtrain pack``
+    predicts it. packing_fill: backbone tokens over the capacity of the step's microbatches. dp_imbalance: how much
+    dearer the dearest rank is than the mean (0 if even). eval_loss: None unless an evaluation followed the step.
+    rejected: samples so far. Values that are not finite are written as null.
     """
 
     step: int
@@ -39,6 +40,8 @@ class StepMetrics:
     tokens_per_s: float
     tokens_per_s_per_device: float
     mfu: float | None
+    backbone_mfu: float | None
+    peak_flops: float | None
     starved_s: float
     blocked_s: float
     fetch_s: float

@@ -1,47 +1,115 @@
 """The schedule IR: what one rank does, as a list of actions that the executor runs and the simulator times.
 
 The six kinds are PipeWeaver's Table 2. Schedules only produce such lists (1F1B, interleaved, searched ones). An action
-has a one-line text form for logs, golden tests and files::
+has one text form, a line short enough that hundreds can be read, for logs, golden tests and files::
 
-    forward_stage module=backbone stage=0 segment=0 microbatch=3 memory=keep
-    isend module=backbone stage=0 segment=0 microbatch=3.1 peer=1 payload=activation
+    F s0 m3 keep
+    isend s0 m3 activation ->1
+    wait_irecv s5 c1 m3.1 activation <-0
+    B encoder s2 m3.1 recompute/2
+
+``s`` is the stage, ``c`` the segment (left out when 0), ``m`` the microbatch and its sub-microbatch; the module is left
+out for the backbone; an arrow points at or comes from the peer.
 """
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import ClassVar
 
 
 class ActionKind(enum.StrEnum):
     """What an action does (PipeWeaver, Table 2)."""
 
-    FORWARD_STAGE = "forward_stage"
-    BACKWARD_STAGE = "backward_stage"
+    FORWARD_STAGE = "F"
+    BACKWARD_STAGE = "B"
     ISEND = "isend"
     WAIT_ISEND = "wait_isend"
     IRECV = "irecv"
     WAIT_IRECV = "wait_irecv"
 
-    @property
+    @cached_property
     def is_compute(self) -> bool:
         """True for the kinds that run a stage, False for point-to-point transfers."""
         return self in (ActionKind.FORWARD_STAGE, ActionKind.BACKWARD_STAGE)
 
+    @cached_property
+    def is_launch(self) -> bool:
+        """True for the kinds that start a transfer, False for computing and waiting."""
+        return self in (ActionKind.ISEND, ActionKind.IRECV)
+
+    @cached_property
+    def is_wait(self) -> bool:
+        """True for the kinds that wait for a transfer to end."""
+        return self in (ActionKind.WAIT_ISEND, ActionKind.WAIT_IRECV)
+
+    @cached_property
+    def is_sending(self) -> bool:
+        """True for the two kinds of the sending end of a transfer."""
+        return self in (ActionKind.ISEND, ActionKind.WAIT_ISEND)
+
+    @cached_property
+    def launch(self) -> ActionKind:
+        """The kind whose end a wait waits for; a launch itself."""
+        assert not self.is_compute
+        return ActionKind.ISEND if self.is_sending else ActionKind.IRECV
+
 
 class StageModule(enum.StrEnum):
-    """The module whose layers a stage holds."""
+    """The module whose layers a stage holds; a microbatch passes the encoder's stages before the backbone's."""
 
     ENCODER = "encoder"
     BACKBONE = "backbone"
 
 
-class MemoryStrategy(enum.StrEnum):
-    """What a stage does with its activations between forward and backward."""
+class MemoryKind(enum.StrEnum):
+    """What a layer does with its activations between forward and backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+    SELECTIVE = "selective"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStrategy:
+    """What a stage does with its layers' activations between forward and backward; text forms below.
+
+    ``keep`` keeps all, ``recompute`` runs every layer's forward again in the backward pass, ``selective`` keeps what is
+    costly to compute and recomputes the rest of each layer, ``recompute/n`` (``every`` n, at least 2) recomputes one
+    layer in n and keeps the others.
+    """
+
+    kind: MemoryKind
+    every: int = 1
+
+    KEEP: ClassVar[MemoryStrategy]
+    RECOMPUTE: ClassVar[MemoryStrategy]
+    SELECTIVE: ClassVar[MemoryStrategy]
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or (self.every > 1 and self.kind is not MemoryKind.RECOMPUTE):
+            raise ValueError(f"every ({self.every}) must be at least 1, and 1 for {self.kind}")
+
+    def __str__(self) -> str:
+        return self.kind if self.every == 1 else f"{self.kind}/{self.every}"
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryStrategy:
+        """Inverse of ``str``; raises ValueError for anything else."""
+        kind, slash, every = text.partition("/")
+        strategy = cls(MemoryKind(kind), int(every) if slash else 1)
+        if str(strategy) != text:
+            raise ValueError(f"memory strategy {text!r} is written {strategy}")
+        return strategy
+
+
+MemoryStrategy.KEEP = MemoryStrategy(MemoryKind.KEEP)
+MemoryStrategy.RECOMPUTE = MemoryStrategy(MemoryKind.RECOMPUTE)
+MemoryStrategy.SELECTIVE = MemoryStrategy(MemoryKind.SELECTIVE)
 
 
 class Payload(enum.StrEnum):
@@ -55,10 +123,13 @@ class Payload(enum.StrEnum):
 class Action:
     """One action of one rank.
 
-    stage: global stage index within its module. segment: pipeline segment (PipeWeaver's; also the model chunk of an
-    interleaved schedule). microbatch: index in the order in which the rank starts them. sub_microbatch: part of it, or
-    None for the whole (sub-microbatches may join into one microbatch downstream). memory: compute kinds only.
-    peer: pipeline rank at the other end, and payload: what travels; transfers only.
+    stage: global stage index within its module; of a transfer, the stage of this rank that makes or takes the payload,
+    so that stage s's isend of an activation meets stage s+1's irecv. segment: pipeline segment (PipeWeaver's), which is
+    the model chunk of an interleaved schedule. microbatch: index in the order in which the rank starts them.
+    sub_microbatch: part of it, or None for the whole; parts may join into the whole at the next stage, and transfers
+    between the two are of the parts. memory: compute kinds only, the same for a forward and its backward.
+    peer: pipeline rank at the other end, and payload: what travels; transfers only. A wait names the same transfer as
+    its launch.
     """
 
     kind: ActionKind
@@ -72,53 +143,85 @@ class Action:
     payload: Payload | None = None
 
     def __post_init__(self) -> None:
-        indices = {"stage": self.stage, "segment": self.segment, "microbatch": self.microbatch}
-        indices |= {"sub_microbatch": self.sub_microbatch or 0, "peer": self.peer or 0}
-        for name, value in indices.items():
-            if value < 0:
-                raise ValueError(f"{self.kind}: {name} ({value}) is negative")
-        if self.kind.is_compute and (self.peer is not None or self.payload is not None):
-            raise ValueError(f"{self.kind}: a stage action has neither peer ({self.peer}) nor payload ({self.payload})")
-        if not self.kind.is_compute and (self.peer is None or self.payload is None or self.memory is not None):
+        if min(self.stage, self.segment, self.microbatch, self.sub_microbatch or 0, self.peer or 0) < 0:
+            raise ValueError(
+                f"{self.kind}: stage ({self.stage}), segment ({self.segment}), microbatch ({self.microbatch}), "
+                f"sub_microbatch ({self.sub_microbatch}) and peer ({self.peer}) must not be negative"
+            )
+        if self.kind.is_compute:
+            if self.peer is not None or self.payload is not None:
+                raise ValueError(
+                    f"{self.kind}: a stage action has neither peer ({self.peer}) nor payload ({self.payload})"
+                )
+        elif self.peer is None or self.payload is None or self.memory is not None:
             raise ValueError(
                 f"{self.kind}: a transfer needs peer ({self.peer}) and payload ({self.payload}), and has no memory "
                 f"strategy ({self.memory})"
             )
 
+    @property
+    def launch(self) -> Action:
+        """The launch that a wait waits for."""
+        return replace(self, kind=self.kind.launch)
+
     def __str__(self) -> str:
-        microbatch = str(self.microbatch) if self.sub_microbatch is None else f"{self.microbatch}.{self.sub_microbatch}"
-        fields = {"module": self.module, "stage": self.stage, "segment": self.segment, "microbatch": microbatch}
-        fields |= {"memory": self.memory, "peer": self.peer, "payload": self.payload}
-        return " ".join([self.kind, *(f"{name}={value}" for name, value in fields.items() if value is not None)])
+        words = [self.kind.value]
+        if self.module is not StageModule.BACKBONE:
+            words.append(self.module)
+        words.append(f"s{self.stage}")
+        if self.segment:
+            words.append(f"c{self.segment}")
+        words.append(f"m{self.microbatch}" if self.sub_microbatch is None else self._part())
+        if self.memory is not None:
+            words.append(str(self.memory))
+        if self.payload is not None:
+            words += [self.payload, f"{'->' if self.kind.is_sending else '<-'}{self.peer}"]
+        return " ".join(words)
+
+    def _part(self) -> str:
+        return f"m{self.microbatch}.{self.sub_microbatch}"
 
 
-_FIELDS = frozenset({"module", "stage", "segment", "microbatch", "memory", "peer", "payload"})
+shared_action = lru_cache(maxsize=1 << 16)(Action)
+"""An action like ``Action(...)``, one object for equal arguments: schedules of other lengths share most of theirs."""
+
+Schedule = tuple[tuple[Action, ...], ...]  # the action lists of all pipeline ranks, by rank
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_FORM = re.compile(
+    rf"(\w+) (?:(encoder) )?s{_NUMBER}(?: c([1-9][0-9]*))? m{_NUMBER}(?:\.{_NUMBER})?"
+    rf"(?: ([a-z]+(?:/[0-9]+)?))?(?: (->|<-){_NUMBER})?"
+)
 
 
 def parse_action(line: str) -> Action:
-    """Read an action from its text form; raises ValueError with the line when it is malformed."""
-    kind, *words = line.split()
-    try:
-        fields = dict(word.split("=", 1) for word in words)
-        unknown = fields.keys() - _FIELDS
-        if unknown or len(fields) != len(words):
-            raise ValueError(f"unknown or repeated fields {sorted(unknown)}")
-        microbatch, _, sub_microbatch = fields["microbatch"].partition(".")
-        return Action(
-            kind=ActionKind(kind),
-            stage=int(fields["stage"]),
-            microbatch=int(microbatch),
-            segment=int(fields["segment"]),
-            module=StageModule(fields["module"]),
-            sub_microbatch=int(sub_microbatch) if sub_microbatch else None,
-            memory=MemoryStrategy(fields["memory"]) if "memory" in fields else None,
-            peer=int(fields["peer"]) if "peer" in fields else None,
-            payload=Payload(fields["payload"]) if "payload" in fields else None,
+    """Inverse of ``str`` of an action; raises ValueError with the line when it is malformed."""
+    match = _FORM.fullmatch(line)
+    if match is None:
+        raise ValueError(
+            f"action {line!r} is not of the form 'F s0 m3 keep' or 'isend s0 c1 m3.1 activation ->1' "
+            "(flowtrain/pipeline/actions.py)"
         )
-    except KeyError as error:
-        raise ValueError(f"action {line!r}: field {error} is missing") from error
+    kind_name, module, stage, segment, microbatch, sub_microbatch, carried, arrow, peer = match.groups()
+    try:
+        kind = ActionKind(kind_name)
+        is_transfer = peer is not None
+        action = Action(
+            kind=kind,
+            stage=int(stage),
+            microbatch=int(microbatch),
+            segment=int(segment or 0),
+            module=StageModule(module or StageModule.BACKBONE),
+            sub_microbatch=None if sub_microbatch is None else int(sub_microbatch),
+            memory=MemoryStrategy.parse(carried) if carried and not is_transfer else None,
+            peer=int(peer) if is_transfer else None,
+            payload=Payload(carried) if is_transfer else None,
+        )
     except ValueError as error:
         raise ValueError(f"action {line!r}: {error}") from error
+    if is_transfer and (arrow == "->") != kind.is_sending:
+        raise ValueError(f"action {line!r}: {kind} has its arrow the other way round")
+    return action
 
 
 def format_actions(actions: Iterable[Action]) -> str:

@@ -42,7 +42,7 @@ class CostRefitter:
         self._num_steps = 0
 
     def take(self, plan: StepPlan, reports: Sequence[RankReport]) -> tuple[CostFitted, ...]:
-        """Take in a finished unit with one report a rank; returns what is to be told: a refit, where one was due."""
+        """Take in a finished unit with one report a replica; returns what is to be told: a refit, where one was due."""
         if plan.unit.kind is not UnitKind.TRAIN:
             return ()
         self._num_steps += 1

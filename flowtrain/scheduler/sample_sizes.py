@@ -15,17 +15,18 @@ from flowtrain.types import TEXT_PART, PartSize, SizedSample
 
 _position = attrgetter("ref.position")
 _sizes = attrgetter("num_tokens", "num_vision_tokens", "num_target_tokens")
-_part_sizes = attrgetter("num_patches", "nbytes")
+_part_sizes = attrgetter("num_items", "num_patches", "nbytes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartColumns:
     """One encoder's parts, in the order of the samples.
 
-    patches, nbytes: int64 ``[num_samples]``, 0 where a sample has no such part; nbytes are rounded up to the pool's
-    alignment. present: bool ``[num_samples]``.
+    images, patches, nbytes: int64 ``[num_samples]``, 0 where a sample has no such part; nbytes are rounded up to the
+    pool's alignment. present: bool ``[num_samples]``.
     """
 
+    images: IntArray
     patches: IntArray
     nbytes: IntArray
     present: np.ndarray
@@ -87,10 +88,10 @@ def _part_columns(samples: Sequence[SizedSample], encoders: Sequence[str], align
 
 
 def _columns(count: int, places: list[int], parts: list[PartSize], alignment: int) -> PartColumns:
-    sizes = np.zeros((2, count), dtype=np.int64)
+    sizes = np.zeros((3, count), dtype=np.int64)
     present = np.zeros(count, dtype=np.bool_)
     if places:
-        given = np.fromiter(chain.from_iterable(map(_part_sizes, parts)), np.int64, 2 * len(parts)).reshape(-1, 2)
+        given = np.fromiter(chain.from_iterable(map(_part_sizes, parts)), np.int64, 3 * len(parts)).reshape(-1, 3)
         sizes[:, places] = given.T
         present[places] = True
-    return PartColumns(sizes[0], -(-sizes[1] // alignment) * alignment, present)
+    return PartColumns(sizes[0], sizes[1], -(-sizes[2] // alignment) * alignment, present)

@@ -65,9 +65,11 @@ def build_batch(
     loss_normalization: LossNormalization,
     device: torch.device,
     pad_token_id: int = 0,
+    with_features: bool = True,
 ) -> PackedBatch:
     """Pack samples into one sequence; an empty list gives the weightless microbatch (one token of zero weight).
 
+    with_features: False for a pipeline stage that has no use for them; its batch then has no feature rows.
     Labels are shifted within each sample, so its last token has no target. Raises DataError when a sample's image
     tokens and feature rows differ in number, or when its loss is undefined (no target token under ``sample``).
     """
@@ -77,7 +79,9 @@ def build_batch(
     targets = [_shift(text[1]) for text in texts]
     num_targets = [int(np.count_nonzero(target != IGNORED_LABEL)) for target in targets]
     for sample, text, count in zip(samples, texts, num_targets, strict=True):
-        _check_sample(sample, text, count, image_token_id, feature_dim, loss_normalization)
+        if with_features:
+            _check_features(sample, text, image_token_id, feature_dim)
+        _check_loss(sample, count, loss_normalization)
     weights = [
         (target != IGNORED_LABEL) * np.float32(1.0 if loss_normalization == "token" else 1.0 / count)
         for target, count in zip(targets, num_targets, strict=True)
@@ -86,6 +90,7 @@ def build_batch(
     input_ids = np.concatenate([text[0] for text in texts])
     rows = [sample.features for sample in samples if sample.features is not None]
     features = torch.cat(rows) if rows else torch.zeros(0, feature_dim)
+    replaced = np.flatnonzero(input_ids == image_token_id) if with_features else np.zeros(0)
 
     def tensor(array: np.ndarray, array_dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array).to(device=device, dtype=array_dtype)
@@ -98,7 +103,7 @@ def build_batch(
         cu_seqlens=tensor(np.cumsum([0, *lengths]), torch.int32),
         max_seqlen=max(lengths),
         features=features.to(device=device, dtype=dtype),
-        feature_index=tensor(np.flatnonzero(input_ids == image_token_id), torch.int64),
+        feature_index=tensor(replaced, torch.int64),
         sequence_lengths=tuple(lengths),
         num_samples=len(samples),
         num_tokens=sum(lengths),
@@ -110,14 +115,7 @@ def _shift(labels: np.ndarray) -> np.ndarray:
     return np.append(labels[1:], IGNORED_LABEL)
 
 
-def _check_sample(
-    sample: SampleArrays,
-    text: np.ndarray,
-    num_targets: int,
-    image_token_id: int,
-    feature_dim: int,
-    loss_normalization: LossNormalization,
-) -> None:
+def _check_features(sample: SampleArrays, text: np.ndarray, image_token_id: int, feature_dim: int) -> None:
     num_rows = 0 if sample.features is None else sample.features.shape[0]
     num_image_tokens = int(np.count_nonzero(text[0] == image_token_id))
     if num_image_tokens != num_rows:
@@ -130,6 +128,9 @@ def _check_sample(
             f"position {sample.position}: feature rows of width {sample.features.shape[1]} but the connector takes "
             f"{feature_dim}; the encoder and the connector belong to different models"
         )
+
+
+def _check_loss(sample: SampleArrays, num_targets: int, loss_normalization: LossNormalization) -> None:
     if num_targets == 0 and loss_normalization == "sample":
         raise DataError(
             f"position {sample.position}: no token carries loss, so its mean is undefined "

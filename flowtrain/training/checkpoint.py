@@ -1,7 +1,7 @@
 """Weights, optimizer state and random state of the backbone's ranks, in torch's distributed checkpoint format.
 
 Everything in the distributed checkpoint is a tensor, under ``model.<name>`` or ``optimizer.<name>.<key>``; sharded
-ones are stored by shard and may be loaded at another world size.
+ones are stored by shard. Names are those of the whole model, so a checkpoint may be loaded at other degrees.
 
 Trust: a checkpoint is a file of one's own run. Still no pickle runs code: shards and random state are read with
 ``weights_only=True``, the index ``.metadata`` (which torch writes as a pickle) by an unpickler that knows only the
@@ -15,15 +15,18 @@ import logging
 import os
 import pickle
 import warnings
+from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import CheckpointError
+from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import BackboneGroup
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,7 @@ _INDEX_TYPES = {
 }
 
 
-def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
+def save(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
     """Write this rank's shards and random state into ``directory``; collective over the checkpoint group.
 
     Files are durable on return. Raises CheckpointError when this rank, or any in writing its shards, could not write.
@@ -62,17 +65,17 @@ def save(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, gr
         # The collective part first: a rank that failed before it would leave the others waiting.
         writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
         dcp.save(state, storage_writer=writer, process_group=group.checkpoint_group)
-        _write_random_state(directory / _random_state_file(group.rank), group.device)
+        _write_random_state(directory / _random_state_file(group.rank), group)
         if group.rank == 0:
-            _write_tied_names(directory / _TIED_FILE, model)
+            _write_tied_names(directory / _TIED_FILE, model.tied)
     except (OSError, dcp.CheckpointException) as error:
         raise CheckpointError(f"checkpoint {directory} could not be written by rank {group.rank}: {error}") from error
 
 
-def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
+def load(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
     """Load what `save` wrote into a sharded model and its fresh optimizer; collective over the checkpoint group.
 
-    The world size may differ; the random state is then left as it is. Raises CheckpointError when the checkpoint cannot
+    The degrees may differ; the random state is then left as it is. Raises CheckpointError when the checkpoint cannot
     be read or belongs to another model.
     """
     reader = _TensorReader(directory)
@@ -109,28 +112,28 @@ def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Every tensor once, tied parameters under their first name."""
-    stored = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return {f"{_MODEL}{name}": tensor for name, tensor in model.state_dict().items() if name in stored}
+def _model_state(model: ModelChunks) -> dict[str, Any]:
+    """Every tensor of this rank once, tied parameters under their first name."""
+    state = {f"{_MODEL}{model.stored_name(name)}": parameter.detach() for name, parameter in model.named_parameters()}
+    return state | {f"{_MODEL}{name}": buffer for name, buffer in model.named_buffers()}
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State tensors by parameter name; the groups' settings come from the configuration and the step."""
     return {
-        f"{_OPTIMIZER}{name}.{key}": value
+        f"{_OPTIMIZER}{model.stored_name(name)}.{key}": value
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def _allocate_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Metadata) -> None:
+def _allocate_optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer, index: Metadata) -> None:
     """Give the optimizer the state tensors that the checkpoint has, so that they can be loaded in place.
 
     A state of its parameter's shape is sharded as the parameter; others (step counters) are whole on every rank.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {model.stored_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer.state.clear()
     for name, entry in index.state_dict_metadata.items():
         if not name.startswith(_OPTIMIZER) or not isinstance(entry, TensorStorageMetadata):
@@ -158,13 +161,10 @@ def _check_index(directory: Path, index: Metadata, state: dict[str, Any]) -> Non
             )
 
 
-def _write_tied_names(path: Path, model: nn.Module) -> None:
+def _write_tied_names(path: Path, tied: Mapping[str, str]) -> None:
     """Names that share a stored parameter: {name: name it is stored under}."""
-    first_names = {parameter: name for name, parameter in model.named_parameters()}
-    every_name = dict(model.named_parameters(remove_duplicate=False))
-    tied = {name: first_names[parameter] for name, parameter in every_name.items() if first_names[parameter] != name}
     with path.open("w", encoding="utf-8") as file:
-        json.dump(tied, file, indent=1)
+        json.dump(dict(tied), file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -176,10 +176,10 @@ def _random_state_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def _write_random_state(path: Path, device: torch.device) -> None:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states["device"] = torch.get_device_module(device).get_rng_state(device)
+def _write_random_state(path: Path, group: BackboneGroup) -> None:
+    states = {"cpu": torch.get_rng_state(), "degrees": astuple(group.degrees)}
+    if group.device.type != "cpu":
+        states["device"] = torch.get_device_module(group.device).get_rng_state(group.device)
     with path.open("wb") as file:
         torch.save(states, file)
         file.flush()
@@ -187,14 +187,16 @@ def _write_random_state(path: Path, device: torch.device) -> None:
 
 
 def _read_random_state(directory: Path, group: BackboneGroup) -> None:
-    num_saved = len(list(directory.glob("random-*.pt")))
-    if num_saved != group.world_size:
+    path = directory / _random_state_file(group.rank)
+    states = torch.load(path, weights_only=True) if path.exists() else {}
+    degrees = states.get("degrees")
+    if degrees != astuple(group.degrees):
+        written_by = Degrees(*degrees) if degrees else "other ranks"
         logger.warning(
-            "checkpoint %s was written by %d ranks and is read by %d: the random state is not restored",
-            *(directory, num_saved, group.world_size),
+            "checkpoint %s was written by %s and is read by %s: the random state is not restored",
+            *(directory, written_by, group.degrees),
         )
         return
-    states = torch.load(directory / _random_state_file(group.rank), weights_only=True)
     torch.set_rng_state(states["cpu"])
     if group.device.type != "cpu" and "device" in states:
         torch.get_device_module(group.device).set_rng_state(states["device"], group.device)

@@ -32,8 +32,9 @@ class CheckpointMeta:
     """What ``meta.json`` holds.
 
     step: optimizer steps finished. state: what the driver needs to go on (sampler, frozen cost coefficients), JSON
-    values. config_digest: of the parts of the configuration that must not change. dp_size, num_threads, torch_version:
-    a resume is exact to the bit only where they are the same. files: bytes of every other file, filled in by `commit`.
+    values. config_digest: of the parts of the configuration that must not change. From dp_size to num_chunks (slices of
+    the layers on each pipeline rank) and num_threads, torch_version: a resume is exact to the bit only where they are
+    the same. files: bytes of every other file, filled in by `commit`.
     """
 
     step: int
@@ -42,6 +43,9 @@ class CheckpointMeta:
     dp_size: int
     num_threads: int
     torch_version: str
+    pp_size: int = 1
+    tp_size: int = 1
+    num_chunks: int = 1
     files: dict[str, int] = field(default_factory=dict)
     schema: int = CHECKPOINT_SCHEMA
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import StallError
 
-DP_AXIS = "dp"
+DP_AXIS, PP_AXIS, TP_AXIS = "dp", "pp", "tp"
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 
@@ -26,16 +27,41 @@ _SIOCGIFADDR = 0x8915
 class BackboneGroup:
     """What one backbone rank communicates through.
 
-    mesh: device mesh with the axis ``dp``. process_group: carries CPU tensors over gloo and device tensors over the
-    device's own backend. checkpoint_group: gloo, for checkpoints alone, so that writing never mixes with training.
+    mesh: device mesh with the axes ``dp``, ``pp`` and ``tp``, also where a degree is 1. process_group: all ranks; it
+    carries CPU tensors over gloo and device tensors over the device's own backend. checkpoint_group: gloo, for
+    checkpoints alone, so that writing never mixes with training.
     """
 
     rank: int
-    world_size: int
+    degrees: Degrees
     device: torch.device
     mesh: DeviceMesh
     process_group: dist.ProcessGroup
     checkpoint_group: dist.ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.degrees.world_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which data parallel replica this rank is part of."""
+        return self.degrees.coordinates(self.rank)[0]
+
+    @property
+    def pp_rank(self) -> int:
+        """Place in the pipeline."""
+        return self.degrees.coordinates(self.rank)[1]
+
+    @property
+    def tp_rank(self) -> int:
+        """Place in the tensor parallel group."""
+        return self.degrees.coordinates(self.rank)[2]
+
+    def pipeline_peer(self, pp_rank: int) -> int:
+        """Rank at another place of this rank's pipeline."""
+        return self.degrees.rank(self.dp_rank, pp_rank, self.tp_rank)
 
     def close(self) -> None:
         """Destroy the groups; nothing of them can be used afterwards."""
@@ -53,7 +79,7 @@ def open_listener(host: str = LOOPBACK) -> socket.socket:
 
 def init_backbone_group(
     rank: int,
-    world_size: int,
+    degrees: Degrees,
     device: torch.device,
     *,
     host: str = LOOPBACK,
@@ -62,12 +88,13 @@ def init_backbone_group(
     start_timeout_s: float = 300.0,
     collective_timeout_s: float = 900.0,
 ) -> BackboneGroup:
-    """Join this process to the backbone's group; returns when all ``world_size`` ranks did.
+    """Join this process to the backbone's group; returns when all ranks did.
 
     host, port: where rank 0 listens (`open_listener`); rank 0 passes its ``listener``, which it hands over. A single
     rank needs none of them. Raises StallError when not all ranks come within ``start_timeout_s``.
     """
     assert not dist.is_initialized(), "a process belongs to one backbone group"
+    world_size = degrees.world_size
     assert world_size == 1 or (listener is not None) == (rank == 0), "rank 0, and only it, brings the listener"
     try:
         store = _store(rank, world_size, host, port, listener, start_timeout_s)
@@ -80,14 +107,19 @@ def init_backbone_group(
                 timeout=timedelta(seconds=collective_timeout_s),
             )
             checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
+            mesh = _mesh(degrees, device)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise StallError(
             f"backbone rank {rank} of {world_size} waited {start_timeout_s:g} s (limits.start_timeout_s) for the other "
             f"ranks at {host}:{port} ({error})"
         ) from error
     assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type, mesh_dim_names=(DP_AXIS,))
-    return BackboneGroup(rank, world_size, device, mesh, dist.group.WORLD, checkpoint_group)
+    return BackboneGroup(rank, degrees, device, mesh, dist.group.WORLD, checkpoint_group)
+
+
+def _mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
+    ranks = torch.arange(degrees.world_size).view(degrees.dp, degrees.pp, degrees.tp)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=(DP_AXIS, PP_AXIS, TP_AXIS))
 
 
 def _store(

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flowtrain.config.training import TrainingConfig
-from flowtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 CONNECTOR = "connector"
 BACKBONE = "backbone"
@@ -24,20 +20,22 @@ def module_of(parameter_name: str) -> str:
     return CONNECTOR if parameter_name.split(".", 1)[0] == CONNECTOR else BACKBONE
 
 
-def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainingConfig
+) -> torch.optim.Optimizer:
     """The configured optimizer over the trainable parameters, one group per (module, decayed or not).
 
     Norms, biases and every other parameter of fewer than two dimensions get no weight decay. A group's ``peak_lr`` is
-    the learning rate of its module. Call it after sharding: the state takes the parameters' placement. Raises
-    ConfigError when every module is frozen.
+    the learning rate of its module. Call it after sharding: the state takes the parameters' placement. A pipeline stage
+    may have nothing to train; its optimizer has no parameters then.
     """
     overrides = {CONNECTOR: config.learning_rates.connector, BACKBONE: config.learning_rates.backbone}
     grouped: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters:
         if parameter.requires_grad:
             grouped.setdefault((module_of(name), parameter.ndim >= 2), []).append(parameter)
     if not grouped:
-        raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
+        return torch.optim.SGD([{"params": [], "peak_lr": 0.0}], lr=0.0)
     groups = []
     for (module, decays), parameters in sorted(grouped.items(), key=lambda item: item[0]):
         override = overrides[module]
@@ -85,24 +83,36 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply gradients in place, local shards of DTensors included."""
     for gradient in gradients:
-        _local(gradient).mul_(factor)
+        local_shard(gradient).mul_(factor)
 
 
 @torch.no_grad()
-def clip_gradients(gradients: Sequence[torch.Tensor], max_norm: float) -> float:
-    """Scale gradients in place so that their global L2 norm is at most ``max_norm`` (0: off); returns the norm before.
+def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
+    """This rank's share of the squared L2 norm of gradients: the sum over all ranks is that of the whole.
 
-    A collective when gradients are DTensors: every rank must call it.
+    What is replicated on a mesh axis counts on each of its ranks by that part.
     """
     if not gradients:
         return 0.0
-    total = torch.nn.utils.get_total_norm(list(gradients))
-    norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
-    coefficient = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_ does it
-    if max_norm > 0 and coefficient < 1:
-        scale_gradients(gradients, coefficient)
-    return norm
+    norms = torch.stack(list(torch._foreach_norm([local_shard(gradient) for gradient in gradients]))).tolist()
+    return sum(norm**2 / _num_replicas(gradient) for norm, gradient in zip(norms, gradients, strict=True))
 
 
-def _local(tensor: torch.Tensor | DTensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied by so that their global L2 norm is at most ``max_norm`` (0: off)."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # as torch.nn.utils.clip_grad_norm_ does it
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor that lies here; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _num_replicas(tensor: torch.Tensor) -> int:
+    """On how many ranks the same values lie."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    counts: list[int] = [
+        tensor.device_mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_replicate()
+    ]
+    return math.prod(counts)

@@ -1,4 +1,4 @@
-"""Measured peak of the device, the denominator of MFU where no data sheet is known (a CPU)."""
+"""Peak of the device, the denominator of MFU: by its data sheet, measured where none is known (a CPU)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,21 @@ import time
 
 import torch
 
+from flowtrain.costs.devices import device_spec
+from flowtrain.models.device import device_name
+from flowtrain.types import DevicePeak
+
 _REPEATS = 5
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
+    """Peak of ``device`` in ``dtype``: the data sheet's, else that of a matrix product with the threads of now."""
+    name = device_name(device)
+    spec = device_spec(name)
+    flops = spec.peak_flops(str(dtype).removeprefix("torch.")) if spec is not None else None
+    if spec is not None and flops is not None:
+        return DevicePeak(name, flops, spec.source)
+    return DevicePeak(name, measure_peak_flops(device, dtype), "measured by a matrix product")
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024) -> float:

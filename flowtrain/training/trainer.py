@@ -7,49 +7,34 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError
+from flowtrain.models.activation_memory import configured_strategy
+from flowtrain.pipeline.actions import Action, MemoryStrategy
+from flowtrain.pipeline.executor import checked_schedule
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
+from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.optimizer import (
     build_optimizer,
-    clip_gradients,
+    clip_factor,
     gradients_of,
     learning_rate_factor,
     scale_gradients,
     set_learning_rate,
+    sum_of_squares,
 )
+from flowtrain.training.stages import SpanRecorder, Stages
+from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.types import StepPlan, UnitKind
 
-if TYPE_CHECKING:
-    from flowtrain.models.backbone import Backbone
-
 logger = logging.getLogger(__name__)
-
-
-class SpanRecorder(Protocol):
-    """Takes a timed stretch of work; times are seconds since the Unix epoch."""
-
-    def __call__(self, name: str, start_s: float, end_s: float, **args: int | float | str) -> None:
-        """Take one span; ``args`` go into the trace."""
-
-
-class BackboneSource(Protocol):
-    """The part of a model family that the trainer needs."""
-
-    def load_backbone(self) -> Backbone:
-        """Connector and language model with float32 master weights on the CPU, equal on every rank.
-
-        Frozen modules do not require gradients; activation checkpointing is already turned on where configured.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +55,14 @@ class StepResult:
 
 
 class Trainer:
-    """Runs units on one rank: `begin_unit`, then its microbatches, then `finish_step` or `finish_eval`.
+    """Runs units on one rank: `begin_unit`, then the actions that it returns through `stages`, then `finish_unit`.
 
-    Every rank runs the same number of microbatches a unit, the weightless ones included, since FSDP's collectives lie
-    in their forward and backward. The model is sharded also on a single rank (FSDP2 copies locally then): one path for
-    mixed precision, checkpoints and gradients. Its gradients were seen equal to the plain model's bit for bit, and a
-    step 2 % (256 wide) to 11 % (128 wide) longer on a CPU.
+    Every rank runs the same number of microbatches a unit, the weightless ones included, since collectives lie in their
+    forward and backward, and the pipeline's transfers between them.
 
-    group: where the ranks meet; it also says rank, size and device. num_steps: training steps of the run, for the
+    group: where the ranks meet; it also says degrees, rank and device. num_steps: training steps of the run, for the
     schedule. record: takes the spans ``forward``, ``backward``, ``optimizer``; on an accelerator each span
-    waits for the device, so set it to None once the trace is complete.
+    waits for the device, so set `record` to None once the trace is complete.
     before_optimizer: sees the model with its full, corrected gradients before clipping (for tests). Sets torch's thread
     count to ``backbone.num_threads``, since results depend on it.
     """
@@ -92,119 +75,113 @@ class Trainer:
         num_steps: int,
         *,
         record: SpanRecorder | None = None,
-        before_optimizer: Callable[[nn.Module], None] | None = None,
+        before_optimizer: Callable[[ModelChunks], None] | None = None,
     ) -> None:
+        if {"connector", "backbone"} <= set(config.model.freeze):
+            raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
         torch.set_num_threads(config.backbone.num_threads)
         self.config, self.group, self.num_steps = config.training, group, num_steps
-        self.record, self._before_optimizer = record, before_optimizer
-        self.model = family.load_backbone().train()
-        self._shard(config.model.dtype)
-        self.optimizer = build_optimizer(self.model, self.config)
+        self._backbone_config = config.backbone
+        self._before_optimizer = before_optimizer
+        self.model = build_chunks(config, family, group)
+        self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
+        self._tied = TiedEmbeddings(self.model, group)
+        self.stages = Stages(
+            self.model,
+            group,
+            hidden_size=next(iter(self.model.stages.values())).language_model.config.hidden_size,
+            dtype=getattr(torch, config.model.dtype),
+            take_loss=self._take_loss,
+            record=record,
+        )
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
-        self._losses: dict[int, torch.Tensor] = {}
 
-    def _shard(self, dtype: str) -> None:
-        """Wrap the decoder layers and the root; parameters become DTensors on the axis ``dp``."""
-        if dtype == "bfloat16":
-            # Inputs are not cast: the loss weights among them must stay float32.
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-        else:
-            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        self.model.to(self.group.device)
-        for layer in self.model.decoder_layers:
-            fully_shard(layer, mesh=self.group.mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=self.group.mesh, mp_policy=policy)
-
-    def begin_unit(self, plan: StepPlan) -> None:
-        """Start a unit; its plan gives the denominator of the loss."""
-        assert plan.dp_size == self.group.world_size, (plan.dp_size, self.group.world_size)
+    def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
+        """Start a unit and return what this rank does in it, to be run by the executor through ``stages``."""
+        degrees, backbone = self.group.degrees, self._backbone_config
+        assert plan.dp_size == degrees.dp, (plan.dp_size, degrees)
         assert self._plan is None, "the unit before has not been finished"
         self._plan = plan
         self._totals, self._loss_sums = UnitTotals(), []
-        self.model.train(plan.unit.kind is UnitKind.TRAIN)
+        training = plan.unit.kind is UnitKind.TRAIN
+        self.model.train(training)
+        # FSDP averages over the replicas; the loss is a sum over them.
+        scale = degrees.dp / planned_denominator(plan, self.config.loss_normalization)
+        self.stages.begin(scale if training else None)
+        lists = checked_schedule(
+            backbone.pipeline_schedule,
+            pp_size=degrees.pp,
+            num_microbatches=plan.num_slots,
+            training=training,
+            chunks_per_rank=backbone.chunks_per_rank,
+            memory=configured_strategy(backbone) if training else MemoryStrategy.KEEP,
+        )
+        return lists[self.group.pp_rank]
 
-    def forward_microbatch(self, index: int, batch: PackedBatch) -> None:
-        """Forward of a training microbatch; keeps its loss under ``index`` until `backward_microbatch`."""
-        assert self._plan is not None and self._plan.unit.kind is UnitKind.TRAIN, "begin_unit with a training plan"
-        start_s = time.time()
-        loss_sum = self.model(**batch.forward_kwargs())
-        self._span("forward", start_s, index, batch)
-        self._count(batch, loss_sum)
-        self._losses[index] = loss_sum
-
-    def backward_microbatch(self, index: int, batch: PackedBatch, *, is_last: bool) -> None:
-        """Backward of a microbatch; on the rank's last one of the step, gradients are summed over the ranks."""
-        assert self._plan is not None
-        start_s = time.time()
-        fsdp = _as_fsdp(self.model)
-        fsdp.set_requires_gradient_sync(is_last)
-        fsdp.set_is_last_backward(is_last)
-        # FSDP averages over the ranks; the loss is a sum over them.
-        scale = self.group.world_size / planned_denominator(self._plan, self.config.loss_normalization)
-        (self._losses.pop(index) * scale).backward()
-        self._span("backward", start_s, index, batch)
-
-    def train_microbatch(self, batch: PackedBatch, is_last: bool, index: int = 0) -> None:
-        """Forward and backward of one microbatch; ``index`` names it in the trace."""
-        self.forward_microbatch(index, batch)
-        self.backward_microbatch(index, batch, is_last=is_last)
-
-    def finish_step(self) -> StepResult:
-        """Reduce the totals, correct the gradients for samples rejected after planning, clip, update."""
-        assert self._plan is not None and self._plan.unit.kind is UnitKind.TRAIN and not self._losses
-        plan, totals = self._plan, self._reduced_totals()
-        start_s = time.time()
-        planned = planned_denominator(plan, self.config.loss_normalization)
+    def finish_unit(self) -> StepResult:
+        """Reduce the totals; after training, correct the gradients for samples rejected meanwhile, clip and update."""
+        assert self._plan is not None and self.stages.is_idle
+        plan, self._plan = self._plan, None
+        totals = self._reduced_totals()
         actual = actual_denominator(totals, self.config.loss_normalization)
+        if plan.unit.kind is UnitKind.EVAL:
+            for root in self.model.fsdp_roots():
+                root.reshard()  # without a backward nothing else puts the root's parameters back into shards
+            return _result(totals, actual, None, None)
+        start_s = time.time()
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
         grad_norm = 0.0
         if actual:
-            gradients = gradients_of(self.optimizer)
-            if actual != planned:
-                scale_gradients(gradients, planned / actual)
-            if self._before_optimizer is not None:
-                self._before_optimizer(self.model)
-            grad_norm = clip_gradients(gradients, self.config.max_grad_norm)
-            set_learning_rate(self.optimizer, factor)
-            self.optimizer.step()
+            grad_norm = self._update(planned_denominator(plan, self.config.loss_normalization) / actual, factor)
         else:
             logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
         self.optimizer.zero_grad(set_to_none=True)
-        self._span("optimizer", start_s)
-        return self._finish(totals, actual, grad_norm, self.config.learning_rate * factor)
+        if self.stages.record is not None:
+            self.stages.synchronize()
+            self.stages.record("optimizer", start_s, time.time())
+        return _result(totals, actual, grad_norm, self.config.learning_rate * factor)
 
-    def eval_microbatch(self, batch: PackedBatch, index: int = 0) -> None:
-        """Forward of one evaluation microbatch, without gradients."""
-        assert self._plan is not None and self._plan.unit.kind is UnitKind.EVAL, "begin_unit with an evaluation plan"
-        start_s = time.time()
-        with torch.no_grad():
-            loss_sum = self.model(**batch.forward_kwargs())
-        self._span("forward", start_s, index, batch)
-        self._count(batch, loss_sum)
+    def _update(self, correction: float, lr_factor: float) -> float:
+        """One optimizer step; returns the norm of the gradients before clipping."""
+        self._tied.sum_gradients()
+        gradients = gradients_of(self.optimizer)
+        if correction != 1.0:
+            scale_gradients(gradients, correction)
+        if self._before_optimizer is not None:
+            self._before_optimizer(self.model)
+        norm = self._gradient_norm()
+        if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:
+            scale_gradients(gradients, clip)
+        set_learning_rate(self.optimizer, lr_factor)
+        self.optimizer.step()
+        return norm
 
-    def finish_eval(self) -> StepResult:
-        """Reduce the totals of an evaluation round."""
-        assert self._plan is not None and self._plan.unit.kind is UnitKind.EVAL
-        # Without a backward nothing else puts the root's parameters back into shards.
-        _as_fsdp(self.model).reshard()
-        totals = self._reduced_totals()
-        return self._finish(totals, actual_denominator(totals, self.config.loss_normalization), None, None)
+    def _gradient_norm(self) -> float:
+        """Global L2 norm over replicas, stages and tensors; every parameter of the model counts once."""
+        counted = [
+            parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and name not in self._tied.copies
+        ]
+        total = torch.tensor([sum_of_squares(counted)], dtype=torch.float64)
+        dist.all_reduce(total, group=self.group.process_group)
+        return float(total.sqrt())
 
     def save_checkpoint(self, directory: Path) -> None:
         """Write this rank's share into the temporary ``directory``; collective. See `training.checkpoint`."""
         checkpoint.save(directory, self.model, self.optimizer, self.group)
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Take over weights, optimizer state and, at the same world size, random state; collective."""
+        """Take over weights, optimizer state and, at the same degrees, random state; collective."""
         checkpoint.load(directory, self.model, self.optimizer, self.group)
 
-    def _count(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
-        self._totals = self._totals.plus(batch)
-        self._loss_sums.append(loss_sum.detach())
+    def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
+        """Count a microbatch, on one rank of its replica alone."""
+        if self.group.tp_rank == 0:
+            self._totals = self._totals.plus(batch)
+            self._loss_sums.append(loss_sum)
 
     def _reduced_totals(self) -> UnitTotals:
         """All ranks' totals; the microbatches' losses are fetched from the device here, once, and added in float64."""
@@ -213,26 +190,13 @@ class Trainer:
         dist.all_reduce(reduced, group=self.group.process_group)
         return UnitTotals.from_tensor(reduced)
 
-    def _finish(self, totals: UnitTotals, denominator: int, grad_norm: float | None, lr: float | None) -> StepResult:
-        self._plan = None
-        return StepResult(
-            loss=totals.loss_sum / denominator if denominator else 0.0,
-            grad_norm=grad_norm,
-            lr=lr,
-            num_samples=int(totals.num_samples),
-            num_tokens=int(totals.num_tokens),
-            num_target_tokens=int(totals.num_target_tokens),
-        )
 
-    def _span(self, name: str, start_s: float, index: int | None = None, batch: PackedBatch | None = None) -> None:
-        if self.record is None:
-            return
-        if self.group.device.type != "cpu":
-            torch.accelerator.synchronize(self.group.device)
-        args = {} if index is None or batch is None else {"microbatch": index, "num_tokens": batch.num_tokens}
-        self.record(name, start_s, time.time(), **args)
-
-
-def _as_fsdp(model: nn.Module) -> FSDPModule:
-    assert isinstance(model, FSDPModule)
-    return model
+def _result(totals: UnitTotals, denominator: int, grad_norm: float | None, lr: float | None) -> StepResult:
+    return StepResult(
+        loss=totals.loss_sum / denominator if denominator else 0.0,
+        grad_norm=grad_norm,
+        lr=lr,
+        num_samples=int(totals.num_samples),
+        num_tokens=int(totals.num_tokens),
+        num_target_tokens=int(totals.num_target_tokens),
+    )

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from flowtrain.actors.agenda import Agenda
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import ByArrival, InOrder, SamplerState
+from flowtrain.costs.flops import SampleFlops
 from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.arena import Arena, Hold
 from flowtrain.mempool.consumed import ConsumedPositions
@@ -93,6 +96,7 @@ def build_flow(
     arrival: bool = False,
     lookahead: int = 1,
     dp_size: int = 2,
+    replica_size: int = 1,
     trace_steps: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
@@ -117,12 +121,13 @@ def build_flow(
         order=ByArrival(window, directory, make_batches, state) if arrival else InOrder(),
         planner=StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT),
         directory=directory,
-        flops_of=lambda samples: float(len(samples)),
+        flops_of=lambda sizes: SampleFlops(sizes.positions, *np.ones((3, len(sizes)))),
     )
     return Flow(
         agenda=agenda,
         sampler_state=state,
         dp_size=dp_size,
+        replica_size=replica_size,
         directory=directory,
         membership=Membership(SPACE.num_processes, SPACE.num_processes),
         trace_steps=trace_steps,
@@ -222,14 +227,20 @@ class SimulatedRank:
     """Runs units as a backbone rank does, one small move at a time."""
 
     flow: Flow
-    dp_rank: int
+    rank: int
     arrival: bool
     unit: int
+    replica_size: int = 1
     running: bool = False
     stopped: bool = False
     located: MicrobatchLocation | None = None
     released: set[int] = field(default_factory=set)
     answers: dict[int, bool] = field(default_factory=dict)
+    ran: list[MicrobatchLocation] = field(default_factory=list)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.replica_size
 
     def move(self, check: Callable[[MicrobatchLocation], None] = lambda location: None) -> bool:
         """Do the next thing if it can be done; returns whether it could."""
@@ -244,11 +255,13 @@ class SimulatedRank:
             assert not self.flow.is_past_end(self.unit), "a unit that was begun is planned in the end"
             return False
         if self.located is not None:
-            self.flow.release(self.unit, self.located.slot, self.dp_rank)
+            check(self.located)
+            self.flow.release(self.unit, self.located.slot, self.rank)
+            self.ran.append(self.located)
             self.released.add(self.located.slot)
             self.located = None
         elif len(self.released) < len(plan.slots):
-            self.located = self.flow.locate(self.unit, None if self.arrival else len(self.released), self.dp_rank)
+            self.located = self.flow.locate(self.unit, None if self.arrival else len(self.released), self.rank)
             if self.located is None:
                 return False
             assert self.located.slot not in self.released

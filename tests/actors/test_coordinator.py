@@ -162,6 +162,29 @@ def test_released_memory_wakes_a_feeder_without_room() -> None:
     play(scenario)
 
 
+def test_the_last_to_read_a_unit_wakes_those_who_are_ahead() -> None:
+    async def scenario(world: World) -> None:
+        coordinator = world.coordinator
+        for _ in range(2):
+            await world.size_next()
+        await world.encode_all()
+        plan, _ = await soon(coordinator.next_plan(0))
+        last = len(plan.slots) - 1
+        for rank in range(2):
+            read = None
+            for slot in range(last + 1):
+                location, _ = await soon(coordinator.locate(0, slot, rank, read))
+                assert location is not None
+                read = slot
+            if rank == 0:
+                await coordinator.release(0, last, rank)
+                ahead = await waiting(coordinator.locate(1, 0, 0))
+        await coordinator.release(0, last, 1)
+        assert (await soon(ahead))[0].unit == 1
+
+    play(scenario, replica_size=2)
+
+
 def test_a_late_rejection_wakes_those_whose_memory_it_frees() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()

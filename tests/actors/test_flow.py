@@ -18,6 +18,7 @@ from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.types import (
     CheckpointWritten,
     EncoderReport,
+    Flops,
     MicrobatchLocation,
     Rejected,
     Span,
@@ -57,9 +58,20 @@ class FlowMachine(RuleBasedStateMachine):
         with_eval=st.booleans(),
         roomy=st.booleans(),
         slow=st.integers(0, NUM_ENCODERS),
+        replica_size=st.sampled_from([1, 2, 3]),
     )
-    def start(self, lookahead: int, arrival: bool, start_step: int, with_eval: bool, roomy: bool, slow: int) -> None:
+    def start(
+        self,
+        lookahead: int,
+        arrival: bool,
+        start_step: int,
+        with_eval: bool,
+        roomy: bool,
+        slow: int,
+        replica_size: int,
+    ) -> None:
         self.now = 0.0
+        self.replica_size = replica_size
         self.slow = slow
         self.encoder_nbytes = 1 << 16 if roomy else ARRIVAL_NBYTES if arrival else ENCODER_NBYTES
         self.lookahead = lookahead
@@ -81,6 +93,7 @@ class FlowMachine(RuleBasedStateMachine):
             arrival=self.arrival,
             lookahead=self.lookahead,
             dp_size=DP_SIZE,
+            replica_size=self.replica_size,
             clock=lambda: self.now,
         )
         self.owners: dict[int, Owner] = {}
@@ -88,7 +101,10 @@ class FlowMachine(RuleBasedStateMachine):
         self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
         self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
         first = self.units[len(self.events)].index if len(self.events) < len(self.units) else 1 << 62
-        self.ranks = [SimulatedRank(self.flow, rank, self.arrival, first) for rank in range(DP_SIZE)]
+        num_ranks = DP_SIZE * self.replica_size
+        self.ranks = [
+            SimulatedRank(self.flow, rank, self.arrival, first, self.replica_size) for rank in range(num_ranks)
+        ]
         self.stopped_after: int | None = None
 
     def join_feeder(self) -> SimulatedFeeder:
@@ -179,8 +195,9 @@ class FlowMachine(RuleBasedStateMachine):
 
     # --- the backbone -------------------------------------------------------------------------------------------
 
-    @rule(rank=st.integers(0, DP_SIZE - 1), moves=st.integers(1, 4))
+    @rule(rank=st.integers(0, 3 * DP_SIZE - 1), moves=st.integers(1, 4))
     def rank_moves(self, rank: int, moves: int) -> None:
+        rank %= len(self.ranks)
         for _ in range(moves):
             if rank_is_ahead(self.ranks, rank) or not self.ranks[rank].move(self.check_location):
                 break
@@ -257,7 +274,7 @@ class FlowMachine(RuleBasedStateMachine):
             if which != but:
                 self.encoder_encodes(which)
                 self.encoder_hands_in(which)
-        for rank in range(DP_SIZE):
+        for rank in range(len(self.ranks)):
             self.rank_moves(rank, 1)
 
     def check_the_end(self) -> None:
@@ -269,7 +286,11 @@ class FlowMachine(RuleBasedStateMachine):
             assert self.units[len(done)].kind is UnitKind.TRAIN, "an evaluation belongs to the step before it"
             # No rank begins a step after the stop, but one that another rank began before is run by all.
             assert all(unit.index <= self.stopped_after + 1 for unit in done)
-        assert self.ranks[0].answers == self.ranks[1].answers
+        assert all(rank.answers == self.ranks[0].answers for rank in self.ranks)
+        for rank in self.ranks:
+            leader = self.ranks[rank.dp_rank * self.replica_size]
+            same = [[(where.unit, where.slot, where.rejected) for where in other.ran] for other in (leader, rank)]
+            assert same[0] == same[1], "the ranks of a replica run the same microbatches in the same order"
         consumed = ConsumedPositions(self.first_step * BATCH)
         for event in self.events:
             assert [row.position for row in event.ledger] == list(event.unit.positions)
@@ -471,7 +492,10 @@ def test_reports_add_up_over_a_unit() -> None:
     assert first.blocked_s > 0 and second.blocked_s > 0
     good = [p for p in range(2 * BATCH) if not is_found_bad_early(p) and not is_found_bad_late(p)]
     assert first.produced_samples + second.produced_samples == len(good)
-    assert first.model_flops == BATCH
+    assert any(is_found_bad_late(p) for p in range(BATCH, 2 * BATCH)), "planned, and rejected afterwards"
+    for done, positions in ((first, range(BATCH)), (second, range(BATCH, 2 * BATCH))):
+        num_ran = sum(p in good for p in positions)
+        assert done.flops == Flops(encoders=num_ran, connector=num_ran, backbone=num_ran)
 
 
 def test_rejections_count_training_samples_alone() -> None:

@@ -22,6 +22,7 @@ from flowtrain.types import TEXT_PART, Extent, MicrobatchLocation, PartLocation,
 from tests.mempool.building import VISION, plan, sized
 
 DIM = 4
+RANK = 3
 TEXT_NBYTES = 80
 LIMIT_S = 20.0
 
@@ -76,6 +77,7 @@ class FakeCoordinator(CoordinatorLink):
         self.ready = {(unit, slot) for unit in range(num_units) for slot in range(num_slots)}
         self.taken: set[tuple[int, int]] = set()
         self.rejected: set[int] = set()
+        self.released: list[tuple[int, int]] = []
         self.ends_at = num_units
         self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
@@ -117,7 +119,11 @@ class FakeCoordinator(CoordinatorLink):
         time.sleep(0.005)
         return None, False
 
-    def locate(self, unit: int, slot: int | None, dp_rank: int) -> tuple[MicrobatchLocation | None, bool]:
+    def locate(
+        self, unit: int, slot: int | None, rank: int, read: int | None
+    ) -> tuple[MicrobatchLocation | None, bool]:
+        if read is not None:
+            self.release(unit, read, rank)
         if unit >= self.ends_at:
             return None, True
         with self.changed:
@@ -129,6 +135,10 @@ class FakeCoordinator(CoordinatorLink):
             self.taken.add((unit, found[0]))
         return self.location(unit, found[0]), False
 
+    def release(self, unit: int, slot: int, rank: int) -> None:
+        assert rank == RANK and (unit, slot) not in self.released
+        self.released.append((unit, slot))
+
     def location(self, unit: int, slot: int) -> MicrobatchLocation:
         positions = [sample.position for sample in self.plans[unit].slots[slot][0].samples]
         parts = [
@@ -139,7 +149,7 @@ class FakeCoordinator(CoordinatorLink):
         ]
         return MicrobatchLocation(unit, slot, 0, tuple(parts), tuple(self.rejected & set(positions)))
 
-    def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
+    def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
         return f"unit {unit}, slot {slot} waits for the moon"
 
     def num_located(self) -> int:
@@ -154,10 +164,12 @@ def prefetcher(
     depth: int = 2,
     limits: LimitsConfig | None = None,
     build: Callable[[Any], Any] = tuple,
+    text_only: bool = False,
 ) -> Iterator[Prefetcher]:
     """A prefetcher that hands over its samples as they were read."""
     started = Prefetcher(
         name="rank",
+        rank=RANK,
         dp_rank=0,
         link=link,
         pool=link.pool,  # type: ignore[arg-type]  # what it needs of one
@@ -169,6 +181,7 @@ def prefetcher(
         arrival=arrival,
         first_unit=0,
         spans=SpanLog("rank"),
+        text_only=text_only,
     )
     try:
         yield started
@@ -201,6 +214,28 @@ def test_units_come_in_order_with_what_the_pool_holds() -> None:
                 assert with_image.text.shape == (2, TEXT_NBYTES // 8) and (with_image.text == first).all()
                 assert torch.equal(with_image.features, torch.full((4, DIM), float(first)))
                 assert text_only.features is None
+
+
+def test_what_is_for_other_ranks_is_not_read() -> None:
+    link = FakeCoordinator(num_slots=1)
+    link.pool.memory.pop(link.parts[0][VISION][0].gva)
+    with prefetcher(link, text_only=True) as fetching:
+        fetching.next_plan()
+        with_image, text_only = fetching.next_microbatch().batch  # type: ignore[misc]  # the samples, here
+        assert (with_image.text == 0).all() and (text_only.text == 1).all()
+        assert with_image.features is None
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_a_microbatch_is_released_once_it_is_read_at_the_latest_before_the_thread_waits(depth: int) -> None:
+    link = FakeCoordinator(num_units=2)
+    with prefetcher(link, depth=depth) as fetching:
+        fetching.next_plan()
+        if depth == 1:
+            wait_for(lambda: link.released == [(0, 0), (0, 1)])
+            for _ in range(4):
+                fetching.next_microbatch()
+        wait_for(lambda: link.released == [(unit, slot) for unit in range(2) for slot in range(3)])
 
 
 def test_the_plans_order_waits_for_its_next_microbatch() -> None:

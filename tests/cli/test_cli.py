@@ -102,6 +102,18 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) ->
     assert error == "flowtrain: no run 'none': there is no none/config.yaml or runs/none/config.yaml"
 
 
+def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path) -> None:
+    pipeline = "backbone.pipeline_parallel_size=2"
+    code, output, _, _ = flowtrain_command("train", QUICKSTART, pipeline, "--dry-run", cwd=tmp_path)
+    assert code == 0 and "2: 1 data x 2 pipeline x 1 tensor parallel" in output
+    code, _, error, _ = flowtrain_command(
+        "train", QUICKSTART, "backbone.tensor_parallel_size=7", "--dry-run", cwd=tmp_path
+    )
+    assert code == 2
+    assert "backbone.tensor_parallel_size (7) does not divide the backbone's attention heads" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path: Path) -> None:
     code, output, error, heavy = flowtrain_command(
         "train", QUICKSTART, "training.max_steps=7", "--dry-run", cwd=tmp_path

@@ -74,6 +74,26 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "line 10: give exactly one of training.max_steps (now 4) and training.num_epochs (now 1.0)",
         ),
         (
+            ["backbone.context_parallel_size=2"],
+            "backbone.context_parallel_size (2) above 1 is not supported yet; set it to 1, and use "
+            "backbone.tensor_parallel_size and backbone.activation_checkpointing for long sequences",
+        ),
+        (
+            ["encoders.vision.tensor_parallel_size=2"],
+            "encoders.vision.tensor_parallel_size (2) above 1 is not supported yet: an encoder runs on one device; set "
+            "it to 1 and raise encoders.vision.data_parallel_size",
+        ),
+        (
+            ["backbone.pipeline_parallel_size=2", "backbone.pipeline_schedule=interleaved_1f1b"],
+            "backbone.pipeline_schedule ('interleaved_1f1b') needs backbone.chunks_per_rank (1) of at least 2; raise "
+            "it, or set the schedule to '1f1b'",
+        ),
+        (
+            ["backbone.pipeline_parallel_size=2", "backbone.chunks_per_rank=3"],
+            "backbone.chunks_per_rank (3) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now '1f1b'); "
+            "set that, or the first to 1",
+        ),
+        (
             ["backbone.path=Qwen/Qwen3-1.7B"],
             "backbone.path and backbone.config are both given; keep one of them",
         ),

@@ -23,12 +23,23 @@ from flowtrain.errors import ConfigError
         "encoders.vision.segment_nbytes=131072",
         "encoders.vision.num_cpus=0.25",
         "backbone.prefetch_microbatches=1",
+        "backbone.data_parallel_size=2",
+        "backbone.tensor_parallel_size=2",
+        "backbone.pipeline_parallel_size=4",
         "data.max_rejected_fraction=0.5",
     ],
 )
 def test_what_leaves_the_losses_alone_may_change(minimal: Path, override: str) -> None:
     old, new = load_config(minimal), load_config(minimal, [override])
     assert old != new
+    check_resumable(old, new)
+    assert config_digest(old) == config_digest(new)
+
+
+def test_the_pipelines_schedule_may_change(minimal: Path) -> None:
+    pipeline = ["backbone.pipeline_parallel_size=2"]
+    interleaved = ["backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2"]
+    old, new = load_config(minimal, pipeline), load_config(minimal, pipeline + interleaved)
     check_resumable(old, new)
     assert config_digest(old) == config_digest(new)
 
@@ -46,7 +57,7 @@ def test_what_leaves_the_losses_alone_may_change(minimal: Path, override: str) -
         ("scheduler.microbatch_tokens=8192", "scheduler.microbatch_tokens was 4096, is now 8192"),
         ("model.dtype=bfloat16", "model.dtype was 'float32', is now 'bfloat16'"),
         ("backbone.config.hidden_size=64", "backbone.config.hidden_size was '(not given)', is now 64"),
-        ("backbone.data_parallel_size=2", "backbone.data_parallel_size was 1, is now 2"),
+        ("backbone.num_threads=2", "backbone.num_threads was 1, is now 2"),
         ("encoders.vision.max_batch_patches=8", "encoders.vision.max_batch_patches was 4096, is now 8"),
     ],
 )

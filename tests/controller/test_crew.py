@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 import ray
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import crew as crew_module
 from flowtrain.controller.crew import (
     ActorClasses,
     Crew,
-    posts_of,
     start_actors,
     start_backbone,
     start_coordinator,
 )
+from flowtrain.controller.posts import posts_of
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
+from flowtrain.types import DevicePeak
 from tests.training.ranks import make_config
 
 
@@ -70,21 +72,36 @@ def start(config: RunConfig) -> Crew:
     return start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
 
 
-def test_every_actor_of_the_plan_has_a_post(config: RunConfig) -> None:
-    posts = posts_of(fixed_plan(config))
-    assert [post.name for post in posts] == NAMES
-    assert [post.role for post in posts] == [Role.ENCODER] * 2 + [Role.BACKBONE] * 2 + [Role.FEEDER]
-    assert [post.bundle for post in posts] == [{"CPU": 1.0}] * 4 + [{}]
-
-
 def test_actors_are_spawned_by_name_in_the_runs_namespace(config: RunConfig, actors: FakeActors) -> None:
     crew = start(config)
     assert list(crew.actors) == list(crew.roles) == NAMES
     assert [name for name, _, _ in actors.spawned] == ["Encoder"] * 2 + ["BackboneRank"] * 2 + ["Feeder"]
     assert all(options["namespace"] == "flowtrain-kite" for _, options, _ in actors.spawned)
     assert actors.spawned[1][2] == (config, "vision", "encoder-1", "run")
-    assert actors.spawned[3][2] == (config, 1, 2, "backbone-dp1-pp0-tp0", 10, "run")
+    assert actors.spawned[3][2] == (config, 1, Degrees(dp=2), "backbone-dp1-pp0-tp0", 10, "run")
     assert list(crew.of_role(Role.BACKBONE)) == NAMES[2:4]
+
+
+def test_the_ranks_of_a_tensor_parallel_group_share_a_bundle(config: RunConfig, actors: FakeActors) -> None:
+    backbone = config.backbone.model_copy(update={"tensor_parallel_size": 2})
+    posts = posts_of(fixed_plan(config.model_copy(update={"backbone": backbone})))
+    group: Any = SimpleNamespace(id=None, bundle_specs=[{}] * 4)
+    start_actors(config, posts, group, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
+    bundles = {
+        name: options["scheduling_strategy"].placement_group_bundle_index
+        for name, options in ((options["name"], options) for _, options, _ in actors.spawned)
+    }
+    assert bundles == {
+        "encoder-0": 0,
+        "encoder-1": 1,
+        "backbone-dp0-pp0-tp0": 2,
+        "backbone-dp0-pp0-tp1": 2,
+        "backbone-dp1-pp0-tp0": 3,
+        "backbone-dp1-pp0-tp1": 3,
+        "feeder-0": -1,
+    }
+    ranks = [args[1] for _, options, args in actors.spawned if options["name"].startswith("backbone")]
+    assert ranks == [0, 1, 2, 3]
 
 
 def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: FakeActors) -> None:
@@ -103,7 +120,7 @@ def test_a_run_that_is_running_already_is_said(config: RunConfig, actors: FakeAc
 class FakeRank:
     """A backbone rank on a node."""
 
-    def __init__(self, name: str, node: str, log: list[str], peak: float = 0.0) -> None:
+    def __init__(self, name: str, node: str, log: list[str], peak: DevicePeak | None = None) -> None:
         self.node_address = SimpleNamespace(remote=lambda: node)
         self.open_rendezvous = SimpleNamespace(remote=lambda host: log.append(f"{name} listens on {host}") or 77)
         self.start = SimpleNamespace(
@@ -118,7 +135,7 @@ def test_ranks_meet_on_the_loopback_only_if_they_share_a_node(nodes: tuple[str, 
     log: list[str] = []
     crew = Crew(None, None)  # type: ignore[arg-type]  # nobody talks to them
     for index, (node, peak) in enumerate(zip(nodes, (3.0, 2.0), strict=True)):
-        crew.actors[f"rank {index}"] = FakeRank(f"rank {index}", node, log, peak)
+        crew.actors[f"rank {index}"] = FakeRank(f"rank {index}", node, log, DevicePeak("cpu", peak, "measured"))
         crew.roles[f"rank {index}"] = Role.BACKBONE
     waited: list[list[str]] = []
 
@@ -126,6 +143,6 @@ def test_ranks_meet_on_the_loopback_only_if_they_share_a_node(nodes: tuple[str, 
         waited.append(list(calls))
         return list(calls.values())
 
-    assert start_backbone(crew, None, None, results) == 2.0, "the slowest device counts"
+    assert start_backbone(crew, None, None, results).flops == 2.0, "the slowest device counts"
     assert log == [f"rank 0 listens on {host}", f"rank 0 joins {host}:77", f"rank 1 joins {host}:77"]
     assert waited == [["rank 0", "rank 1"], ["rank 0"], ["rank 0", "rank 1"]]

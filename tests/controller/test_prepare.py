@@ -64,9 +64,32 @@ def test_the_models_shapes_are_those_that_are_trained(data: Path) -> None:
     family = family_from_config(config_of(data))
     spec = model_spec(family)
     assert (spec.backbone.hidden_size, spec.backbone.num_layers) == (64, 2)
-    assert spec.encoders["vision"].hidden_size == 32
+    encoder = family.load_encoder("vision")
+    num_computed = len(encoder.tower.encoder.layers)  # those behind the hidden state that is taken are cut off
+    assert (spec.encoders["vision"].hidden_size, spec.encoders["vision"].num_layers) == (32, num_computed)
     model = family.load_backbone()
     assert spec.backbone.num_parameters + spec.connector.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_all_that_speaks_against_the_degrees_is_said_before_anything_starts(data: Path) -> None:
+    overrides = ["tensor_parallel_size=5", "pipeline_parallel_size=2", "chunks_per_rank=2"]
+    config = config_of(data, *(f"backbone.{key}" for key in overrides), "backbone.pipeline_schedule=interleaved_1f1b")
+    with pytest.raises(ConfigError) as caught:
+        prepare(config)
+    assert str(caught.value).splitlines() == [
+        "run 'prepare': 4 errors",
+        "  - backbone.tensor_parallel_size (5) does not divide the backbone's attention heads (4)",
+        "  - backbone.tensor_parallel_size (5) does not divide the backbone's key-value heads (2)",
+        "  - backbone.tensor_parallel_size (5) does not divide the backbone's intermediate_size (96)",
+        "  - backbone.pipeline_parallel_size (2) times backbone.chunks_per_rank (2) is more than the backbone's layers "
+        "(2); lower one of them",
+    ]
+
+
+def test_degrees_that_fit_are_planned(data: Path) -> None:
+    degrees = {"data_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    backbone = prepare(config_of(data, backbone=degrees)).plan.backbone
+    assert str(backbone.degrees) == "dp=2 pp=2 tp=2" and backbone.num_actors == 8
 
 
 @pytest.mark.parametrize(

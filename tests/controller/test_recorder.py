@@ -24,7 +24,9 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.types import (
     EVAL_POSITION_BASE,
     CheckpointWritten,
+    DevicePeak,
     Event,
+    Flops,
     LedgerRow,
     RankReport,
     Rejected,
@@ -97,7 +99,7 @@ def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5
         "num_microbatches": 2,
         "packing_fill": 0.9,
         "dp_imbalance": 0.1,
-        "model_flops": 600.0,
+        "flops": Flops(encoders=100.0, connector=50.0, backbone=450.0),
         "blocked_s": 0.5,
         "produced_samples": 6,
         "num_rejected": 1,
@@ -162,14 +164,15 @@ def world(tmp_path: Path) -> World:
 
 def test_a_step_becomes_a_line_with_its_figures(world: World) -> None:
     recorder = world.open()
-    recorder.peak_flops = 100.0
+    recorder.peak = DevicePeak("cpu", 100.0, "measured")
     recorder.take(done(train_unit(1), loss=3.0))
     (line,) = world.metrics()
     assert line["step"] == 1 and line["loss"] == 3.0 and line["epoch"] == BATCH / 20
     assert line["step_time_s"] == 1.0, "the first step is measured from its own start"
     assert line["starved_s"] == 1.0 and line["fetch_s"] == 0.25 and line["blocked_s"] == 0.5
     assert line["tokens_per_s"] == 40.0 and line["tokens_per_s_per_device"] == pytest.approx(40.0 / 3)
-    assert line["mfu"] == pytest.approx(600.0 / 1.0 / (3 * 100.0))
+    assert line["mfu"] == pytest.approx(600.0 / 1.0 / (3 * 100.0)), "two encoders and one rank"
+    assert line["backbone_mfu"] == pytest.approx(500.0 / 1.0 / 100.0), "connector and backbone over the rank alone"
     assert line["produced_samples_per_s"] == 6.0 and line["consumed_samples_per_s"] == 4.0
     assert line["rejected"] == 1 and line["eval_loss"] is None and line["pool_dram_nbytes"] == 100
     assert [metrics.step for metrics in world.shown] == [1]
@@ -183,7 +186,7 @@ def test_steps_are_timed_end_to_end_without_the_evaluation(world: World) -> None
 
 def test_without_a_known_peak_there_is_no_mfu(world: World) -> None:
     world.record(done(train_unit(1)))
-    assert world.metrics()[0]["mfu"] is None
+    assert world.metrics()[0]["mfu"] is None and world.metrics()[0]["backbone_mfu"] is None
 
 
 def test_the_line_of_a_step_waits_for_its_evaluation(world: World) -> None:

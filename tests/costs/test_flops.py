@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain.costs.flops import (
@@ -17,7 +20,7 @@ from flowtrain.costs.flops import (
 )
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
-from flowtrain.types import PartSize, SampleRef, SizedSample
+from flowtrain.models.loss import IGNORE_INDEX, weighted_nll_sum
 
 TEXT = {
     "hidden_size": 32,
@@ -122,15 +125,83 @@ def test_encoder(config_name: str, model_name: str, extra: dict[str, Any]) -> No
     assert counter.get_total_flops() == encoder_forward_flops(spec, [16, 16, 16])
 
 
-def test_sample_is_the_sum_of_its_modules() -> None:
-    vision = from_hf_vision_config(transformers.CLIPVisionConfig(**VISION).to_dict())
-    text = from_hf_text_config(transformers.Qwen3Config(**TEXT).to_dict())
-    spec = ModelSpec({"vit": vision}, ConnectorSpec(32, 32, 32), text)
-    parts = (PartSize("text", 1, 0, 20, 160), PartSize("vit", 2, 9, 9, 1152))
-    flops = sample_flops(spec, SizedSample(SampleRef(0, 0, 0, 0), 20, 9, 5, parts))
-    assert flops.encoders == encoder_forward_flops(vision, [5, 4])
-    assert flops.connector == connector_training_flops(spec.connector, 9)
-    assert flops.backbone == backbone_training_flops(text, [20])
-    assert flops.total == flops.encoders + flops.connector + flops.backbone
-    text_only = sample_flops(spec, SizedSample(SampleRef(0, 0, 0, 0), 20, 0, 5, parts[:1]))
-    assert (text_only.encoders, text_only.connector, text_only.backbone) == (0, 0, flops.backbone)
+def test_the_head_counts_for_tokens_that_carry_loss() -> None:
+    spec = from_hf_text_config(qwen3().config.to_dict())
+    head = 2 * spec.hidden_size * spec.vocab_size
+    assert backbone_forward_flops(spec, [5, 7]) - backbone_forward_flops(spec, [5, 7], 2) == 10 * head
+    for freeze, passes in (((), 3), (("backbone",), 2), (("connector", "backbone"), 1)):
+        every, some = (backbone_training_flops(spec, [5, 7], freeze, targets) for targets in (None, 2))
+        assert every - some == passes * 10 * head, freeze
+
+
+@pytest.mark.parametrize("num_targets", [0, 1, 5])
+def test_as_many_as_the_loss_really_computes(num_targets: int) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(12, 32, requires_grad=True), torch.nn.Linear(32, 64, bias=False)
+    targets = torch.full((12,), IGNORE_INDEX)
+    targets[3 : 3 + num_targets] = 7
+    with FlopCounterMode(display=False) as counter:
+        weighted_nll_sum(hidden, targets, torch.ones(12), head).backward()
+    # One row even without targets: it keeps the collectives of all ranks in step, and is no model FLOPs.
+    assert counter.get_total_flops() == 3 * 2 * 32 * 64 * max(1, num_targets)
+
+
+MODEL = ModelSpec(
+    {
+        "vit": from_hf_vision_config(transformers.CLIPVisionConfig(**VISION).to_dict()),
+        "dino": from_hf_vision_config(transformers.Dinov2Config(**VISION | {"mlp_ratio": 2}).to_dict()),
+    },
+    ConnectorSpec(32, 32, 32),
+    from_hf_text_config(transformers.Qwen3Config(**TEXT).to_dict()),
+)
+part_lists = st.lists(st.tuples(st.integers(1, 5), st.integers(5, 60)), min_size=1, max_size=1) | st.just([])
+sample_lists = st.lists(
+    st.tuples(st.integers(1, 3000), st.integers(0, 50), st.integers(0, 100), part_lists, part_lists), max_size=9
+)
+
+
+@given(samples=sample_lists, freeze=st.sampled_from([(), ("backbone",), ("connector",), ("backbone", "connector")]))
+def test_columns_say_what_single_samples_do(samples: list[Any], freeze: tuple[str, ...]) -> None:
+    counted = sample_flops(
+        MODEL,
+        positions=column([10 * k for k in range(len(samples))]),
+        lengths=column([sample[0] for sample in samples]),
+        vision_lengths=column([sample[1] for sample in samples]),
+        target_lengths=column([sample[2] for sample in samples]),
+        images={
+            name: tuple(column([sum(part[i] for part in sample[place]) for sample in samples]) for i in range(2))
+            for name, place in (("vit", 3), ("dino", 4))
+        },
+        freeze=freeze,
+    )
+    for k, (length, rows, targets, vit, dino) in enumerate(samples):
+        assert counted.backbone[k] == pytest.approx(backbone_training_flops(MODEL.backbone, [length], freeze, targets))
+        assert counted.connector[k] == connector_training_flops(MODEL.connector, rows, freeze)
+        encoders = zip(("vit", "dino"), (vit, dino), strict=True)
+        expected = [
+            encoder_forward_flops(MODEL.encoders[name], split(*part)) for name, parts in encoders for part in parts
+        ]
+        assert counted.encoders[k] == pytest.approx(sum(expected))
+    whole = counted.sum()
+    assert whole.total == pytest.approx(sum(c.sum() for c in (counted.encoders, counted.connector, counted.backbone)))
+    without = counted.sum(without={0, 40, 99})
+    kept = [k for k in range(len(samples)) if k not in (0, 4)]
+    assert without.backbone == pytest.approx(sum(counted.backbone[kept]))
+    assert counted.sum(without=set()) == whole and counted.sum(without={7}) == whole
+
+
+def test_unknown_encoders_are_refused() -> None:
+    one = column([1])
+    with pytest.raises(KeyError, match="sam"):
+        sample_flops(
+            MODEL, positions=one, lengths=one, vision_lengths=one, target_lengths=one, images={"sam": (one, one)}
+        )
+
+
+def column(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def split(num_images: int, num_patches: int) -> list[int]:
+    """Patches of a sample's images, as even as may be."""
+    return [num_patches // num_images + (k < num_patches % num_images) for k in range(num_images)]

@@ -13,6 +13,7 @@ from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.training.checkpoint import load_backbone_state
+from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.trainer import Trainer
 from tests.e2e.oracle import PlainLoop, relative_difference
 from tests.e2e.worlds import World, tiny_config
@@ -30,14 +31,14 @@ class RecordingRank(BackboneRank):
         directory.mkdir(parents=True, exist_ok=True)
         step = 0
 
-        def save(model: torch.nn.Module) -> None:
+        def save(model: ModelChunks) -> None:
             nonlocal step
             step += 1
             gradients = {
                 name: parameter.grad.full_tensor().clone() if parameter.grad is not None else torch.zeros(())
                 for name, parameter in model.named_parameters()
             }
-            if self._dp_rank == 0:
+            if self._rank == 0:
                 torch.save(gradients, directory / f"{step}.pt")
 
         return Trainer(

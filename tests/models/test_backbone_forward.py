@@ -14,6 +14,7 @@ from flowtrain.models.backbone import Backbone
 from flowtrain.models.export import joined_name
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.pipeline.actions import MemoryStrategy
 
 TOLERANCE = 1e-5
 
@@ -173,7 +174,7 @@ def test_bf16_under_fsdp_mixed_precision(make_config, samples, pack, single_proc
     expected = full(**batch).item()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     backbone = family.load_backbone()
-    backbone.enable_activation_checkpointing()
+    backbone.memory = MemoryStrategy.RECOMPUTE
     for layer in backbone.decoder_layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(backbone, mp_policy=policy)

@@ -31,6 +31,8 @@ def make_metrics() -> MakeMetrics:
             "tokens_per_s": 2000.0,
             "tokens_per_s_per_device": 1000.0,
             "mfu": None,
+            "backbone_mfu": None,
+            "peak_flops": None,
             "starved_s": 0.5,
             "blocked_s": 0.1,
             "fetch_s": 0.05,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from flowtrain.pipeline.actions import (
     Action,
     ActionKind,
+    MemoryKind,
     MemoryStrategy,
     Payload,
     StageModule,
@@ -25,10 +26,13 @@ PLACE = {
     "module": st.sampled_from(StageModule),
     "sub_microbatch": st.none() | INDEX,
 }
+STRATEGY = st.builds(MemoryStrategy, st.sampled_from(MemoryKind)) | st.builds(
+    MemoryStrategy, st.just(MemoryKind.RECOMPUTE), st.integers(1, 100)
+)
 COMPUTE = st.builds(
     Action,
     kind=st.sampled_from([ActionKind.FORWARD_STAGE, ActionKind.BACKWARD_STAGE]),
-    memory=st.none() | st.sampled_from(MemoryStrategy),
+    memory=st.none() | STRATEGY,
     peer=st.none(),
     payload=st.none(),
     **PLACE,
@@ -50,24 +54,72 @@ def test_text_round_trip(actions):
     assert parse_actions(f"# a comment\n\n{text}") == tuple(actions)
 
 
-def test_the_text_form_is_readable():
-    action = Action(ActionKind.FORWARD_STAGE, 1, 3, sub_microbatch=2, memory=MemoryStrategy.RECOMPUTE)
-    assert str(action) == "forward_stage module=backbone stage=1 segment=0 microbatch=3.2 memory=recompute"
+@given(COMPUTE | TRANSFER)
+def test_an_action_has_one_text_form(action):
+    line = str(action)
+    for other in (line.replace(" ", "  ", 1), line.lower(), line.replace(" s", " s0"), f"{line} keep", f" {line}"):
+        try:
+            assert other == line or parse_action(other) != action
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("action", "line"),
+    [
+        (Action(ActionKind.FORWARD_STAGE, 1, 3, memory=MemoryStrategy.KEEP), "F s1 m3 keep"),
+        (
+            Action(ActionKind.BACKWARD_STAGE, 5, 3, 1, memory=MemoryStrategy.parse("recompute/2")),
+            "B s5 c1 m3 recompute/2",
+        ),
+        (
+            Action(ActionKind.FORWARD_STAGE, 0, 3, module=StageModule.ENCODER, sub_microbatch=2),
+            "F encoder s0 m3.2",
+        ),
+        (Action(ActionKind.ISEND, 0, 12, peer=1, payload=Payload.ACTIVATION), "isend s0 m12 activation ->1"),
+        (
+            Action(ActionKind.WAIT_IRECV, 4, 0, 1, sub_microbatch=0, peer=3, payload=Payload.GRADIENT),
+            "wait_irecv s4 c1 m0.0 gradient <-3",
+        ),
+    ],
+)
+def test_the_text_form_is_short(action, line):
+    assert str(action) == line
+    assert parse_action(line) == action
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("run module=backbone stage=0 segment=0 microbatch=0", "'run' is not a valid ActionKind"),
-        ("forward_stage module=backbone segment=0 microbatch=0", "'stage' is missing"),
-        ("forward_stage module=backbone stage=0 segment=0 microbatch=0 speed=1", "speed"),
-        ("forward_stage module=backbone stage=0 stage=1 segment=0 microbatch=0", "repeated"),
-        ("forward_stage module=backbone stage=-1 segment=0 microbatch=0", r"stage \(-1\) is negative"),
-        ("forward_stage module=backbone stage=0 segment=0 microbatch=0 peer=1", "neither peer"),
-        ("isend module=backbone stage=0 segment=0 microbatch=0", "a transfer needs peer"),
+        ("run s0 m0 keep", "'run' is not a valid ActionKind"),
+        ("F m0 keep", "not of the form"),
+        ("F s0 s1 m0 keep", "not of the form"),
+        ("F s-1 m0 keep", "not of the form"),
+        ("F s0 c0 m0 keep", "not of the form"),
+        ("F s0 m0 forget", "'forget' is not a valid MemoryKind"),
+        ("F s0 m0 keep/2", r"every \(2\)"),
+        ("F s0 m0 recompute/1", "is written recompute"),
+        ("F s0 m0 activation ->1", "neither peer"),
+        ("isend s0 m0 activation", "'activation' is not a valid MemoryKind"),
+        ("isend s0 m0", "a transfer needs peer"),
+        ("isend s0 m0 activation <-1", "the other way round"),
+        ("irecv s0 m0 weights <-1", "'weights' is not a valid Payload"),
     ],
 )
 def test_malformed_lines_are_named(line, said):
     with pytest.raises(ValueError, match=said) as caught:
         parse_action(line)
     assert line in str(caught.value)
+
+
+def test_impossible_actions_are_refused():
+    with pytest.raises(ValueError, match=r"microbatch \(-1\)"):
+        Action(ActionKind.FORWARD_STAGE, 0, -1)
+    with pytest.raises(ValueError, match=r"every \(0\)"):
+        MemoryStrategy(MemoryKind.RECOMPUTE, 0)
+
+
+def test_a_wait_names_its_launch():
+    wait = parse_action("wait_isend s0 c1 m3.1 activation ->1")
+    assert str(wait.launch) == "isend s0 c1 m3.1 activation ->1"
+    assert wait.launch.launch == wait.launch

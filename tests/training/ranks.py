@@ -8,21 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
+from flowtrain.pipeline.actions import Schedule
+from flowtrain.pipeline.executor import execute
+from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
+from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 
 IMAGE_TOKEN, FEATURE_DIM, VOCAB = 3, 6, 32
 CPU = torch.device("cpu")
@@ -48,7 +54,9 @@ class TinyFamily:
     freeze: tuple[str, ...] = ()
     tied: bool = True
     hidden_size: int = 16
-    recompute: bool = False
+    num_layers: int = 2
+    num_heads: int = 2
+    num_kv_heads: int = 1
 
     def load_backbone(self) -> Backbone:
         torch.manual_seed(11)
@@ -56,9 +64,9 @@ class TinyFamily:
             vocab_size=VOCAB,
             hidden_size=self.hidden_size,
             intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
             head_dim=8,
             tie_word_embeddings=self.tied,
             initializer_range=0.2,
@@ -67,8 +75,6 @@ class TinyFamily:
         backbone = Backbone(Connector(FEATURE_DIM, self.hidden_size), language_model)
         for name in self.freeze:
             {"connector": backbone.connector, "backbone": backbone.language_model}[name].requires_grad_(False)
-        if self.recompute:
-            backbone.enable_activation_checkpointing()
         return backbone
 
 
@@ -120,7 +126,10 @@ def make_batch(positions: Sequence[int], config: RunConfig) -> PackedBatch:
 
 @dataclass(frozen=True)
 class Job:
-    """Some training steps of one rank, from a checkpoint or from the start, and what happens after them."""
+    """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
+
+    schedule_seed: run random legal action lists instead of those that the trainer gives.
+    """
 
     config: RunConfig
     steps: Sequence[Slots]
@@ -130,6 +139,7 @@ class Job:
     eval_slots: Slots | None = None
     load_from: Path | None = None
     save_to: Path | None = None
+    schedule_seed: int | None = None
 
 
 @dataclass
@@ -143,10 +153,10 @@ class Outcome:
     listening: set[str] = field(default_factory=set)
 
 
-def run_job(rank: int, world_size: int, host: str, port: int, listener: Any, job: Job) -> Outcome:
+def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, job: Job) -> Outcome:
     """Body of one rank's process."""
     group = init_backbone_group(
-        rank, world_size, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
     )
     outcome = Outcome()
     trainer = Trainer(
@@ -161,9 +171,9 @@ def run_job(rank: int, world_size: int, host: str, port: int, listener: Any, job
     if job.load_from is not None:
         trainer.load_checkpoint(job.load_from)
     for step, slots in enumerate(job.steps, start=job.first_step):
-        outcome.results.append(_train_step(trainer, job, make_plan(slots, step)))
+        outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
     if job.eval_slots is not None:
-        outcome.results.append(_evaluate(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
+        outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
     outcome.weights = _full(trainer.model, gradients=False)
     if job.save_to is not None:
         trainer.save_checkpoint(job.save_to)
@@ -171,24 +181,30 @@ def run_job(rank: int, world_size: int, host: str, port: int, listener: Any, job
     return outcome
 
 
-def _batches(plan: StepPlan, rank: int, job: Job) -> list[PackedBatch]:
-    kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in plan.rank_microbatches(rank)]
-    return [make_batch(positions, job.config) for positions in kept]
+def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
+    microbatches = plan.rank_microbatches(trainer.group.dp_rank)
+    kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
+    actions = trainer.begin_unit(plan)
+    if job.schedule_seed is not None:
+        actions = _random_lists(trainer.group.degrees.pp, job, plan)[trainer.group.pp_rank]
+    execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config))
+    return trainer.finish_unit()
 
 
-def _train_step(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
-    batches = _batches(plan, trainer.group.rank, job)
-    trainer.begin_unit(plan)
-    for index, batch in enumerate(batches):
-        trainer.train_microbatch(batch, is_last=index == len(batches) - 1, index=index)
-    return trainer.finish_step()
-
-
-def _evaluate(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
-    trainer.begin_unit(plan)
-    for index, batch in enumerate(_batches(plan, trainer.group.rank, job)):
-        trainer.eval_microbatch(batch, index)
-    return trainer.finish_eval()
+def _random_lists(pp_size: int, job: Job, plan: StepPlan) -> Schedule:
+    """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged."""
+    assert job.schedule_seed is not None
+    random, backbone = Random(job.schedule_seed * 1000 + plan.unit.step), job.config.backbone
+    if plan.unit.step % 2:
+        return random_schedule(random, stage_ranks(pp_size, backbone.chunks_per_rank), [1] * plan.num_slots)
+    lists = build_schedule(
+        backbone.pipeline_schedule,
+        pp_size=pp_size,
+        num_microbatches=plan.num_slots,
+        training=True,
+        chunks_per_rank=backbone.chunks_per_rank,
+    )
+    return shuffle_legally(random, lists, plan.num_slots, num_tries=60)
 
 
 def listening_addresses() -> set[str]:
@@ -201,20 +217,22 @@ def listening_addresses() -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
 
 
-def _full(model: nn.Module, *, gradients: bool) -> dict[str, np.ndarray]:
+def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
     full = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if gradients else parameter.detach()
         if tensor is not None:
-            full[name] = tensor.full_tensor().numpy().copy()
+            full[model.stored_name(name)] = tensor.full_tensor().numpy().copy()
     return full
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(world_size: int, job: Job) -> list[Outcome]:
-    """Run a job in ``world_size`` fresh processes; outcomes by rank."""
+def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
+    """Run a job in fresh processes; outcomes by rank. A number means that many data parallel ranks."""
+    degrees = Degrees(dp=degrees) if isinstance(degrees, int) else degrees
+    world_size = degrees.world_size
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.training.ranks"])
     listener = open_listener() if world_size > 1 else None
@@ -222,7 +240,7 @@ def run_ranks(world_size: int, job: Job) -> list[Outcome]:
     processes, ends = [], []
     for rank in range(world_size):
         end, other_end = context.Pipe(duplex=False)
-        arguments = (run_job, rank, world_size, "127.0.0.1", port, listener if rank == 0 else None, job)
+        arguments = (run_job, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
         processes.append(context.Process(target=_send_result, args=(other_end, *arguments)))
         processes[-1].start()
         other_end.close()

@@ -43,6 +43,26 @@ def test_two_samples_side_by_side():
     assert (batch.num_samples, batch.num_tokens, batch.num_target_tokens) == (2, 7, 3)
 
 
+def test_a_stage_behind_the_first_needs_no_features():
+    texts = [sample(4, [1, 9, 9, 2, 3], [-100, -100, -100, 2, 3]), sample(5, [6, 7], [-100, 7])]
+    batch = build_batch(
+        texts,
+        image_token_id=IMAGE_TOKEN,
+        feature_dim=FEATURE_DIM,
+        dtype=torch.float32,
+        loss_normalization="token",
+        device=torch.device("cpu"),
+        with_features=False,
+    )
+    assert batch.features.shape == (0, FEATURE_DIM) and batch.feature_index.tolist() == []
+    whole = build([sample(4, [1, 9, 9, 2, 3], [-100, -100, -100, 2, 3], 2), texts[1]])
+    for name in ("input_ids", "targets", "weights", "position_ids", "cu_seqlens", "feature_index"):
+        mine, other = getattr(batch, name), getattr(whole, name)
+        assert mine.dtype == other.dtype and (name == "feature_index" or torch.equal(mine, other))
+    with pytest.raises(DataError, match="2 image tokens in its text but 0 feature rows"):
+        build(texts)
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> list[SampleArrays]:
     lengths = draw(st.lists(st.integers(2, 12), min_size=1, max_size=5))

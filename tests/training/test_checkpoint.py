@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import CheckpointError
 from flowtrain.training import checkpoint, checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
@@ -69,7 +70,7 @@ def test_weights_load_without_a_process_group(tmp_path):
 @pytest.fixture
 def fresh_trainer():
     """Trainers of this very process, on a group of one."""
-    group = init_backbone_group(0, 1, torch.device("cpu"))
+    group = init_backbone_group(0, Degrees(), torch.device("cpu"))
     yield lambda family=TINY: Trainer(CONFIG, family, group, num_steps=10)
     group.close()
 

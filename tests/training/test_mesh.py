@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import StallError
 from flowtrain.training.mesh import _interface_of, _local_address, init_backbone_group, open_listener
 from tests.training.ranks import Job, make_config, run_ranks
@@ -22,7 +23,7 @@ def test_ranks_listen_on_loopback_alone(world_size):
 
 def test_a_missing_rank_ends_the_wait_with_both_counts():
     with pytest.raises(StallError, match=r"rank 0 of 2 waited 0\.5 s \(limits\.start_timeout_s\)"):
-        init_backbone_group(0, 2, torch.device("cpu"), listener=open_listener(), start_timeout_s=0.5)
+        init_backbone_group(0, Degrees(dp=2), torch.device("cpu"), listener=open_listener(), start_timeout_s=0.5)
     assert not torch.distributed.is_initialized()
 
 

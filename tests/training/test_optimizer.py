@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.config.training import TrainingConfig
-from flowtrain.errors import ConfigError
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
-from flowtrain.training.optimizer import build_optimizer, clip_gradients, learning_rate_factor, set_learning_rate
+from flowtrain.training.optimizer import (
+    build_optimizer,
+    clip_factor,
+    gradients_of,
+    learning_rate_factor,
+    scale_gradients,
+    set_learning_rate,
+    sum_of_squares,
+)
 from flowtrain.training.peak import measure_peak_flops
 from tests.training.ranks import TinyFamily, make_batch, make_config, make_plan
 
@@ -22,7 +31,7 @@ def training(**values: object) -> TrainingConfig:
 def test_groups_by_module_and_dimension():
     model = TinyFamily().load_backbone()
     config = training(learning_rate=1e-3, learning_rates={"connector": 1e-2}, weight_decay=0.1)
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model.named_parameters(), config)
     settings_of = {p: (g["peak_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     assert len(settings_of) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
@@ -34,15 +43,22 @@ def test_groups_by_module_and_dimension():
 
 
 def test_a_learning_rate_of_zero_for_a_module_is_not_mistaken_for_none():
-    optimizer = build_optimizer(TinyFamily().load_backbone(), training(learning_rates={"backbone": 0.0}))
+    optimizer = build_optimizer(
+        TinyFamily().load_backbone().named_parameters(), training(learning_rates={"backbone": 0.0})
+    )
     assert {group["peak_lr"] for group in optimizer.param_groups} == {0.0, 1e-4}
 
 
 def test_frozen_modules_are_left_out():
-    optimizer = build_optimizer(TinyFamily(freeze=("backbone",)).load_backbone(), training())
+    optimizer = build_optimizer(TinyFamily(freeze=("backbone",)).load_backbone().named_parameters(), training())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 4
-    with pytest.raises(ConfigError, match=r"model\.freeze"):
-        build_optimizer(TinyFamily(freeze=("backbone", "connector")).load_backbone(), training())
+
+
+def test_a_stage_without_trainable_parameters_has_an_optimizer_that_does_nothing():
+    optimizer = build_optimizer([], training())
+    set_learning_rate(optimizer, 0.5)
+    optimizer.step()
+    assert gradients_of(optimizer) == []
 
 
 @pytest.mark.parametrize(
@@ -83,13 +99,15 @@ def test_clipping_as_torch_does_it(max_norm):
         parameter.grad = original.clone()
     gradients = [original.clone() for original in originals]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
-    assert clip_gradients(gradients, max_norm) == pytest.approx(norm.item())
+    found = math.sqrt(sum_of_squares(gradients))
+    assert found == pytest.approx(norm.item())
+    scale_gradients(gradients, clip_factor(found, max_norm))
     for gradient, parameter in zip(gradients, parameters, strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
 
 
 def test_no_gradients_have_no_norm():
-    assert clip_gradients([], 1.0) == 0.0
+    assert sum_of_squares([]) == 0.0 and clip_factor(0.0, 1.0) == 1.0
 
 
 def test_denominators_follow_what_was_planned_and_what_was_run():

@@ -47,7 +47,7 @@ def test_training_equals_a_plain_loop(world_size, steps, normalization):
 
 @pytest.mark.parametrize(
     "family",
-    [TinyFamily(tied=False, recompute=True), TinyFamily(freeze=("connector",)), TinyFamily(freeze=("backbone",))],
+    [TinyFamily(tied=False), TinyFamily(freeze=("connector",)), TinyFamily(freeze=("backbone",))],
 )
 def test_sgd_without_clipping_over_variants_of_the_model(family):
     job = Job(make_config(training={"optimizer": "sgd", "max_grad_norm": 0}), STEPS_DP2, family)

@@ -57,6 +57,10 @@ class Family(ABC):
     def feature_dim(self, encoder: str) -> int:
         """Width of one feature row."""
 
+    @abstractmethod
+    def num_encoder_layers(self, encoder: str) -> int:
+        """Layers of the tower that are computed: those up to the hidden state that is taken."""
+
     def row_nbytes(self, encoder: str) -> int:
         """Bytes of one feature row in the pool, in the compute type."""
         return self.feature_dim(encoder) * DTYPE_NBYTES[self.config.model.dtype]

@@ -13,9 +13,11 @@ from PIL import Image
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
+from flowtrain.models.activation_memory import configured_strategy
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
+from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.export import build_processor, generation_config, join_model, write_export
 from flowtrain.models.families.base import Family
@@ -24,6 +26,7 @@ from flowtrain.models.llava_config import feature_layer, read_llava_config, text
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
 from flowtrain.models.towers import image_size, patch_grid, square_patch_size, tower_kind
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, seeded, tower_class
+from flowtrain.pipeline.actions import MemoryKind
 from flowtrain.types import ImageLayout
 
 if TYPE_CHECKING:
@@ -95,6 +98,11 @@ class LlavaFamily(Family):
         """The tower's hidden size."""
         return self.vision_config.hidden_size
 
+    def num_encoder_layers(self, encoder: str) -> int:
+        """Those up to ``feature_layer``, as in HF's ``hidden_states``: 0 is the embedding."""
+        num_layers: int = self.vision_config.num_hidden_layers
+        return feature_layer(self.llava_config) % (num_layers + 1)
+
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
         """Pixel values, float32 ``[C, H, W]``."""
         return pixel_values(self.image_processor, image)
@@ -111,12 +119,19 @@ class LlavaFamily(Family):
 
     def load_backbone(self) -> Backbone:
         """Connector and language model in float32; attention and activation checkpointing as configured."""
-        backbone = Backbone(self._load_connector(), self._load_language_model())
-        if self.config.backbone.activation_checkpointing == "full":
-            backbone.enable_activation_checkpointing()
-        frozen = {"connector": backbone.connector, "backbone": backbone.language_model}
+        memory = configured_strategy(self.config.backbone)
+        backbone = Backbone(self._load_connector(), self._load_language_model(), memory)
         for module in self.config.model.freeze:
-            frozen[module].requires_grad_(False)
+            frozen = backbone.connector if module == "connector" else backbone.language_model
+            assert frozen is not None
+            frozen.requires_grad_(False)
+        if self.config.backbone.compile:
+            if memory.kind is MemoryKind.SELECTIVE:
+                raise ConfigError(
+                    "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
+                    "(which recompute what is cheap anyway); set it to none, full or every_n, or compile to false"
+                )
+            backbone.compile_layers()
         return backbone.train()
 
     def _load_connector(self) -> Connector:
@@ -137,8 +152,9 @@ class LlavaFamily(Family):
         origin = self._origin("language", "backbone", self.config.backbone.path)
         config = copy.deepcopy(self.text_config)
         config.vocab_size = self._initial_vocab_size
-        attention = implementation_name(resolve_attention(self.config.backbone.attention))
-        model = origin.build(language_class(config), config, attn_implementation=attention)
+        device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
+        attention = resolve_attention(self.config.backbone.attention, device, dtype)
+        model = origin.build(language_class(config), config, attn_implementation=implementation_name(attention))
         if self.text_config.vocab_size > self._initial_vocab_size:
             with seeded(origin.seed, "new_tokens"):
                 model.resize_token_embeddings(self.text_config.vocab_size, mean_resizing=False)

@@ -1,0 +1,147 @@
+"""What the backbone's benchmarks train on: samples of a real mix of lengths, packed, padded, or with nothing to pad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from _lengths import LOG_NORMAL
+from torch import Tensor
+
+from flowtrain.data.lengths_file import LengthsFile
+from flowtrain.scheduler.cost import eq3
+from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
+from flowtrain.types import SampleRef, SizedSample, StepPlan, Unit, UnitKind
+
+IMAGE_TOKEN_ID = 0
+"""Never drawn: the benchmarks' samples are text alone, as the backbone sees features and text alike."""
+
+FEATURE_DIM = 64
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Where the samples' lengths come from.
+
+    lengths: of all samples in order, step after step. target_share: of a sample's tokens, its last ones, that carry
+    loss. vocab_size: ids are drawn below it.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    vocab_size: int
+    target_share: float = 1.0
+
+    def samples(self, step: int) -> list[SampleArrays]:
+        """The samples of one step; ids are a function of position alone."""
+        first = sum(len(lengths) for lengths in self.lengths[:step])
+        return [self._sample(first + k, length) for k, length in enumerate(self.lengths[step])]
+
+    def _sample(self, position: int, length: int) -> SampleArrays:
+        ids = np.random.default_rng(position).integers(1, self.vocab_size, size=length)
+        has_loss = np.arange(length) >= length - max(2, round(self.target_share * length))
+        return SampleArrays(position, np.stack([ids, np.where(has_loss, ids, IGNORED_LABEL)]).astype(np.int32), None)
+
+    def full_batches(self, step: int, capacity: int) -> list[tuple[int, int]]:
+        """Batches ``(sequences, length)`` of the step's tokens without anything to pad.
+
+        The samples, by length, are joined to groups of about ``capacity`` tokens, and every one of a group gets the
+        group's mean length: as many tokens, and attention over nearly the same lengths, but a batch of equal sequences.
+        """
+        groups: list[list[int]] = []
+        for length in sorted(self.lengths[step], reverse=True):
+            if not groups or sum(groups[-1]) + length > capacity:
+                groups.append([])
+            groups[-1].append(length)
+        return [(len(group), max(2, round(sum(group) / len(group)))) for group in groups]
+
+
+def draw_lengths(
+    trace: Path | None, num_steps: int, num_samples: int, longest: int, scale: float
+) -> tuple[tuple[int, ...], ...]:
+    """Lengths of each step: of a trace in a run's order, or log-normal as public instruction sets are.
+
+    scale: what lengths are multiplied by, so that a CPU gets through; longest: longer ones are cut.
+    """
+    count = num_steps * num_samples
+    if trace is None:
+        drawn = LOG_NORMAL.text.draw(np.random.default_rng(29), count)
+    else:
+        file = LengthsFile.read(trace)
+        drawn = file.lengths.tokens[[ref.row for ref in file.sampler(seed=17, shuffle=True).take(count)]]
+    lengths = np.clip(np.rint(drawn * scale), 4, longest).astype(int).tolist()
+    return tuple(tuple(lengths[k : k + num_samples]) for k in range(0, count, num_samples))
+
+
+def packed_step(mix: Mix, step: int, capacity: int, device: torch.device) -> tuple[StepPlan, list[PackedBatch]]:
+    """One step as a run would plan it on one rank, with its microbatches in their order."""
+    samples = {sample.position: sample for sample in mix.samples(step)}
+    sized = [
+        SizedSample(
+            SampleRef(position, 0, position, 0),
+            sample.text.shape[1],
+            0,
+            int((sample.text[1, 1:] != IGNORED_LABEL).sum()),
+            (),
+        )
+        for position, sample in samples.items()
+    ]
+    planner = StepPlanner(1, capacity, "best_fit_balanced", eq3(capacity), 4, "lpt", {}, 256)
+    unit = Unit(step, UnitKind.TRAIN, step + 1, min(samples), len(samples))
+    plan = planner.plan(unit, sized)
+    batches = [
+        build_batch(
+            [samples[position] for position in plan.microbatch_positions(slot, 0)],
+            image_token_id=IMAGE_TOKEN_ID,
+            feature_dim=FEATURE_DIM,
+            dtype=torch.float32,
+            loss_normalization="token",
+            device=device,
+        )
+        for slot in range(plan.num_slots)
+    ]
+    return plan, batches
+
+
+@dataclass(frozen=True)
+class PlainBatch:
+    """What an HF model takes: int64 ``[B, T]``; attention_mask None where nothing is padded. labels: unshifted."""
+
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None
+    num_tokens: int
+
+
+def padded_step(mix: Mix, step: int, batch_size: int) -> list[PlainBatch]:
+    """The step's samples as they come, ``batch_size`` at a time, padded to the longest of each batch."""
+    texts = [torch.from_numpy(sample.text.astype(np.int64)) for sample in mix.samples(step)]
+    return [_padded(texts[k : k + batch_size]) for k in range(0, len(texts), batch_size)]
+
+
+def full_step(mix: Mix, step: int, capacity: int) -> list[PlainBatch]:
+    """The step's tokens in batches of equal sequences: nothing is padded, no mask is needed."""
+    return list(_full(mix, step, capacity))
+
+
+def _padded(texts: Sequence[Tensor]) -> PlainBatch:
+    longest = max(text.shape[1] for text in texts)
+    ids, labels = torch.zeros(len(texts), longest).long(), torch.full((len(texts), longest), IGNORED_LABEL)
+    mask = torch.zeros(len(texts), longest).long()
+    for row, text in enumerate(texts):
+        length = text.shape[1]
+        ids[row, :length], labels[row, :length], mask[row, :length] = text[0], text[1], 1
+    return PlainBatch(ids, labels, mask, int(mask.sum()))
+
+
+def _full(mix: Mix, step: int, capacity: int) -> Iterator[PlainBatch]:
+    for number, (count, length) in enumerate(mix.full_batches(step, capacity)):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        ids = torch.randint(1, mix.vocab_size, (count, length), generator=generator)
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        num_targets = max(2, round(mix.target_share * length))
+        labels[:, length - num_targets :] = ids[:, length - num_targets :]
+        yield PlainBatch(ids, labels, None, ids.numel())

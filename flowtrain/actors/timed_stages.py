@@ -1,0 +1,41 @@
+"""The trainer's stages as the executor of a backbone rank runs them: over fetched microbatches, with their times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from flowtrain.actors.prefetch import Fetched
+from flowtrain.pipeline.actions import Action
+from flowtrain.pipeline.executor import StageRuntime
+from flowtrain.training.batch import PackedBatch
+from flowtrain.training.clock import MicrobatchClock
+
+
+class TimedStages:
+    """Hands a microbatch's batch on; forward and backward count towards its slot. clock None: nothing is timed."""
+
+    def __init__(self, stages: StageRuntime[PackedBatch], clock: MicrobatchClock | None) -> None:
+        self._stages = stages
+        self._clock = clock
+
+    def forward_stage(self, action: Action, microbatch: Fetched) -> None:
+        """See ``StageRuntime``."""
+        with self._timed(microbatch):
+            self._stages.forward_stage(action, microbatch.batch)
+
+    def backward_stage(self, action: Action, microbatch: Fetched, *, is_last: bool) -> None:
+        """See ``StageRuntime``."""
+        with self._timed(microbatch):
+            self._stages.backward_stage(action, microbatch.batch, is_last=is_last)
+
+    def start_transfers(self, launches: Sequence[tuple[Action, Fetched]]) -> None:
+        """See ``StageRuntime``."""
+        self._stages.start_transfers([(action, microbatch.batch) for action, microbatch in launches])
+
+    def wait_transfer(self, action: Action) -> None:
+        """See ``StageRuntime``."""
+        self._stages.wait_transfer(action)
+
+    def _timed(self, microbatch: Fetched) -> AbstractContextManager[None]:
+        return self._clock.running(microbatch.slot) if self._clock is not None else nullcontext()

@@ -1,0 +1,146 @@
+"""From a cluster, a model and its data to an allocation: enumerate, predict, reduce, solve (FlowTrain 3.3)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation, SplitPoint, Timings
+from flowtrain.allocator.candidates import Candidate, Enumeration
+from flowtrain.allocator.flow import Choice, FlowProblem, Levels, production
+from flowtrain.allocator.infeasible import infeasible
+from flowtrain.allocator.milp import Solution, solve
+from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem, front
+from flowtrain.allocator.solvers import Solver
+from flowtrain.allocator.splits import Split, best_splits
+from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
+
+NUM_ALTERNATIVES = 3
+_SAME = 1e-6
+
+
+def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = None) -> Allocation:
+    """Return the best allocation; ConfigError that says what to change where there is none."""
+    solver = solver if solver is not None else Solver()
+    started = time.perf_counter()
+    enumerations = enumerate_all(request)
+    enumerated = time.perf_counter()
+    fronts = {key: front(each.columns, surrogate) for key, each in enumerations.items()}
+    predicted = time.perf_counter()
+    problem = flow_problem(request, fronts)
+    solution = solve(problem, solver)
+    if solution is None:
+        raise infeasible(request, enumerations, problem, solver)
+    solved = time.perf_counter()
+    timings = Timings(enumerated - started, predicted - enumerated, solved - predicted)
+    splits = best_splits(problem)
+    return Allocation(
+        modules=_modules(request, surrogate, problem, solution.choice),
+        rate=solution.levels.rate,
+        imbalance=solution.levels.imbalance,
+        bottleneck=_bottleneck(problem, solution.choice),
+        starved=starved_share(solution.levels.rate, solution.choice.consumer.rate),
+        budget=request.cluster.counts,
+        pruned={
+            _label(request, key): {str(r): n for r, n in each.pruned.items()} for key, each in enumerations.items()
+        },
+        num_candidates={_label(request, key): len(each.columns) for key, each in enumerations.items()},
+        num_front={_label(request, key): len(each) for key, each in fronts.items()},
+        num_combinations=_num_combinations(enumerations),
+        num_variables=solution.num_variables,
+        alternatives=_alternatives(solution, splits),
+        split_curve=tuple(_point(split) for split in splits),
+        solver=solution.solver,
+        timings=timings,
+    )
+
+
+def _modules(
+    request: Request, surrogate: Surrogate, problem: FlowProblem, choice: Choice
+) -> tuple[ModuleAllocation, ...]:
+    made, consumed = production(problem, choice), choice.consumer.rate
+    rate = min(consumed, *made.values())
+    works = {module.name: module.work for module in problem.producers}
+
+    def module(name: str, candidate: Candidate, share: float, keeps_up_with: float) -> ModuleAllocation:
+        is_consumer = candidate.module == BACKBONE
+        return ModuleAllocation(
+            name=name,
+            device_type=candidate.device_type,
+            degrees=candidate.degrees,
+            share=share,
+            rate=candidate.rate,
+            production=keeps_up_with,
+            peak_nbytes=request.peak_nbytes(candidate.module, candidate.degrees),
+            memory_nbytes=request.memory_nbytes(candidate.device_type),
+            mfu=surrogate.mfu(candidate),
+            waiting=starved_share(rate, consumed) if is_consumer else blocked_share(keeps_up_with, rate),
+        )
+
+    encoders = [
+        module(name, candidate, problem.shares[works[name]], made[works[name]])
+        for name, candidate in choice.producers.items()
+    ]
+    return (*encoders, module(BACKBONE, choice.consumer, 1.0, consumed))
+
+
+def _bottleneck(problem: FlowProblem, choice: Choice) -> str:
+    slowest = min(
+        [(choice.consumer.rate, BACKBONE)] + [(rate, work) for work, rate in production(problem, choice).items()]
+    )
+    return slowest[1]
+
+
+def _alternatives(solution: Solution, splits: Sequence[Split]) -> tuple[Alternative, ...]:
+    """The best splits with another configuration of the backbone."""
+    others = [split for split in splits if split.choice.consumer != solution.choice.consumer]
+    others.sort(key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
+    return tuple(
+        Alternative(
+            degrees={name: candidate.degrees for name, candidate in _named(split.choice).items()},
+            devices={name: candidate.devices for name, candidate in _named(split.choice).items()},
+            rate=split.levels.rate,
+            imbalance=split.levels.imbalance,
+            reason=_why_lost(solution.levels, split),
+        )
+        for split in others[:NUM_ALTERNATIVES]
+    )
+
+
+def _why_lost(best: Levels, split: Split) -> str:
+    lost, consumed = split.levels, split.choice.consumer.rate
+    if lost.rate < best.rate * (1.0 - _SAME):
+        slower = f"{100 * (1 - lost.rate / best.rate):.1f} % slower"
+        if lost.rate < consumed * (1.0 - _SAME):
+            return f"{slower}: the backbone could take {consumed:.4g}, but what is left for encoders starves it"
+        return f"{slower}: the backbone takes no more than that, and its encoders wait for it"
+    if lost.imbalance > best.imbalance + _SAME * best.rate:
+        return f"as fast, but flow imbalance {lost.imbalance:.4g} above {best.imbalance:.4g} samples/s"
+    return f"as fast and as even, but on {lost.devices} devices where {best.devices} do"
+
+
+def _named(choice: Choice) -> Mapping[str, Candidate]:
+    return {**choice.producers, BACKBONE: choice.consumer}
+
+
+def _point(split: Split) -> SplitPoint:
+    devices = split.choice.consumer.devices
+    return SplitPoint(devices, split.levels.devices - devices, split.levels.rate)
+
+
+def _num_combinations(enumerations: Mapping[Key, Enumeration]) -> int:
+    """Choices of one feasible configuration a module, whatever the type of its devices."""
+    by_module: dict[str, int] = {}
+    for (module, _), each in enumerations.items():
+        by_module[module] = by_module.get(module, 0) + len(each.columns)
+    return math.prod(by_module.values())
+
+
+def _plain(enumeration: Enumeration) -> dict[str, int]:
+    return {str(reason): count for reason, count in enumeration.pruned.items()}
+
+
+def _label(request: Request, key: Key) -> str:
+    module, device_type = key
+    return f"{module}@{device_type}" if len(request.cluster.device_types) > 1 else module

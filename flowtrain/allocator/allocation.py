@@ -1,0 +1,155 @@
+"""What the allocator hands out: the chosen configurations, why, and what was looked at; prints and serialises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowtrain.allocator.degrees import Degrees
+
+ALLOCATION_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleAllocation:
+    """One module's configuration.
+
+    name: an encoder's, followed by ``@`` and the type of devices where it lies on several, or ``backbone``. share: of
+    the samples that it has work for. rate: samples/s of those; production: samples/s of the whole data that this rate
+    keeps up with, together with modules of the same work. peak_nbytes: predicted, of memory_nbytes that a device has
+    for it. mfu: of its own devices, while it never waits. waiting: expected share of its time, starved or blocked.
+    """
+
+    name: str
+    device_type: str
+    degrees: Degrees
+    share: float
+    rate: float
+    production: float
+    peak_nbytes: int
+    memory_nbytes: int
+    mfu: float
+    waiting: float
+
+    @property
+    def devices(self) -> int:
+        """Devices that it takes."""
+        return self.degrees.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another choice and why it lost; degrees and devices by module."""
+
+    degrees: dict[str, Degrees]
+    devices: dict[str, int]
+    rate: float
+    imbalance: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPoint:
+    """A point of the rate-over-split curve: devices of the backbone and of all encoders, and samples/s."""
+
+    backbone_devices: int
+    encoder_devices: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of each part of the search."""
+
+    enumeration_s: float
+    surrogate_s: float
+    solve_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds in all."""
+        return self.enumeration_s + self.surrogate_s + self.solve_s
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The optimum of Eq. 2 (FlowTrain 3.3).
+
+    modules: encoders, then the backbone. rate: samples/s of the whole run. imbalance: by how much production misses
+    demand, in samples/s. bottleneck: the module that sets the rate. starved: expected share of the backbone's time.
+    budget: devices by type. pruned: by module and reason, configurations left out. num_candidates, num_front: by
+    module, configurations that are feasible, and those of them that are worth choosing. num_combinations: of feasible
+    configurations over all modules. num_variables: of the program. split_curve: for one type of devices.
+    """
+
+    modules: tuple[ModuleAllocation, ...]
+    rate: float
+    imbalance: float
+    bottleneck: str
+    starved: float
+    budget: dict[str, int]
+    pruned: dict[str, dict[str, int]]
+    num_candidates: dict[str, int]
+    num_front: dict[str, int]
+    num_combinations: int
+    num_variables: int
+    alternatives: tuple[Alternative, ...]
+    split_curve: tuple[SplitPoint, ...]
+    solver: str
+    timings: Timings
+    schema: int = ALLOCATION_SCHEMA
+
+    @property
+    def devices(self) -> int:
+        """Devices that are taken."""
+        return sum(module.devices for module in self.modules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON or YAML."""
+        values = asdict(self)
+        values["devices"] = self.devices
+        for module, plain in zip(self.modules, values["modules"], strict=True):
+            plain["devices"] = module.devices
+        return values
+
+    def lines(self) -> Iterator[str]:
+        """Iterate over lines of text for people."""
+        yield f"{self.rate:.4g} samples/s on {self.devices} of {sum(self.budget.values())} devices"
+        yield from (f"  {line}" for line in _table([_HEADER, *(self._row(module) for module in self.modules)]))
+        yield f"bottleneck: {self.bottleneck}; backbone starved {100 * self.starved:.1f} % of its time"
+        for module, pruned in self.pruned.items():
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in pruned.items()) or "nothing"
+            kept = f"{self.num_candidates[module]:,} feasible, {self.num_front[module]:,} on the front"
+            yield f"{module}: {kept}; left out: {reasons}"
+        for alternative in self.alternatives:
+            described = "; ".join(
+                f"{name} {alternative.devices[name]} ({degrees})" for name, degrees in alternative.degrees.items()
+            )
+            yield f"instead: {described}: {alternative.rate:.4g} samples/s: {alternative.reason}"
+        times = self.timings
+        yield (
+            f"{self.num_combinations:.3g} combinations; enumeration {1e3 * times.enumeration_s:.0f} ms, surrogate "
+            f"{1e3 * times.surrogate_s:.0f} ms, {self.solver} {1e3 * times.solve_s:.0f} ms "
+            f"({self.num_variables} variables)"
+        )
+
+    def _row(self, module: ModuleAllocation) -> tuple[str, ...]:
+        return (
+            module.name,
+            f"{module.devices} {module.device_type}",
+            str(module.degrees),
+            f"{module.production:.4g}",
+            f"{module.peak_nbytes / 2**30:.1f} of {module.memory_nbytes / 2**30:.1f} GiB",
+            f"{100 * module.mfu:.1f} %",
+            f"{100 * module.waiting:.1f} %",
+        )
+
+
+_HEADER = ("module", "devices", "degrees", "samples/s", "peak memory", "MFU", "waits")
+
+
+def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,203 @@
+"""Parallel configurations that a module can have, and how many were left out for which reason (FlowTrain 3.3).
+
+A configuration is a number of devices with degrees for them. Up to ``FINE_GRAINED_DEVICES`` a module may take any
+number; above that whole nodes are the grain.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flowtrain.allocator.cluster import DeviceType
+from flowtrain.allocator.degrees import Degrees, degree_faults
+from flowtrain.allocator.pareto import IntArray
+from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+
+FINE_GRAINED_DEVICES = 64
+
+PeakMemory = Callable[[Degrees], int]
+"""Predicted peak bytes on a module's fullest device; must not grow with dp."""
+
+
+class PruneReason(enum.StrEnum):
+    """Why configurations are left out, in the order in which they are looked at."""
+
+    NODE_GRAIN = "more than 64 devices that are not whole nodes"
+    CROSSES_NODES = "tensor parallel group does not divide a node"
+    HEADS = "tensor parallel degree does not divide heads or widths"
+    LAYERS = "more pipeline stages than layers"
+    FACTORS = "degrees do not factorise the module's devices"
+    BATCH = "data parallel degree does not divide the global batch"
+    MEMORY = "does not fit the device memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One configuration of one module on one type of devices.
+
+    rate: samples/s that it handles; of an encoder, samples that have something for it. NaN before it is predicted.
+    """
+
+    module: str
+    device_type: str
+    degrees: Degrees
+    rate: float = float("nan")
+
+    @property
+    def devices(self) -> int:
+        """Devices that it takes."""
+        return self.degrees.world_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CandidateColumns:
+    """Many configurations of one module on one type of devices; degrees are int64 ``[C]``."""
+
+    module: str
+    device_type: str
+    dp: IntArray
+    pp: IntArray
+    tp: IntArray
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @property
+    def devices(self) -> IntArray:
+        """Devices of each."""
+        return self.dp * self.pp * self.tp
+
+    def candidate(self, index: int, rate: float) -> Candidate:
+        """Return one configuration with its rate."""
+        degrees = Degrees(int(self.dp[index]), int(self.pp[index]), int(self.tp[index]))
+        return Candidate(self.module, self.device_type, degrees, rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Enumeration:
+    """Feasible configurations, and the number of those left out by reason.
+
+    least_peak_nbytes: the smallest predicted peak where none fits the memory; None where one does.
+    """
+
+    columns: CandidateColumns
+    pruned: dict[PruneReason, int] = field(default_factory=dict)
+    least_peak_nbytes: int | None = None
+
+
+def device_counts(device_type: DeviceType) -> IntArray:
+    """Return the numbers of devices that a module may take, ascending; int64 ``[N]``."""
+    fine = np.arange(1, min(device_type.count, FINE_GRAINED_DEVICES) + 1)
+    nodes = np.arange(1, device_type.num_whole_nodes + 1) * device_type.devices_per_node
+    return np.concatenate([fine, nodes[nodes > FINE_GRAINED_DEVICES]]).astype(np.int64)
+
+
+def enumerate_backbone(
+    device_type: DeviceType,
+    spec: TransformerSpec,
+    *,
+    global_batch_size: int,
+    peak_nbytes: PeakMemory,
+    memory_nbytes: int,
+    module: str = "backbone",
+) -> Enumeration:
+    """Return all (dp, tp, pp) of the backbone; memory_nbytes: what a device has for it beside its share of the pool."""
+    counts = device_counts(device_type)
+    pruned: Counter[PruneReason] = Counter()
+    pps = range(1, min(device_type.count, spec.num_layers) + 1)
+    tps = _tensor_degrees(
+        device_type, spec.num_heads, lambda tp: not degree_faults(Degrees(tp=tp), spec), len(pps), counts, pruned
+    )
+    pruned[PruneReason.LAYERS] += (device_type.count - len(pps)) * len(tps) * len(counts)
+    shapes = np.array([(tp, pp) for tp in tps for pp in pps], dtype=np.int64).reshape(-1, 2)
+    replica = shapes[:, 0] * shapes[:, 1]
+    factorises = counts[:, None] % replica[None, :] == 0
+    pruned[PruneReason.FACTORS] += int(factorises.size - factorises.sum())
+    which_count, which_shape = np.nonzero(factorises)
+    dp = counts[which_count] // replica[which_shape]
+    divides = global_batch_size % dp == 0
+    pruned[PruneReason.BATCH] += int(len(dp) - divides.sum())
+    dp, which_shape = dp[divides], which_shape[divides]
+    least_dp, least_peak = _least_data_degrees(shapes, which_shape, dp, peak_nbytes, memory_nbytes)
+    fits = dp >= least_dp[which_shape]
+    pruned[PruneReason.MEMORY] += int(len(dp) - fits.sum())
+    dp, which_shape = dp[fits], which_shape[fits]
+    columns = CandidateColumns(module, device_type.name, dp, shapes[which_shape, 1], shapes[which_shape, 0])
+    return Enumeration(columns, _counted(pruned), None if len(columns) else least_peak)
+
+
+def enumerate_encoder(
+    device_type: DeviceType, spec: VisionSpec, *, module: str, peak_nbytes: PeakMemory, memory_nbytes: int
+) -> Enumeration:
+    """Return all (dp, tp) of an encoder; its dp need not divide the batch, since encoders lease what is next."""
+    counts = device_counts(device_type)
+    pruned: Counter[PruneReason] = Counter()
+
+    def is_even(tp: int) -> bool:
+        return spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0
+
+    tps = _tensor_degrees(device_type, spec.num_heads, is_even, 1, counts, pruned)
+    factorises = counts[:, None] % np.array(tps, dtype=np.int64)[None, :] == 0
+    pruned[PruneReason.FACTORS] += int(factorises.size - factorises.sum())
+    # Frozen and without gradients, an encoder's replicas share nothing: its memory does not depend on dp.
+    peaks = np.array([peak_nbytes(Degrees(tp=tp)) for tp in tps], dtype=np.int64)
+    too_large = peaks > memory_nbytes
+    pruned[PruneReason.MEMORY] += int(factorises[:, too_large].sum())
+    factorises &= ~too_large
+    which_count, which_tp = np.nonzero(factorises)
+    tp = np.array(tps, dtype=np.int64)[which_tp]
+    columns = CandidateColumns(module, device_type.name, counts[which_count] // tp, np.ones_like(tp), tp)
+    return Enumeration(columns, _counted(pruned), None if len(columns) else int(peaks.min()))
+
+
+def _tensor_degrees(
+    device_type: DeviceType,
+    num_heads: int,
+    is_even: Callable[[int], bool],
+    num_pipeline_degrees: int,
+    counts: IntArray,
+    pruned: Counter[PruneReason],
+) -> list[int]:
+    """Tensor parallel degrees that stay inside a node and divide the module; counts the others."""
+    tps = range(1, min(num_heads, device_type.count) + 1)
+    inside = [tp for tp in tps if device_type.devices_per_node % tp == 0]
+    even = [tp for tp in inside if is_even(tp)]
+    pruned[PruneReason.NODE_GRAIN] += (device_type.count - len(counts)) * len(even) * num_pipeline_degrees
+    pruned[PruneReason.CROSSES_NODES] += (len(tps) - len(inside)) * num_pipeline_degrees * len(counts)
+    pruned[PruneReason.HEADS] += (len(inside) - len(even)) * num_pipeline_degrees * len(counts)
+    return even
+
+
+def _least_data_degrees(
+    shapes: IntArray, which_shape: IntArray, dp: IntArray, peak_nbytes: PeakMemory, memory_nbytes: int
+) -> tuple[IntArray, int | None]:
+    """The smallest dp of each (tp, pp) that fits; by bisection, since peaks fall with dp and predicting one is dear."""
+    least = np.full(len(shapes), np.iinfo(np.int64).max)
+    least_peak: int | None = None
+    order = np.lexsort((dp, which_shape))
+    starts = np.flatnonzero(np.diff(which_shape[order], prepend=-1))
+    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+        shape = which_shape[order[start]]
+        tp, pp = shapes[shape].tolist()
+        choices: Sequence[int] = dp[order[start:stop]].tolist()
+        low, high = 0, len(choices)
+        while low < high:
+            middle = (low + high) // 2
+            peak = peak_nbytes(Degrees(choices[middle], pp, tp))
+            if peak <= memory_nbytes:
+                high = middle
+            else:
+                low = middle + 1
+                least_peak = peak if least_peak is None else min(least_peak, peak)
+        if low < len(choices):
+            least[shape] = choices[low]
+    return least, least_peak
+
+
+def _counted(pruned: Counter[PruneReason]) -> dict[PruneReason, int]:
+    return {reason: pruned[reason] for reason in PruneReason if pruned[reason]}

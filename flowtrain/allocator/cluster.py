@@ -1,0 +1,121 @@
+"""What there is to give out: device types, how many of each, how they hang together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowtrain.costs.devices import DEVICES, device_spec
+from flowtrain.errors import ConfigError
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bandwidth in bytes/s that one device has in one direction.
+
+    node: to its node's other devices. network: to other nodes. source: where the figures are from.
+    """
+
+    node: float
+    network: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceType:
+    """Devices of one kind.
+
+    flops: dense peak in FLOP/s in the run's compute type. memory_nbytes, bandwidth: of the device memory, bytes and
+    bytes/s. Tensor parallel groups stay inside a node of ``devices_per_node``.
+    """
+
+    name: str
+    count: int
+    flops: float
+    memory_nbytes: int
+    bandwidth: float
+    links: Links
+    devices_per_node: int = 8
+
+    @property
+    def num_whole_nodes(self) -> int:
+        """Nodes that are complete."""
+        return self.count // self.devices_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """All devices, by type; most clusters have one."""
+
+    device_types: tuple[DeviceType, ...]
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.device_types]
+        assert names and len(set(names)) == len(names), names
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Devices of each type, by name."""
+        return {each.name: each.count for each in self.device_types}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return sum(each.count for each in self.device_types)
+
+    def __getitem__(self, name: str) -> DeviceType:
+        return next(each for each in self.device_types if each.name == name)
+
+
+def data_sheet_device_type(
+    name: str, count: int, *, devices_per_node: int = 8, dtype: str = "bfloat16", links: Links | None = None
+) -> DeviceType:
+    """Return a device type by data sheets, for planning without devices.
+
+    name: a short key (``h200``) or what torch calls the device. links: measured ones, otherwise by data sheet.
+    Raises ConfigError for a device that is not in the table.
+    """
+    spec = device_spec(name)
+    known = ", ".join(each.key for each in DEVICES)
+    if spec is None:
+        raise ConfigError(f"--device ({name}) is not in the table of devices; take one of {known}, or a profile")
+    flops = spec.peak_flops(dtype)
+    if flops is None:
+        raise ConfigError(f"--device ({name}) has no public peak for model.dtype ({dtype}); use bfloat16 or a profile")
+    return DeviceType(
+        spec.key,
+        count,
+        flops,
+        spec.memory_nbytes,
+        spec.bandwidth,
+        links if links is not None else _LINKS[spec.key],
+        devices_per_node,
+    )
+
+
+def _links(node: float, network_gbit: float, source: str) -> Links:
+    return Links(node * _GB, network_gbit / 8 * _GB, f"{source}; network: {network_gbit:g} Gb/s a device is assumed")
+
+
+_NVLINK = "data sheet's NVLink figure, one direction"
+_PCIE = "data sheet's PCIe figure, one direction"
+_LINKS = {
+    "b200": _links(900, 400, _NVLINK),
+    "h200-nvl": _links(450, 400, _NVLINK),
+    "h200": _links(450, 400, _NVLINK),
+    "h100-nvl": _links(300, 400, _NVLINK),
+    "h100-pcie": _links(64, 200, _PCIE),
+    "h100": _links(450, 400, _NVLINK),
+    "h800": _links(200, 400, _NVLINK),
+    "h20": _links(450, 400, _NVLINK),
+    "a100-40gb": _links(300, 200, _NVLINK),
+    "a100-pcie": _links(32, 200, _PCIE),
+    "a100": _links(300, 200, _NVLINK),
+    "a800": _links(200, 200, _NVLINK),
+    "l40s": _links(32, 100, _PCIE),
+    "l4": _links(32, 50, _PCIE),
+    "910b": _links(196, 200, "HCCS of an eight-device server, seven links of 28 GB/s in one direction"),
+    "910c": _links(196, 200, "one die's half of the package in the CloudMatrix384 paper (arXiv 2506.12708)"),
+}
+assert set(_LINKS) == {spec.key for spec in DEVICES}

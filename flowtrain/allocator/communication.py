@@ -1,0 +1,52 @@
+"""Communication inside a tensor parallel group: ring all-reduces of hidden states over the node's links."""
+
+from __future__ import annotations
+
+from flowtrain.allocator.cluster import DeviceType
+from flowtrain.allocator.pareto import FloatArray
+from flowtrain.allocator.workload import Workload
+from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.model_spec import ModelSpec
+
+
+class TensorCommunication:
+    """Seconds of the all-reduces that a layer, the head or a sample's images need, not hidden by anything.
+
+    A decoder layer has two forward, two backward and two more where it is recomputed; an encoder's layer two.
+    """
+
+    def __init__(
+        self,
+        device_type: DeviceType,
+        model: ModelSpec,
+        workload: Workload,
+        setup: TrainingSetup,
+        link_efficiency: float,
+    ) -> None:
+        self._model, self._workload, self._setup = model, workload, setup
+        self._bandwidth = device_type.links.node * link_efficiency
+
+    def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """Return seconds of one decoder layer, ``[N]``."""
+        num_reduces = 4.0 + 2.0 * recomputed_share(self._setup)
+        return self._factor(tp) * num_reduces * self._model.backbone.hidden_size * num_tokens
+
+    def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """Return seconds for the gradient of the hidden states that carry loss, ``[N]``."""
+        return self._factor(tp) * self._workload.target_share * self._model.backbone.hidden_size * num_tokens
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """Return seconds for a mean sample that has images for an encoder."""
+        spec, (num_images, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
+        patches = float(num_patches.sum()) / max(int((num_images > 0).sum()), 1)
+        return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * patches
+
+    def _factor(self, tp: int) -> float:
+        """Seconds a number that is reduced: a ring moves nearly all of it twice."""
+        return self._setup.dtype_nbytes * 2.0 * (tp - 1) / tp / self._bandwidth
+
+
+def recomputed_share(setup: TrainingSetup) -> float:
+    """Return the share of layers whose forward runs twice; ``selective`` repeats no matrix product."""
+    every_n = 1.0 / setup.checkpoint_every
+    return {"none": 0.0, "selective": 0.0, "full": 1.0, "every_n": every_n}[setup.activation_checkpointing]

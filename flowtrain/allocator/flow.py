@@ -1,0 +1,99 @@
+"""The throughput matching problem: producers, a consumer, what they may choose from, and what a choice is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flowtrain.allocator.candidates import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Who chooses one configuration.
+
+    work: what it produces; rates of modules with the same work add, others are matched to the consumer one by one.
+    optional: it may also take none at all, as where an encoder's replicas may lie on several types of devices.
+    """
+
+    name: str
+    work: str
+    candidates: tuple[Candidate, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FlowProblem:
+    """Eq. 1 and 2 of FlowTrain 3.3 in numbers.
+
+    shares: of each work, the part of all samples that need it, above 0 and at most 1. devices: of each type.
+    """
+
+    producers: tuple[Module, ...]
+    consumer: tuple[Candidate, ...]
+    shares: Mapping[str, float]
+    devices: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        works = {module.work for module in self.producers}
+        assert works == set(self.shares), (works, self.shares)
+        assert all(0.0 < share <= 1.0 for share in self.shares.values()), self.shares
+
+    def makers(self, work: str) -> tuple[Module, ...]:
+        """Return the modules that do a work."""
+        return tuple(module for module in self.producers if module.work == work)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration a module; optional modules that take none are absent from ``producers``."""
+
+    producers: Mapping[str, Candidate]
+    consumer: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a choice is worth, in lexicographic order.
+
+    rate: samples/s, the smaller of production and consumption. imbalance: by how much each work's production misses
+    the consumer's demand, in samples of that work a second, summed over works. devices: in all.
+    """
+
+    rate: float
+    imbalance: float
+    devices: int
+
+
+def production(problem: FlowProblem, choice: Choice) -> dict[str, float]:
+    """Return by work the samples/s of the whole data that its makers keep up with."""
+    return {
+        work: sum(made.rate for made in _made(problem, choice, work)) / share for work, share in problem.shares.items()
+    }
+
+
+def levels(problem: FlowProblem, choice: Choice) -> Levels:
+    """Return what a choice is worth, computed from its candidates' own numbers."""
+    consumed = choice.consumer.rate
+    surplus = {
+        work: sum(made.rate for made in _made(problem, choice, work)) - share * consumed
+        for work, share in problem.shares.items()
+    }
+    return Levels(
+        rate=min(consumed, *production(problem, choice).values()) if problem.shares else consumed,
+        imbalance=sum(abs(each) for each in surplus.values()),
+        devices=choice.consumer.devices + sum(each.devices for each in choice.producers.values()),
+    )
+
+
+def devices_by_type(choice: Choice) -> dict[str, int]:
+    """Return how many devices of each type a choice takes."""
+    taken: dict[str, int] = {}
+    for candidate in (choice.consumer, *choice.producers.values()):
+        taken[candidate.device_type] = taken.get(candidate.device_type, 0) + candidate.devices
+    return taken
+
+
+def _made(problem: FlowProblem, choice: Choice, work: str) -> Sequence[Candidate]:
+    makers = problem.makers(work)
+    return [choice.producers[module.name] for module in makers if module.name in choice.producers]

@@ -1,0 +1,61 @@
+"""Whether a configuration fits a device: the narrow door from the allocator to the cost model's memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from flowtrain.allocator.cluster import DeviceType
+from flowtrain.allocator.degrees import Degrees, split_layers
+from flowtrain.allocator.workload import Workload
+from flowtrain.costs.memory import Chunk, MicrobatchSize, TrainingSetup, predict_step_memory
+from flowtrain.costs.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What of a device's memory a module may take.
+
+    usable: share that a process gets, the rest being the driver's, the communication libraries' and fragmentation.
+    pool_nbytes: what a device gives to the memory pool.
+    """
+
+    usable: float = 0.92
+    pool_nbytes: int = 0
+
+    def module_nbytes(self, device_type: DeviceType) -> int:
+        """Return what is left for a module on each device."""
+        return int(device_type.memory_nbytes * self.usable) - self.pool_nbytes
+
+
+def backbone_peak_nbytes(model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees) -> int:
+    """Return the predicted peak on the fullest rank, 1F1B: a stage keeps a microbatch for each stage from it on."""
+    per_rank = workload.tokens_per_step / degrees.dp / (workload.microbatch_tokens * workload.fill)
+    num_microbatches = max(1, math.ceil(per_rank - 1e-9))
+    stages = split_layers(model.backbone.num_layers, degrees.pp)
+    lengths = [len(stage) for stage in stages]
+    tokens = workload.microbatch_tokens
+    size = MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
+    at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
+    peak = 0
+    # The first stage keeps most, the last has the loss, the first of the longest most parameters.
+    for stage in sorted({0, lengths.index(max(lengths)), degrees.pp - 1}):
+        in_flight = min(degrees.pp - stage, num_microbatches)
+        chunk = Chunk(lengths[stage], stage == 0, stage == degrees.pp - 1, in_flight)
+        peak = max(peak, predict_step_memory(model.backbone, model.connector, (chunk,), at, size).peak)
+    return peak
+
+
+def encoder_peak_nbytes(
+    model: ModelSpec, encoder: str, degrees: Degrees, *, max_batch_patches: int, dtype_nbytes: int
+) -> int:
+    """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
+
+    Without gradients nothing is kept: hidden states, queries, keys and values, attention output and the MLP's widths
+    exist at once; the features of a batch lie beside them until they are in the pool.
+    """
+    spec, tp = model.encoders[encoder], degrees.tp
+    weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
+    mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
+    per_patch = 3 * spec.hidden_size + (4 * spec.hidden_size + 2 * mlp) // tp
+    return dtype_nbytes * (weights + per_patch * max_batch_patches)

@@ -1,0 +1,177 @@
+"""Eq. 2 of FlowTrain 3.3 as a mixed-integer linear program: rate, then flow imbalance, then devices.
+
+Three programs in a row, one a level. What a level reached is computed again from the chosen candidates' own numbers
+before the next level is held to it: solvers report values that are off in the last digits (CBC prints eight), and a
+level pinned to those can be infeasible or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pulp
+
+from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.flow import Choice, FlowProblem, Levels, levels
+from flowtrain.allocator.reduction import fast_enough, reduce
+from flowtrain.allocator.solvers import Solver
+
+PIN_TOLERANCE = 1e-6
+"""By how much, relative to the consumer's largest rate, a later level may miss an earlier one: as the solvers do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The optimum and what it is worth; solver: who found it. num_variables: of the largest of the programs."""
+
+    choice: Choice
+    levels: Levels
+    solver: str
+    num_variables: int
+
+
+def solve(problem: FlowProblem, solver: Solver | None = None) -> Solution | None:
+    """Return the lexicographic optimum; None where the devices do not suffice for one configuration a module."""
+    solver = solver if solver is not None else Solver()
+    problem = reduce(problem)
+    first = _Program(problem, "rate")
+    first.maximise_rate()
+    choice = first.solve(solver)
+    if choice is None:
+        return None
+    reached = levels(problem, choice)
+    problem = fast_enough(problem, reached.rate)
+    for level in ("imbalance", "devices"):
+        program = _Program(problem, level)
+        program.hold_rate(reached.rate)
+        surplus = program.surplus_variables()
+        if level == "imbalance":
+            program.minimise(surplus)
+        else:
+            program.hold_imbalance(surplus, reached.imbalance)
+            program.minimise(program.devices)
+        choice = program.solve(solver)
+        assert choice is not None, f"{solver.name}: level {level} lost the solution of the level before"
+        reached = replace(levels(problem, choice), rate=reached.rate)
+    return Solution(choice, levels(problem, choice), solver.name, first.num_variables)
+
+
+def fewest_missing_devices(problem: FlowProblem, solver: Solver | None = None) -> dict[str, int] | None:
+    """Return by type how many devices more would make it feasible, the fewest in all; None: more would not help."""
+    solver = solver if solver is not None else Solver()
+    program = _Program(problem, "missing", may_miss=True)
+    program.minimise(pulp.lpSum(program.missing.values()))
+    if program.solve(solver) is None:
+        return None
+    return {name: round(missing.value()) for name, missing in program.missing.items() if round(missing.value())}
+
+
+class _Program:
+    """Binaries, one configuration a module, devices of each type; rates relative to the consumer's largest."""
+
+    def __init__(self, problem: FlowProblem, name: str, may_miss: bool = False) -> None:
+        self._problem = problem
+        self._scale = max((candidate.rate for candidate in problem.consumer), default=1.0)
+        self._lp = pulp.LpProblem(name, pulp.LpMinimize)
+        self._consumer = _binaries(self._lp, "c", problem.consumer)
+        self._producers = [
+            _binaries(self._lp, f"p{k}_", module.candidates) for k, module in enumerate(problem.producers)
+        ]
+        self._lp += _sum(self._consumer, _one) == 1
+        for module, binaries in zip(problem.producers, self._producers, strict=True):
+            chosen = _sum(binaries, _one)
+            self._lp += chosen <= 1 if module.optional else chosen == 1
+        self.missing = {
+            name: self._lp.add_variable(f"missing{k}", 0, cat="Integer")
+            for k, name in enumerate(problem.devices)
+            if may_miss
+        }
+        every = [pair for binaries in (self._consumer, *self._producers) for pair in binaries]
+        self.devices = _sum(every, _devices)
+        for device_type, count in problem.devices.items():
+            taken = _sum([pair for pair in every if pair[1].device_type == device_type], _devices)
+            self._lp += taken - self.missing.get(device_type, 0) <= count
+
+    @property
+    def num_variables(self) -> int:
+        """Variables of the program."""
+        return int(self._lp.numVariables())
+
+    def maximise_rate(self) -> None:
+        """First level: the largest rate that consumer and every work keep up with (Eq. 1)."""
+        rate = self._lp.add_variable("rate", 0)
+        self._lp += self._consumption() - rate >= 0
+        for work, share in self._problem.shares.items():
+            # What a work makes beyond the fastest consumer's demand changes nothing here.
+            self._lp += self._made(work, cap=share) - share * rate >= 0
+        self.minimise(-rate)
+
+    def hold_rate(self, rate: float) -> None:
+        """Keep what the first level reached; rate: samples/s."""
+        for work, share in self._problem.shares.items():
+            if len(self._problem.makers(work)) > 1:  # single makers lost their slower candidates already
+                self._lp += self._made(work) >= share * (rate / self._scale - PIN_TOLERANCE)
+
+    def surplus_variables(self) -> pulp.LpAffineExpression:
+        """Distance of each work's production from demand, summed over works."""
+        distances = []
+        for number, (work, share) in enumerate(self._problem.shares.items()):
+            distance = self._lp.add_variable(f"surplus{number}", 0)
+            difference = self._made(work) - share * self._consumption()
+            self._lp += distance - difference >= 0
+            self._lp += distance + difference >= 0
+            distances.append(distance)
+        return pulp.lpSum(distances)
+
+    def hold_imbalance(self, surplus: pulp.LpAffineExpression, imbalance: float) -> None:
+        """Keep what the second level reached; imbalance: as in ``Levels``."""
+        self._lp += surplus <= imbalance / self._scale + PIN_TOLERANCE
+
+    def minimise(self, objective: pulp.LpAffineExpression) -> None:
+        """Set what is to be smallest."""
+        self._lp.setObjective(pulp.LpAffineExpression(objective))
+
+    def solve(self, solver: Solver) -> Choice | None:
+        """Return the chosen candidates, None where nothing is feasible."""
+        if not self._consumer or not solver.run(self._lp):
+            return None
+        producers = {
+            module.name: chosen
+            for module, binaries in zip(self._problem.producers, self._producers, strict=True)
+            if (chosen := _chosen(binaries)) is not None
+        }
+        consumer = _chosen(self._consumer)
+        assert consumer is not None
+        return Choice(producers, consumer)
+
+    def _consumption(self) -> pulp.LpAffineExpression:
+        return _sum(self._consumer, lambda candidate: candidate.rate / self._scale)
+
+    def _made(self, work: str, cap: float = float("inf")) -> pulp.LpAffineExpression:
+        makers = zip(self._problem.producers, self._producers, strict=True)
+        pairs = [pair for module, binaries in makers if module.work == work for pair in binaries]
+        return _sum(pairs, lambda candidate: min(candidate.rate / self._scale, cap))
+
+
+_Pairs = list[tuple[pulp.LpVariable, Candidate]]
+
+
+def _binaries(program: pulp.LpProblem, prefix: str, candidates: Sequence[Candidate]) -> _Pairs:
+    return [(program.add_variable(f"{prefix}{k}", cat="Binary"), candidate) for k, candidate in enumerate(candidates)]
+
+
+def _sum(pairs: _Pairs, coefficient: Callable[[Candidate], float]) -> pulp.LpAffineExpression:
+    return pulp.LpAffineExpression([(variable, coefficient(candidate)) for variable, candidate in pairs])
+
+
+def _one(candidate: Candidate) -> float:
+    return 1.0
+
+
+def _devices(candidate: Candidate) -> float:
+    return candidate.devices
+
+
+def _chosen(pairs: _Pairs) -> Candidate | None:
+    return next((candidate for variable, candidate in pairs if variable.value() > 0.5), None)

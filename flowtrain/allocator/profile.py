@@ -1,0 +1,154 @@
+"""Measured module times and the file that keeps them: read, checked against the run, interpolated.
+
+The profile is measured once before training (FlowTrain 3.3): one decoder layer and the head over packed lengths, every
+encoder over image sizes and batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from flowtrain.allocator.pareto import FloatArray
+from flowtrain.errors import ConfigError
+
+PROFILE_SCHEMA = 1
+
+MAX_EXTRAPOLATION = 1.25
+"""Lengths and sizes up to this many times the largest that was measured are extrapolated in proportion."""
+
+MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan with --device"
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Size = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthTable:
+    """Seconds over packed lengths, ascending; both ``[N]``."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    num_tokens: tuple[_Size, ...]
+    seconds: tuple[_Seconds, ...]
+
+    def __post_init__(self) -> None:
+        _check_axis("num_tokens", self.num_tokens)
+        if len(self.seconds) != len(self.num_tokens):
+            raise ValueError(f"seconds has {len(self.seconds)} values for {len(self.num_tokens)} num_tokens")
+
+    def __call__(self, num_tokens: FloatArray) -> FloatArray:
+        """Interpolate linearly; below the shortest its time stands, above the longest time grows in proportion."""
+        inside = np.interp(num_tokens, self.num_tokens, self.seconds)
+        return inside * np.maximum(num_tokens / self.num_tokens[-1], 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTable:
+    """Seconds of one forward over ``[P, B]``: patches of an image and images of a batch, both ascending."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    num_patches: tuple[_Size, ...]
+    batch: tuple[_Size, ...]
+    seconds: tuple[tuple[_Seconds, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_axis("num_patches", self.num_patches)
+        _check_axis("batch", self.batch)
+        if len(self.seconds) != len(self.num_patches) or any(len(row) != len(self.batch) for row in self.seconds):
+            raise ValueError(f"seconds is not {len(self.num_patches)} rows of {len(self.batch)} values")
+
+    def image_s(self, num_patches: FloatArray, batch: FloatArray) -> FloatArray:
+        """Return seconds an image in batches of ``batch``, both ``[N]``; bilinear, at the ends as ``LengthTable``."""
+        batches = np.clip(batch, self.batch[0], self.batch[-1])
+        per_image = np.array(self.seconds) / np.array(self.batch)
+        at_batch = np.stack([np.interp(batches, self.batch, row) for row in per_image])
+        above = np.searchsorted(self.num_patches, num_patches).clip(1, max(len(self.num_patches) - 1, 1))
+        sizes = np.array(self.num_patches, dtype=np.float64)
+        if len(sizes) == 1:
+            inside = at_batch[0]
+        else:
+            low, high = sizes[above - 1], sizes[above]
+            weight = ((num_patches - low) / (high - low)).clip(0.0, 1.0)
+            every = np.arange(len(num_patches))
+            inside = (1.0 - weight) * at_batch[above - 1, every] + weight * at_batch[above, every]
+        return inside * np.maximum(num_patches / sizes[-1], 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured, on what, with what; tables by tensor parallel degree, encoders' by name before that.
+
+    device: as torch names it. model: whatever of model and arithmetic decides times, as nested plain values.
+    versions: of the libraries that computed. layers, heads: forward and backward with recomputation. connectors:
+    over the vision tokens of a microbatch of that many tokens.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    device: str
+    model: dict[str, Any]
+    versions: dict[str, str]
+    layers: dict[_Size, LengthTable]
+    heads: dict[_Size, LengthTable]
+    connectors: dict[_Size, LengthTable]
+    encoders: dict[str, dict[_Size, ImageTable]]
+    schema: int = PROFILE_SCHEMA
+    source: str = field(default="profile", compare=False)
+
+    def check(self, device: str, model: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        """Raise ConfigError where device, model or library versions differ from this run's; names all that do."""
+        then = dict(_leaves({"device": self.device, "model": self.model, "versions": self.versions}))
+        now = dict(_leaves({"device": device, "model": model, "versions": versions}))
+        differs = [
+            f"{key} is {then.get(key)!r} there and {now.get(key)!r} in this run"
+            for key in dict.fromkeys([*then, *now])
+            if then.get(key) != now.get(key)
+        ]
+        if differs:
+            raise ConfigError(f"{self.source}: {'; '.join(differs)}; {MEASURE_AGAIN}")
+
+    def to_json(self) -> str:
+        """Return the file's text."""
+        values = asdict(self)
+        del values["source"]
+        return json.dumps(values, indent=1)
+
+
+def read_profile(path: str | PathLike[str]) -> Profile:
+    """Read a profile; ConfigError where it is unreadable, incomplete or of another schema."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        schema = values.get("schema") if isinstance(values, dict) else None
+        if schema != PROFILE_SCHEMA:
+            raise ConfigError(f"{path}: schema is {schema!r}, this version reads {PROFILE_SCHEMA}; {MEASURE_AGAIN}")
+        return TypeAdapter(Profile).validate_python({**values, "source": str(path)})
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+        raise ConfigError(f"{path}: {'; '.join(faults)}; {MEASURE_AGAIN}") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: the profile cannot be read ({error}); {MEASURE_AGAIN}") from error
+
+
+def _check_axis(name: str, values: tuple[int, ...]) -> None:
+    if not values or any(later <= earlier for earlier, later in pairwise(values)):
+        raise ValueError(f"{name} {values} is empty or not ascending")
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, list(value) if isinstance(value, tuple) else value
+        return
+    for key, item in value.items():
+        yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))

@@ -1,0 +1,104 @@
+"""Module times interpolated in a measured profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flowtrain.allocator.communication import TensorCommunication
+from flowtrain.allocator.pareto import FloatArray
+from flowtrain.allocator.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
+from flowtrain.allocator.workload import Workload
+from flowtrain.errors import ConfigError
+
+
+class ProfileTimes:
+    """``ModuleTimes`` from a profile.
+
+    A tensor parallel degree that was not measured is derived from the largest measured one that divides it: its share
+    of that time, and the communication that is more by the links' bandwidth.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        workload: Workload,
+        communication: TensorCommunication,
+        max_batch_patches: Mapping[str, int],
+    ) -> None:
+        """max_batch_patches: of each encoder, as in its configuration. ConfigError far beyond what was measured."""
+        self._profile, self._workload, self._max_batch_patches = profile, workload, max_batch_patches
+        self._communication = communication
+        for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
+            if 1 not in tables:
+                raise ConfigError(f"{profile.source}: {name} has no table for degree 1; {MEASURE_AGAIN}")
+            for tp, table in tables.items():
+                _check_reach(
+                    f"{profile.source}: {name}.{tp}",
+                    "scheduler.microbatch_tokens",
+                    workload.microbatch_tokens,
+                    table.num_tokens[-1],
+                )
+        for name in workload.images:
+            if 1 not in profile.encoders.get(name, {}):
+                raise ConfigError(f"{profile.source}: encoders.{name} has no table for degree 1; {MEASURE_AGAIN}")
+            largest = max(table.num_patches[-1] for table in profile.encoders[name].values())
+            _check_reach(
+                f"{profile.source}: encoders.{name}", "patches of an image", int(self._patches(name).max()), largest
+            )
+
+    def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return _scaled(self._profile.layers, num_tokens, tp, self._communication.layer_s)
+
+    def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return _scaled(self._profile.heads, num_tokens, tp, self._communication.head_s)
+
+    def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """As ``ModuleTimes``; images of a sample go in batches as large as ``max_batch_patches`` allows."""
+        tables = self._profile.encoders[encoder]
+        measured = _nearest(tables, tp)
+        patches = self._patches(encoder)
+        batch = np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
+        num_images = self._workload.images[encoder][0]
+        seconds = num_images[num_images > 0] * tables[measured].image_s(patches, batch)
+        computing = float(seconds.mean()) - self._communication.sample_s(encoder, measured)
+        return max(computing, 0.0) * measured / tp + self._communication.sample_s(encoder, tp)
+
+    def _patches(self, encoder: str) -> FloatArray:
+        """Mean patches of an image, of each sample that has any."""
+        num_images, num_patches = self._workload.images[encoder]
+        at = num_images > 0
+        return num_patches[at] / num_images[at]
+
+
+_Reducing = Callable[[FloatArray, int], FloatArray]
+
+
+def _nothing(num_tokens: FloatArray, tp: int) -> FloatArray:
+    return np.zeros_like(num_tokens)
+
+
+def _scaled(tables: Mapping[int, LengthTable], num_tokens: FloatArray, tp: int, reducing: _Reducing) -> FloatArray:
+    measured = _nearest(tables, tp)
+    computing = np.maximum(tables[measured](num_tokens) - reducing(num_tokens, measured), 0.0)
+    return computing * (measured / tp) + reducing(num_tokens, tp)
+
+
+def _nearest(tables: Mapping[int, Any], tp: int) -> int:
+    return max(measured for measured in tables if tp % measured == 0)
+
+
+def _check_reach(label: str, key: str, asked: int, measured: int) -> None:
+    if asked > MAX_EXTRAPOLATION * measured:
+        raise ConfigError(
+            f"{label} was measured up to {measured}, {key} is {asked}: too far to extrapolate (at most "
+            f"{MAX_EXTRAPOLATION:g} times); {MEASURE_AGAIN}"
+        )

@@ -1,0 +1,85 @@
+"""Module times by arithmetic: FLOPs over an achievable share of the peak, bytes over bandwidth, whichever is longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain.allocator.cluster import DeviceType
+from flowtrain.allocator.communication import TensorCommunication, recomputed_share
+from flowtrain.allocator.pareto import FloatArray
+from flowtrain.allocator.workload import Workload
+from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of a data sheet's figures that are reached: assumptions, for want of a measured profile.
+
+    backbone, encoder: of the peak FLOP/s inside a layer, between communications. memory: of the memory bandwidth.
+    links: of the links' bandwidth in collectives.
+    """
+
+    backbone: float = 0.65
+    encoder: float = 0.5
+    memory: float = 0.8
+    links: float = 0.8
+
+
+class Roofline:
+    """``ModuleTimes`` from data sheets, model shapes and the data's mix."""
+
+    def __init__(
+        self,
+        device_type: DeviceType,
+        model: ModelSpec,
+        workload: Workload,
+        setup: TrainingSetup,
+        efficiency: Efficiency | None = None,
+    ) -> None:
+        self._device, self._model, self._workload, self._setup = device_type, model, workload, setup
+        self._efficiency = efficiency if efficiency is not None else Efficiency()
+        self._communication = TensorCommunication(device_type, model, workload, setup, self._efficiency.links)
+        tokens, flops = workload.tokens_per_sample, workload.flops(model)
+        head = workload.head_flops(model)
+        layers = float(flops.backbone.mean()) - head
+        self._layer_flops = layers / tokens / model.backbone.num_layers * (1.0 + recomputed_share(setup) / 3.0)
+        self._head_flops = head / tokens
+        self._connector_flops = float(flops.connector.mean()) / tokens
+
+    def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        backbone = self._model.backbone
+        passes = 3.0 + recomputed_share(self._setup)
+        weights = passes * self._setup.dtype_nbytes * backbone.layer_matmul_parameters
+        computing = self._computing(self._layer_flops * num_tokens, weights, tp)
+        return computing + self._communication.layer_s(num_tokens, tp)
+
+    def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        backbone = self._model.backbone
+        weights = 3.0 * self._setup.dtype_nbytes * backbone.head_parameters
+        computing = self._computing(self._head_flops * num_tokens, weights, tp)
+        return computing + self._communication.head_s(num_tokens, tp)
+
+    def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+        """As ``ModuleTimes``."""
+        weights = 3.0 * self._setup.dtype_nbytes * self._model.connector.num_parameters
+        return self._computing(self._connector_flops * num_tokens, weights, tp)
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """As ``ModuleTimes``; sending the features out of the node runs beside the computation."""
+        num_images, num_patches = self._workload.images[encoder]
+        num_with = max(int((num_images > 0).sum()), 1)
+        flops = self._workload.encoder_flops(self._model, encoder)
+        computing = flops / (tp * self._device.flops * self._efficiency.encoder)
+        computing += self._communication.sample_s(encoder, tp)
+        rows = float(num_patches.sum()) / num_with * self._model.connector.feature_dim * self._setup.dtype_nbytes
+        sending = rows / (tp * self._device.links.network * self._efficiency.links)
+        return max(computing, sending)
+
+    def _computing(self, flops: FloatArray, weights_nbytes: float, tp: int) -> FloatArray:
+        arithmetic = flops / (tp * self._device.flops * self._efficiency.backbone)
+        return np.maximum(arithmetic, weights_nbytes / (tp * self._device.bandwidth * self._efficiency.memory))

@@ -1,0 +1,171 @@
+"""Predicted throughput of a configuration: what FlowTrain 3.3 calls the surrogate of T(c).
+
+Times of a layer, the head and a sample's images come from ``ModuleTimes``; what parallelism adds is arithmetic here:
+microbatches of a step, pipeline fill, transfers between stages, FSDP's gathers and reductions, the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain.allocator.candidates import Candidate, CandidateColumns
+from flowtrain.allocator.cluster import Cluster, DeviceType
+from flowtrain.allocator.degrees import split_layers
+from flowtrain.allocator.pareto import FloatArray, IntArray
+from flowtrain.allocator.times import ModuleTimes
+from flowtrain.allocator.workload import Workload
+from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
+from flowtrain.costs.model_spec import ModelSpec
+
+BACKBONE = "backbone"
+
+_OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
+"""Float32 numbers moved a parameter: weight, gradient and states read, weight and states written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepTime:
+    """Seconds of one optimizer step of the backbone, each ``[N]``; they add up to ``total``.
+
+    computing: the slowest stage on all its microbatches, tensor parallel communication included. transfers: between
+    stages. gathering: of parameters, as far as computing does not hide it. fill: pipeline ramps, (pp - 1) slots.
+    reducing: of gradients, beyond the last backward. optimizer: its memory traffic. num_microbatches: of a DP replica.
+    """
+
+    computing: FloatArray
+    transfers: FloatArray
+    gathering: FloatArray
+    fill: FloatArray
+    reducing: FloatArray
+    optimizer: FloatArray
+    num_microbatches: IntArray
+
+    @property
+    def total(self) -> FloatArray:
+        """Seconds of the step."""
+        return self.computing + self.transfers + self.gathering + self.fill + self.reducing + self.optimizer
+
+
+class Surrogate:
+    """``rate(candidate)``: samples/s of one configuration; of an encoder, samples that have something for it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        workload: Workload,
+        setup: TrainingSetup,
+        times: Mapping[str, ModuleTimes],
+        link_efficiency: float = 0.8,
+    ) -> None:
+        """times: by type of device. setup: its dp and tp are not looked at. link_efficiency: share reached."""
+        self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
+        self._times, self._link_efficiency = times, link_efficiency
+        # Layers of the first, the last and the longest stage, by pipeline degree.
+        depth = model.backbone.num_layers
+        stages = [[len(stage) for stage in split_layers(depth, pp)] for pp in range(1, depth + 1)]
+        self._stages = np.array([(0, 0, 0), *((each[0], each[-1], max(each)) for each in stages)], dtype=np.int64)
+
+    def rate(self, candidate: Candidate) -> float:
+        """Return samples/s of one configuration."""
+        return float(self.rates(_columns(candidate))[0])
+
+    def rates(self, columns: CandidateColumns) -> FloatArray:
+        """Return samples/s of many configurations, ``[C]``."""
+        if columns.module == BACKBONE:
+            return self._workload.global_batch_size / self.step_times(columns).total
+        times = self._times[columns.device_type]
+        rates = np.empty(len(columns))
+        for tp in np.unique(columns.tp).tolist():
+            at = columns.tp == tp
+            rates[at] = columns.dp[at] / times.sample_s(columns.module, tp)
+        return rates
+
+    def step_time(self, candidate: Candidate) -> StepTime:
+        """Return what a step of one backbone configuration is made of, as arrays of one."""
+        return self.step_times(_columns(candidate))
+
+    def step_times(self, columns: CandidateColumns) -> StepTime:
+        """Return what a step of each backbone configuration is made of."""
+        device = self._cluster[columns.device_type]
+        dp, pp, tp = columns.dp, columns.pp, columns.tp
+        tokens_per_rank = self._workload.tokens_per_step / dp
+        capacity = self._workload.microbatch_tokens * self._workload.fill
+        num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
+        tokens = tokens_per_rank / num_microbatches
+        stage = self._stage_s(columns, tokens)
+        sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
+        transfer = sent / self._link(device, pp * tp)
+        parameters = self._stage_parameters(columns)
+        shared, link = (dp - 1) / dp * parameters, self._link(device, columns.devices)
+        gathers = {"full": 2, "gradients": 1}[self._setup.sharding]
+        gather = gathers * self._setup.dtype_nbytes * shared / link
+        gathering = np.maximum(gather - stage - transfer, 0.0)
+        slot = stage + transfer + gathering
+        last_backward = 2.0 / 3.0 * stage
+        moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * parameters / dp
+        return StepTime(
+            computing=num_microbatches * stage,
+            transfers=num_microbatches * transfer,
+            gathering=num_microbatches * gathering,
+            fill=(pp - 1) * slot,
+            reducing=np.maximum(FLOAT32_NBYTES * shared / link - last_backward, 0.0),
+            optimizer=moved / (device.bandwidth * self._link_efficiency),
+            num_microbatches=num_microbatches.astype(np.int64),
+        )
+
+    def mfu(self, candidate: Candidate) -> float:
+        """Return the share of the devices' peak that a module reaches when it never waits, by model FLOPs."""
+        if candidate.module == BACKBONE:
+            flops = self._workload.flops(self._model)
+            per_sample = float((flops.backbone + flops.connector).mean())
+        else:
+            per_sample = self._workload.encoder_flops(self._model, candidate.module)
+        peak = candidate.devices * self._cluster[candidate.device_type].flops
+        return per_sample * candidate.rate / peak
+
+    def _stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Forward and backward of one microbatch on the slowest stage."""
+        times, (first, last, longest) = self._times[columns.device_type], self._stages[columns.pp].T
+        slowest = np.empty(len(columns))
+        for tp in np.unique(columns.tp).tolist():
+            at = columns.tp == tp
+            layer = times.layer_s(tokens[at], tp)
+            connector, head = times.connector_s(tokens[at], tp), times.head_s(tokens[at], tp)
+            ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
+            alone = longest[at] * layer + connector + head
+            slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
+        return slowest
+
+    def _stage_parameters(self, columns: CandidateColumns) -> FloatArray:
+        """Parameters that the fullest stage's devices hold each before sharding."""
+        backbone, (first, last, longest) = self._model.backbone, self._stages[columns.pp].T
+        table, layer = backbone.head_parameters, backbone.layer_parameters
+        ends = np.maximum(first * layer + table + self._model.connector.num_parameters, last * layer + table)
+        alone = backbone.num_parameters + self._model.connector.num_parameters
+        return np.where(columns.pp == 1, alone, np.maximum(longest * layer, ends)) / columns.tp
+
+    def _link(self, device: DeviceType, group: IntArray) -> FloatArray:
+        """Bytes/s inside a group of neighbouring devices: the node's as long as it fits there."""
+        inside = group <= device.devices_per_node
+        return np.where(inside, device.links.node, device.links.network) * self._link_efficiency
+
+
+def _columns(candidate: Candidate) -> CandidateColumns:
+    degrees = candidate.degrees
+    dp, pp, tp = (np.array([degree], dtype=np.int64) for degree in (degrees.dp, degrees.pp, degrees.tp))
+    return CandidateColumns(candidate.module, candidate.device_type, dp, pp, tp)
+
+
+def starved_share(production: float, consumption: float) -> float:
+    """Return the share of its time that the consumer waits, when production is in samples/s of the whole data."""
+    return max(0.0, 1.0 - production / consumption)
+
+
+def blocked_share(production: float, consumption: float) -> float:
+    """Return the share of their time that producers wait for the consumer."""
+    return max(0.0, 1.0 - consumption / production) if math.isfinite(production) else 1.0

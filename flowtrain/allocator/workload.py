@@ -1,0 +1,93 @@
+"""What the data asks of each module: lengths and images of representative samples, and how they are batched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from flowtrain.allocator.pareto import IntArray
+from flowtrain.costs.flops import SampleFlops, sample_flops
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Representative samples, all equally frequent, as int64 columns ``[S]``, and how a step takes them.
+
+    lengths, vision_lengths, target_lengths: tokens of the backbone sequence, those that images fill, those with loss.
+    images: by encoder (num_images, num_patches). fill: share of a microbatch's ``microbatch_tokens`` that packing
+    fills. freeze: as in ``model.freeze``.
+    """
+
+    global_batch_size: int
+    microbatch_tokens: int
+    lengths: IntArray
+    vision_lengths: IntArray
+    target_lengths: IntArray
+    images: Mapping[str, tuple[IntArray, IntArray]]
+    fill: float = 0.97
+    freeze: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not len(self.lengths) or int(self.lengths.min()) < 1:
+            raise ConfigError("the workload needs samples, each of at least one token; look at data.sources")
+        if int(self.lengths.max()) > self.microbatch_tokens:
+            raise ConfigError(
+                f"the longest sample of the workload ({int(self.lengths.max())} tokens) is above "
+                f"scheduler.microbatch_tokens ({self.microbatch_tokens}); raise the second or lower data.max_seq_len"
+            )
+
+    @cached_property
+    def tokens_per_sample(self) -> float:
+        """Mean length."""
+        return float(self.lengths.mean())
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of a global batch."""
+        return self.global_batch_size * self.tokens_per_sample
+
+    @cached_property
+    def target_share(self) -> float:
+        """Share of tokens that carry loss."""
+        return float(self.target_lengths.sum() / self.lengths.sum())
+
+    @cached_property
+    def vision_share(self) -> float:
+        """Share of tokens that images fill."""
+        return float(self.vision_lengths.sum() / self.lengths.sum())
+
+    def share(self, encoder: str) -> float:
+        """Share of samples that have something for an encoder."""
+        return float((self.images[encoder][0] > 0).mean())
+
+    def flops(self, model: ModelSpec) -> SampleFlops:
+        """Return the training FLOPs of each sample."""
+        return self._flops(model, self.target_lengths, self.images)
+
+    def head_flops(self, model: ModelSpec) -> float:
+        """Return mean training FLOPs a sample of the backbone's head."""
+        without = self._flops(model, np.zeros_like(self.target_lengths), {})
+        return float((self.flops(model).backbone - without.backbone).mean())
+
+    def encoder_flops(self, model: ModelSpec, encoder: str) -> float:
+        """Return one encoder's mean FLOPs of a sample that has something for it."""
+        total = self._flops(model, self.target_lengths, {encoder: self.images[encoder]}).encoders.sum()
+        return float(total) / max(int((self.images[encoder][0] > 0).sum()), 1)
+
+    def _flops(
+        self, model: ModelSpec, target_lengths: IntArray, images: Mapping[str, tuple[IntArray, IntArray]]
+    ) -> SampleFlops:
+        return sample_flops(
+            model,
+            positions=np.arange(len(self.lengths)),
+            lengths=self.lengths,
+            vision_lengths=self.vision_lengths,
+            target_lengths=target_lengths,
+            images=images,
+            freeze=self.freeze,
+        )

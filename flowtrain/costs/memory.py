@@ -1,0 +1,273 @@
+"""Peak memory of a training step on one backbone rank, predicted from shapes; pure.
+
+Activations are written out tensor by tensor, as autograd keeps them for the decoder layer that HF's Qwen3, Qwen2, Llama
+and Mistral share (pre-norm, RMSNorm computed in float32, rotary positions, gated MLP, no dropout). Not modelled: what
+``backbone.compile`` fuses away, the caching allocator's fragmentation, buffers of communication libraries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
+
+FLOAT32_NBYTES = 4
+LOSS_CHUNK_TOKENS = 1024
+"""Rows of logits that exist at once; as ``flowtrain.models.loss`` has it."""
+
+_DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
+_OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """How the backbone is trained, as far as memory depends on it; names and values as in the configuration.
+
+    dp, tp: degrees. accumulates: several microbatches a step, so that gradients lie whole on every DP rank until the
+    last one's backward. attention: ``sdpa`` keeps its output once more, since it copies the sequences' together.
+    repeats_kv: the attention kernel takes as many heads of keys and values as of queries (an older ``varlen_attn``).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    sharding: Literal["full", "gradients"] = "full"
+    activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
+    checkpoint_every: int = 2
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
+    repeats_kv: bool = False
+    accumulates: bool = True
+    loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
+
+    @property
+    def dtype_nbytes(self) -> int:
+        """Bytes of a number in the compute type."""
+        return _DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of decoder layers that a rank holds.
+
+    in_flight: microbatches whose activations it keeps at once, by the schedule (1F1B: pipeline ranks from this one to
+    the last). is_first: with embedding and connector; is_last: with final norm, head and loss.
+    """
+
+    num_layers: int
+    is_first: bool = True
+    is_last: bool = True
+    in_flight: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchSize:
+    """Tokens of a packed microbatch, those among them that carry loss, and rows that come from encoders."""
+
+    num_tokens: int
+    num_target_tokens: int
+    num_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes on one rank.
+
+    parameters: float32 master weights, this rank's shard; gradients and optimizer_state likewise. accumulated:
+    gradients of earlier microbatches of the step. gathered: parameters that are whole in the compute type at once.
+    activations: what is kept between forward and backward, over all microbatches in flight. working: on top of that
+    while one layer runs backward, a recomputed layer and the head's gradient included. loss: logits of one chunk and
+    what the loss hands to the backward. reduced: what one gradient reduction needs beside the gradients.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    accumulated: int
+    gathered: int
+    activations: int
+    working: int
+    loss: int
+    reduced: int
+
+    @property
+    def peak(self) -> int:
+        """The largest of: computing the loss or the first layer's backward, the last reduction, the update."""
+        held = self.parameters + self.optimizer_state
+        computing = self.accumulated + self.gathered + self.activations + max(self.working, self.loss)
+        return held + max(computing, self.gradients + self.gathered + self.reduced)
+
+
+def predict_step_memory(
+    spec: TransformerSpec,
+    connector: ConnectorSpec,
+    chunks: tuple[Chunk, ...],
+    setup: TrainingSetup,
+    microbatch: MicrobatchSize,
+) -> StepMemory:
+    """Return what a rank with these chunks needs; microbatch: the largest one. Everything is trained."""
+    dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
+    layer = layer_activation_nbytes(spec, setup) * tokens
+    has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
+    num_layers = sum(chunk.num_layers for chunk in chunks)
+    per_layer, outer = _layer_parameters(spec, setup.tp), _outer_parameters(spec, connector, chunks, setup.tp)
+    whole = num_layers * per_layer + outer
+    shard = -(-whole // setup.dp)
+    # FSDP gathers the next layer while one computes, and keeps the root's own parameters to the end.
+    num_gathered = min(num_layers, 2) if setup.sharding == "full" else num_layers
+    whole_nbytes = FLOAT32_NBYTES if setup.accumulates else dtype  # of a gradient that is still whole
+    head = dtype * -(-spec.vocab_size // setup.tp) * spec.hidden_size  # its gradient waits for the root's reduction
+    recomputed = 0 if setup.activation_checkpointing == "none" else layer
+    return StepMemory(
+        parameters=FLOAT32_NBYTES * shard,
+        gradients=FLOAT32_NBYTES * shard,
+        optimizer_state=FLOAT32_NBYTES * shard * _OPTIMIZER_STATES[setup.optimizer],
+        accumulated=FLOAT32_NBYTES * whole if setup.accumulates else 0,
+        gathered=dtype * (num_gathered * per_layer + outer),
+        activations=sum(
+            chunk.in_flight * chunk_activation_nbytes(spec, connector, chunk, setup, microbatch) for chunk in chunks
+        ),
+        working=recomputed + _backward_nbytes(spec, setup) * tokens + (head if has_last else 0),
+        loss=_loss_nbytes(spec, setup, microbatch) if has_last else 0,
+        reduced=(FLOAT32_NBYTES + whole_nbytes) * (outer if has_first or has_last else per_layer),
+    )
+
+
+def chunk_activation_nbytes(
+    spec: TransformerSpec, connector: ConnectorSpec, chunk: Chunk, setup: TrainingSetup, microbatch: MicrobatchSize
+) -> int:
+    """Return what one microbatch leaves on one chunk between its forward and its backward, but for the loss."""
+    dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
+    num_recomputed = {
+        "none": 0,
+        "selective": 0,
+        "full": chunk.num_layers,
+        "every_n": -(-chunk.num_layers // setup.checkpoint_every),
+    }[setup.activation_checkpointing]
+    kept = layer_activation_nbytes(spec, setup)
+    if setup.activation_checkpointing == "selective":
+        kept = selective_activation_nbytes(spec, setup)
+    per_token = (chunk.num_layers - num_recomputed) * kept + num_recomputed * dtype * spec.hidden_size
+    per_token += 2 * dtype * spec.head_dim  # cosines and sines of the positions
+    if chunk.is_last:
+        per_token += _norm_nbytes(spec.hidden_size, 1, dtype)
+    else:
+        per_token += dtype * spec.hidden_size  # what is sent on, the root of the backward
+    if not chunk.is_first and dtype != FLOAT32_NBYTES:
+        per_token += dtype * spec.hidden_size  # what was received; in float32 the first norm keeps it anyway
+    rows_nbytes = 0
+    if chunk.is_first:
+        rows_nbytes = dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp))
+    return per_token * tokens + rows_nbytes * microbatch.num_rows
+
+
+def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
+    """Return bytes a token that autograd keeps for one decoder layer without recomputation.
+
+    Norms run on whole hidden states on every tensor parallel rank; heads and the MLP's width are shared out.
+    """
+    return sum(_layer_tensors(spec, setup).values())
+
+
+def selective_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
+    """Return bytes a token for a layer that keeps its input and results of matrix products and attention alone."""
+    dtype, widths = setup.dtype_nbytes, _Widths.of(spec, setup.tp)
+    num_results = 1 if setup.tp == 1 else 2  # of the two products that are summed over the ranks, before and after
+    projections = widths.query + 2 * widths.key + num_results * spec.hidden_size
+    mlp = (2 if spec.gated_mlp else 1) * widths.mlp + num_results * spec.hidden_size
+    attention = dtype * widths.query + FLOAT32_NBYTES * widths.num_heads
+    return dtype * (spec.hidden_size + projections + mlp) + attention
+
+
+@dataclass(frozen=True, slots=True)
+class _Widths:
+    """What one tensor parallel rank has of a layer: width of queries and keys, of the MLP, heads."""
+
+    query: int
+    key: int
+    mlp: int
+    num_heads: int
+    num_kv_heads: int
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, tp: int) -> _Widths:
+        num_heads, num_kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
+        return cls(
+            num_heads * spec.head_dim,
+            num_kv_heads * spec.head_dim,
+            spec.intermediate_size // tp,
+            num_heads,
+            num_kv_heads,
+        )
+
+
+def _layer_tensors(spec: TransformerSpec, setup: TrainingSetup) -> dict[str, int]:
+    """Bytes a token of everything that autograd keeps of one layer."""
+    dtype, hidden, widths = setup.dtype_nbytes, spec.hidden_size, _Widths.of(spec, setup.tp)
+    attended = widths.query if setup.repeats_kv else widths.key
+    tensors = {
+        "input_norm": _norm_nbytes(hidden, 1, dtype),
+        "attention_input": dtype * hidden,
+        "query": dtype * widths.query,
+        "key": dtype * attended,
+        "value": dtype * attended,
+        "attention_output": dtype * widths.query,
+        "log_sum_exp": FLOAT32_NBYTES * widths.num_heads,
+        "post_attention_norm": _norm_nbytes(hidden, 1, dtype),
+        "mlp_input": dtype * hidden,
+        "up": dtype * widths.mlp,
+        "activated": dtype * widths.mlp,
+    }
+    if spec.qk_norm:
+        tensors["query_norm"] = _norm_nbytes(widths.query, widths.num_heads, dtype)
+        tensors["key_norm"] = _norm_nbytes(widths.key, widths.num_kv_heads, dtype)
+    if setup.attention == "sdpa":
+        tensors["attention_output_joined"] = dtype * widths.query
+    if spec.gated_mlp:
+        tensors["gate"] = dtype * widths.mlp
+        tensors["gated"] = dtype * widths.mlp
+    return tensors
+
+
+def _norm_nbytes(width: int, num_rows: int, dtype_nbytes: int) -> int:
+    """Its input in float32, the normalised one in the compute type (for the weight's gradient), and the scale a row."""
+    return (FLOAT32_NBYTES + dtype_nbytes) * width + FLOAT32_NBYTES * num_rows
+
+
+def _backward_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
+    """Bytes a token of the gradients that exist at once inside one layer's backward: at most in MLP or norm."""
+    dtype, widths = setup.dtype_nbytes, _Widths.of(spec, setup.tp)
+    mlp = (3 if spec.gated_mlp else 2) * dtype * widths.mlp
+    norm = 3 * FLOAT32_NBYTES * spec.hidden_size
+    return dtype * spec.hidden_size + max(mlp, norm)
+
+
+def _loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
+    """The most that the fused loss holds at once, either with a chunk's probabilities or with the head's gradient.
+
+    Logits are in the compute type and become their own gradient, probabilities are float32; the head's gradient is
+    summed in float32 where there are several chunks.
+    """
+    dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
+    num_rows = max(1, microbatch.num_target_tokens)
+    num_logits, head = min(num_rows, setup.loss_chunk_tokens) * vocabulary, vocabulary * spec.hidden_size
+    rows = 2 * dtype * num_rows * spec.hidden_size  # those with a target, and their gradient
+    summed = FLOAT32_NBYTES * head if num_rows > setup.loss_chunk_tokens else 0
+    computing = (FLOAT32_NBYTES + dtype) * num_logits + summed
+    adding = dtype * (num_logits + head) + summed
+    return rows + max(computing, adding)
+
+
+def _layer_parameters(spec: TransformerSpec, tp: int) -> int:
+    return (spec.layer_parameters - 2 * spec.hidden_size) // tp + 2 * spec.hidden_size
+
+
+def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, chunks: tuple[Chunk, ...], tp: int) -> int:
+    """Parameters outside the layers: embedding, connector, final norm, head; tied ones once a rank."""
+    has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
+    num_tables = has_first + has_last
+    if has_first and has_last and spec.tied_embeddings:
+        num_tables = 1
+    tables = num_tables * -(-spec.vocab_size // tp) * spec.hidden_size
+    return tables + has_first * -(-connector.num_parameters // tp) + has_last * spec.hidden_size

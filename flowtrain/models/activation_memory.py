@@ -1,0 +1,75 @@
+"""What decoder layers keep of a forward pass for the backward pass, chosen anew for every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from flowtrain.config.model import BackboneConfig
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+
+_COSTLY_OPERATORS = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+        "_c10d_functional::all_reduce",
+    }
+)
+"""What ``selective`` keeps: matrix products of linear layers, attention, and sums over tensor parallel ranks.
+
+Batched products are not among them: attention without a fused kernel would keep its scores, quadratic in the length.
+"""
+
+
+def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
+    """The strategy that ``backbone.activation_checkpointing`` stands for."""
+    return {
+        "none": MemoryStrategy.KEEP,
+        "full": MemoryStrategy.RECOMPUTE,
+        "selective": MemoryStrategy.SELECTIVE,
+        "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, every=config.checkpoint_every),
+    }[config.activation_checkpointing]
+
+
+@contextmanager
+def applied(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Have layers that are called inside follow a strategy; of ``recompute/n`` the first of every n recomputes.
+
+    Only ``forward`` is wrapped, so that a layer's hooks (FSDP2's) stay outside and do not run twice.
+    """
+    if strategy.kind is MemoryKind.KEEP or not torch.is_grad_enabled():
+        yield
+        return
+    wrapped = layers[:: strategy.every]
+    own_forwards = [vars(layer).get("forward") for layer in wrapped]
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if strategy.kind is MemoryKind.SELECTIVE else {}
+    for layer in wrapped:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+    try:
+        yield
+    finally:
+        for layer, own_forward in zip(wrapped, own_forwards, strict=True):
+            del layer.forward
+            if own_forward is not None:
+                layer.forward = own_forward
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_costly = operator.name().partition(".")[0] in _COSTLY_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,71 @@
+"""What every backend of packed attention has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+AttentionFunction = Callable[..., tuple[Tensor, None]]
+
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class SegmentOffsets:
+    """Offsets of a microbatch's sequences as Python integers, from 0 to its length.
+
+    For backends that loop, so that they need not ask the device. An object rather than a list: for every length of a
+    list torch.compile would compile a decoder layer anew, though the layer only hands it on.
+    """
+
+    def __init__(self, offsets: Sequence[int]) -> None:
+        self._offsets = offsets
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [stop - start for start, stop in pairwise(self._offsets)]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A kernel for packed sequences.
+
+    attend: as transformers calls it, with query ``[1, H, T, D]`` and key and value ``[1, H_kv, T, D]`` of all sequences
+    back to back; returns ``[1, T, H, D]``. why_not: what keeps it from running in a compute type on a device, with what
+    to do about it; None where it runs.
+    """
+
+    attend: AttentionFunction
+    why_not: Callable[[torch.device, torch.dtype], str | None]
+
+
+def check_request(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    """Refuse what a model asks for and packed attention does not have."""
+    assert attention_mask is None, "packed attention takes no mask"
+    assert getattr(module, "is_causal", True), "packed attention is causal"
+    for name in _UNSUPPORTED:
+        if options.get(name) is not None:
+            raise NotImplementedError(f"{type(module).__name__} asks for {name}, which packed attention does not have")
+
+
+def why_no_flash_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps FlashAttention's CUDA kernels from running, if anything."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if dtype not in _FLASH_DTYPES:
+        return f"it computes in bfloat16, not {str(dtype).removeprefix('torch.')}; set model.dtype"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 or more, not {capability[0]}.{capability[1]}"
+    return None
+
+
+def tokens_first(tensor: Tensor) -> Tensor:
+    """View ``[1, H, T, D]`` as ``[T, H, D]``, as variable-length kernels take it."""
+    return tensor[0].transpose(0, 1)

@@ -1,0 +1,60 @@
+"""Packed attention by the variable-length kernel of the ``flash-attn`` package (Dao, 2023, FlashAttention-2)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowtrain.models.attention_backends.base import Backend, check_request, tokens_first, why_no_flash_kernel
+
+
+def packed_flash_attn(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within all sequences in one call."""
+    check_request(module, attention_mask, kwargs)
+    output = _kernel()(
+        *(tokens_first(tensor) for tensor in (query, key, value)),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+    )
+    return output[None], None
+
+
+def _kernel() -> Any:
+    # Optional, and slow to import: only where it is asked for.
+    return importlib.import_module("flash_attn").flash_attn_varlen_func
+
+
+def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    reason = why_no_flash_kernel(device, dtype)
+    if reason is not None:
+        return reason
+    try:
+        _kernel()
+    except (ImportError, AttributeError) as error:
+        return f"the package flash-attn cannot be imported ({error}); install it: pip install flash-attn"
+    return None
+
+
+BACKEND = Backend(packed_flash_attn, _why_not)

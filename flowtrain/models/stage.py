@@ -1,0 +1,67 @@
+"""Pipeline stages: slices of a backbone that keep its parameters' names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from flowtrain.models.backbone import Backbone
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class LayerSlice(nn.ModuleList):
+    """Some of a model's layers under their numbers in the whole model, which name their parameters in checkpoints.
+
+    Iterates and slices as the short list that it is, which is how HF's forward uses it.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self._modules[str(number)] = layer
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self)[index]
+
+
+def take_stage(backbone: Backbone, layers: range) -> Backbone:
+    """Return the stage that holds these decoder layers of a whole backbone, sharing its modules.
+
+    The stage with layer 0 has connector and embedding, the one with the last layer final norm and head. Parameters
+    keep their qualified names. A stage of all layers is the whole.
+    """
+    all_layers = backbone.decoder_layers
+    is_first, is_last = layers.start == 0, layers.stop == len(all_layers)
+    language_model = _shallow_copy(backbone.language_model)
+    prefix = language_model.base_model_prefix
+    base = _shallow_copy(getattr(language_model, prefix))
+    setattr(language_model, prefix, base)
+    base.layers = LayerSlice({number: all_layers[number] for number in layers})
+    if not is_first:
+        base.set_input_embeddings(None)
+    if not is_last:
+        base.norm = nn.Identity()
+        language_model.set_output_embeddings(None)
+    return Backbone(backbone.connector if is_first else None, language_model, backbone.memory)
+
+
+def tied_names(backbone: nn.Module) -> dict[str, str]:
+    """Return the names of parameters that have another name before: ``{name: first name}``."""
+    first_names = {parameter: name for name, parameter in backbone.named_parameters()}
+    every_name = backbone.named_parameters(remove_duplicate=False)
+    return {name: first_names[parameter] for name, parameter in every_name if first_names[parameter] != name}
+
+
+def _shallow_copy(module: ModuleT) -> ModuleT:
+    """Copy a module with its children shared, so that children can be replaced in the copy alone."""
+    twin = copy.copy(module)
+    for registry in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[registry] = dict(twin.__dict__[registry])
+    return twin

@@ -1,0 +1,202 @@
+"""Tensor parallelism of a backbone, after Megatron-LM (Shoeybi et al., 2019, section 3), by the HF model's own plan.
+
+Every parameter becomes a DTensor on the axis ``tp``, which is what FSDP2, gradient clipping and checkpoints go by.
+Computation uses the local shards as plain tensors, since the dispatch of DTensors would cost more time than a small
+layer takes on a GPU. Activations are plain tensors, the same on all ranks between layers. Attention and MLP are a
+*region* each: the gradient of what enters is summed over the ranks once, and so is the output that leaves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.backbone import Backbone
+from flowtrain.models.parallel_layers import (
+    ColwiseLinear,
+    RowwiseLinear,
+    VocabularyParallelEmbedding,
+    enter_region,
+    with_local_parameters,
+)
+
+_SHARED_INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Layers of one module known to take that module's first input."""
+
+
+def parallelize(backbone: Backbone, mesh: DeviceMesh) -> None:
+    """Split a backbone, or a stage of one, over the ranks of ``mesh`` (the axis ``tp``), in place.
+
+    Afterwards every parameter is a DTensor on ``mesh``, tied ones still the same, those that need no gradient still
+    so; the ranks must have started from equal weights. FSDP2 may come on top, on another axis of the same parent mesh.
+    Without it, gradients of ``q_norm`` and ``k_norm`` are left ``Partial``, to be summed when they are used. Raises
+    ConfigError where the model has no plan, or one with a style that is not known here.
+    """
+    assert mesh.ndim == 1 and mesh.size() > 1, mesh
+    _check_heads(backbone, mesh)
+    distribute = _Distributor(mesh)
+    for module, style in _styles(backbone).items():
+        _APPLY[style](module, distribute)
+    _share_entrances(backbone, mesh)
+
+
+class _Distributor:
+    """Turns a module's parameters into DTensors; one that several modules share stays one."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._done: dict[nn.Parameter, nn.Parameter] = {}
+
+    def __call__(self, module: nn.Module, **placements: Placement) -> None:
+        """Place parameters by name; those not named are replicated."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in self._done:
+                # No rank sends its weights: all have the same.
+                tensor = distribute_tensor(
+                    parameter.detach(), self.mesh, [placements.get(name, Replicate())], src_data_rank=None
+                )
+                self._done[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, self._done[parameter])
+
+
+# --- styles --------------------------------------------------------------------------------------------------------
+
+
+def _split_columns(module: nn.Module, distribute: _Distributor) -> None:
+    _take_class(module, nn.Linear, ColwiseLinear, distribute.mesh)
+    distribute(module, weight=Shard(0), bias=Shard(0))
+
+
+def _split_rows(module: nn.Module, distribute: _Distributor) -> None:
+    _take_class(module, nn.Linear, RowwiseLinear, distribute.mesh)
+    distribute(module, weight=Shard(1))
+
+
+def _split_vocabulary(module: nn.Module, distribute: _Distributor) -> None:
+    _take_class(module, nn.Embedding, VocabularyParallelEmbedding, distribute.mesh)
+    _check_vocabulary(module, distribute.mesh)
+    distribute(module, weight=Shard(0))
+
+
+def _split_head(module: nn.Module, distribute: _Distributor) -> None:
+    """The loss reads the head's parameters; the module itself is not called."""
+    assert type(module) is nn.Linear, module
+    _check_vocabulary(module, distribute.mesh)
+    distribute(module, weight=Shard(0), bias=Shard(0))
+
+
+def _replicate(module: nn.Module, distribute: _Distributor) -> None:
+    distribute(module)
+    module.__class__ = with_local_parameters(type(module))
+
+
+def _replicate_inside(module: nn.Module, distribute: _Distributor) -> None:
+    """Each rank applies the parameters to heads of its own, so that their gradients add up."""
+    distribute(module)
+    module.__class__ = with_local_parameters(type(module), grad_placements=[Partial()])
+
+
+_APPLY: Mapping[str, Callable[[nn.Module, _Distributor], None]] = {
+    "colwise": _split_columns,
+    "rowwise": _split_rows,
+    "embedding": _split_vocabulary,
+    "head": _split_head,
+    "replicated": _replicate,
+    "replicated_with_grad_allreduce": _replicate_inside,
+}
+_STYLES_OF_PLANS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+def _take_class(module: nn.Module, expected: type[nn.Module], new: type[nn.Module], mesh: DeviceMesh) -> None:
+    if type(module) is not expected:
+        raise ConfigError(
+            f"backbone.tensor_parallel_size ({mesh.size()}): FlowTrain splits {expected.__name__}, not its variant "
+            f"{type(module).__name__}; set it to 1"
+        )
+    module.__class__ = new
+    module.__dict__["tp_mesh"] = mesh
+
+
+# --- which style for which module ------------------------------------------------------------------------------------
+
+
+def _styles(backbone: Backbone) -> dict[nn.Module, str]:
+    """The style of every module that has parameters of its own."""
+    language_model = backbone.language_model
+    plan = _plan_styles(cast(PreTrainedModel, language_model.base_model))
+    styles: dict[nn.Module, str] = {}
+    for module in backbone.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            styles[module] = plan.get(module, "replicated")
+    parts = {"embedding": language_model.get_input_embeddings(), "head": language_model.get_output_embeddings()}
+    if backbone.connector is not None:
+        parts |= {"colwise": backbone.connector.linear_1, "rowwise": backbone.connector.linear_2}
+    return styles | {module: style for style, module in parts.items() if module is not None}
+
+
+def _plan_styles(base: PreTrainedModel) -> dict[nn.Module, str]:
+    """Styles of a base model's modules by its configuration's plan, where names have ``*`` for numbers."""
+    plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
+    unknown = sorted(set(plan.values()) - set(_STYLES_OF_PLANS))
+    if unknown or not plan:
+        reason = f"asks for {', '.join(unknown)}, which FlowTrain does not have" if plan else "is missing"
+        raise ConfigError(
+            f"backbone.tensor_parallel_size: transformers' tensor parallel plan of {base.config.model_type} {reason}; "
+            "set it to 1, or use a model like Qwen3 or Llama"
+        )
+    modules = dict(base.named_modules())
+    styles = {name: plan[key] for name in modules if (key := re.sub(r"\b\d+\b", "*", name)) in plan}
+    for region in {name.rpartition(".")[0] for name in styles}:
+        for name, _ in modules[region].named_parameters(prefix=region):
+            # Its gradient would be one rank's share, and what it lets through would be counted by every rank.
+            if name.rpartition(".")[0] not in styles:
+                raise ConfigError(
+                    f"backbone.tensor_parallel_size: {name} of {base.config.model_type} is missing in transformers' "
+                    "tensor parallel plan, which splits layers beside it; set it to 1"
+                )
+    return {modules[name]: style for name, style in styles.items()}
+
+
+def _share_entrances(backbone: Backbone, mesh: DeviceMesh) -> None:
+    """Let layers with the same input enter their region together: one sum in the backward pass, not one for each."""
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (enter_region(args[0], mesh), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": enter_region(kwargs["hidden_states"], mesh)}
+
+    for module in backbone.modules():
+        split = {name: child for name, child in module.named_children() if isinstance(child, ColwiseLinear)}
+        if split.keys() in _SHARED_INPUTS:
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            for child in split.values():
+                child.enters_region = False
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_heads(backbone: Backbone, mesh: DeviceMesh) -> None:
+    config = backbone.language_model.config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name)
+        if count % mesh.size():
+            raise ConfigError(f"backbone.tensor_parallel_size ({mesh.size()}) does not divide {name} ({count})")
+
+
+def _check_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
+    num_rows = len(module.get_parameter("weight"))
+    if (mesh.size() - 1) * -(-num_rows // mesh.size()) >= num_rows:
+        raise ConfigError(
+            f"backbone.tensor_parallel_size ({mesh.size()}) leaves ranks without any of {num_rows} vocabulary rows; "
+            "lower it"
+        )

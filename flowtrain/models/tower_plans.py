@@ -1,0 +1,93 @@
+"""Tensor parallelism of frozen vision towers, by a plan for each type, since transformers has none for most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.parallel_layers import ColwiseLinear, RowwiseLinear, shard_bounds
+
+_QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+
+
+def _plan(attention: str, output: str, mlp: str) -> dict[str, str]:
+    """The plan of layers whose attention and MLP are called so; both kinds of MLP that such layers may have."""
+    plan = {f"{attention}.{name}": "colwise" for name in _QUERY_KEY_VALUE} | {f"{attention}.{output}": "rowwise"}
+    plan |= {f"{mlp}.{name}": "colwise" for name in ("fc1", "gate_proj", "up_proj")}
+    return plan | {f"{mlp}.{name}": "rowwise" for name in ("fc2", "down_proj")}
+
+
+TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
+    "clip_vision_model": _plan("encoder.layers.*.self_attn", "out_proj", "encoder.layers.*.mlp"),
+    "siglip_vision_model": _plan("encoder.layers.*.self_attn", "out_proj", "encoder.layers.*.mlp"),
+    "dinov2": _plan("encoder.layer.*.attention", "o_proj", "encoder.layer.*.mlp"),
+    "dinov2_with_registers": _plan("encoder.layer.*.attention", "o_proj", "encoder.layer.*.mlp"),
+    "vit": _plan("layers.*.attention", "o_proj", "layers.*.mlp"),
+}
+"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split."""
+
+
+def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> None:
+    """Split a frozen tower's layers over the ranks of ``mesh`` (one axis, size above 1), in place.
+
+    Attention has its share of the heads on each rank, the MLP its share of the features; embeddings, norms and what is
+    behind the layers stay whole. Weights become plain tensors that hold the rank's part alone: for inference. key: the
+    encoder's configuration key, for messages. Raises ConfigError where the heads cannot be split evenly, or where the
+    installed transformers builds such a tower otherwise.
+    """
+    assert mesh.ndim == 1 and mesh.size() > 1, mesh
+    num_heads = tower.config.num_attention_heads
+    if num_heads % mesh.size():
+        raise ConfigError(
+            f"{key}.tensor_parallel_size ({mesh.size()}) does not divide the tower's num_attention_heads ({num_heads})"
+        )
+    plan, found = TOWER_PLANS[tower.config.model_type], set()
+    for name, module in list(tower.named_modules()):
+        pattern = re.sub(r"\b\d+\b", "*", name)
+        style = plan.get(pattern)
+        if style is not None:
+            found.add(pattern.rpartition(".")[2])
+            _SPLITS[style](cast(nn.Linear, module), mesh)
+        for attribute in ("num_heads", "num_attention_heads"):
+            if f"{pattern}.q_proj" in plan and hasattr(module, attribute):
+                setattr(module, attribute, num_heads // mesh.size())
+    if not found >= set(_QUERY_KEY_VALUE) or not found & {"fc1", "gate_proj"}:
+        raise ConfigError(
+            f"{key}.tensor_parallel_size: the installed transformers builds {tower.config.model_type} in a way that "
+            "FlowTrain cannot split; set it to 1"
+        )
+
+
+def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    start, stop = shard_bounds(linear.out_features, mesh)
+    _keep(linear, "weight", 0, start, stop)
+    if linear.bias is not None:
+        _keep(linear, "bias", 0, start, stop)
+    _become(linear, ColwiseLinear, mesh)
+    linear.__dict__["enters_region"] = False  # no gradients
+
+
+def _split_rows(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    _keep(linear, "weight", 1, *shard_bounds(linear.in_features, mesh))
+    _become(linear, RowwiseLinear, mesh)
+
+
+_SPLITS = {"colwise": _split_columns, "rowwise": _split_rows}
+
+
+def _keep(linear: nn.Linear, name: str, dim: int, start: int, stop: int) -> None:
+    """Keep a part of a parameter, in memory of its own."""
+    part = linear.get_parameter(name).detach().narrow(dim, start, stop - start).clone()
+    linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+
+def _become(linear: nn.Linear, layer_class: type[nn.Linear], mesh: DeviceMesh) -> None:
+    assert type(linear) is nn.Linear, linear
+    linear.__class__ = layer_class
+    linear.__dict__["tp_mesh"] = mesh

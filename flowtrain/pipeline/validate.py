@@ -1,0 +1,152 @@
+"""Refuses action lists that would hang, lose something or hold too much, with a grid that shows where.
+
+Lists must run on transports that match transfers between two ranks by order alone and buffer nothing, as NCCL does
+through ``batch_isend_irecv``: neighbouring launches form one group, whose transfers go on together; a rank's groups run
+one after the other, and a wait for one transfer may last until all of its group have ended. What passes here also runs
+where transfers are freer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flowtrain.pipeline.actions import Action, ActionKind, Payload
+from flowtrain.pipeline.flow import WHOLE, Flow, Transfer, trace_flow
+from flowtrain.pipeline.grid import refuse
+from flowtrain.pipeline.progress import check_progress
+
+Lists = Sequence[Sequence[Action]]
+Place = tuple[int, int]  # rank, index in its list
+TransferPlaces = dict[ActionKind, dict[Transfer, Place]]
+
+
+def validate(
+    lists: Lists,
+    *,
+    training: bool,
+    num_microbatches: int,
+    held: Callable[[Action], int] | None = None,
+    limits: Sequence[int] | None = None,
+) -> None:
+    """Raise ScheduleError unless the lists compute every microbatch once and run to their end.
+
+    Checked: every stage runs the forward and, if training, the backward of every microbatch, on one rank; every result
+    that another rank needs is sent after it is made and received before it is used, once, between the right ranks, and
+    waited for on both sides; transfers match first in, first out; the ranks do not wait for each other in a circle.
+    held: what a forward action holds until its backward, by its memory strategy (bytes, or 1 to count); limits: how
+    much each rank may hold at once. Both or neither.
+    """
+    flow = trace_flow(lists, training=training, num_microbatches=num_microbatches)
+    _check_order(lists, flow)
+    transfers = _find_transfers(lists, flow)
+    _check_transfers(lists, flow, transfers)
+    _check_first_in_first_out(lists, transfers)
+    check_progress(lists)
+    if held is not None or limits is not None:
+        assert held is not None and limits is not None and len(limits) == len(lists)
+        if training:
+            _check_memory(lists, held, limits)
+
+
+def _check_order(lists: Lists, flow: Flow) -> None:
+    """What a computation needs from its own rank comes before it."""
+    for work, (rank, index) in flow.places.items():
+        for need in flow.needs(work):
+            where, before = flow.places[need]
+            if where == rank and before > index:
+                why = f"rank {rank} runs {lists[rank][index]} before {lists[rank][before]}, which it needs"
+                refuse(lists, why, [(rank, index), (rank, before)])
+
+
+def _find_transfers(lists: Lists, flow: Flow) -> TransferPlaces:
+    """Where every transfer action stands, by its kind and what it transfers, each once."""
+    found: TransferPlaces = {kind: {} for kind in ActionKind if not kind.is_compute}
+    for rank, actions in enumerate(lists):
+        for index, action in enumerate(actions):
+            if action.kind.is_compute:
+                continue
+            position = flow.positions[action.module, action.stage]
+            is_gradient = action.payload is Payload.GRADIENT
+            if not action.kind.is_sending:
+                position += 1 if is_gradient else -1
+            part = WHOLE if action.sub_microbatch is None else action.sub_microbatch
+            transfer = (is_gradient, position, action.microbatch, part)
+            first = found[action.kind].setdefault(transfer, (rank, index))
+            if first != (rank, index):
+                refuse(lists, f"rank {rank} has {action} twice", [first, (rank, index)])
+    return found
+
+
+def _check_transfers(lists: Lists, flow: Flow, found: TransferPlaces) -> None:
+    """Exactly the transfers that the computations need, each launched and waited for at the right places."""
+    needed = {transfer for work in flow.places for transfer in flow.sends(work)}
+    for places in found.values():
+        for transfer in places.keys() - needed:
+            rank, index = places[transfer]
+            refuse(lists, f"rank {rank}: {lists[rank][index]} transfers what no other rank needs", [(rank, index)])
+    sent, sent_end = found[ActionKind.ISEND], found[ActionKind.WAIT_ISEND]
+    received, received_end = found[ActionKind.IRECV], found[ActionKind.WAIT_IRECV]
+    for transfer in sorted(needed):
+        made, used = (flow.places[work] for work in flow.ends(transfer))
+        _check_sequence(lists, _SENDING, (made, sent.get(transfer), sent_end.get(transfer)), used[0])
+        _check_sequence(lists, _RECEIVING, (received.get(transfer), received_end.get(transfer), used), made[0])
+
+
+_SENDING = ("computation", ActionKind.ISEND, ActionKind.WAIT_ISEND)
+_RECEIVING = (ActionKind.IRECV, ActionKind.WAIT_IRECV, "computation")
+
+
+def _check_sequence(lists: Lists, names: tuple[str, ...], places: tuple[Place | None, ...], peer: int) -> None:
+    """The three actions of one end of a transfer exist, in this order, with the right peer."""
+    present = [place for place in places if place is not None]
+    rank = present[0][0]
+    actions = [lists[rank][index] for _, index in present]
+    if len(present) < len(places):
+        missing = names[places.index(None)]
+        refuse(lists, f"rank {rank}: {actions[0]} is without its {missing}, with rank {peer}", present)
+    for action, place in zip(actions, present, strict=True):
+        if action.peer != peer and not action.kind.is_compute:
+            refuse(lists, f"rank {rank}: {action} names the wrong peer; the other end is on rank {peer}", [place])
+    if not present[0] < present[1] < present[2]:
+        refuse(lists, f"rank {rank}: {', '.join(map(str, actions))} must come in this order", present)
+
+
+def _check_first_in_first_out(lists: Lists, found: TransferPlaces) -> None:
+    """The sends from one rank to another are received in the order in which they are launched."""
+    sends, receives = found[ActionKind.ISEND], found[ActionKind.IRECV]  # in the order of the lists
+    lanes: dict[Place, tuple[list[Transfer], list[Transfer]]] = {}  # by (source, destination)
+    for transfer, (rank, _) in sends.items():
+        lanes.setdefault((rank, receives[transfer][0]), ([], []))[0].append(transfer)
+    for transfer, (rank, _) in receives.items():
+        lanes[sends[transfer][0], rank][1].append(transfer)
+    for (source, destination), lane in lanes.items():
+        for sent, received in zip(*lane, strict=True):
+            if sent != received:
+                places = [sends[sent], receives[received]]
+                send, receive = (lists[rank][index] for rank, index in places)
+                why = (
+                    f"rank {source} launches {send} where rank {destination} launches {receive}; transfers between two "
+                    "ranks match in the order of their launches"
+                )
+                refuse(lists, why, places)
+
+
+def _check_memory(lists: Lists, held: Callable[[Action], int], limits: Sequence[int]) -> None:
+    """Between forwards and their backwards no rank holds more than its limit."""
+    for rank, actions in enumerate(lists):
+        total = 0
+        sizes: dict[tuple[object, ...], int] = {}
+        for index, action in enumerate(actions):
+            if action.kind.is_compute:
+                key = (action.module, action.stage, action.microbatch, action.sub_microbatch)
+                if action.kind is ActionKind.BACKWARD_STAGE:
+                    total -= sizes.pop(key)
+                    continue
+                sizes[key] = held(action)
+                total += sizes[key]
+                if total > limits[rank]:
+                    why = (
+                        f"rank {rank} holds {total} after {action}, for {len(sizes)} forwards without their backward, "
+                        f"more than its limit of {limits[rank]}"
+                    )
+                    refuse(lists, why, [(rank, index)])

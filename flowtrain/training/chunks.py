@@ -1,0 +1,108 @@
+"""The part of the backbone that one rank holds: sliced for the pipeline, split over tensors, sharded over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from flowtrain.allocator.degrees import split_layers
+from flowtrain.config.run import RunConfig
+from flowtrain.models.stage import take_stage, tied_names
+from flowtrain.models.tensor_parallel import parallelize
+from flowtrain.training.mesh import DP_AXIS, TP_AXIS, BackboneGroup
+
+if TYPE_CHECKING:
+    from flowtrain.models.backbone import Backbone
+
+
+class BackboneSource(Protocol):
+    """The part of a model family that the trainer needs."""
+
+    def load_backbone(self) -> Backbone:
+        """Connector and language model with float32 master weights on the CPU, equal on every rank.
+
+        Frozen modules do not require gradients.
+        """
+
+
+@dataclass(frozen=True)
+class ModelChunks:
+    """What a rank holds of the model: by global stage index, one FSDP root each.
+
+    tied: parameter names that share another one's values, ``{name: name it is stored under}``. Where the pipeline puts
+    both on different ranks, each has a parameter of its own, and their gradients are summed before the update.
+    """
+
+    stages: Mapping[int, Backbone]
+    tied: Mapping[str, str]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by their names in the whole model, a tied one once a rank."""
+        for module in self.stages.values():
+            yield from module.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Buffers that belong into a checkpoint, by name."""
+        for module in self.stages.values():
+            state = module.state_dict()
+            yield from ((name, buffer) for name, buffer in module.named_buffers() if name in state)
+
+    def stored_name(self, name: str) -> str:
+        """The name under which a parameter lies in a checkpoint."""
+        return self.tied.get(name, name)
+
+    def fsdp_roots(self) -> Iterator[FSDPModule]:
+        """Every chunk as FSDP sees it."""
+        for module in self.stages.values():
+            yield as_fsdp(module)
+
+    def train(self, mode: bool = True) -> None:
+        """Set training or evaluation mode."""
+        for module in self.stages.values():
+            module.train(mode)
+
+
+def build_chunks(config: RunConfig, source: BackboneSource, group: BackboneGroup) -> ModelChunks:
+    """Load the model and keep this rank's part of it; collective.
+
+    Pipeline rank i holds stages i, i + pp, i + 2 pp, ... of which there are ``chunks_per_rank`` (interleaved 1F1B).
+    Parameters become DTensors on the axis ``dp``, or on ``dp`` and ``tp``. The model is sharded on a single rank too
+    (FSDP2 copies locally then): one path for mixed precision, checkpoints and gradients.
+    """
+    whole = source.load_backbone().train()
+    tied = tied_names(whole)
+    stages = {}
+    pp_size = group.degrees.pp
+    layers = split_layers(len(whole.decoder_layers), pp_size * config.backbone.chunks_per_rank)
+    for stage in range(group.pp_rank, len(layers), pp_size):
+        module = whole if len(layers) == 1 else take_stage(whole, layers[stage])
+        module.to(group.device)
+        if group.degrees.tp > 1:
+            parallelize(module, group.mesh[TP_AXIS])
+        _shard(module, config, group)
+        stages[stage] = module
+    return ModelChunks(stages, tied)
+
+
+def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
+    """Wrap the decoder layers and the root in FSDP2."""
+    # Inputs are not cast: the loss weights among them must stay float32.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if config.model.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, reshard = group.mesh[DP_AXIS], config.backbone.sharding == "full"
+    for layer in module.decoder_layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # The root's own parameters are needed again as soon as the backward begins, at the earliest: FSDP keeps them whole.
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """The same module, known to be an FSDP root."""
+    assert isinstance(module, FSDPModule)
+    return module

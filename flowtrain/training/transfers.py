@@ -1,0 +1,56 @@
+"""Point-to-point transfers between the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from flowtrain.pipeline.actions import Action, ActionKind, Payload
+from flowtrain.training.mesh import PP_AXIS, BackboneGroup
+
+_Key = tuple[bool, Payload, int, int, int | None, int | None]
+
+
+class Transfers:
+    """Starts and waits for an action list's transfers; each is a tensor of ``[1, tokens, hidden size]``."""
+
+    def __init__(self, group: BackboneGroup) -> None:
+        self._group = group
+        self._process_group = group.mesh.get_group(PP_AXIS)
+        # NCCL asks all ranks of a group to take part in its first operation, which a pipeline's transfers do not.
+        dist.barrier(group=self._process_group)
+        self._pending: dict[_Key, tuple[dist.Work | None, torch.Tensor]] = {}
+
+    def start(self, launches: Sequence[tuple[Action, torch.Tensor]]) -> None:
+        """Launch neighbouring transfers together, so that a send and a receive between two ranks cannot block.
+
+        The tensor is what is sent, or what is filled, and must not be touched before ``wait``.
+        """
+        operations = [self._operation(action, tensor) for action, tensor in launches]
+        works = dist.batch_isend_irecv(operations)
+        # Some backends answer with one handle for all: whoever waits first waits for the rest too.
+        if len(works) != len(launches):
+            works = [works[0]] * len(launches)
+        for (action, tensor), work in zip(launches, works, strict=True):
+            assert _key(action) not in self._pending, f"{action} was launched before and not waited for"
+            self._pending[_key(action)] = work, tensor
+
+    def wait(self, action: Action) -> torch.Tensor:
+        """Wait for a transfer; returns its tensor. The group's timeout bounds the wait."""
+        work, tensor = self._pending.pop(_key(action))
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def _operation(self, action: Action, tensor: torch.Tensor) -> dist.P2POp:
+        assert action.peer is not None
+        launch = dist.isend if action.kind is ActionKind.ISEND else dist.irecv
+        return dist.P2POp(launch, tensor, self._group.pipeline_peer(action.peer), self._process_group)
+
+
+def _key(action: Action) -> _Key:
+    """What a launch and its wait have in common."""
+    assert action.payload is not None
+    return action.kind.is_sending, action.payload, action.stage, action.microbatch, action.sub_microbatch, action.peer

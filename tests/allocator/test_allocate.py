@@ -1,0 +1,201 @@
+"""Whole allocations: what comes out, that it fits, and what is said where nothing does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+
+from flowtrain.allocator.allocate import allocate
+from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.cluster import Cluster
+from flowtrain.allocator.memory import MemoryBudget
+from flowtrain.allocator.model_file import read_model_file
+from flowtrain.allocator.request import Request
+from flowtrain.allocator.solvers import Solver, installed_solvers
+from flowtrain.errors import ConfigError
+from tests.allocator.worlds import MODEL, MODELS, SETUP, cluster, request, roofline_surrogate, several, workload
+
+
+def allocated(asked: Request, solver: str = "auto") -> Allocation:
+    return allocate(asked, roofline_surrogate(asked), Solver(solver))
+
+
+def check(asked: Request, found: Allocation) -> None:
+    """What holds for every allocation."""
+    *encoders, backbone = found.modules
+    assert backbone.name == "backbone" and {each.name.split("@")[0] for each in encoders} == set(asked.model.encoders)
+    taken = dict.fromkeys(found.budget, 0)
+    for module in found.modules:
+        taken[module.device_type] += module.devices
+        assert module.peak_nbytes <= module.memory_nbytes
+        assert 0.0 < module.mfu < 1.0 and 0.0 <= module.waiting < 1.0
+    assert all(taken[name] <= count for name, count in found.budget.items())
+    assert asked.workload.global_batch_size % backbone.degrees.dp == 0
+    assert found.rate == min(module.production for module in found.modules)
+    assert found.bottleneck in {
+        module.name.split("@")[0] for module in found.modules if module.production == found.rate
+    }
+    for alternative in found.alternatives:
+        assert alternative.rate <= found.rate * (1 + 1e-6) and alternative.reason
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("devices", [2, 8, 64, 256, 1000])
+def test_one_encoder(devices: int) -> None:
+    asked = request(cluster(h200=devices))
+    found = allocated(asked)
+    check(asked, found)
+    assert found.num_combinations == prod(found.num_candidates.values())
+    assert found.rate >= max(point.rate for point in found.split_curve) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("solver", installed_solvers())
+def test_three_encoders_with_every_solver(solver: str) -> None:
+    model, data = several(("near", "wide", "dots"))
+    asked = request(cluster(h200=64), model, data)
+    found, reference = allocated(asked, solver), allocated(asked)
+    check(asked, found)
+    assert found.solver == solver
+    assert (found.rate, found.devices) == (pytest.approx(reference.rate), reference.devices)
+    assert found.imbalance == pytest.approx(reference.imbalance, abs=1e-6)
+
+
+def test_an_encoder_may_lie_on_several_types_of_devices() -> None:
+    asked = request(
+        cluster(h200=32, a100=2), data=workload(images={"vision": (np.array([8, 8]), np.array([32768, 32768]))})
+    )
+    found = allocated(asked)
+    check(asked, found)
+    vision = [module for module in found.modules if module.name.startswith("vision")]
+    assert {module.name for module in vision} == {"vision@h200", "vision@a100"}
+    # Their rates add: both together keep up with what is said of each.
+    together = sum(module.rate for module in vision)
+    assert all(module.production == pytest.approx(together) for module in vision)
+    alone = allocated(request(cluster(h200=32), data=asked.workload))
+    assert found.rate >= alone.rate
+
+
+def test_the_papers_setting_is_planned_and_printed() -> None:
+    """VLM-72B on 256 NPUs of 64 GB: what docs/allocator.md shows."""
+    file = read_model_file(MODELS / "vlm_72b.yaml")
+    asked = request(cluster(**{"910b": 256}), file.model, file.workload)
+    found = allocated(asked)
+    check(asked, found)
+    text = "\n".join(found.lines())
+    for expected in ("samples/s on", "bottleneck: ", "does not fit the device memory", "instead: ", "combinations; "):
+        assert expected in text
+    assert found.devices > 224 and found.starved == 0.0
+
+
+def test_rates_never_fall_with_more_devices() -> None:
+    rates = [allocated(request(cluster(h200=count))).rate for count in (4, 8, 16, 32, 64)]
+    assert rates == sorted(rates)
+
+
+def test_a_pool_share_takes_memory_from_the_modules() -> None:
+    without, with_pool = (
+        allocated(request(cluster(h200=64), budget=MemoryBudget(pool_nbytes=nbytes))) for nbytes in (0, 100 * 10**9)
+    )
+    assert {m.memory_nbytes - n.memory_nbytes for m, n in zip(without.modules, with_pool.modules, strict=True)} == {
+        10**11
+    }
+    assert with_pool.num_candidates["backbone"] < without.num_candidates["backbone"]
+
+
+# --- nothing is feasible -------------------------------------------------------------------------------------------
+
+
+def refused(asked: Request) -> str:
+    with pytest.raises(ConfigError) as caught:
+        allocated(asked)
+    return str(caught.value)
+
+
+def test_one_device_holds_each_module_but_not_both() -> None:
+    tiny = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2))
+    message = refused(request(cluster(h200=1), tiny))
+    assert message == (
+        "the devices (1 h200) hold each module alone but not all of them together; the nearest that is feasible: "
+        "1 h200 more"
+    )
+    allocated(request(cluster(h200=2), tiny))
+
+
+def test_missing_devices_are_counted_by_type() -> None:
+    model, data = several(("near", "wide", "dots"))
+    asked = request(cluster(h200=4), model, data)
+    message = refused(asked) if _fails(asked) else ""
+    if message:
+        more = int(message.rsplit(": ", 1)[1].split()[0])
+        allocated(replace(asked, cluster=cluster(h200=4 + more)))
+        assert _fails(replace(asked, cluster=cluster(h200=3 + more)))
+
+
+def _fails(asked: Request) -> bool:
+    try:
+        allocated(asked)
+    except ConfigError:
+        return True
+    return False
+
+
+def test_a_backbone_that_needs_more_devices_says_how_many() -> None:
+    file = read_model_file(MODELS / "vlm_72b.yaml")
+    asked = request(cluster(**{"910b": 8}), file.model, file.workload)
+    message = refused(asked)
+    assert message.startswith(
+        "backbone has no feasible configuration (on 8 910b: does not fit the device memory, the least"
+    )
+    devices = int(message.split(" devices")[0].rsplit(" ", 1)[1])
+    assert f"feasible with {devices} devices" in message
+    allocated(replace(asked, cluster=cluster(**{"910b": 2 * devices})))
+
+
+def test_recomputation_is_suggested_where_it_helps() -> None:
+    none = replace(SETUP, activation_checkpointing="none")
+    asked = request(cluster(a100=8), setup=none)
+    message = refused(asked)
+    assert "feasible with backbone.activation_checkpointing=full" in message
+    found = allocated(replace(asked, setup=SETUP))
+    assert found.rate > 0
+
+
+def test_a_layer_that_fits_nowhere_is_said_to() -> None:
+    huge = replace(MODEL.backbone, hidden_size=1 << 17, intermediate_size=1 << 19, num_layers=1)
+    message = refused(request(cluster(a100=8), replace(MODEL, backbone=huge)))
+    assert "not even 16384 devices or full recomputation would do: take devices with more memory" in message
+
+
+def test_an_encoder_whose_batch_is_too_large_names_its_key() -> None:
+    message = refused(request(cluster(a100=8), max_batch_patches={"vision": 1 << 24}))
+    assert message.startswith("encoders.vision has no feasible configuration")
+    assert "feasible with encoders.vision.max_batch_patches=" in message
+
+
+def test_an_encoder_without_images_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no sample has images for encoders.vision"):
+        request(cluster(h200=8), data=workload(images={"vision": (np.array([0, 0]), np.array([0, 0]))}))
+
+
+def test_clusters_are_looked_up_by_name() -> None:
+    both = cluster(h200=3, a100=5)
+    assert both.counts == {"h200": 3, "a100": 5} and both.num_devices == 8 and both["a100"].count == 5
+    with pytest.raises(AssertionError):
+        Cluster((both["a100"], both["a100"]))
+
+
+def test_planning_imports_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys, flowtrain.allocator.allocate, flowtrain.allocator.model_file, flowtrain.allocator.profile_times\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'pandas', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=MODELS.parents[1], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -1,0 +1,103 @@
+"""Vision towers split over ranks against the plain ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.encoder import VisionEncoder
+from flowtrain.models.parallel_layers import ColwiseLinear, RowwiseLinear
+from flowtrain.models.tower_plans import TOWER_PLANS, parallelize_tower
+from flowtrain.models.towers import TOWERS
+from flowtrain.models.weights import tower_class
+from tests.models.ranks import run_ranks
+
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+DINOV2 = {name: value for name, value in CLIP.items() if name != "intermediate_size"} | {"mlp_ratio": 2}
+CONFIGS = {
+    "clip": CLIP,
+    "siglip": {**CLIP, "model_type": "siglip_vision_model"},
+    "dinov2": {**DINOV2, "model_type": "dinov2"},
+    "swiglu": {**DINOV2, "model_type": "dinov2", "use_swiglu_ffn": True},
+    "registers": {**DINOV2, "model_type": "dinov2_with_registers"},
+    "vit": {**CLIP, "model_type": "vit"},
+    "uneven": {**CLIP, "intermediate_size": 47},
+}
+
+
+def make_tower(values):
+    """A tower with random weights everywhere, norms and biases too."""
+    torch.manual_seed(3)
+    settings = dict(values)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    tower = tower_class(config)._from_config(config)
+    for parameter in tower.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return tower
+
+
+def features(tower):
+    """Of two images, from the last layer but one."""
+    images = np.random.default_rng(0).standard_normal((2, 3, 28, 28), dtype=np.float32)
+    rows = VisionEncoder(tower, feature_layer=-2, drop_first=False).encode(list(images))
+    return torch.stack(rows).numpy()
+
+
+def split_features(configs):
+    """Features of towers that are split over the ranks, and the parameters that a rank has of each."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    results = []
+    for values in configs:
+        tower = make_tower(values)
+        num_split = 0
+        parallelize_tower(tower, mesh, "encoders.vision")
+        for module in tower.modules():
+            num_split += isinstance(module, ColwiseLinear | RowwiseLinear)
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in tower.parameters()}
+        results.append((features(tower), num_split, sum(storages.values())))
+    return results
+
+
+def test_every_known_tower_has_a_plan():
+    assert TOWER_PLANS.keys() == TOWERS.keys() == {values["model_type"] for values in CONFIGS.values()}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_features_equal_the_plain_ones(num_ranks):
+    configs = list(CONFIGS.values())
+    plain = [make_tower(values) for values in configs]
+    expected = [features(tower) for tower in plain]
+    for results in run_ranks(num_ranks, split_features, configs):
+        for name, (found, num_split, nbytes), reference in zip(CONFIGS, results, expected, strict=True):
+            difference = np.linalg.norm(found - reference) / np.linalg.norm(reference)
+            assert difference < 1e-5, (name, difference)
+            assert num_split == 3 * (7 if name == "swiglu" else 6), name
+            assert nbytes < 0.85 * sum(p.numel() * 4 for p in make_tower(CONFIGS[name]).parameters()), name
+
+
+def refusal(values):
+    """What is said about a tower that cannot be split."""
+    try:
+        parallelize_tower(make_tower(values), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "encoders.vision")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_heads_that_do_not_divide_are_refused():
+    values = {**CLIP, "hidden_size": 30, "num_attention_heads": 3}
+    for said in run_ranks(2, refusal, values):
+        assert said == "encoders.vision.tensor_parallel_size (2) does not divide the tower's num_attention_heads (3)"

@@ -19,6 +19,7 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.pool import Pool
+from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device, device_name
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.pipeline.actions import Action
@@ -132,7 +133,8 @@ class BackboneRank:
             )
         self._link = link
         self._saved_step = first_step
-        member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone")
+        device = self._group.device
+        member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
         prefetcher = self._prefetcher(member.pool, first_unit)
         step = first_step
         try:
@@ -148,6 +150,7 @@ class BackboneRank:
             self._group.close()
 
     def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
+        device = self._group.device
         feature_dim = self._family.feature_dim(self._family.encoder_names[0])
         build = partial(
             build_batch,
@@ -155,7 +158,7 @@ class BackboneRank:
             feature_dim=feature_dim,
             dtype=self._dtype,
             loss_normalization=self._config.training.loss_normalization,
-            device=self._group.device,
+            device=device,
         )
         return Prefetcher(
             name=self._name,
@@ -170,6 +173,7 @@ class BackboneRank:
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
             spans=self._spans,
+            staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
         )
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
@@ -183,7 +187,7 @@ class BackboneRank:
             one_f_one_b(1, num_microbatches)[0] if is_training else forward_only(num_microbatches),
             _OneStage(self.trainer, clock),
             lambda _: self._starving(prefetcher.next_microbatch),
-            lambda fetched: self._release(plan, fetched),
+            lambda fetched: self._ran(plan, fetched),
         )
         result = self.trainer.finish_step() if is_training else self.trainer.finish_eval()
         self._report(plan, result, started, clock.times() if clock is not None else ())
@@ -192,9 +196,9 @@ class BackboneRank:
             self._checkpoint(step, checkpoint_dir)
         return step
 
-    def _release(self, plan: StepPlan, fetched: Fetched) -> None:
+    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
+        """A microbatch of a unit is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
-        self._link.post("release", plan.unit.index, fetched.slot, self._dp_rank)
 
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
@@ -204,7 +208,6 @@ class BackboneRank:
         return item
 
     def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
-        self._link.flush()
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,

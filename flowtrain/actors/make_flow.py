@@ -13,7 +13,7 @@ from flowtrain.actors.flow import Flow
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import ByArrival, InOrder, Order
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.flops import sample_flops
+from flowtrain.costs.flops import unit_flops
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.consumed import ConsumedPositions
@@ -93,7 +93,7 @@ def make_flow(settings: FlowSettings) -> Flow:
     planner.warm_up()
 
     def flops_of(samples: list[SizedSample]) -> float:
-        return sum(sample_flops(settings.model_spec, sample, config.model.freeze).total for sample in samples)
+        return unit_flops(settings.model_spec, samples, config.model.freeze).total
 
     directory = Directory(
         space,
@@ -124,11 +124,16 @@ def make_flow(settings: FlowSettings) -> Flow:
 
 
 def start_flow(settings: FlowSettings) -> Flow:
-    """As ``make_flow``, for a process of its own: what was imported is kept from the garbage collector's rounds."""
+    """As ``make_flow``, for a process of its own."""
     flow = make_flow(settings)
+    keep_imports()
+    return flow
+
+
+def keep_imports() -> None:
+    """Keep what was imported so far from the garbage collector's rounds, which take a quarter of a second with it."""
     gc.collect()
     gc.freeze()
-    return flow
 
 
 def _make_order(settings: FlowSettings, directory: Directory) -> Order:

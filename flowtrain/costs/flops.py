@@ -10,11 +10,12 @@ frozen: forward only, full attention inside one image, without a tower's pooling
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec, VisionSpec
-from flowtrain.types import PartSize, SizedSample
+from flowtrain.types import SizedSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,22 @@ def encoder_forward_flops(spec: VisionSpec, image_patches: Sequence[int]) -> flo
     return total
 
 
-def sample_flops(spec: ModelSpec, sample: SizedSample, freeze: Collection[str] = ()) -> Flops:
-    """Return the training FLOPs of one sample by module.
+def unit_flops(spec: ModelSpec, samples: Sequence[SizedSample], freeze: Collection[str] = ()) -> Flops:
+    """Return the training FLOPs of samples by module.
 
     A part knows its patches as a sum over images; they are split evenly, which is exact where a sample's images are of
     one size and a lower bound otherwise. Parts of encoders that ``spec`` lacks raise KeyError.
     """
-    image_parts = [part for part in sample.parts if part.num_patches]
+    parts = Counter([(part.name, part.num_patches, part.num_items) for sample in samples for part in sample.parts])
+    num_rows = sum([part.num_rows for sample in samples for part in sample.parts if part.num_patches])
+    encoders = 0.0
+    for (name, num_patches, num_items), count in parts.items():
+        if num_patches:
+            encoders += count * encoder_forward_flops(spec.encoders[name], _even_split(num_patches, num_items))
     return Flops(
-        encoders=sum(encoder_forward_flops(spec.encoders[part.name], _even_split(part)) for part in image_parts),
-        connector=connector_training_flops(spec.connector, sum(part.num_rows for part in image_parts), freeze),
-        backbone=backbone_training_flops(spec.backbone, (sample.num_tokens,), freeze),
+        encoders=encoders,
+        connector=connector_training_flops(spec.connector, num_rows, freeze),
+        backbone=backbone_training_flops(spec.backbone, [sample.num_tokens for sample in samples], freeze),
     )
 
 
@@ -96,6 +102,6 @@ def _causal_attention(spec: TransformerSpec, lengths: Sequence[int]) -> float:
     return 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * sum(length**2 for length in lengths)
 
 
-def _even_split(part: PartSize) -> list[int]:
-    each, more = divmod(part.num_patches, part.num_items)
-    return [each + 1] * more + [each] * (part.num_items - more)
+def _even_split(num_patches: int, num_items: int) -> list[int]:
+    each, more = divmod(num_patches, num_items)
+    return [each + 1] * more + [each] * (num_items - more)

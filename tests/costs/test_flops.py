@@ -8,12 +8,13 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowtrain.costs.flops import (
+    Flops,
     backbone_forward_flops,
     backbone_training_flops,
     connector_forward_flops,
     connector_training_flops,
     encoder_forward_flops,
-    sample_flops,
+    unit_flops,
 )
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
@@ -122,15 +123,31 @@ def test_encoder(config_name: str, model_name: str, extra: dict[str, Any]) -> No
     assert counter.get_total_flops() == encoder_forward_flops(spec, [16, 16, 16])
 
 
-def test_sample_is_the_sum_of_its_modules() -> None:
+def test_flops_are_the_sum_of_their_modules() -> None:
     vision = from_hf_vision_config(transformers.CLIPVisionConfig(**VISION).to_dict())
     text = from_hf_text_config(transformers.Qwen3Config(**TEXT).to_dict())
     spec = ModelSpec({"vit": vision}, ConnectorSpec(32, 32, 32), text)
     parts = (PartSize("text", 1, 0, 20, 160), PartSize("vit", 2, 9, 9, 1152))
-    flops = sample_flops(spec, SizedSample(SampleRef(0, 0, 0, 0), 20, 9, 5, parts))
+    sample = SizedSample(SampleRef(0, 0, 0, 0), 20, 9, 5, parts)
+    flops = unit_flops(spec, [sample])
     assert flops.encoders == encoder_forward_flops(vision, [5, 4])
     assert flops.connector == connector_training_flops(spec.connector, 9)
     assert flops.backbone == backbone_training_flops(text, [20])
     assert flops.total == flops.encoders + flops.connector + flops.backbone
-    text_only = sample_flops(spec, SizedSample(SampleRef(0, 0, 0, 0), 20, 0, 5, parts[:1]))
-    assert (text_only.encoders, text_only.connector, text_only.backbone) == (0, 0, flops.backbone)
+    text_only = SizedSample(SampleRef(1, 0, 1, 0), 30, 0, 5, parts[:1])
+    assert unit_flops(spec, [text_only]) == Flops(0, 0, backbone_training_flops(text, [30]))
+    assert unit_flops(spec, []) == Flops(0, 0, 0)
+
+
+def test_a_unit_is_the_sum_of_its_samples() -> None:
+    vision = from_hf_vision_config(transformers.CLIPVisionConfig(**VISION).to_dict())
+    text = from_hf_text_config(transformers.Qwen3Config(**TEXT).to_dict())
+    spec = ModelSpec({"vit": vision}, ConnectorSpec(32, 32, 32), text)
+    samples = [
+        SizedSample(SampleRef(k, 0, k, 0), 20 + k, 9, 5, (PartSize("vit", 1 + k % 3, 9 + k % 2, 9, 1152),))
+        for k in range(12)
+    ]
+    alone = [unit_flops(spec, [sample], freeze=["backbone"]) for sample in samples]
+    together = unit_flops(spec, samples, freeze=["backbone"])
+    for module in ("encoders", "connector", "backbone", "total"):
+        assert getattr(together, module) == pytest.approx(sum(getattr(flops, module) for flops in alone))

@@ -44,8 +44,8 @@ class HoldingEncoder(Encoder):
 class NotingRank(BackboneRank):
     """Notes each microbatch that it finished: its slot and the positions in it."""
 
-    def _release(self, plan: StepPlan, fetched: Fetched) -> None:
-        super()._release(plan, fetched)
+    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
+        super()._ran(plan, fetched)
         positions = [sample.position for sample in plan.slots[fetched.slot][self._dp_rank].samples]
         with (Path(self._config.runs_dir) / "finished").open("a") as file:
             file.write(f"{fetched.slot} {len(plan.slots)} {HELD_POSITION in positions}\n")

@@ -1,0 +1,72 @@
+"""Where a resumed run goes on, and where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.start import check_goes_on, find_start
+from flowtrain.data.feed import sampler_from_config
+from flowtrain.data.units import unit_sequence
+from flowtrain.errors import ConfigError
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.training import checkpoint_store
+from tests.e2e.worlds import World, tiny_config
+
+NUM_ROWS, BATCH = 20, 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("start")
+    world = World()
+    world.add_mixed(NUM_ROWS)
+    world.write(directory / "train.parquet")
+    return directory
+
+
+def config_of(data: Path, num_epochs: float, order: str) -> RunConfig:
+    overrides = ["training.max_steps=null", f"training.num_epochs={num_epochs}", f"data.order={order}"]
+    return tiny_config(data, data / "train.parquet", "start", *overrides, f"training.global_batch_size={BATCH}")
+
+
+def checkpointed(prepared: Prepared, root: Path, step: int, trained: int) -> RunDir:
+    """A run whose last checkpoint is behind ``step``, with so many positions trained."""
+    files = RunDir(root)
+    sampler = sampler_from_config(prepared.config, prepared.source_sizes)
+    sampler.take(trained)
+    state = {**sampler.state().to_dict(), **({"consumed": []} if prepared.config.data.order == "arrival" else {})}
+    temporary = checkpoint_store.temporary_directory(files.checkpoints, step, "nonce")
+    temporary.mkdir(parents=True)
+    meta = checkpoint_store.CheckpointMeta(step, {"sampler": state}, "digest", 1, 1, "torch")
+    checkpoint_store.commit(temporary, meta, keep=2)
+    return files
+
+
+@pytest.mark.parametrize("order", ["deterministic", "arrival"])
+def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Path, order: str) -> None:
+    """What it would run next does not begin where the sampler stands."""
+    first = prepare(config_of(data, 1, order))
+    assert (first.num_steps, first.total_positions) == (3, NUM_ROWS)
+    files = checkpointed(first, tmp_path, 3, NUM_ROWS)
+    longer = prepare(config_of(data, 2, order))
+    upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
+    start = find_start(files, longer)
+    assert start.sampler_state is not None and upcoming.first_position != start.sampler_state["next_position"]
+    with pytest.raises(
+        ConfigError, match=r"20 positions are trained, step 4 begins at position 24.*num_epochs \(now 2"
+    ):
+        check_goes_on(files, longer)
+
+
+def test_all_others_go_on(data: Path, tmp_path: Path) -> None:
+    check_goes_on(RunDir(tmp_path / "new"), prepare(config_of(data, 1, "arrival")))
+    first, longer = (prepare(config_of(data, num_epochs, "deterministic")) for num_epochs in (1, 2))
+    check_goes_on(checkpointed(first, tmp_path / "done", 3, NUM_ROWS), first)
+    check_goes_on(checkpointed(first, tmp_path / "before", 2, 2 * BATCH), longer)
+    even = prepare(config_of(data, 0.8, "deterministic"))
+    assert even.total_positions == 2 * BATCH
+    check_goes_on(checkpointed(even, tmp_path / "even", 2, 2 * BATCH), longer)

@@ -89,20 +89,21 @@ def encode(link: CoordinatorLink, name: str, base: int) -> None:
             link.call("hand_in", index, EncoderReport(ready_of(order.lease, base), stats=STATS))
 
 
-def train(link: CoordinatorLink) -> None:
-    """Be the one rank of the backbone."""
+def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
+    """Be the one rank of the backbone; it asks for as many microbatches as one that does not wait for its training."""
     unit = 0
     while link.call("begin", unit):
         plan = None
         while plan is None:
             plan, _ = link.call("next_plan", unit)
-        for slot in range(plan.num_slots):
-            location = None
-            while location is None:
-                location, _ = link.call("locate", unit, slot, 0)
-            assert len(location.parts) == 2 * len(plan.microbatch_positions(slot, 0)), "parts are missing"
-            link.post("release", unit, slot, 0)
-        link.flush()
+        slot, read = 0, ()
+        while slot < plan.num_slots:
+            locations, _ = link.call("locate", unit, slot, 0, read, prefetch_microbatches)
+            for location in locations:
+                assert len(location.parts) == 2 * len(plan.microbatch_positions(location.slot, 0)), "parts are missing"
+            read = tuple(location.slot for location in locations)
+            slot += len(read)
+        link.call("release", unit, read, 0)
         tokens, targets = plan.num_tokens, plan.num_target_tokens
         step, count = plan.unit.step, plan.num_samples
         report = RankReport(unit, plan.unit.kind, step, 0, 1.0, 1.0, 0.1, count, tokens, targets, 0.0, 1.0, 0.0, 0.0)

@@ -36,7 +36,7 @@ from _report import Figure, at_least, emit
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.link import RayLink
-from flowtrain.actors.make_flow import FlowSettings, make_planner, start_flow
+from flowtrain.actors.make_flow import FlowSettings, keep_imports, make_planner, start_flow
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.load import load_config
 from flowtrain.controller.prepare import Prepared, prepare
@@ -129,7 +129,8 @@ def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
     with ThreadPoolExecutor(4) as actors:
         running = [actors.submit(feed, RayLink(coordinator), "feeder-0", base, samples)]
         running += [actors.submit(encode, RayLink(coordinator), f"encoder-{n}", base) for n in range(2)]
-        running.append(actors.submit(train, RayLink(coordinator)))
+        depth = prepared.config.backbone.prefetch_microbatches
+        running.append(actors.submit(train, RayLink(coordinator), depth))
         finished_s = list(_finished(RayLink(coordinator), num_units))
         for actor in running:
             actor.result(timeout=60)
@@ -166,6 +167,7 @@ def main() -> None:
     args = parser.parse_args()
     overrides = [*OVERRIDES, f"training.max_steps={args.units}"]
     prepared = prepare(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
+    keep_imports()  # as the coordinator's process does
     in_process_rate(prepared, 2)
     rates = [in_process_rate(prepared, args.units) for _ in range(args.repeats)]
     figures = [rate_figure("in_process", rates, IN_PROCESS_TARGET)]

@@ -144,12 +144,32 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceExport:
+    """What the device runtime of a peer on the same node needs to map device memory (``mempool/tiers/hbm.py``).
+
+    runtime: its name. handle: of the allocation; storage_nbytes from storage_offset of it are the segment and behind it
+    its stamp. counter_file, counter_index: where torch counts readers. stamp: random bytes that the memory ends with.
+    started_ticks: when the process started, in clock ticks since boot.
+    """
+
+    runtime: str
+    handle: bytes
+    storage_nbytes: int
+    storage_offset: int
+    counter_file: bytes
+    counter_index: int
+    stamp: bytes
+    started_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentExport:
-    """What a process publishes of its bound memory, enough for a peer to map it.
+    """What a process publishes of its bound memory in one tier, enough for a peer to map it.
 
     process_index: the process's place in the address space, never used again in a run. node_id: peers with the same
-    value can map ``/proc/<pid>/fd/<fd>``. bound_nbytes: bytes bound from the segment's start. network: what the network
-    transport of a peer on another node needs, opaque to everybody else; None where the process offers none.
+    value can map ``/proc/<pid>/fd/<fd>`` (-1 in HBM). bound_nbytes: bytes bound from the segment's start. network: what
+    the network transport of a peer on another node needs, opaque to everybody else; None where the process offers none.
+    device: of HBM alone.
     """
 
     process_index: int
@@ -159,6 +179,7 @@ class SegmentExport:
     fd: int
     bound_nbytes: int
     network: bytes | None = None
+    device: DeviceExport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,6 +619,7 @@ class UnitDone:
     pool_dram_bound_nbytes: int
     ledger: tuple[LedgerRow, ...]
     sampler_state: dict[str, int | list[int]]
+    pool_hbm_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.pool import Pool
+from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.pipeline.executor import execute
@@ -124,7 +125,8 @@ class BackboneRank:
             )
         self._link = link
         self._saved_step = first_step
-        member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone")
+        device = self._group.device
+        member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
         prefetcher = self._prefetcher(member.pool, first_unit)
         step = first_step
         try:
@@ -140,6 +142,7 @@ class BackboneRank:
             self._group.close()
 
     def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
+        device = self._group.device
         feature_dim = self._family.feature_dim(self._family.encoder_names[0])
         is_first_stage = self._pp_rank == 0
         build = partial(
@@ -148,7 +151,7 @@ class BackboneRank:
             feature_dim=feature_dim,
             dtype=self._dtype,
             loss_normalization=self._config.training.loss_normalization,
-            device=self._group.device,
+            device=device,
             with_features=is_first_stage,
         )
         return Prefetcher(
@@ -166,6 +169,7 @@ class BackboneRank:
             first_unit=first_unit,
             spans=self._spans,
             text_only=not is_first_stage,
+            staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
         )
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
@@ -199,7 +203,7 @@ class BackboneRank:
         return next_microbatch
 
     def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
-        """A microbatch of the unit has run on this rank."""
+        """A microbatch of a unit is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
 
     def _starving(self, wait: Callable[[], T]) -> T:

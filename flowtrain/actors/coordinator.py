@@ -41,6 +41,7 @@ class Coordinator:
         self._flow = make_flow()
         self._poll_s = poll_s
         self._feed_signal = Signal()
+        self._room_signal = Signal()
         self._lease_signal = Signal()
         self._plan_signal = Signal()
         self._event_signal = Signal()
@@ -83,7 +84,7 @@ class Coordinator:
 
     async def released(self, owner: int) -> FeedOrder:
         """A feeder with a full segment waits for memory, or for the end; the order has neither unit nor parts."""
-        order = await self._feed_signal.until(lambda: self._flow.release_order(owner), self._poll_s)
+        order = await self._room_signal.until(lambda: self._flow.release_order(owner), self._poll_s)
         return order or NOTHING_TO_FEED
 
     async def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
@@ -94,14 +95,20 @@ class Coordinator:
         self._event_signal.notify()
         if report.rejections:
             self._wake_producers()  # what others had made of these samples is free again
+        elif self._flow.has_lost_memory:
+            self._lease_signal.notify()  # nothing is evicted while somebody encodes
         return refused
 
     async def lease(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
-        """An encoder waits for work; free_nbytes: what its segment can still take."""
-        order = await self._lease_signal.until(
-            lambda: self._flow.lease_order(owner, encoder, free_nbytes), self._poll_s
-        )
-        return order or NOTHING_TO_LEASE
+        """An encoder waits for work; free_nbytes: what its segment can take now, before the order frees more."""
+        asked = False
+
+        def attempt() -> LeaseOrder | None:
+            nonlocal asked
+            is_fresh, asked = not asked, True
+            return self._flow.lease_order(owner, encoder, free_nbytes, is_fresh)
+
+        return await self._lease_signal.until(attempt, self._poll_s) or NOTHING_TO_LEASE
 
     # --- backbone -----------------------------------------------------------------------------------------------
 
@@ -127,28 +134,36 @@ class Coordinator:
         return go
 
     async def locate(
-        self, unit_index: int, slot: int | None, rank: int, read: int | None = None
-    ) -> tuple[MicrobatchLocation | None, bool]:
-        """Wait until a microbatch is READY. Answers as ``next_plan``: (None, True) where a stop leaves the unit out.
+        self, unit_index: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
+    ) -> tuple[tuple[MicrobatchLocation, ...], bool]:
+        """Wait until a microbatch is READY, and tell of those after it that are, up to ``limit``.
 
-        read: slot of the unit that the rank has read since it last asked, which is released.
+        slot None: any that the rank has not taken. read: slots of the unit that the rank has read since it last asked,
+        which are released. Answers as ``next_plan``: ((), True) where a stop leaves the unit out, ((), False) to ask
+        again.
         """
 
-        def attempt() -> tuple[MicrobatchLocation | None, bool] | None:
+        def attempt() -> tuple[tuple[MicrobatchLocation, ...], bool] | None:
             if self._flow.is_past_end(unit_index):
-                return None, True
-            location = self._flow.locate(unit_index, slot, rank)
-            return (location, False) if location is not None else None
+                return (), True
+            found: list[MicrobatchLocation] = []
+            while len(found) < limit:
+                location = self._flow.locate(unit_index, slot if slot is None else slot + len(found), rank)
+                if location is None:
+                    break
+                found.append(location)
+            return (tuple(found), False) if found else None
 
-        if read is not None:
+        if read:
             await self.release(unit_index, read, rank)
-        return await self._locate_signals[rank].until(attempt, self._poll_s) or (None, False)
+        return await self._locate_signals[rank].until(attempt, self._poll_s) or ((), False)
 
-    async def release(self, unit_index: int, slot: int, rank: int) -> None:
-        """A rank has read a microbatch, and needs its bytes in the pool no more."""
-        if self._flow.release(unit_index, slot, rank):
+    async def release(self, unit_index: int, slots: tuple[int, ...], rank: int) -> None:
+        """A rank has read microbatches, and needs their bytes in the pool no more."""
+        if any([self._flow.release(unit_index, slot, rank) for slot in slots]):
             self._wake_backbone()
-        self._wake_producers()
+        self._room_signal.notify()
+        self._lease_signal.notify()
 
     async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
         """A rank finished a unit."""
@@ -171,7 +186,7 @@ class Coordinator:
         """Wait for something to have happened."""
 
         def attempt() -> tuple[Event, ...] | None:
-            return self._flow.take_events() or (() if self._events_ended else None)
+            return self._flow.take_events() if self._flow.has_news or self._events_ended else None
 
         return await self._event_signal.until(attempt, self._poll_s) or ()
 
@@ -192,6 +207,7 @@ class Coordinator:
 
     def _wake_producers(self) -> None:
         self._feed_signal.notify()
+        self._room_signal.notify()
         self._lease_signal.notify()
 
     def _wake_backbone(self) -> None:

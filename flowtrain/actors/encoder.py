@@ -67,9 +67,18 @@ class Encoder:
         torch.set_num_threads(self._settings.num_threads)
         self._sources = SourceSet.from_config(self._config.data)
         self._family = family_from_config(self._config)
-        self._module = self._family.load_encoder(self._encoder).to(default_device(self._config.model.device))
-        knob = f"encoders.{self._encoder}.segment_nbytes"
-        member = join_pool(self._link, self._config.pool, self._run_id, self._name, self._settings.segment_nbytes, knob)
+        device = default_device(self._config.model.device)
+        self._module = self._family.load_encoder(self._encoder).to(device)
+        member = join_pool(
+            self._link,
+            self._config.pool,
+            self._run_id,
+            self._name,
+            self._settings.segment_nbytes,
+            f"encoders.{self._encoder}.segment_nbytes",
+            device,
+            gives_hbm=True,
+        )
         ready: queue.Queue[Work | BaseException | None] = queue.Queue()
         leaser = threading.Thread(target=self._lease_and_decode, args=(member, ready), name="lease", daemon=True)
         leaser.start()
@@ -174,7 +183,11 @@ class Encoder:
         """Write a part into the pool where it will lie, from the device and in the run's type by one copy."""
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
         shape = (sum(len(image) for image in images), images[0].shape[1])
-        with pool.reserve(shape[0] * shape[1] * dtype.itemsize, hold) as room:
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        extents = pool.write_on_device(nbytes, lambda memory: _join(images, memory.view(dtype).view(shape)))
+        if extents is not None:
+            return extents  # what the lease holds in DRAM for it is given back with the rest
+        with pool.reserve(nbytes, hold) as room:
             if len(room.views) == 1:
                 _join(images, torch.from_numpy(room.views[0]).view(dtype).view(shape))
             else:  # no run of the segment was long enough

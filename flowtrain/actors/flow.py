@@ -5,19 +5,16 @@ Nothing here waits, does I/O or knows of Ray: every method answers at once; the 
 
 from __future__ import annotations
 
-from collections import deque
-
 from flowtrain.actors.agenda import Agenda, Planned
+from flowtrain.actors.event_log import EventLog
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import SamplerState
-from flowtrain.actors.readers import Readers, of_replicas
+from flowtrain.actors.readers import Readers
+from flowtrain.actors.turns import Turns
 from flowtrain.errors import StaleLeaseError
 from flowtrain.mempool.directory import Directory
 from flowtrain.scheduler.refit import CostRefitter
-from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types import (
-    EVAL_POSITION_BASE,
-    CheckpointWritten,
     EncoderReport,
     Event,
     Extent,
@@ -26,19 +23,18 @@ from flowtrain.types import (
     Joined,
     LeaseOrder,
     MicrobatchLocation,
-    PoolStats,
     RankReport,
-    Rejected,
     Rejection,
-    SampleRef,
     SegmentExport,
     Span,
-    SpansRecorded,
     StepPlan,
+    Tier,
     Unit,
-    UnitDone,
     UnitKind,
 )
+
+ASK_AGAIN = LeaseOrder(None, (), blocked=True, stop=False)
+"""For an encoder that waits: say anew what room there is."""
 
 
 class Flow:
@@ -64,24 +60,18 @@ class Flow:
     ) -> None:
         self._agenda = agenda
         self._sampler_state = sampler_state
-        self._num_ranks = dp_size * replica_size
         self._directory = directory
         self._membership = membership
-        self._last_traced_step = agenda.last_step + trace_steps
-        self._refitter = refitter or CostRefitter()
-
-        self._reports: dict[int, list[RankReport]] = {}
+        self._turns = Turns(agenda)
+        self._log = EventLog(
+            num_ranks=dp_size * replica_size,
+            refitter=refitter or CostRefitter(),
+            last_traced_step=agenda.last_step + trace_steps,
+            num_rejected=num_rejected,
+            num_seen=num_seen,
+        )
         self._readers = Readers(directory, replica_size)
-        self._begun = -1
-        self._stop_requested = False
-        self._stop_at: int | None = None
-        self._stats: dict[int, PoolStats] = {}
-        self._blocked_s = 0.0
-        self._produced_mark = 0
-        self._num_rejected = num_rejected
-        self._num_seen = num_seen
-        self._checkpoints: dict[int, set[int]] = {}
-        self.events: deque[Event] = deque()
+        self._grown: set[int] = set()  # encoders with more room than when they last asked for a lease
 
     # --- membership ---------------------------------------------------------------------------------------------
 
@@ -91,8 +81,7 @@ class Flow:
         if previous is not None:
             self.owner_lost(previous)
         upcoming = self._agenda.upcoming
-        next_unit = upcoming.index if upcoming is not None else -1
-        return Joined(index, self._sampler_state, next_unit)
+        return Joined(index, self._sampler_state, upcoming.index if upcoming is not None else -1)
 
     def publish(self, export: SegmentExport) -> None:
         """A process exports its segment."""
@@ -108,7 +97,8 @@ class Flow:
         for_good: no other takes its place, and the memory of the others has to do.
         """
         self._membership.withdraw(owner)
-        self._stats.pop(owner, None)
+        self._log.forget(owner)
+        self._grown.discard(owner)
         self._directory.owner_lost(owner, for_good)
 
     def name_lost(self, name: str, for_good: bool = False) -> None:
@@ -127,8 +117,7 @@ class Flow:
         """
         if not self._membership.is_living(owner):
             return ()
-        if report.stats is not None:
-            self._stats[owner] = report.stats
+        self._log.stats(owner, report.stats)
         refused: list[Extent] = []
         for ready in report.remade:
             try:
@@ -147,46 +136,48 @@ class Flow:
         for sample, text in zip(report.sized, report.texts, strict=True):
             self._directory.add_sized(sample, owner, text)
         if unit.kind is UnitKind.TRAIN:
-            self._num_seen += len(report.sized) + len(report.rejections)
+            self._log.seen(len(report.sized) + len(report.rejections))
         self._reject(report.rejections)
         self._note_plan(self._agenda.add_sized(unit, report.sized, report.sampler_state))
 
     def release_order(self, owner: int) -> FeedOrder | None:
         """As ``feed_order`` for a feeder that has no room for what it is at: what it may free, or stop; or None."""
-        released = self._directory.take_released(owner)
-        return FeedOrder(None, (), released, self.stopped) if released or self.stopped else None
+        if not self.stopped and not self._directory.released_nbytes(owner):
+            return None
+        return FeedOrder(None, (), self._directory.take_released(owner), self.stopped)
 
     def feed_order(self, owner: int) -> FeedOrder | None:
-        """What the feeder can do now, or None if it has to wait: size a unit, or make text again, never both."""
-        released = self._directory.take_released(owner)
+        """What the feeder can do now, or None if it has to wait: size a unit, or make text again, never both.
+
+        What it may free comes with that; until then it needs no room.
+        """
+        if self.stopped:
+            return FeedOrder(None, (), self._directory.take_released(owner), stop=True)
         remake = self._directory.lost_text(owner)
         unit = self._agenda.upcoming
         # Text that was lost is reported before more is put: a segment full of unreported parts is never released.
-        if unit is not None and (remake or not self._may_size(unit)):
+        if unit is not None and (remake or not self._turns.may_size(unit)):
             unit = None
-        if self.stopped:
-            return FeedOrder(None, (), released, stop=True)
-        if unit is None:
-            return FeedOrder(None, remake, released, stop=False) if remake or released else None
-        consumed = tuple(position for position in unit.positions if self._directory.is_consumed(position))
-        return FeedOrder(unit, (), released, stop=False, consumed=consumed)
-
-    def _may_size(self, unit: Unit) -> bool:
-        """A stopping run sizes only what a rank already began; else the window decides."""
-        return unit.index <= self._begun if self._stop_requested else self._agenda.is_near(unit)
+        if unit is None and not remake:
+            return None
+        done = unit.positions if unit is not None else ()
+        consumed = tuple(position for position in done if self._directory.is_consumed(position))
+        return FeedOrder(unit, remake, self._directory.take_released(owner), stop=False, consumed=consumed)
 
     def _note_plan(self, planned: Planned | None) -> None:
         if planned is not None:
-            started, finished, step = planned.started_s, planned.finished_s, planned.plan.unit.step
-            self.record((Span("coordinator", "pack", started, finished, {"step": step}),))
+            args: dict[str, int | float | str] = {"step": planned.plan.unit.step}
+            self.record((Span("coordinator", "pack", planned.started_s, planned.finished_s, args),))
 
     # --- encoders -----------------------------------------------------------------------------------------------
 
     def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
         """Take in what an encoder finished; returns the extents of parts whose lease is no longer its own, to free."""
-        if report.stats is not None and self._membership.is_living(owner):
-            self._stats[owner] = report.stats
-        self._blocked_s += report.blocked_s
+        if self._membership.is_living(owner):
+            self._log.stats(owner, report.stats)
+            if report.rejections:
+                self._grown.add(owner)  # what was promised to them is free
+        self._log.blocked(report.blocked_s)
         self.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
@@ -197,18 +188,33 @@ class Flow:
                 refused.extend(ready.extents)
         return tuple(refused)
 
-    def lease_order(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder | None:
-        """What an encoder can do now, or None if it has to wait (for memory, for the window, for sizes)."""
-        released = self._directory.take_released(owner)
+    def lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool = True) -> LeaseOrder | None:
+        """What an encoder can do now, or None if it has to wait (for memory, for the window, for sizes).
+
+        A lease counts on the memory that the order gives back with it. free_nbytes: what its segment could take when
+        it asked. is_fresh: that is now; else nothing is evicted on that account, but the encoder told to ask again.
+        """
         if self.stopped:
-            return LeaseOrder(None, released, blocked=False, stop=True)
+            return LeaseOrder(None, self._directory.take_released(owner), blocked=False, stop=True)
+        if is_fresh:
+            self._grown.discard(owner)
         self._directory.expire_leases()
-        lease = self._directory.lease(owner, encoder, free_nbytes)
-        if lease is None and not released:
-            if not self._directory.make_room(owner, encoder, free_nbytes):
-                return None
-            released = self._directory.take_released(owner)
-        return LeaseOrder(lease, released, blocked=lease is None, stop=False)
+        lease = self._directory.lease(owner, encoder, self._room(owner, free_nbytes))
+        if lease is None and not is_fresh:
+            is_stale = owner in self._grown or self._directory.may_evict(owner, encoder)
+            return ASK_AGAIN if is_stale else None
+        if lease is None and self._directory.make_room(owner, encoder, self._room(owner, free_nbytes)):
+            lease = self._directory.lease(owner, encoder, self._room(owner, free_nbytes))
+        released = self._directory.take_released(owner) if lease is not None else ()
+        return LeaseOrder(lease, released, blocked=False, stop=False) if lease is not None else None
+
+    def _room(self, owner: int, free_nbytes: int) -> int:
+        return free_nbytes + self._directory.released_nbytes(owner)
+
+    @property
+    def has_lost_memory(self) -> bool:
+        """Whether a process is gone for good, and its memory with it."""
+        return self._directory.has_lost_memory
 
     # --- backbone -----------------------------------------------------------------------------------------------
 
@@ -220,26 +226,11 @@ class Flow:
 
     def is_past_end(self, unit_index: int) -> bool:
         """Whether a unit that no rank began will never come: the run was stopped, or its units are used up."""
-        if self._stop_at is not None:
-            return unit_index >= self._stop_at
-        return self._agenda.upcoming is None and unit_index not in self._agenda.unfinished
+        return self._turns.is_past_end(unit_index)
 
     def begin(self, unit_index: int) -> bool:
         """A rank is about to run a unit; False means stop. All ranks get the same answer for the same unit."""
-        if unit_index <= self._begun:
-            return True
-        # A round of evaluation belongs to the step before it: a resumed run starts behind both.
-        if self._stop_requested and self._stop_at is None and self._kind_of(unit_index) is not UnitKind.EVAL:
-            self._stop_at = unit_index
-        if self.is_past_end(unit_index):
-            return False
-        self._begun = unit_index
-        return True
-
-    def _kind_of(self, unit_index: int) -> UnitKind | None:
-        """Kind of the unit that is next to begin; None past the end."""
-        unit = self._agenda.unfinished.get(unit_index) or self._agenda.upcoming
-        return unit.kind if unit is not None else None
+        return self._turns.begin(unit_index)
 
     def locate(self, unit_index: int, slot: int | None, rank: int) -> MicrobatchLocation | None:
         """Where a rank's microbatch lies, or None while it has to wait; slot None (``arrival`` order): its next one.
@@ -259,72 +250,38 @@ class Flow:
     def finish(self, report: RankReport, spans: tuple[Span, ...]) -> bool:
         """A rank finished a unit; True once all have, which consumes its positions and moves the window."""
         self.record(spans)
-        reports = self._reports.setdefault(report.unit, [])
-        reports.append(report)
-        if len(reports) < self._num_ranks:
+        if not self._log.finished(report):
             return False
-        self._finish_unit(report.unit)
+        rows = self._directory.consume(report.unit)
+        planned, sampler_state = self._agenda.finish(report.unit)
+        self._readers.end_unit(report.unit)
+        hbm_nbytes = self._directory.occupancy()[Tier.HBM]
+        self._log.unit_done(planned, rows, sampler_state, self._directory.num_produced, hbm_nbytes)
         return True
-
-    def _finish_unit(self, unit_index: int) -> None:
-        rows = self._directory.consume(unit_index)
-        planned, sampler_state = self._agenda.finish(unit_index)
-        plan = planned.plan
-        reports = of_replicas(self._reports.pop(unit_index))
-        self._readers.end_unit(unit_index)
-        produced = self._directory.num_produced
-        self.events.append(
-            UnitDone(
-                unit=plan.unit,
-                reports=reports,
-                plan_digest=plan.digest(),
-                plan_time_s=planned.finished_s - planned.started_s,
-                num_microbatches=plan.num_microbatches,
-                packing_fill=packing_fill(plan),
-                dp_imbalance=imbalance(plan),
-                flops=planned.flops.sum(without={row.position for row in rows if row.state == "rejected"}),
-                blocked_s=self._blocked_s,
-                produced_samples=produced - self._produced_mark,
-                num_rejected=self._num_rejected,
-                pool_dram_nbytes=sum(stats.used_nbytes for stats in self._stats.values()),
-                pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self._stats.values()),
-                ledger=rows,
-                sampler_state=sampler_state,
-            )
-        )
-        self.events.extend(self._refitter.take(plan, reports))
-        self._produced_mark = produced
-        self._blocked_s = 0.0
 
     def checkpoint_written(self, step: int, rank: int, directory: str) -> bool:
         """A rank wrote its share; True once all have."""
-        ranks = self._checkpoints.setdefault(step, set())
-        ranks.add(rank)
-        if len(ranks) < self._num_ranks:
-            return False
-        del self._checkpoints[step]
-        self.events.extend(self._refitter.fitted(step))
-        self.events.append(CheckpointWritten(step, directory))
-        return True
+        return self._log.checkpoint_written(step, rank, directory)
 
     # --- driver -------------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
         """End the run after the step that is running and the evaluation that may follow it."""
-        self._stop_requested = True
+        self._turns.request_stop()
 
     @property
     def stopped(self) -> bool:
         """Whether the producers have nothing left to do: the backbone stopped, or all units are done."""
-        if self._stop_at is not None:
-            return not any(unit_index < self._stop_at for unit_index in self._agenda.unfinished)
-        return self._agenda.upcoming is None and not self._agenda.unfinished
+        return self._turns.are_over
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something happened that the driver waits for; spans for the trace come with it."""
+        return self._log.has_news
 
     def take_events(self) -> tuple[Event, ...]:
         """Hand over what happened since the last call."""
-        events = tuple(self.events)
-        self.events.clear()
-        return events
+        return self._log.take()
 
     def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
         """Who waits for what, for the message of a stalled wait."""
@@ -335,17 +292,8 @@ class Flow:
 
     def record(self, spans: tuple[Span, ...]) -> None:
         """Keep spans for the trace until its last step is done."""
-        if spans and self._agenda.last_step < self._last_traced_step:
-            self.events.append(SpansRecorded(spans))
+        self._log.spans(spans, self._agenda.last_step)
 
     def _reject(self, rejections: tuple[Rejection, ...]) -> None:
         # A batch that is encoded again meets the same bad image again; it counts once.
-        fresh = tuple(rejection for rejection in rejections if self._directory.reject(rejection))
-        if not fresh:
-            return
-        self._num_rejected += sum(1 for rejection in fresh if _is_training(rejection.ref))
-        self.events.append(Rejected(fresh, self._num_rejected, self._num_seen))
-
-
-def _is_training(ref: SampleRef) -> bool:
-    return ref.position < EVAL_POSITION_BASE
+        self._log.rejected([rejection for rejection in rejections if self._directory.reject(rejection)])

@@ -32,21 +32,12 @@ class CoordinatorLink(ABC):
     def call(self, method: str, *args: Any) -> Any:
         """Call and wait for the answer."""
 
-    @abstractmethod
-    def post(self, method: str, *args: Any) -> None:
-        """Call without waiting; a failure is raised by the next ``flush``."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Wait for everything posted; raises what failed."""
-
 
 class RayLink(CoordinatorLink):
-    """The coordinator as a Ray actor. Any thread may ``call``, one alone may ``post`` and ``flush``."""
+    """The coordinator as a Ray actor. Any thread may ``call``."""
 
     def __init__(self, coordinator: ActorHandle) -> None:
         self._coordinator = coordinator
-        self._posted: list[ray.ObjectRef] = []
 
     @property
     def node_id(self) -> str:
@@ -55,31 +46,18 @@ class RayLink(CoordinatorLink):
 
     def call(self, method: str, *args: Any) -> Any:
         """Call and wait; raises what the method raised, StallError without an answer, WorkerLostError if it is gone."""
-        return _answers([getattr(self._coordinator, method).remote(*args)], method)[0]
-
-    def post(self, method: str, *args: Any) -> None:
-        """Call without waiting."""
-        self._posted.append(getattr(self._coordinator, method).remote(*args))
-
-    def flush(self) -> None:
-        """Wait for everything posted; raises as ``call``."""
-        posted, self._posted = self._posted, []
-        _answers(posted, "what was posted")
-
-
-def _answers(refs: list[ray.ObjectRef], what: str) -> list[Any]:
-    try:
-        return ray.get(refs, timeout=ANSWER_MARGIN_S)
-    except ray.exceptions.GetTimeoutError as error:
-        raise StallError(f"the coordinator did not answer ({what}) within {ANSWER_MARGIN_S:g} s") from error
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, FlowTrainError):
-            raise error.cause from error  # Ray's own would have the remote traceback as its message
-        raise
-    except ray.exceptions.RayActorError as error:
-        raise WorkerLostError(
-            "the coordinator died, and with it the knowledge of what lies where; start again with --resume"
-        ) from error
+        try:
+            return ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_MARGIN_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise StallError(f"the coordinator did not answer ({method}) within {ANSWER_MARGIN_S:g} s") from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, FlowTrainError):
+                raise error.cause from error  # Ray's own would have the remote traceback as its message
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise WorkerLostError(
+                "the coordinator died, and with it the knowledge of what lies where; start again with --resume"
+            ) from error
 
 
 def node_address() -> str:

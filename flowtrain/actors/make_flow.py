@@ -124,11 +124,16 @@ def make_flow(settings: FlowSettings) -> Flow:
 
 
 def start_flow(settings: FlowSettings) -> Flow:
-    """As ``make_flow``, for a process of its own: what was imported is kept from the garbage collector's rounds."""
+    """As ``make_flow``, for a process of its own."""
     flow = make_flow(settings)
+    keep_imports()
+    return flow
+
+
+def keep_imports() -> None:
+    """Keep what was imported so far from the garbage collector's rounds, which take a quarter of a second with it."""
     gc.collect()
     gc.freeze()
-    return flow
 
 
 def _flops_of(spec: ModelSpec, freeze: Collection[str], sizes: SampleSizes) -> SampleFlops:

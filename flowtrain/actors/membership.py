@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from flowtrain.errors import ResourceError
-from flowtrain.types import SegmentExport
+from flowtrain.mempool.page_table import SegmentKey
+from flowtrain.types import SegmentExport, Tier
 
 
 class Membership:
@@ -20,7 +21,7 @@ class Membership:
         self._joined: dict[int, int] = {}
         self._index_of_name: dict[str, int] = {}
         self._living: set[int] = set()
-        self._exports: dict[int, SegmentExport] = {}
+        self._exports: dict[SegmentKey, SegmentExport] = {}
 
     def join(self, name: str, node_id: str) -> tuple[int, int | None]:
         """Return the new index of the process called ``name``, and the index that its name had before (or None).
@@ -55,14 +56,15 @@ class Membership:
         return process_index in self._living
 
     def publish(self, export: SegmentExport) -> None:
-        """Keep what a living process exports."""
+        """Keep what a living process exports, one segment a tier."""
         if self.is_living(export.process_index):
-            self._exports[export.process_index] = export
+            self._exports[export.tier, export.process_index] = export
 
     def withdraw(self, process_index: int) -> None:
         """Forget a process that is gone, so that no new reader tries to map it."""
         self._living.discard(process_index)
-        self._exports.pop(process_index, None)
+        for tier in Tier:
+            self._exports.pop((tier, process_index), None)
 
     def exports(self) -> tuple[SegmentExport, ...]:
         """Return what all living processes export."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+
+import torch
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.flow import PoolConfig
+from flowtrain.mempool.device_side import DeviceSide
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
+from flowtrain.mempool.tiers.hbm import why_absent
+from flowtrain.mempool.watermarks import Watermarks
 from flowtrain.types import Joined
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -25,19 +34,53 @@ def address_space(config: PoolConfig) -> AddressSpace:
     return AddressSpace(num_processes=config.max_processes, segment_nbytes=config.max_segment_nbytes)
 
 
+def hbm_offer(config: PoolConfig, reason: str | None) -> tuple[int, str]:
+    """Return the bytes of HBM that an encoder gives, and a line that says so, or why there are none.
+
+    reason: what speaks against the tier where the encoders are, as ``why_absent``; None for nothing.
+    """
+    if reason is None and config.network == "nixl":  # as the driver has resolved it
+        reason = "pool.network is nixl, and it is read on its own node alone"
+    if reason is None and not config.hbm_segment_nbytes:
+        reason = "pool.hbm_segment_nbytes is 0"
+    if reason is None:
+        nbytes, high = config.hbm_segment_nbytes, config.hbm_high_watermark
+        return nbytes, f"memory pool: each encoder gives {nbytes} bytes of hbm; above {high:.0%} features go to dram"
+    asked = config.hbm_segment_nbytes
+    ignored = f", so pool.hbm_segment_nbytes ({asked}) has no effect" if asked else ""
+    return 0, f"memory pool: the hbm tier is skipped ({reason}){ignored}; embeddings lie in dram"
+
+
 def join_pool(
-    link: CoordinatorLink, config: PoolConfig, run_id: str, name: str, segment_nbytes: int, knob: str
+    link: CoordinatorLink,
+    config: PoolConfig,
+    run_id: str,
+    name: str,
+    segment_nbytes: int,
+    knob: str,
+    device: torch.device = CPU,
+    gives_hbm: bool = False,
 ) -> PoolMember:
     """Join under ``name`` with a segment of ``segment_nbytes`` (0 for a reader) and publish it.
 
-    knob: the configuration key that sets the segment's size, for messages.
+    knob: the configuration key that sets the segment's size, for messages. device: that the process computes on; an
+    accelerator lets it read HBM, and, with gives_hbm, give what the configuration says.
     """
     joined: Joined = link.call("join", name, link.node_id)
+    space = address_space(config)
+    reason = why_absent(device)
+    hbm_nbytes, line = hbm_offer(config, reason) if gives_hbm else (0, "")
+    if line:
+        logger.log(logging.WARNING if config.hbm_segment_nbytes and not hbm_nbytes else logging.INFO, line)
+    device_side = None
+    if reason is None:
+        marks = Watermarks(config.hbm_low_watermark, config.hbm_high_watermark)
+        device_side = DeviceSide(joined.process_index, link.node_id, space, device, hbm_nbytes, config.alignment, marks)
     pool = Pool(
         process_index=joined.process_index,
         node_id=link.node_id,
         run_id=run_id,
-        address_space=address_space(config),
+        address_space=space,
         segment_nbytes=segment_nbytes,
         alignment=config.alignment,
         knob=knob,
@@ -46,8 +89,8 @@ def join_pool(
         # The driver has put in place of ``auto`` what the run needs where its actors are.
         network="nixl" if config.network == "nixl" else "none",
         transfer_timeout_s=config.transfer_timeout_s,
+        device=device_side,
     )
-    export = pool.export()
-    if export is not None:
+    for export in pool.exports():
         link.call("publish", export)
     return PoolMember(joined.process_index, joined, pool)

@@ -6,7 +6,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,9 +19,12 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.pool import Pool
+from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.training.batch import PackedBatch, SampleArrays
-from flowtrain.types import TEXT_PART, MicrobatchLocation, StepPlan
+from flowtrain.types import TEXT_PART, MicrobatchLocation, PartLocation, StepPlan
 
+Part = np.ndarray | torch.Tensor
+"""A part's bytes, uint8: on the host, or on the rank's accelerator."""
 BuildBatch = Callable[[list[SampleArrays]], PackedBatch]
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,11 +37,15 @@ RETRY_S = 0.05
 
 @dataclass(frozen=True)
 class Fetched:
-    """A microbatch on the rank's side: ready to run. fetch_s: time to read and assemble it."""
+    """A microbatch on the rank's side: ready to run. fetch_s: time to read and assemble it.
+
+    ready: on an accelerator, an event behind the copies that brought it there.
+    """
 
     slot: int
     batch: PackedBatch
     fetch_s: float
+    ready: torch.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Prefetcher:
     rank: of all backbone ranks; it reads what is for replica dp_rank. depth: microbatches that may wait assembled.
     arrival: take whatever is READY next instead of the plan's order. text_only: features are for other ranks.
     build: assembles a microbatch from its samples' arrays (has copied them when it returns, so that nothing refers to
-    the pool afterwards).
+    the pool afterwards). staging: how parts get onto an accelerator; None where the rank computes on the CPU.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class Prefetcher:
         first_unit: int,
         spans: SpanLog,
         text_only: bool = False,
+        staging: DeviceStaging | None = None,
     ) -> None:
         self._name = name
         self._rank = rank
@@ -87,8 +96,9 @@ class Prefetcher:
         self._arrival = arrival
         self._spans = spans
         self._text_only = text_only
+        self._staging = staging
         self._wanted: tuple[int, int | None] = (first_unit, None)
-        self._unreleased: int | None = None  # slot of the unit at hand that is read and not released
+        self._unreleased: tuple[int, ...] = ()  # slots of the unit at hand that are read and not released
         self._stopping = threading.Event()
         self._plans: queue.Queue[StepPlan | _Failed] = queue.Queue()
         self._microbatches: queue.Queue[Fetched | _Failed] = queue.Queue(maxsize=depth)
@@ -101,7 +111,10 @@ class Prefetcher:
 
     def next_microbatch(self) -> Fetched:
         """The next microbatch of the unit whose plan was taken last; waits and raises as ``next_plan``."""
-        return self._take(self._microbatches)
+        fetched = self._take(self._microbatches)
+        if self._staging is not None and fetched.ready is not None:
+            self._staging.hand_over(fetched.batch.tensors(), fetched.ready)
+        return fetched
 
     def close(self) -> None:
         """End the thread; what it fetched ahead is dropped. Idempotent."""
@@ -130,21 +143,25 @@ class Prefetcher:
         try:
             while (plan := self._wait_for_plan(unit)) is not None:
                 self._plans.put(plan)
-                for number in range(plan.num_slots):
-                    fetched = self._fetch(plan, number)
-                    if fetched is None or not self._hand_over(fetched, unit, is_last=number + 1 == plan.num_slots):
+                num_fetched = 0
+                while num_fetched < plan.num_slots:
+                    fetched = self._fetch(plan, num_fetched)
+                    num_fetched += len(fetched)
+                    if not fetched or not self._hand_over(fetched, unit, is_last=num_fetched == plan.num_slots):
                         return
                 unit += 1
         except BaseException as error:  # handed to the training thread, which raises it wherever it waits
             self._plans.put(_Failed(error))
             self._offer(_Failed(error))
 
-    def _hand_over(self, fetched: Fetched, unit: int, is_last: bool) -> bool:
-        if is_last or self._microbatches.full():  # a unit ends when all of it is released
-            self._link.call("release", unit, fetched.slot, self._rank)
-        else:
-            self._unreleased = fetched.slot
-        return self._offer(fetched)
+    def _hand_over(self, fetched: list[Fetched], unit: int, is_last: bool) -> bool:
+        if is_last or len(fetched) > self._num_free():  # a unit ends when all of it is released
+            self._link.call("release", unit, self._unreleased, self._rank)
+            self._unreleased = ()
+        return all([self._offer(microbatch) for microbatch in fetched])
+
+    def _num_free(self) -> int:
+        return self._microbatches.maxsize - self._microbatches.qsize()
 
     def _offer(self, item: Fetched | _Failed) -> bool:
         while not self._stopping.is_set():
@@ -164,26 +181,46 @@ class Prefetcher:
                 return plan
         return None
 
-    def _fetch(self, plan: StepPlan, number: int) -> Fetched | None:
-        """Wait for the unit's microbatch ``number`` and read it; asks again when an owner died in between."""
-        wanted = None if self._arrival else number
+    def _fetch(self, plan: StepPlan, number: int) -> list[Fetched]:
+        """Wait for the unit's microbatch ``number``, and read it with those behind it that are READY and have room.
+
+        Empty where the unit will not come. What lay with a dead owner is asked for again, once all the rest is read.
+        """
+        fetched: dict[int, Fetched | None] = {}
+        wanted, limit = None if self._arrival else number, max(1, self._num_free())
         while not self._stopping.is_set():
-            self._wanted = (plan.unit.index, wanted)
-            location: MicrobatchLocation | None
-            read, self._unreleased = self._unreleased, None
-            location, past_end = self._link.call("locate", plan.unit.index, wanted, self._rank, read)
-            if past_end:
-                return None
-            if location is not None:
-                wanted = location.slot
-                try:
-                    return self._read(plan, location)
-                except OwnerLostError as error:
-                    logger.warning("%s asks again where microbatch %d lies: %s", self._name, location.slot, error)
-                    # The owner died after the answer; the directory learns of it from the controller and has the part
-                    # made again, and a lookup by position finds the new place.
-                    time.sleep(RETRY_S)
-        return None
+            locations = self._locate(plan.unit.index, wanted, limit)
+            if locations is None:
+                return []
+            for location in locations:
+                fetched[location.slot] = self._try_read(plan, location)
+            lost = [slot for slot, microbatch in fetched.items() if microbatch is None]
+            if fetched and not lost:
+                return [microbatch for microbatch in fetched.values() if microbatch is not None]
+            if lost:
+                wanted, limit = lost[0], 1
+        return []
+
+    def _locate(self, unit: int, slot: int | None, limit: int) -> tuple[MicrobatchLocation, ...] | None:
+        """Ask for places, and say what was read; None where the unit will not come."""
+        self._wanted = (unit, slot)
+        read, self._unreleased = self._unreleased, ()
+        locations: tuple[MicrobatchLocation, ...]
+        locations, past_end = self._link.call("locate", unit, slot, self._rank, read, limit)
+        return None if past_end else locations
+
+    def _try_read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched | None:
+        """Read a microbatch; None where an owner died in between."""
+        try:
+            fetched = self._read(plan, location)
+        except OwnerLostError as error:
+            logger.warning("%s asks again where microbatch %d lies: %s", self._name, location.slot, error)
+            # The owner died after the answer; the directory learns of it from the controller and has the part made
+            # again, and a lookup by position finds the new place.
+            time.sleep(RETRY_S)
+            return None
+        self._unreleased += (location.slot,)
+        return fetched
 
     def _read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched:
         started = time.time()
@@ -191,27 +228,35 @@ class Prefetcher:
         rejected = set(location.rejected)
         # All at once, so that what lies on other nodes comes by one transfer from each owner.
         wanted = [part for part in location.parts if part.position not in rejected and self._reads(part.part)]
-        parts: dict[int, dict[str, np.ndarray]] = {}
-        for part, data in zip(wanted, self._pool.get_batch([part.extents for part in wanted]), strict=True):
-            parts.setdefault(part.position, {})[part.part] = data
-        batch = self._build(
-            [
-                self._sample(sample.position, parts[sample.position])
-                for sample in microbatch.samples
-                if sample.position not in rejected
-            ]
-        )
+        positions = [sample.position for sample in microbatch.samples if sample.position not in rejected]
+        with self._staging.aside() if self._staging is not None else nullcontext():
+            parts: dict[int, dict[str, Part]] = {}
+            for part, data in self._bring(wanted):
+                parts.setdefault(part.position, {})[part.part] = data
+            batch = self._build([self._sample(position, parts[position]) for position in positions])
+        ready = self._staging.mark() if self._staging is not None else None
         finished = time.time()
         self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
-        return Fetched(location.slot, batch, finished - started)
+        return Fetched(location.slot, batch, finished - started, ready)
 
     def _reads(self, part: str) -> bool:
         return part == TEXT_PART or not self._text_only
 
-    def _sample(self, position: int, parts: dict[str, np.ndarray]) -> SampleArrays:
-        text = parts[TEXT_PART].view(np.int32).reshape(2, -1)
-        features = [self._features(data) for name, data in parts.items() if name != TEXT_PART]
-        return SampleArrays(position, text, torch.cat(features) if features else None)
+    def _bring(self, wanted: Sequence[PartLocation]) -> Iterator[tuple[PartLocation, Part]]:
+        """Read parts: text to the host, which packs it, features to where the rank computes."""
+        staging = self._staging
+        on_host = [part for part in wanted if staging is None or part.part == TEXT_PART]
+        yield from zip(on_host, self._pool.get_batch([part.extents for part in on_host]), strict=True)
+        if staging is not None:
+            features = [part for part in wanted if part.part != TEXT_PART]
+            yield from zip(features, staging.get_batch([part.extents for part in features]), strict=True)
 
-    def _features(self, data: np.ndarray) -> torch.Tensor:
-        return torch.frombuffer(data, dtype=self._feature_dtype).view(-1, self._feature_dim)
+    def _sample(self, position: int, parts: dict[str, Part]) -> SampleArrays:
+        text = parts[TEXT_PART]
+        assert isinstance(text, np.ndarray)
+        features = [self._features(data) for name, data in parts.items() if name != TEXT_PART]
+        return SampleArrays(position, text.view(np.int32).reshape(2, -1), torch.cat(features) if features else None)
+
+    def _features(self, data: Part) -> torch.Tensor:
+        flat = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+        return flat.view(self._feature_dtype).view(-1, self._feature_dim)

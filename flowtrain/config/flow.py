@@ -38,7 +38,8 @@ class PoolConfig(ConfigModel):
     included. alignment: of every extent. network: how processes on several nodes read each other: ``none`` keeps the
     run on one node; ``nixl``, and ``auto`` where the run needs several nodes and all have NIXL, opens ports without
     authentication (docs/running.md), so it is never the default. transfer_timeout_s: what one read between nodes may
-    take.
+    take. hbm_segment_nbytes: device memory that each encoder gives besides, where it computes on an accelerator (0:
+    none); above hbm_high_watermark, a share of it, features go to DRAM until less than hbm_low_watermark is in use.
     """
 
     text_segment_nbytes: int = Field(64 << 20, ge=1 << 16)
@@ -48,6 +49,9 @@ class PoolConfig(ConfigModel):
     alignment: int = Field(256, ge=64)
     network: Literal["none", "auto", "nixl"] = "none"
     transfer_timeout_s: float = Field(30.0, gt=0)
+    hbm_segment_nbytes: int = Field(0, ge=0)
+    hbm_low_watermark: float = Field(0.75, gt=0, le=1)
+    hbm_high_watermark: float = Field(0.9, gt=0, le=1)
 
 
 class LimitsConfig(ConfigModel):

@@ -47,6 +47,7 @@ class RunConfig(ConfigModel):
             _not_yet_parallel,
             _schedule_has_its_chunks,
             _segments_fit_the_space,
+            _hbm_has_a_device,
             _modules_have_an_origin,
         ):
             check(self)
@@ -124,11 +125,28 @@ def _schedule_has_its_chunks(config: RunConfig) -> None:
 
 def _segments_fit_the_space(config: RunConfig) -> None:
     limit = config.pool.max_segment_nbytes
-    sizes = {"pool.text_segment_nbytes": config.pool.text_segment_nbytes}
+    sizes = {
+        "pool.text_segment_nbytes": config.pool.text_segment_nbytes,
+        "pool.hbm_segment_nbytes": config.pool.hbm_segment_nbytes,
+    }
     sizes |= {f"encoders.{name}.segment_nbytes": e.segment_nbytes for name, e in config.encoders.items()}
     for key, nbytes in sizes.items():
         if nbytes > limit:
             raise ValueError(f"{key} ({nbytes}) is larger than pool.max_segment_nbytes ({limit}); raise the second")
+
+
+def _hbm_has_a_device(config: RunConfig) -> None:
+    pool, device = config.pool, config.model.device
+    if pool.hbm_segment_nbytes and device == "cpu":
+        raise ValueError(
+            f"pool.hbm_segment_nbytes ({pool.hbm_segment_nbytes}) is memory of accelerators, and model.device "
+            f"({device!r}) uses none; set the first to 0 or the second to 'auto'"
+        )
+    if pool.hbm_low_watermark > pool.hbm_high_watermark:
+        raise ValueError(
+            f"pool.hbm_low_watermark ({pool.hbm_low_watermark:g}) is above pool.hbm_high_watermark "
+            f"({pool.hbm_high_watermark:g}); lower the first or raise the second"
+        )
 
 
 def _modules_have_an_origin(config: RunConfig) -> None:

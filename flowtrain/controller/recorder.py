@@ -184,7 +184,7 @@ class Recorder:
             packing_fill=done.packing_fill,
             dp_imbalance=done.dp_imbalance,
             pool_dram_nbytes=done.pool_dram_nbytes,
-            pool_hbm_nbytes=0,
+            pool_hbm_nbytes=done.pool_hbm_nbytes,
             eval_loss=None,
             rejected=done.num_rejected,
         )

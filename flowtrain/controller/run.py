@@ -19,6 +19,7 @@ import torch
 from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.make_flow import FlowSettings, start_flow
+from flowtrain.actors.pooling import hbm_offer
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
@@ -28,12 +29,13 @@ from flowtrain.controller.crew import ActorClasses, Crew
 from flowtrain.controller.posts import Post, bundles_of, posts_of
 from flowtrain.controller.prepare import Prepared, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.start import Start, find_start
+from flowtrain.controller.start import Start, check_goes_on, find_start
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.errors import CheckpointError
 from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
@@ -81,6 +83,8 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         prepared = prepare(config)
         if resume and (done := _summary_if_done(config, prepared, started)) is not None:
             return done
+        if resume:
+            check_goes_on(run_dir(config), prepared)
         display.phase("connecting to Ray, or starting it")
         stack.enter_context(cluster.connected(config))
         prepared = _with_devices(prepared)
@@ -100,8 +104,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         display.expect(prepared.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes its time
         has_device = any(post.plan.num_devices for post in posts)
-        why = "this version has none on devices yet" if has_device else "no accelerator"
-        display.note(f"memory pool: the hbm tier is skipped ({why}); embeddings lie in dram")
+        display.note(hbm_offer(prepared.config.pool, None if has_device else NO_ACCELERATOR)[1])
         costs = CostKeeper(prepared, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
         consumed = ConsumedPositions.from_state(start.sampler_state)

@@ -11,6 +11,8 @@ import torch
 
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.controller.prepare import Prepared
+from flowtrain.errors import ConfigError
+from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.cost import CostModel
 from flowtrain.training import checkpoint_store
@@ -29,6 +31,28 @@ class Start:
     checkpoint: Path | None = None
     sampler_state: dict[str, Any] | None = None
     cost: CostModel | None = None
+
+
+def check_goes_on(files: RunDir, prepared: Prepared) -> None:
+    """Raise ConfigError where a run has steps left but the last one it did was partial.
+
+    Step k of any run trains the positions from (k - 1) * global_batch_size on; behind a partial step they would not
+    follow on those that were trained.
+    """
+    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
+    if checkpoint is None:
+        return
+    meta = checkpoint_store.read_meta(checkpoint)
+    training = prepared.config.training
+    trained, whole = len(ConsumedPositions.from_state(meta.state["sampler"])), meta.step * training.global_batch_size
+    if meta.step >= prepared.num_steps or trained == whole:
+        return
+    raise ConfigError(
+        f"run {prepared.config.name!r} cannot go on behind step {meta.step}, which was its last and a partial one: "
+        f"{trained} positions are trained, step {meta.step + 1} begins at position {whole}. training.num_epochs (now "
+        f"{training.num_epochs:g}) was raised; to use the longer run, move {checkpoint} away, so that it goes on from "
+        "the checkpoint before, or start a run under another name"
+    )
 
 
 def find_start(files: RunDir, prepared: Prepared) -> Start:

@@ -27,6 +27,18 @@ class Arena:
     configuration key that sizes the segment, named when memory runs out. Not thread-safe: the pool locks.
     """
 
+    __slots__ = (
+        "_alignment",
+        "_bound_nbytes",
+        "_free",
+        "_free_nbytes",
+        "_held_nbytes",
+        "_holds",
+        "_knob",
+        "_next_hold",
+        "_used",
+    )
+
     def __init__(self, bound_nbytes: int, alignment: int, knob: str) -> None:
         assert alignment > 0, alignment
         self._alignment = alignment
@@ -184,9 +196,7 @@ class Arena:
             if offset is not None:
                 pieces.append((offset, need))
                 break
-            largest = self._free.largest()
-            assert largest is not None, f"{need} bytes were counted as free and are not"
-            self._free.cut(*largest, largest[1])
+            largest = self._free.take_largest()
             pieces.append(largest)
             need -= largest[1]
         return pieces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from flowtrain.errors import PoolError
 from flowtrain.types import EncodeBatch, Extent, LedgerRow, SampleRef, SizedSample, Tier, Unit
 
 NOBODY = -1
@@ -56,6 +57,18 @@ class PositionRecord:
             record.parts[size.name] = PartRecord(record, size.name, size.nbytes)
         record.missing = len(record.parts)
         return record
+
+    def part(self, name: str) -> PartRecord:
+        """Return a part by its name; PoolError for one that the position does not have."""
+        part = self.parts.get(name)
+        if part is None:
+            raise PoolError(f"position {self.ref.position} has no part {name!r}; it has {', '.join(self.parts)}")
+        return part
+
+    @property
+    def is_located(self) -> bool:
+        """Whether a rank was told where its microbatch lies."""
+        return self.microbatch is not None and self.microbatch.located
 
     @property
     def is_handed_out(self) -> bool:

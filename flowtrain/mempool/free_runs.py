@@ -1,7 +1,8 @@
 """An index of free runs of bytes: coalescing, near-best fit and largest run, each in O(log n) amortised.
 
 Runs lie in size classes, 16 to each power of two (two-level segregated fit); a class is a heap whose top is its largest
-run. Entries of runs that are gone stay in their heap until they reach the top or outnumber the living.
+run. Entries of runs that are gone stay in their heap until they reach the top or outnumber the living. The run that was
+touched last is kept apart: what is freed is often asked for next, and then nothing else is looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ def _size_class(nbytes: int) -> int:
 class FreeRuns:
     """Disjoint free runs ``(start, nbytes)``; neighbours are always one run."""
 
+    __slots__ = ("_heaps", "_hot_nbytes", "_hot_start", "_living", "_nbytes_from", "_occupied", "_start_to")
+
     def __init__(self) -> None:
+        self._hot_start = 0
+        self._hot_nbytes = 0  # 0: there is none
         self._nbytes_from: dict[int, int] = {}
         self._start_to: dict[int, int] = {}
         self._heaps: dict[int, list[tuple[int, int]]] = {}
@@ -30,11 +35,12 @@ class FreeRuns:
         self._occupied = 0
 
     def __len__(self) -> int:
-        return len(self._nbytes_from)
+        return len(self._nbytes_from) + (self._hot_nbytes > 0)
 
     def runs(self) -> list[tuple[int, int]]:
         """Return all runs in order of address."""
-        return sorted(self._nbytes_from.items())
+        hot = [(self._hot_start, self._hot_nbytes)] if self._hot_nbytes else []
+        return sorted([*self._nbytes_from.items(), *hot])
 
     def add(self, start: int, nbytes: int) -> None:
         """Add a free run, joined with its free neighbours."""
@@ -47,21 +53,61 @@ class FreeRuns:
         if after is not None:
             self._remove(end, after)
             end += after
-        self._insert(start, end - start)
+        if self._hot_nbytes:
+            hot_end = self._hot_start + self._hot_nbytes
+            if hot_end == start:
+                start = self._hot_start
+            elif self._hot_start == end:
+                end = hot_end
+            else:
+                self._insert(self._hot_start, self._hot_nbytes)
+        self._hot_start = start
+        self._hot_nbytes = end - start
 
     def take(self, nbytes: int) -> int | None:
         """Cut ``nbytes`` from the start of a run that has as many, of the closest class; None if no run has."""
+        hot_nbytes = self._hot_nbytes
+        if hot_nbytes != nbytes:
+            start = self._take_closer(nbytes, hot_nbytes)
+            if start is not None or hot_nbytes < nbytes:
+                return start
+        start = self._hot_start
+        self._hot_start = start + nbytes
+        self._hot_nbytes = hot_nbytes - nbytes
+        return start
+
+    def take_largest(self) -> tuple[int, int]:
+        """Take the whole of the largest run; returns it (start, nbytes). There must be one."""
+        found = self.largest()
+        assert found is not None
+        if found[0] == self._hot_start and self._hot_nbytes:
+            self._hot_nbytes = 0
+        else:
+            self._remove(*found)
+        return found
+
+    def largest(self) -> tuple[int, int] | None:
+        """Return the largest run (start, nbytes), or None if nothing is free."""
+        found = self._top(self._occupied.bit_length() - 1) if self._occupied else None
+        if self._hot_nbytes > (found[1] if found else 0):
+            return self._hot_start, self._hot_nbytes
+        return found
+
+    def _take_closer(self, nbytes: int, hot_nbytes: int) -> int | None:
+        """As ``take``, from a run of a closer class than the one kept apart, or of any if that one is too short."""
         size_class = _size_class(nbytes)
         fitting = self._occupied >> size_class
+        if hot_nbytes >= nbytes:
+            fitting &= (1 << (_size_class(hot_nbytes) - size_class)) - 1
         while fitting:
             start, run_nbytes = self._top(size_class + (fitting & -fitting).bit_length() - 1)
             if run_nbytes >= nbytes:
-                self.cut(start, run_nbytes, nbytes)
+                self._cut(start, run_nbytes, nbytes)
                 return start
             fitting &= fitting - 1  # the runs of the first class alone can be too short
         return None
 
-    def cut(self, start: int, run_nbytes: int, nbytes: int) -> None:
+    def _cut(self, start: int, run_nbytes: int, nbytes: int) -> None:
         """Take the first ``nbytes`` of a run that is the largest of its class."""
         rest = run_nbytes - nbytes
         size_class = _size_class(run_nbytes)
@@ -75,10 +121,6 @@ class FreeRuns:
         self._nbytes_from[start + nbytes] = rest
         self._start_to[start + run_nbytes] = start + nbytes
         heapq.heapreplace(self._heaps[size_class], (-rest, start + nbytes))
-
-    def largest(self) -> tuple[int, int] | None:
-        """Return the largest run (start, nbytes), or None if nothing is free."""
-        return self._top(self._occupied.bit_length() - 1) if self._occupied else None
 
     def _top(self, size_class: int) -> tuple[int, int]:
         heap = self._heaps[size_class]

@@ -144,8 +144,8 @@ class LeaseBook:
             if not record.open:
                 self._close(record)
 
-    def expire(self) -> tuple[Lease, ...]:
-        """Take back the leases that are too old."""
+    def expire(self) -> list[tuple[Lease, BatchRecord]]:
+        """Take back the leases that are too old, and return them with what they were of."""
         limit = self._clock() - self._timeout_s
         expired = []
         for record in self._leases.values():  # in the order in which they were granted, so the oldest come first
@@ -154,7 +154,7 @@ class LeaseBook:
             expired.append(record)
         for record in expired:
             self._take_back(record)
-        return tuple(record.lease for record in expired)
+        return [(record.lease, record.record) for record in expired]
 
     def owner_lost(self, owner: int) -> None:
         """Take back whatever an owner had leased."""

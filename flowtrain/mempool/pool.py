@@ -5,72 +5,29 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from flowtrain.errors import AddressError, ConfigError, OwnerLostError, PoolError
+from flowtrain.errors import AddressError, ConfigError, PoolError
 from flowtrain.mempool.arena import Arena, Hold, Run
 from flowtrain.mempool.gva import AddressSpace
-from flowtrain.mempool.page_table import Mapping, PageTable
+from flowtrain.mempool.reading import PendingBatch, PoolReader
+from flowtrain.mempool.reservation import Reservation, room_of
 from flowtrain.mempool.tiers.dram import DramRegion, DramSegment
-from flowtrain.mempool.transports.base import Distance, Transport, slices
+from flowtrain.mempool.transports.base import Distance
 from flowtrain.mempool.transports.local import LocalTransport
 from flowtrain.mempool.transports.nixl import NixlTransport
 from flowtrain.mempool.transports.registry import TransportRegistry
 from flowtrain.mempool.transports.shared_memory import SharedMemoryTransport
-from flowtrain.mempool.watermarks import TierPolicy
 from flowtrain.types import Extent, PoolStats, SegmentExport, Tier
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowtrain.mempool.device_side import DeviceSide
+
 Data = np.ndarray | bytes | bytearray | memoryview
-
-
-class Reservation:
-    """Room in the pool to be written in place: fill ``views``, then ``commit``. Leaving the block without it aborts.
-
-    extents: where the bytes will lie. views: the same runs as writable uint8 arrays, in order.
-    """
-
-    __slots__ = ("_hold", "_pool", "_runs", "extents", "views")
-
-    def __init__(
-        self,
-        pool: Pool,
-        runs: tuple[Run, ...],
-        hold: Hold | None,
-        extents: tuple[Extent, ...],
-        views: tuple[np.ndarray, ...],
-    ) -> None:
-        self.extents = extents
-        self.views = views
-        self._pool = pool
-        self._runs: tuple[Run, ...] | None = runs
-        self._hold = hold
-
-    def commit(self) -> tuple[Extent, ...]:
-        """Keep the bytes; returns their extents."""
-        self._settle()
-        return self.extents
-
-    def abort(self) -> None:
-        """Free the room again, back into the lease's promise if it came from one."""
-        self._pool._give_back(self._settle(), self._hold)
-
-    def _settle(self) -> tuple[Run, ...]:
-        runs, self._runs = self._runs, None
-        if runs is None:
-            raise PoolError("this reservation was committed or aborted before")
-        return runs
-
-    def __enter__(self) -> Reservation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._runs is not None:
-            self.abort()
 
 
 class Pool:
@@ -81,8 +38,9 @@ class Pool:
     (0: it only reads). alignment: of every extent, in bytes. knob: the configuration key that sizes the segment, for
     messages. fetch_exports: what all living processes export; called when an extent cannot be resolved.
     processes_per_node: indices are given out node by node, so many to each (by default all belong to one node).
-    network: how other nodes are reached, if at all; transfer_timeout_s: what one read over it may take. Raises
-    ConfigError for a segment larger than the address space allows, ResourceError for a network that does not start.
+    network: how other nodes are reached, if at all; transfer_timeout_s: what one read over it may take. device: what
+    this process has of the pool on its accelerator; closed with the pool. Raises ConfigError for a segment larger than
+    the address space allows, ResourceError for a network that does not start.
     """
 
     def __init__(
@@ -98,6 +56,7 @@ class Pool:
         processes_per_node: int | None = None,
         network: Literal["none", "nixl"] = "none",
         transfer_timeout_s: float = 30.0,
+        device: DeviceSide | None = None,
     ) -> None:
         if segment_nbytes > address_space.segment_nbytes:
             raise ConfigError(
@@ -107,32 +66,33 @@ class Pool:
         self._process_index = process_index
         self._node_id = node_id
         self._space = address_space
-        self._fetch_exports = fetch_exports
         self._base = address_space.gva(Tier.DRAM, process_index, 0)
         self._lock = threading.Lock()
-        self._refreshing = threading.Lock()
         self._closed = False
         self._arena = Arena(segment_nbytes, alignment, knob)
-        self._arenas = {Tier.DRAM: self._arena}  # an HBM segment would stand beside it
-        self._tiers = TierPolicy()
-        self._segment = DramSegment(run_id, process_index, segment_nbytes) if segment_nbytes else None
+        self._device = device
+        pages = None if device is None else device.pages
+        self._segment = DramSegment(run_id, process_index, segment_nbytes, pages) if segment_nbytes else None
+        self._array = None if self._segment is None else self._segment.array
         region = DramRegion(address_space, run_id, _node_block(process_index, address_space, processes_per_node))
-        self._transports = TransportRegistry()
-        self._transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_NODE, SharedMemoryTransport(region))
+        transports = TransportRegistry()
+        transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_NODE, SharedMemoryTransport(region))
         if self._segment is not None:
-            self._transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_PROCESS, LocalTransport(self._segment))
+            transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_PROCESS, LocalTransport(self._segment))
         self._network: NixlTransport | None = None
         if network == "nixl":
             self._network = NixlTransport(f"flowtrain-{run_id}-{process_index}", transfer_timeout_s)
-            self._transports.register(Tier.DRAM, Tier.DRAM, Distance.OTHER_NODE, self._network)
-        self._windows: dict[int, np.ndarray] = {}  # same-node peers' bound bytes, by index; what ``get`` looks at first
-        self._table = PageTable(address_space)
-        self._table.update(self._own_exports())
+            transports.register(Tier.DRAM, Tier.DRAM, Distance.OTHER_NODE, self._network)
+        if device is not None:
+            device.register(transports)
+        self._reader = PoolReader(
+            process_index, node_id, address_space, transports, self.exports, self._is_used, fetch_exports
+        )
 
     # --- giving -------------------------------------------------------------------------------------------------
 
     def export(self) -> SegmentExport | None:
-        """Return what peers need to read this process's segment; None for a process that only reads."""
+        """Return what peers need to read this process's DRAM; None for a process that gives none."""
         if self._segment is None:
             return None
         segment = self._own_segment()
@@ -140,6 +100,11 @@ class Pool:
         return SegmentExport(
             self._process_index, self._node_id, Tier.DRAM, os.getpid(), segment.fd, len(segment.array), network
         )
+
+    def exports(self) -> list[SegmentExport]:
+        """Return what peers need to read this process's segments, one a tier."""
+        found = [self.export(), None if self._device is None else self._device.export()]
+        return [export for export in found if export is not None]
 
     def grow(self, segment_nbytes: int) -> SegmentExport:
         """Bind more memory, up to ``segment_nbytes`` in all; returns the export to publish anew."""
@@ -151,6 +116,7 @@ class Pool:
                     f"has {self._space.segment_nbytes} (pool.max_segment_nbytes)"
                 )
             segment.grow(segment_nbytes)
+            self._array = segment.array
             self._arena.grow(segment_nbytes)
         export = self.export()
         assert export is not None
@@ -172,15 +138,26 @@ class Pool:
 
     def reserve(self, nbytes: int, hold: Hold | None = None) -> Reservation:
         """Make room that the caller writes in place. Raises OutOfPoolMemory."""
+        lock = self._lock
+        lock.acquire()  # not `with`: its look-ups cost 8 us where a large payload has emptied the caches
+        try:
+            array = self._array
+            if array is None:
+                array = self._own_segment().array
+            runs = self._arena.allocate(nbytes, hold)
+        finally:
+            lock.release()
+        return room_of(self, self._base, array, runs, hold)
+
+    def write_on_device(self, nbytes: int, fill: Callable[[Tensor], None]) -> tuple[Extent, ...] | None:
+        """Let ``fill`` write a part into HBM, as ``DeviceSide.write``; None where it is to lie in DRAM."""
+        return None if self._device is None else self._device.write(nbytes, fill)
+
+    def give_back(self, extents: Sequence[Extent], hold: Hold | None) -> None:
+        """Free own extents that nobody was told of, into the promise they came from; for an aborted ``Reservation``."""
+        runs = [self._own_run(extent) for extent in extents]
         with self._lock:
-            array = self._own_segment().array
-            tier = self._tiers.choose(nbytes, self._arenas)
-            runs = self._arenas[tier].allocate(nbytes, hold)
-        extents, views = [], []
-        for offset, length in runs:
-            extents.append(Extent(self._base + offset, length))
-            views.append(array[offset : offset + length])
-        return Reservation(self, runs, hold, tuple(extents), tuple(views))
+            self._arena.give_back(runs, hold)
 
     def hold(self, nbytes: int) -> Hold:
         """Promise room to the parts of a lease; ``put`` and ``reserve`` under it then succeed.
@@ -197,10 +174,15 @@ class Pool:
             self._arena.unhold(hold)
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Free own extents, all or none. Raises AddressError for one that is foreign, or not in use (any more)."""
+        """Free own extents, all or none of a tier. Raises AddressError for one that is foreign, or not in use."""
+        on_device: list[Run] = []
+        if self._device is not None:
+            on_device, extents = self._device.split(extents)
         runs = [self._own_run(extent) for extent in extents]
         with self._lock:
             self._arena.free(runs)
+        if self._device is not None:
+            self._device.free(on_device)
 
     def stats(self) -> PoolStats:
         """Return the own segment's occupancy; promised bytes count as used, so ``free_nbytes`` can be leased."""
@@ -224,56 +206,37 @@ class Pool:
         dies. Raises OwnerLostError if the owner is gone (ask the directory by position), AddressError for an extent
         outside what is bound, and for an own one that was freed.
         """
-        if len(extents) == 1:
-            extent = extents[0]
-            index, offset = divmod(extent.gva - self._space.dram_base, self._space.segment_nbytes)
-            window = self._windows.get(index)
-            if window is not None and 0 < extent.nbytes <= len(window) - offset:
-                return window[offset : offset + extent.nbytes]
-            source, transport = self._resolve(extent)
-            view = transport.view(source)
-            if view is not None:
-                self._open_window(source.export, transport)
-                return view
-        destination = np.empty(sum(extent.nbytes for extent in extents), np.uint8)
-        self.read_into(extents, destination)
-        return destination
+        return self._reader.get(extents)
 
     def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
         """As ``get``, for several parts; what lies on other nodes comes by one transfer an owner."""
-        runs = iter(self._read([extent for extents in parts for extent in extents]))
-        found = [[next(runs) for _ in extents] for extents in parts]
-        return [run[0] if len(run) == 1 else np.concatenate([np.empty(0, np.uint8), *run]) for run in found]
+        return self._reader.prefetch(parts).result()
+
+    def prefetch(self, parts: Sequence[Sequence[Extent]]) -> PendingBatch:
+        """As ``get_batch``, whose bytes its ``result()`` returns: transfers from other nodes run until then.
+
+        What lies on this node is viewed at once. Raises as ``get``, here or there.
+        """
+        return self._reader.prefetch(parts)
 
     def read_into(self, extents: Sequence[Extent], destination: np.ndarray) -> None:
         """Copy the bytes of a part into ``destination`` (uint8, exactly as long), for a reader's staging buffer."""
-        self.read_batch_into([extents], destination)
+        self._reader.read_batch_into([extents], destination)
 
     def read_batch_into(self, parts: Sequence[Sequence[Extent]], destination: np.ndarray) -> None:
         """As ``read_into``, for several parts one after another; batched as ``get_batch``."""
-        extents = [extent for part in parts for extent in part]
-        lengths = [extent.nbytes for extent in extents]
-        if sum(lengths) != len(destination):
-            raise PoolError(f"{sum(lengths)} bytes were read into a destination of {len(destination)}")
-        places = slices(destination, lengths)
-        for transport, indices, sources in self._routed(extents):
-            transport.scatter(sources, [places[index] for index in indices])
+        self._reader.read_batch_into(parts, destination)
 
-    def _read(self, extents: Sequence[Extent]) -> list[np.ndarray]:
-        found: dict[int, np.ndarray] = {}
-        for transport, indices, sources in self._routed(extents):
-            found.update(zip(indices, transport.read(sources), strict=True))
-        return [found[index] for index in range(len(extents))]
+    def copy_to_device(self, extents: Sequence[Extent], destinations: Sequence[Tensor]) -> None:
+        """Copy extents of the HBM tier, each into a tensor (uint8, as long) on this process's device.
 
-    def _routed(self, extents: Sequence[Extent]) -> list[tuple[Transport, list[int], list[Mapping]]]:
-        """Resolve extents and sort them by transport: each with the places in ``extents`` of what it is to read."""
-        routes: dict[int, tuple[Transport, list[int], list[Mapping]]] = {}
-        for index, extent in enumerate(extents):
-            source, transport = self._resolve(extent)
-            _, indices, sources = routes.setdefault(id(transport), (transport, [], []))
-            indices.append(index)
-            sources.append(source)
-        return list(routes.values())
+        The bytes are there when this returns. Raises OwnerLostError as ``get``, PoolError without that tier here.
+        """
+        self._reader.copy_to_device(extents, destinations)
+
+    def tier_of(self, extent: Extent) -> Tier:
+        """Return the tier that an extent lies in."""
+        return self._space.translate(extent.gva).tier
 
     def close(self) -> None:
         """Stop giving and reading. Views stay valid; the memory goes with the last process that maps it."""
@@ -281,71 +244,19 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
-        with self._refreshing:
-            self._windows.clear()
-        for transport in self._transports:
-            transport.close()
+            self._array = None
+        self._reader.close()
+        if self._device is not None:
+            self._device.close()
         if self._segment is not None:
             self._segment.close()
 
-    def _resolve(self, extent: Extent) -> tuple[Mapping, Transport]:
-        if self._closed:
-            raise PoolError("this pool is closed")
-        source = self._table.lookup(extent)
-        if source is None:
-            self._refresh()
-            source = self._table.lookup(extent)
-        if source is None:
-            raise self._unresolved(extent)
-        export = source.export
-        if export.process_index == self._process_index:
-            if not self._arena.is_used(source.offset, source.nbytes):
-                raise AddressError(
-                    f"{extent.nbytes} bytes at {extent.gva:#x} were freed, or were never put (offset {source.offset} "
-                    "of the own segment)"
-                )
-            distance = Distance.SAME_PROCESS
-        else:
-            distance = Distance.SAME_NODE if export.node_id == self._node_id else Distance.OTHER_NODE
-        return source, self._transports.choose(export.tier, Tier.DRAM, distance)
-
-    def _open_window(self, export: SegmentExport, transport: Transport) -> None:
-        # An own extent goes on being looked up, since it may have been freed.
-        if export.process_index == self._process_index or export.node_id != self._node_id or export.tier != Tier.DRAM:
-            return
-        with self._refreshing:
-            if not self._closed and self._table.export_of(export.tier, export.process_index) is export:
-                window = transport.view(Mapping(export, 0, export.bound_nbytes))
-                assert window is not None
-                self._windows[export.process_index] = window
-
-    def _refresh(self) -> None:
-        """Fetch all exports anew, in one thread at a time, so that no older list replaces a newer one."""
-        with self._refreshing:
-            exports = [export for export in self._fetch_exports() if export.process_index != self._process_index]
-            self._windows.clear()
-            for segment in self._table.update([*exports, *self._own_exports()]):
-                for transport in self._transports:
-                    transport.drop(segment)
-
-    def _unresolved(self, extent: Extent) -> PoolError:
-        place = self._space.place(extent)
-        export = self._table.export_of(place.tier, place.process_index)
-        if export is None:
-            return OwnerLostError(
-                f"no living process exports {place.tier} segment {place.process_index} ({extent.nbytes} bytes at "
-                f"{extent.gva:#x} lie there): its owner is gone; ask the directory again by position"
-            )
-        return AddressError(
-            f"{extent.nbytes} bytes at {extent.gva:#x} end at offset {place.offset + extent.nbytes} of {place.tier} "
-            f"segment {place.process_index}, of which {export.bound_nbytes} bytes are bound"
-        )
-
     # --- own segment --------------------------------------------------------------------------------------------
 
-    def _give_back(self, runs: Sequence[Run], hold: Hold | None) -> None:
-        with self._lock:
-            self._arena.give_back(runs, hold)
+    def _is_used(self, tier: Tier, offset: int, nbytes: int) -> bool:
+        if tier is Tier.HBM:
+            return self._device is not None and self._device.is_used(offset, nbytes)
+        return self._arena.is_used(offset, nbytes)
 
     def _own_segment(self) -> DramSegment:
         if self._closed:
@@ -353,10 +264,6 @@ class Pool:
         if self._segment is None:
             raise PoolError(f"process {self._process_index} gives no memory to the pool; it can only read")
         return self._segment
-
-    def _own_exports(self) -> list[SegmentExport]:
-        export = self.export()
-        return [] if export is None else [export]
 
     def _own_run(self, extent: Extent) -> Run:
         place = self._space.place(extent)

@@ -24,7 +24,7 @@ _PLAIN_INTERVAL_S = 5.0
 class ProgressState:
     """What the display shows after a step.
 
-    pool_bound_nbytes: memory that all segments give together. num_encoders: actors that ``blocked_s`` sums over.
+    pool_bound_nbytes: DRAM that all segments give together. num_encoders: actors that ``blocked_s`` sums over.
     """
 
     metrics: StepMetrics
@@ -44,8 +44,8 @@ class ProgressState:
 
     @property
     def pool_share(self) -> float:
-        """Share of the pool that is in use, 0 to 1."""
-        return _share(self.metrics.pool_dram_nbytes + self.metrics.pool_hbm_nbytes, self.pool_bound_nbytes)
+        """Share of the pool's DRAM that is in use, 0 to 1: what a producer that has to wait waits for."""
+        return _share(self.metrics.pool_dram_nbytes, self.pool_bound_nbytes)
 
 
 class ProgressDisplay:

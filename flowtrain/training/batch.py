@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -49,6 +49,10 @@ class PackedBatch:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the batch."""
+        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)]
 
     def forward_kwargs(self) -> dict[str, torch.Tensor | int]:
         """Keyword arguments of ``Backbone.forward``."""

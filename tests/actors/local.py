@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,26 +22,14 @@ class LocalLink(CoordinatorLink):
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator
         self._loop = loop
-        self._posted: list[Future[Any]] = []
 
     @property
     def node_id(self) -> str:
         return "node-0"
 
     def call(self, method: str, *args: Any) -> Any:
-        return self._start(method, *args).result(LIMIT_S)
-
-    def post(self, method: str, *args: Any) -> None:
-        self._posted.append(self._start(method, *args))
-
-    def flush(self) -> None:
-        posted, self._posted = self._posted, []
-        for future in posted:
-            future.result(LIMIT_S)
-
-    def _start(self, method: str, *args: Any) -> Future[Any]:
         coroutine: Coroutine[Any, Any, Any] = getattr(self._coordinator, method)(*args)
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
 
 @contextmanager

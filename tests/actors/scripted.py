@@ -47,12 +47,6 @@ class ScriptedLink(CoordinatorLink):
             raise answer
         return answer(*args) if callable(answer) else answer
 
-    def post(self, method: str, *args: Any) -> None:
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        raise NotImplementedError
-
 
 def reader_of(config: RunConfig, link: ScriptedLink, run_id: str) -> Pool:
     """A second process's end of the pool, which reads what the producer has put."""

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from flowtrain.actors.flow import Flow
+from flowtrain.actors.flow import ASK_AGAIN, Flow
 from flowtrain.actors.order import SamplerState
 from flowtrain.data.units import unit_sequence
 from flowtrain.errors import PoolError
@@ -557,7 +557,8 @@ def test_state_does_not_grow_with_the_run() -> None:
         encode_all(flow, encoder)
         run_unit(flow, unit)
         flow.take_events()
-        sizes.append(sum(len(value) for value in vars(flow).values() if hasattr(value, "__len__")))
+        state = [*vars(flow).values(), *vars(flow._log).values(), *vars(flow._directory._parts).values()]
+        sizes.append(sum(len(value) for value in state if hasattr(value, "__len__")))
     assert max(sizes[10:]) <= max(sizes[:10])
 
 
@@ -583,6 +584,62 @@ def test_a_unit_is_fed_once_and_ends_when_it_is_released() -> None:
         flow.feed(feeder.index, report)
     with pytest.raises(PoolError, match="not released"):
         flow.finish(report_of(order.unit, 0), ())
+
+
+def test_a_lease_counts_on_the_memory_that_comes_with_it() -> None:
+    flow = build_flow(num_steps=6, lookahead=5, dp_size=1)
+    feeder, encoder = joined(flow)
+    small = SimulatedEncoder(encoder.index)
+    while flow.feed_order(feeder.index) is not None:
+        feed_next(flow, feeder)
+    encode_all(flow, small)
+    assert flow.lease_order(small.index, VISION, small.arena.available_nbytes) is None, "it is full"
+    held = small.arena.used_nbytes
+    run_unit(flow, 0)
+    order = flow.lease_order(small.index, VISION, small.arena.available_nbytes)
+    assert order is not None and order.lease is not None
+    assert order.lease.nbytes > small.arena.available_nbytes and order.released
+    small.take(order)  # the arena refuses what there is no room for
+    assert small.arena.used_nbytes < held
+
+
+def test_memory_alone_is_no_order() -> None:
+    flow = build_flow(num_steps=1, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    assert flow.begin(0)
+    plan = flow.plan_of(0)
+    assert plan is not None
+    for slot in range(plan.num_slots):
+        assert flow.locate(0, slot, 0) is not None
+        flow.release(0, slot, 0)
+    assert flow.feed_order(feeder.index) is None
+    assert flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes) is None
+    flow.finish(report_of(plan.unit, 0), ())
+    for order in (flow.feed_order(feeder.index), flow.lease_order(encoder.index, VISION, 0)):
+        assert order is not None and order.stop and order.released
+
+
+def test_an_encoder_whose_room_grew_meanwhile_is_asked_again() -> None:
+    flow = build_flow(dp_size=1)
+    _, encoder = joined(flow)
+    assert flow.lease_order(encoder.index, VISION, 0) is None
+    assert flow.lease_order(encoder.index, VISION, 0, is_fresh=False) is None
+    flow.hand_in(encoder.index, EncoderReport(rejections=(rejection_of(2),)))
+    assert flow.lease_order(encoder.index, VISION, 0, is_fresh=False) == ASK_AGAIN
+    assert flow.lease_order(encoder.index, VISION, 64) is None
+    assert flow.lease_order(encoder.index, VISION, 64, is_fresh=False) is None
+
+
+def test_spans_wait_for_news() -> None:
+    flow = build_flow(trace_steps=3)
+    flow.record((Span("x", "work", 0.0, 1.0),))
+    assert not flow.has_news
+    flow._reject((rejection_of(2),))
+    assert flow.has_news
+    assert [type(event) for event in flow.take_events()] == [SpansRecorded, Rejected]
+    assert not flow.has_news
 
 
 def test_in_arrival_order_a_rank_takes_each_microbatch_once() -> None:

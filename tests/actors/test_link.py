@@ -30,15 +30,15 @@ class World:
         monkeypatch.setattr(ray, "get", self._get)
         methods = {
             name: SimpleNamespace(remote=lambda *args, name=name: self.sent.append((name, *args)) or len(self.sent))
-            for name in ("lease", "release")
+            for name in ("lease",)
         }
         self.link = RayLink(SimpleNamespace(**methods))
 
-    def _get(self, refs: list[Any], timeout: float | None = None) -> list[Any]:
+    def _get(self, ref: Any, timeout: float | None = None) -> Any:
         assert timeout is not None, "no wait without a timeout"
-        if isinstance(self.answer, BaseException) and refs:
+        if isinstance(self.answer, BaseException):
             raise self.answer
-        return [self.answer for _ in refs]
+        return self.answer
 
 
 @pytest.fixture
@@ -73,16 +73,6 @@ def test_a_coordinator_that_is_gone_or_silent_is_said(world: World) -> None:
     world.answer = ray.exceptions.GetTimeoutError("late")
     with pytest.raises(StallError, match=r"did not answer \(lease\)"):
         world.link.call("lease")
-
-
-def test_what_was_posted_fails_at_the_flush_and_is_forgotten(world: World) -> None:
-    world.answer = task_error(OwnerLostError("gone"))
-    world.link.post("release", 1)
-    world.link.post("release", 2)
-    with pytest.raises(OwnerLostError):
-        world.link.flush()
-    world.link.flush()
-    assert world.sent == [("release", 1), ("release", 2)]
 
 
 class Clock:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.flow import Flow
 from flowtrain.mempool.directory import Directory
 from flowtrain.types import MicrobatchLocation, UnitDone
@@ -22,6 +25,7 @@ from tests.actors.simulation import (
 
 NUM_STEPS, LOOKAHEAD, DP_SIZE = 12, 8, 2
 ROUNDS = 400
+FOREVER_S, HANG_S = 1000.0, 20.0
 
 
 class World:
@@ -112,3 +116,38 @@ def test_without_eviction_it_would_be_stuck(monkeypatch: pytest.MonkeyPatch) -> 
     assert world.rows == []
     waits = [world.flow.describe_wait(0, len(rank.released), rank.dp_rank) for rank in world.ranks]
     assert any("no encoder has room" in wait for wait in waits)
+
+
+def test_who_hands_in_the_last_batch_is_asked_for_its_room_anew() -> None:
+    """Nothing is evicted while somebody encodes, nor for room that was measured before what it encoded was put."""
+    world = World(arrival=False)
+    while world.feed():
+        pass
+    survivor, dead = world.encoders
+    assert world.encode(dead) and world.encode(dead)
+    flow = world.flow
+    while (order := flow.lease_order(survivor.index, VISION, survivor.arena.available_nbytes)) is not None:
+        while survivor.work:
+            survivor.free(flow.hand_in(survivor.index, survivor.encode()))
+        survivor.take(order)
+
+    async def scenario() -> None:
+        coordinator = Coordinator(lambda: flow, FOREVER_S)
+        asked = asyncio.ensure_future(coordinator.lease(survivor.index, VISION, survivor.arena.available_nbytes))
+        await coordinator.name_lost("encoder-1", for_good=True)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not asked.done() and len(survivor.work) == 1
+        survivor.free(await coordinator.hand_in(survivor.index, survivor.encode()))
+        order = await asyncio.wait_for(asked, HANG_S)
+        assert order.lease is None and not order.released and not order.stop
+        lease = coordinator.lease(survivor.index, VISION, survivor.arena.available_nbytes)
+        order = await asyncio.wait_for(lease, HANG_S)
+        assert order.lease is not None and order.lease.batch.unit == 0 and order.released
+        survivor.take(order)  # the arena refuses what there is no room for
+
+    asyncio.run(scenario())
+    del world.encoders[1]
+    survivor.free(flow.hand_in(survivor.index, survivor.encode()))
+    assert world.run([survivor])
+    assert sorted(world.rows) == list(range(NUM_STEPS * BATCH))

@@ -13,8 +13,8 @@ from flowtrain.types import SegmentExport, Tier
 PER_NODE, MAX_PROCESSES = 3, 6
 
 
-def export(process_index: int) -> SegmentExport:
-    return SegmentExport(process_index, "node", Tier.DRAM, 1, 2, 64)
+def export(process_index: int, tier: Tier = Tier.DRAM) -> SegmentExport:
+    return SegmentExport(process_index, "node", tier, 1, 2, 64)
 
 
 @settings(deadline=None)
@@ -55,3 +55,15 @@ def test_a_process_that_is_gone_is_not_read_from_and_cannot_come_back() -> None:
     assert membership.exports() == (export(second),)
     assert not membership.is_living(first) and membership.is_living(second)
     assert membership.join("encoder-0", "node") == (2, first)
+
+
+def test_a_process_has_a_segment_in_each_tier_and_takes_both_with_it() -> None:
+    membership = Membership(MAX_PROCESSES, PER_NODE)
+    first, _ = membership.join("encoder-0", "node")
+    second, _ = membership.join("encoder-1", "node")
+    for index in (first, second):
+        for tier in Tier:
+            membership.publish(export(index, tier))
+    assert len(membership.exports()) == 4
+    membership.withdraw(first)
+    assert set(membership.exports()) == {export(second, tier) for tier in Tier}

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class FakeCoordinator(CoordinatorLink):
         self.ready = {(unit, slot) for unit in range(num_units) for slot in range(num_slots)}
         self.taken: set[tuple[int, int]] = set()
         self.rejected: set[int] = set()
+        self.told: list[tuple[int, int]] = []
         self.released: list[tuple[int, int]] = []
         self.ends_at = num_units
         self.calls: list[tuple[Any, ...]] = []
@@ -105,12 +107,6 @@ class FakeCoordinator(CoordinatorLink):
             raise self.error
         return getattr(self, method)(*args)
 
-    def post(self, method: str, *args: Any) -> None:
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        raise NotImplementedError
-
     def next_plan(self, unit: int) -> tuple[StepPlan | None, bool]:
         if unit >= self.ends_at:
             return None, True
@@ -120,24 +116,24 @@ class FakeCoordinator(CoordinatorLink):
         return None, False
 
     def locate(
-        self, unit: int, slot: int | None, rank: int, read: int | None
-    ) -> tuple[MicrobatchLocation | None, bool]:
-        if read is not None:
-            self.release(unit, read, rank)
+        self, unit: int, slot: int | None, rank: int, read: tuple[int, ...], limit: int
+    ) -> tuple[tuple[MicrobatchLocation, ...], bool]:
+        self.release(unit, read, rank)
         if unit >= self.ends_at:
-            return None, True
+            return (), True
         with self.changed:
-            free = self.ready - self.taken if slot is None else self.ready
-            found = [s for u, s in sorted(free) if u == unit and slot in (None, s)]
-            if not found:
+            free = sorted(s for u, s in (self.ready - self.taken if slot is None else self.ready) if u == unit)
+            wanted = free[:limit] if slot is None else [s for s in range(slot, slot + limit) if s in free]
+            if slot not in (None, *wanted[:1]) or not wanted:
                 self.changed.wait(0.005)
-                return None, False
-            self.taken.add((unit, found[0]))
-        return self.location(unit, found[0]), False
+                return (), False
+            self.taken.update((unit, found) for found in wanted)
+        self.told += [(unit, found) for found in wanted]
+        return tuple(self.location(unit, found) for found in wanted), False
 
-    def release(self, unit: int, slot: int, rank: int) -> None:
-        assert rank == RANK and (unit, slot) not in self.released
-        self.released.append((unit, slot))
+    def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
+        assert rank == RANK and not set(self.released) & {(unit, slot) for slot in slots}
+        self.released += [(unit, slot) for slot in slots]
 
     def location(self, unit: int, slot: int) -> MicrobatchLocation:
         positions = [sample.position for sample in self.plans[unit].slots[slot][0].samples]
@@ -165,6 +161,7 @@ def prefetcher(
     limits: LimitsConfig | None = None,
     build: Callable[[Any], Any] = tuple,
     text_only: bool = False,
+    staging: Any = None,
 ) -> Iterator[Prefetcher]:
     """A prefetcher that hands over its samples as they were read."""
     started = Prefetcher(
@@ -182,6 +179,7 @@ def prefetcher(
         first_unit=0,
         spans=SpanLog("rank"),
         text_only=text_only,
+        staging=staging,
     )
     try:
         yield started
@@ -226,16 +224,47 @@ def test_what_is_for_other_ranks_is_not_read() -> None:
         assert with_image.features is None
 
 
-@pytest.mark.parametrize("depth", [1, 8])
-def test_a_microbatch_is_released_once_it_is_read_at_the_latest_before_the_thread_waits(depth: int) -> None:
-    link = FakeCoordinator(num_units=2)
-    with prefetcher(link, depth=depth) as fetching:
+class Staging:
+    """What is staged, in which thread it is made, and who it is handed to."""
+
+    def __init__(self, pool: FakePool) -> None:
+        self.pool = pool
+        self.is_aside = False
+        self.staged: list[Extent] = []
+        self.handed_over: list[tuple[Any, Any, int]] = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.is_aside = True
+        yield
+        self.is_aside = False
+
+    def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[torch.Tensor]:
+        self.staged += [extent for part in parts for extent in part]
+        return [torch.from_numpy(data) for data in self.pool.get_batch(parts)]
+
+    def mark(self) -> str:
+        return f"behind {len(self.staged)} parts"
+
+    def hand_over(self, tensors: Any, ready: Any) -> None:
+        self.handed_over.append((tensors, ready, threading.get_ident()))
+
+
+def test_features_are_staged_aside_and_handed_to_the_training_thread() -> None:
+    link = FakeCoordinator(num_slots=1)
+    staging = Staging(link.pool)
+
+    def build(samples: list[Any]) -> Any:
+        assert staging.is_aside, "copies run beside the training"
+        return SimpleNamespace(samples=samples, tensors=lambda: "the batch's tensors")
+
+    with prefetcher(link, build=build, staging=staging) as fetching:
         fetching.next_plan()
-        if depth == 1:
-            wait_for(lambda: link.released == [(0, 0), (0, 1)])
-            for _ in range(4):
-                fetching.next_microbatch()
-        wait_for(lambda: link.released == [(unit, slot) for unit in range(2) for slot in range(3)])
+        with_image, text_only = fetching.next_microbatch().batch.samples
+    assert torch.equal(with_image.features, torch.zeros(4, DIM)) and text_only.features is None
+    assert isinstance(with_image.text, np.ndarray)
+    assert staging.staged == [*link.parts[0][VISION]], "text is packed on the host"
+    assert staging.handed_over == [("the batch's tensors", "behind 1 parts", threading.get_ident())]
 
 
 def test_the_plans_order_waits_for_its_next_microbatch() -> None:
@@ -287,6 +316,19 @@ def test_a_part_whose_owner_died_is_asked_for_again(arrival: bool) -> None:
         assert sorted([fetching.next_microbatch().slot, fetching.next_microbatch().slot]) == [1, 2]
 
 
+def test_what_lies_elsewhere_is_read_before_a_lost_part_is_asked_for_again() -> None:
+    link = FakeCoordinator(num_slots=4)
+    link.pool.lost.add(link.parts[2][VISION][0].gva)
+    with prefetcher(link, depth=3) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: link.num_located() > 3)
+        asked = [call[2] for call in link.calls if call[0] == "locate"]
+        assert asked[0] == 0 and set(asked[1:]) == {1}
+        assert sorted(link.released) == [(0, 0), (0, 2)]
+        link.make(2)
+        assert [positions_of(fetching.next_microbatch()) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_no_more_is_fetched_ahead_than_asked_for() -> None:
     link = FakeCoordinator(num_slots=8)
     built = []
@@ -297,6 +339,35 @@ def test_no_more_is_fetched_ahead_than_asked_for() -> None:
         assert len(built) == 3
         fetching.next_microbatch()
         wait_for(lambda: len(built) == 4)
+
+
+@pytest.mark.parametrize("arrival", [False, True])
+def test_what_was_read_is_released_before_anything_is_waited_for(arrival: bool) -> None:
+    """Else memory of later units waits in the pool for another rank, whose earlier one may need it."""
+    link = FakeCoordinator(num_units=3, num_slots=2)
+    link.ends_at = 9
+    with prefetcher(link, depth=3, arrival=arrival) as fetching:
+        wait_for(lambda: len(link.released) == 4)  # three wait in the queue, one in the thread's hands
+        assert sorted(link.told) == sorted(link.released)
+        for unit in range(3):
+            assert fetching.next_plan() is link.plans[unit]
+            for _ in range(2):
+                fetching.next_microbatch()
+        assert sorted(link.released) == [(unit, slot) for unit in range(3) for slot in range(2)]
+
+
+def test_a_unit_is_released_before_its_last_microbatch_is_handed_over() -> None:
+    link = FakeCoordinator(num_units=2, num_slots=4)
+    with prefetcher(link, depth=8) as fetching:
+        for unit in range(2):
+            fetching.next_plan()
+            for _ in range(4):
+                fetching.next_microbatch()
+            assert {(unit, slot) for slot in range(4)} <= set(link.released)
+        assert link.num_located() == 2, "all that are ready and have room come with one answer"
+        assert [call for call in link.calls if call[0] == "release"] == [
+            ("release", unit, (0, 1, 2, 3), RANK) for unit in range(2)
+        ]
 
 
 def test_an_error_surfaces_wherever_the_training_thread_waits() -> None:

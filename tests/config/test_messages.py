@@ -54,6 +54,19 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
     ("overrides", "fault"),
     [
         (
+            ["pool.hbm_segment_nbytes=4096", "model.device=cpu"],
+            "pool.hbm_segment_nbytes (4096) is memory of accelerators, and model.device ('cpu') uses none; set the "
+            "first to 0 or the second to 'auto'",
+        ),
+        (
+            ["pool.hbm_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576", "pool.text_segment_nbytes=65536"],
+            "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
+        ),
+        (
+            ["pool.hbm_low_watermark=0.95"],
+            "pool.hbm_low_watermark (0.95) is above pool.hbm_high_watermark (0.9); lower the first or raise the second",
+        ),
+        (
             ["data.max_seq_len=8192"],
             "data.max_seq_len (8192) is larger than scheduler.microbatch_tokens (4096): a longest sample would fit no "
             "microbatch; lower the first or raise the second",

@@ -105,6 +105,7 @@ def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5
         "num_rejected": 1,
         "pool_dram_nbytes": 100,
         "pool_dram_bound_nbytes": 1000,
+        "pool_hbm_nbytes": 50,
         "ledger": rows,
         "sampler_state": {"next_position": unit.positions[-1] + 1},
     }
@@ -174,7 +175,8 @@ def test_a_step_becomes_a_line_with_its_figures(world: World) -> None:
     assert line["mfu"] == pytest.approx(600.0 / 1.0 / (3 * 100.0)), "two encoders and one rank"
     assert line["backbone_mfu"] == pytest.approx(500.0 / 1.0 / 100.0), "connector and backbone over the rank alone"
     assert line["produced_samples_per_s"] == 6.0 and line["consumed_samples_per_s"] == 4.0
-    assert line["rejected"] == 1 and line["eval_loss"] is None and line["pool_dram_nbytes"] == 100
+    assert line["rejected"] == 1 and line["eval_loss"] is None
+    assert line["pool_dram_nbytes"] == 100 and line["pool_hbm_nbytes"] == 50
     assert [metrics.step for metrics in world.shown] == [1]
     assert recorder.last is not None and recorder.last.step == 1
 

@@ -1,76 +1,72 @@
-"""Where a run begins, and what is said of a checkpoint that was written in another way."""
+"""Where a resumed run goes on, and where it cannot."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
-import torch
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.controller.start import Start, find_start
-from flowtrain.observability.run_dir import RunDir, open_run_dir
-from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
+from flowtrain.controller.start import check_goes_on, find_start
+from flowtrain.data.feed import sampler_from_config
+from flowtrain.data.units import unit_sequence
+from flowtrain.errors import ConfigError
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.training import checkpoint_store
 from tests.e2e.worlds import World, tiny_config
 
-STATE = {"sampler": {"next_position": 24}}
+NUM_ROWS, BATCH = 20, 8
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("start")
     world = World()
-    world.add_mixed(8)
-    return tiny_config(
-        tmp_path, world.write(tmp_path / "train.parquet"), "start", backbone={"pipeline_parallel_size": 2}
-    )
+    world.add_mixed(NUM_ROWS)
+    world.write(directory / "train.parquet")
+    return directory
 
 
-def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[Start, Prepared]:
-    files: RunDir = open_run_dir(config, resume=False)
-    if meta is not None:
-        directory = temporary_directory(files.checkpoints, meta.step, "x")
-        directory.mkdir()
-        (directory / "shard").write_bytes(b"weights")
-        commit(directory, meta, keep=1)
-    prepared = prepare(config)
-    return find_start(files, prepared), prepared
+def config_of(data: Path, num_epochs: float, order: str) -> RunConfig:
+    overrides = ["training.max_steps=null", f"training.num_epochs={num_epochs}", f"data.order={order}"]
+    return tiny_config(data, data / "train.parquet", "start", *overrides, f"training.global_batch_size={BATCH}")
 
 
-def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    assert start_of(config, None)[0] == Start()
-    assert "has no complete checkpoint" in caplog.text
+def checkpointed(prepared: Prepared, root: Path, step: int, trained: int) -> RunDir:
+    """A run whose last checkpoint is behind ``step``, with so many positions trained."""
+    files = RunDir(root)
+    sampler = sampler_from_config(prepared.config, prepared.source_sizes)
+    sampler.take(trained)
+    state = {**sampler.state().to_dict(), **({"consumed": []} if prepared.config.data.order == "arrival" else {})}
+    temporary = checkpoint_store.temporary_directory(files.checkpoints, step, "nonce")
+    temporary.mkdir(parents=True)
+    meta = checkpoint_store.CheckpointMeta(step, {"sampler": state}, "digest", 1, 1, "torch")
+    checkpoint_store.commit(temporary, meta, keep=2)
+    return files
 
 
-def meta_of(**changes: object) -> CheckpointMeta:
-    version = str(torch.__version__)
-    values = {"dp_size": 1, "pp_size": 2, "num_threads": 1, "torch_version": version, **changes}
-    return CheckpointMeta(3, STATE, "digest", **values)  # type: ignore[arg-type]
+@pytest.mark.parametrize("order", ["deterministic", "arrival"])
+def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Path, order: str) -> None:
+    """What it would run next does not begin where the sampler stands."""
+    first = prepare(config_of(data, 1, order))
+    assert (first.num_steps, first.total_positions) == (3, NUM_ROWS)
+    files = checkpointed(first, tmp_path, 3, NUM_ROWS)
+    longer = prepare(config_of(data, 2, order))
+    upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
+    start = find_start(files, longer)
+    assert start.sampler_state is not None and upcoming.first_position != start.sampler_state["next_position"]
+    with pytest.raises(
+        ConfigError, match=r"20 positions are trained, step 4 begins at position 24.*num_epochs \(now 2"
+    ):
+        check_goes_on(files, longer)
 
 
-def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
-    config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    start, _ = start_of(config, meta_of())
-    assert (start.step, start.sampler_state) == (3, STATE["sampler"])
-    assert start.checkpoint is not None and start.checkpoint.name == "step-00000003"
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"dp_size": 2, "pp_size": 1, "tp_size": 2}, "degrees dp=2 pp=1 tp=2, now dp=1 pp=2 tp=1"),
-        ({"num_chunks": 2}, "backbone.chunks_per_rank 2, now 1"),
-        ({"num_threads": 3}, "backbone threads 3, now 1"),
-        ({"torch_version": "1.0"}, f"torch 1.0, now {torch.__version__}"),
-    ],
-)
-def test_what_keeps_a_resume_from_being_exact_is_said(
-    config: RunConfig, caplog: pytest.LogCaptureFixture, changes: dict[str, object], said: str
-) -> None:
-    start, _ = start_of(config, meta_of(**changes))
-    assert start.step == 3
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
-    assert said in warning and warning.endswith("losses agree only closely")
+def test_all_others_go_on(data: Path, tmp_path: Path) -> None:
+    check_goes_on(RunDir(tmp_path / "new"), prepare(config_of(data, 1, "arrival")))
+    first, longer = (prepare(config_of(data, num_epochs, "deterministic")) for num_epochs in (1, 2))
+    check_goes_on(checkpointed(first, tmp_path / "done", 3, NUM_ROWS), first)
+    check_goes_on(checkpointed(first, tmp_path / "before", 2, 2 * BATCH), longer)
+    even = prepare(config_of(data, 0.8, "deterministic"))
+    assert even.total_positions == 2 * BATCH
+    check_goes_on(checkpointed(even, tmp_path / "even", 2, 2 * BATCH), longer)

@@ -77,6 +77,15 @@ def test_only_the_number_of_free_bytes_decides_and_the_error_says_so() -> None:
     assert a.free_nbytes == 5 * ALIGNMENT
 
 
+def test_the_closest_run_is_cut_also_beside_the_one_that_was_freed_last() -> None:
+    a = arena(64 * 100)
+    small, _, large, _ = (a.allocate(64 * units) for units in (4, 1, 40, 1))
+    a.free(small)
+    a.free(large)  # touched last
+    assert a.allocate(64 * 4) == small
+    assert a.allocate(64 * 30)[0][0] == large[0][0]
+
+
 def test_neighbours_coalesce_on_both_sides() -> None:
     a = arena(64 * 4)
     first, second, third, fourth = (a.allocate(64) for _ in range(4))
@@ -202,11 +211,15 @@ def _longest(free: set[int]) -> int:
 def test_stale_entries_of_the_index_do_not_pile_up() -> None:
     index = FreeRuns()
     index.add(0, 1 << 20)
+    kept: list[tuple[int, int]] = []
     for step in range(5000):
-        start = index.take(1000 + step % 7)
+        nbytes = 1000 + step * 7919 % 501
+        start = index.take(nbytes)
         assert start is not None
-        index.add(start, 1000 + step % 7)
-    assert sum(len(heap) for heap in index._heaps.values()) < 100
+        kept.append((start, nbytes))
+        if len(kept) > 100:
+            index.add(*kept.pop(step * 31 % 100))
+    assert sum(len(heap) for heap in index._heaps.values()) < 3 * len(index) + 200
 
 
 class ArenaMachine(RuleBasedStateMachine):

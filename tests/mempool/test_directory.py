@@ -21,7 +21,7 @@ from flowtrain.types import (
     Tier,
     UnitKind,
 )
-from tests.mempool.building import ALIGNMENT, VISION, plan, ref, rejection, sized
+from tests.mempool.building import ALIGNMENT, VISION, aligned, plan, ref, rejection, sized
 
 SPACE = AddressSpace(num_processes=32, segment_nbytes=1 << 20)
 FEEDER, ENCODER, OTHER = 0, 1, 2
@@ -131,12 +131,37 @@ def test_only_lost_parts_of_a_batch_are_needed_but_all_refs_come_along(setup: Se
     setup.now = 0
     first = setup.lease(ENCODER)
     setup.report(ENCODER, first, 0)
+    assert setup.directory.locate(0, 0, 0) is not None, "a rank reads it"
     setup.now = 61
     assert setup.directory.expire_leases() == (first,)
     again = setup.lease(OTHER, free_nbytes=128)
     assert (again.needed, again.refs, again.nbytes) == ((1,), (ref(0), ref(1)), 128)
     with pytest.raises(StaleLeaseError, match="leased to process 2"):
         setup.report(ENCODER, first, 1)
+
+
+@given(reported=st.integers(0, 3), located=st.booleans(), sizes=st.lists(st.integers(1, 640), min_size=4, max_size=4))
+def test_an_expired_lease_does_not_split_its_batch(reported: int, located: bool, sizes: list[int]) -> None:
+    """Else two segments of one largest batch each could have no room for the second batch of a step."""
+    setup = Setup()
+    samples = [sized(position, nbytes) for position, nbytes in enumerate(sizes * 2)]
+    setup.feed_and_plan(*samples, per_batch=4, per_microbatch=2 if located else 8)
+    room = {owner: sum(map(aligned, sizes)) for owner in (ENCODER, OTHER)}  # each holds one batch, both the step
+    first = setup.lease(ENCODER, room[ENCODER])
+    for position in first.needed[:reported]:
+        setup.report(ENCODER, first, position, nbytes=sizes[position])
+    is_read = located and reported >= 2
+    assert (setup.directory.locate(0, 0, 0) is not None) == is_read
+    setup.now += 61
+    assert setup.directory.expire_leases() == (first,)
+    assert len(setup.directory.take_released(ENCODER)) == (reported - 2 if is_read else reported)
+    if is_read:
+        setup.directory.release(0, 0, 0)
+    for owner in (OTHER, ENCODER):
+        lease = setup.lease(owner, room[owner])
+        for position in lease.needed:
+            setup.report(owner, lease, position, nbytes=sizes[position % 4])
+    assert setup.directory.num_produced == 8
 
 
 def test_an_expired_lease_that_was_taken_again_by_the_same_owner_has_a_new_epoch(setup: Setup) -> None:

@@ -69,6 +69,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.next_unit = self.next_position = self.current = 0
         self.leased: dict[int, tuple[int, int]] = {}  # image part -> (owner, lease id)
         self.ready: dict[tuple[int, str], tuple[int, tuple[Extent, ...]]] = {}  # part -> where it lies
+        self.made_under: dict[int, int] = {}  # image part -> the lease under which it was made last
         self.given_up: set[int] = set()  # positions whose microbatch is released
         self.located: dict[tuple[int, int, int], MicrobatchLocation] = {}
         self.released: set[tuple[int, int, int]] = set()
@@ -161,7 +162,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         first = self.first_in_line()
         if first is None or self.leased or len(self.encoders) == NUM_ENCODERS:
             return []
-        read = {p for unit, slot, rank in self.located for p in self.plans[unit].microbatch_positions(slot, rank)}
+        read = self.read_positions()
         chosen: list[int] = []
         for batch in reversed([batch for unit in sorted(self.plans) for batch in self.plans[unit].encode_batches]):
             if free >= first[2] or (batch.unit, batch.index) <= first[0]:
@@ -170,6 +171,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             chosen += (gone := [p for p in here if p not in read])
             free += sum(aligned(vision_nbytes(self.samples[p])) for p in gone)
         return chosen if free >= first[2] else []
+
+    def read_positions(self) -> set[int]:
+        """Those that a rank was told to read."""
+        return {p for unit, slot, rank in self.located for p in self.plans[unit].microbatch_positions(slot, rank)}
 
     def encoder(self, which: int) -> Owner:
         return self.encoders[which % len(self.encoders)]
@@ -211,6 +216,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         if self.leased.get(position) == (owner.index, work.lease.lease_id):
             self.directory.ready(owner.index, report)
             self.ready[position, VISION] = (owner.index, extents)
+            self.made_under[position] = work.lease.lease_id
             del self.leased[position]
         else:
             with pytest.raises(StaleLeaseError):
@@ -281,6 +287,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             for position, (_, lease_id) in list(self.leased.items()):
                 if lease_id == lease.lease_id:
                     del self.leased[position]
+            for position in set(lease.needed) - self.read_positions():  # the batch is made again whole
+                if self.made_under.get(position) == lease.lease_id:
+                    self.ready.pop((position, VISION), None)
 
     # --- the backbone -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 
 from flowtrain.errors import OwnerLostError, PoolError
 from flowtrain.mempool.transports.nixl_export import NetworkExport
-from tests.mempool.network_peers import Net, net, payload
+from tests.mempool.network_peers import Net, Owner, net, payload
 
 SIZES = (1, 255, 256, 4096, 65_537, 1 << 20)
 
@@ -84,6 +84,36 @@ def test_views_outlive_later_reads_and_the_pool(peers: Net) -> None:
     assert (views[0] == payload(0, 100_000)).all() and (again == payload(5, 100_000)).all()
 
 
+def test_batches_travel_side_by_side_and_one_that_nobody_wants_is_given_back(peers: Net) -> None:
+    owner, reader = peers.owner(0, 16 << 20), peers.reader(4)
+    parts = [owner.put(seed, 3 << 20) for seed in range(3)]
+    batches = [reader.prefetch([part]) for part in parts]
+    del batches[1]
+    (last,), (first,) = batches[1].result(), batches[0].result()
+    assert (first == payload(0, 3 << 20)).all() and (last == payload(2, 3 << 20)).all()
+    again = reader.get(parts[1])
+    assert again.ctypes.data not in {first.ctypes.data, last.ctypes.data}
+    assert (again == payload(1, 3 << 20)).all() and (first == payload(0, 3 << 20)).all()
+    with pytest.raises(PoolError, match="closed"):
+        late = reader.prefetch([parts[0]])
+        reader.close()
+        late.result()
+
+
+def test_an_owner_that_nobody_reads_leaves_the_cores_alone(peers: Net) -> None:
+    owner, reader = peers.owner(0), peers.reader(4)
+    reader.get(owner.put(1, 5000))
+    before = _cpu_s(owner)
+    time.sleep(1.0)
+    assert _cpu_s(owner) - before < 0.5, "a thread spins"
+
+
+def _cpu_s(owner: Owner) -> float:
+    with open(f"/proc/{owner.process.pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_killed_owner_is_lost(peers: Net) -> None:
     killed, other, reader = peers.owner(0), peers.owner(4), peers.reader(8)
     part, others = killed.put(1, 5000), other.put(2, 5000)
@@ -98,7 +128,8 @@ def test_a_killed_owner_is_lost(peers: Net) -> None:
     with pytest.raises(OwnerLostError):
         newcomer.get(part)
     del peers.owners[0]
-    reader._refresh()
+    with pytest.raises(OwnerLostError, match="does not answer on the network"):
+        reader.get(part)  # asks who is left
     with pytest.raises(OwnerLostError, match="no living process exports"):
         reader.get(part)
 

@@ -13,12 +13,12 @@ from flowtrain.errors import AddressError, PoolError, ResourceError
 from flowtrain.mempool.page_table import Mapping
 from flowtrain.mempool.transports import nixl_agent
 from flowtrain.mempool.transports.nixl_agent import Agent
-from flowtrain.mempool.transports.nixl_batch import lay_out
-from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport, Piece, Run, join_runs
+from flowtrain.mempool.transports.nixl_batch import LARGEST_GAP_NBYTES, lay_out
+from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport, Piece
 from flowtrain.types import SegmentExport, Tier
 
 PIECES = st.lists(st.builds(Piece, st.integers(0, 1 << 40), st.integers(1, 1000)), min_size=1, max_size=5)
-RUNS = st.lists(st.builds(Run, st.integers(0, 20_000), st.integers(1, 3000)), min_size=1, max_size=30)
+RUNS = st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 3000)), min_size=1, max_size=30)
 STAMP = bytes(range(STAMP_NBYTES))
 
 
@@ -46,41 +46,41 @@ def test_a_run_is_found_byte_by_byte_in_the_pieces(pieces: list[Piece], data: st
         list(export.locate(offset, len(addresses) + 1 - offset))
 
 
-@given(RUNS, st.integers(0, 500))
-def test_joined_runs_hold_all_and_no_more_than_the_gaps(runs: list[Run], gap: int) -> None:
-    joined = join_runs(runs, gap)
-    wanted = {byte for run in runs for byte in range(run.offset, run.offset + run.nbytes)}
-    held = [byte for run in joined for byte in range(run.offset, run.offset + run.nbytes)]
-    assert held == sorted(set(held)) and wanted <= set(held)
-    ordered = sorted(wanted)
-    between = {b for a, c in pairwise(ordered) if c - a - 1 <= gap for b in range(a + 1, c)}
-    assert set(held) == wanted | between
-    assert all(b.offset - (a.offset + a.nbytes) > gap for a, b in pairwise(joined))
+@given(RUNS)
+def test_what_is_read_is_all_that_is_wanted_and_no_more_than_small_gaps(wanted: list[tuple[int, int]]) -> None:
+    export = SegmentExport(0, "node", Tier.DRAM, 1, 1, 1 << 20)
+    (share,) = lay_out([Mapping(export, offset, nbytes) for offset, nbytes in wanted])[0].values()
+    asked = {byte for offset, nbytes in wanted for byte in range(offset, offset + nbytes)}
+    held = [byte for offset, nbytes, _ in share.runs for byte in range(offset, offset + nbytes)]
+    assert held == sorted(set(held)), "runs ascend and do not overlap"
+    ordered = sorted(asked)
+    between = {b for a, c in pairwise(ordered) if c - a - 1 <= LARGEST_GAP_NBYTES for b in range(a + 1, c)}
+    assert set(held) == asked | between
+    assert all(b[0] - (a[0] + a[1]) > LARGEST_GAP_NBYTES for a, b in pairwise(share.runs))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300), st.integers(1, 9000)), min_size=1, max_size=30))
 def test_nothing_lands_on_anything_else(wanted: list[tuple[int, int, int]]) -> None:
     exports = [SegmentExport(index, "node", Tier.DRAM, 1, 1, 1 << 20) for index in range(3)]
     sources = [Mapping(exports[index], block * 256, nbytes) for index, block, nbytes in wanted]
-    shares, end = lay_out(sources)
+    shares, starts, end = lay_out(sources)
     taken = [(share.stamp_start, share.stamp_start + STAMP_NBYTES) for share in shares.values()]
-    for share in shares.values():
-        taken += [(start, start + run.nbytes) for run, start in zip(share.runs, share.starts, strict=True)]
+    taken += [(start, start + nbytes) for share in shares.values() for _, nbytes, start in share.runs]
     taken.sort()
     assert all(a_end <= start for (_, a_end), (start, _) in pairwise(taken))
     assert taken[0][0] >= 0 and taken[-1][1] <= end
-    for source in sources:
-        share = shares[source.export.tier, source.export.process_index]
-        start = share.start_of(source.offset)
+    for source, start in zip(sources, starts, strict=True):
         assert start % 256 == 0, "an extent keeps the alignment that it has in the segment"
-        last = share.start_of(source.offset + source.nbytes - 1)
-        assert last - start == source.nbytes - 1, "an extent lands in one piece"
+        runs = shares[source.export.tier, source.export.process_index].runs
+        ((offset, nbytes, landed),) = [run for run in runs if run[0] <= source.offset < run[0] + run[1]]
+        assert start == landed + source.offset - offset, "an extent lies where its run landed"
+        assert source.offset + source.nbytes <= offset + nbytes, "an extent lands in one piece"
 
 
 def test_without_nixl_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "nixl_module", lambda: None)
     with pytest.raises(ResourceError, match=r"flowtrain\[nixl\].*pool\.network: none"):
-        Agent("alone")
+        Agent("alone", serves=False)
 
 
 def test_a_setting_that_ruins_the_speed_is_warned_of(
@@ -89,9 +89,9 @@ def test_a_setting_that_ruins_the_speed_is_warned_of(
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True")
     with caplog.at_level(logging.WARNING):
-        Agent("slow").close()
+        Agent("slow", serves=False).close()
     assert "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True" in caplog.text
     caplog.clear()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    Agent("fast").close()
+    Agent("fast", serves=False).close()
     assert "expandable_segments" not in caplog.text

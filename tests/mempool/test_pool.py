@@ -215,6 +215,32 @@ def test_memory_of_a_lost_owner_goes_with_the_last_view(peers: Peers) -> None:
     assert not any(f"-{peers.run_id}-0 " in line for line in mappings(peers.run_id))
 
 
+def test_a_loss_that_is_noticed_frees_the_memory_of_all_that_are_gone(peers: Peers) -> None:
+    seen, unseen, reader = peers.open(0), peers.open(2), peers.open(1, 0)
+    reader.get(seen.put(b"abc"))
+    never_read = unseen.put(b"abc")
+    reader.prefetch([peers.open(3).put(b"x")]).result()  # knows of all three
+    for pool in (seen, unseen):
+        pool.close()
+    del peers.published[0]
+    assert any(f"-{peers.run_id}-0 " in line for line in mappings(peers.run_id))
+    with pytest.raises(OwnerLostError, match="segment of process 2 .* is gone"):
+        reader.get_batch([never_read])
+    assert not any(f"-{peers.run_id}-0 " in line for line in mappings(peers.run_id))
+
+
+def test_what_is_prefetched_is_taken_once_and_in_order(peers: Peers) -> None:
+    owners, reader = [peers.open(0), peers.open(1)], peers.open(2)
+    values = [np.full(10 + index, index, np.uint8) for index in range(12)]
+    parts = [[*owners, reader][index % 3].put(value) for index, value in enumerate(values)]
+    wanted = [5, 0, 7, 7, 11, 2]
+    batch = reader.prefetch([parts[index] for index in wanted])
+    assert all((read == values[index]).all() for read, index in zip(batch.result(), wanted, strict=True))
+    with pytest.raises(PoolError, match="taken before"):
+        batch.result()
+    assert reader.prefetch([]).result() == []
+
+
 def test_a_process_that_only_reads_cannot_give(peers: Peers) -> None:
     reader = peers.open(0, 0)
     assert reader.export() is None

@@ -12,6 +12,8 @@ import logging
 import os
 import threading
 import weakref
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -31,17 +33,29 @@ def segment_name(run_id: str, process_index: int) -> str:
     return f"flowtrain-{run_id}-{process_index}"
 
 
+class Pages(Protocol):
+    """Page-locks mappings, as ``tiers.page_lock.PageLock`` does."""
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Lock the pages of a mapping."""
+
+    def unlock(self, address: int) -> None:
+        """Let them go, before they are unmapped; not locked is fine."""
+
+
 class DramSegment:
     """What this process gives to the pool: bound shared memory, writable here, read-only for peers.
 
-    nbytes: bytes bound at first. Fresh pages are touched by a background thread, since a first touch is slow, and
-    joined to huge ones where the kernel can. Raises ResourceError where the machine refuses the memory.
+    nbytes: bytes bound at first. Fresh pages are touched by a background thread, since a first touch is slow, joined to
+    huge ones where the kernel can, and then locked by ``pages`` where it is given. Raises ResourceError where the
+    machine refuses the memory.
     """
 
-    def __init__(self, run_id: str, process_index: int, nbytes: int) -> None:
+    def __init__(self, run_id: str, process_index: int, nbytes: int, pages: Pages | None = None) -> None:
         name = segment_name(run_id, process_index)
         assert len(name) <= _MAX_NAME, f"run id of {len(run_id)} characters is too long for a memfd's name"
         self._name = name
+        self._pages = pages
         self._closing = threading.Event()
         self._touchers: list[threading.Thread] = []
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -74,6 +88,8 @@ class DramSegment:
         self._closing.set()
         for toucher in self._touchers:
             toucher.join()
+        if self._pages is not None:
+            self._pages.unlock(self._array.ctypes.data)
         os.close(self._fd)
         self._array = np.empty(0, np.uint8)
 
@@ -83,7 +99,7 @@ class DramSegment:
             address = virtual_memory.map_file(self._fd, nbytes, writable=True)
         except OSError as error:
             raise ResourceError(f"{self._name}: cannot bind {nbytes} bytes of shared memory: {error}") from error
-        array = virtual_memory.array_at(address, nbytes, writable=True, on_release=virtual_memory.unmap)
+        array = virtual_memory.array_at(address, nbytes, writable=True, on_release=partial(_unmap, self._pages))
         toucher = threading.Thread(
             target=self._touch, args=(array, address, start), name=f"touch-{self._name}", daemon=True
         )
@@ -92,7 +108,7 @@ class DramSegment:
         return array
 
     def _touch(self, array: np.ndarray, address: int, start: int) -> None:
-        """Touch the pages of ``array``, which this thread thereby keeps mapped, from byte ``start`` on."""
+        """Touch the pages of ``array``, which this thread thereby keeps mapped, from byte ``start`` on; lock them."""
         joins = True
         for offset in range(start - start % _TOUCH_NBYTES, len(array), _TOUCH_NBYTES):
             if self._closing.is_set():
@@ -100,9 +116,17 @@ class DramSegment:
             nbytes = min(_TOUCH_NBYTES, len(array) - offset)
             if not virtual_memory.populate(address + offset, nbytes):
                 logger.info("%s: this kernel cannot touch pages ahead of use; the first puts are slower", self._name)
-                return
+                break
             whole = nbytes - nbytes % virtual_memory.HUGE_PAGE_NBYTES
             joins = joins and (not whole or virtual_memory.join_pages(address + offset, whole))
+        if self._pages is not None:  # locked ones can no more be joined
+            self._pages.lock(address, len(array))
+
+
+def _unmap(pages: Pages | None, address: int, nbytes: int) -> None:
+    if pages is not None:
+        pages.unlock(address)
+    virtual_memory.unmap(address, nbytes)
 
 
 class _Reservation:

@@ -6,12 +6,15 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.page_table import Mapping, SegmentKey
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Distance(enum.StrEnum):
@@ -20,6 +23,25 @@ class Distance(enum.StrEnum):
     SAME_PROCESS = "same_process"
     SAME_NODE = "same_node"
     OTHER_NODE = "other_node"
+
+
+class Arrival(ABC):
+    """Bytes on their way to this process; one that is dropped unread gives back what it took."""
+
+    @abstractmethod
+    def wait(self) -> list[np.ndarray]:
+        """Return the bytes of each source, uint8, read-only; to be called once. Raises OwnerLostError."""
+
+
+class Arrived(Arrival):
+    """Bytes that were here at once."""
+
+    def __init__(self, data: list[np.ndarray]) -> None:
+        self._data = data
+
+    def wait(self) -> list[np.ndarray]:
+        """Return them."""
+        return self._data
 
 
 class Transport(ABC):
@@ -43,10 +65,18 @@ class Transport(ABC):
         assert all(view is not None for view in views), f"transport {self.name} has no views and no read of its own"
         return [view for view in views if view is not None]
 
+    def start(self, sources: Sequence[Mapping]) -> Arrival:
+        """As ``read``, but a network only starts its transfer, so that the caller can do something else meanwhile."""
+        return Arrived(self.read(sources))
+
     def scatter(self, sources: Sequence[Mapping], destinations: Sequence[np.ndarray]) -> None:
         """Copy the bytes of each source into its destination (uint8, as long); a batch is one call."""
         for data, destination in zip(self.read(sources), destinations, strict=True):
             destination[:] = data
+
+    def copy(self, sources: Sequence[Mapping], destinations: Sequence[Tensor]) -> None:
+        """Copy each source into its destination (uint8, as long) on a device, there when this returns."""
+        raise PoolError(f"transport {self.name} does not write device memory")
 
     def read_into(self, sources: Sequence[Mapping], destination: np.ndarray) -> None:
         """Copy the bytes of ``sources``, one after another, into ``destination`` (uint8, as long as their sum)."""

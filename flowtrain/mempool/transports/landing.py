@@ -53,8 +53,9 @@ class LandingBuffers:
         """Let a buffer be taken again that nobody reads and no transfer writes."""
         self._idle[buffer.nbytes].append(buffer)
 
-    def hand_over(self, buffer: LandingBuffer) -> np.ndarray:
-        """Return the buffer's bytes, uint8, read-only; it comes back when the array and every view of it are gone."""
-        return virtual_memory.array_at(
-            buffer.address, buffer.nbytes, writable=False, on_release=lambda *_: self.give_back(buffer)
-        )
+    def hand_over(self, buffer: LandingBuffer, let_go: Callable[[], None]) -> np.ndarray:
+        """Return the buffer's bytes, uint8, read-only; ``let_go`` is called when they and every view of them are gone.
+
+        It is to give the buffer back, once no transfer writes it.
+        """
+        return virtual_memory.array_at(buffer.address, buffer.nbytes, writable=False, on_release=lambda *_: let_go())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,14 +15,17 @@ import numpy as np
 
 from flowtrain.errors import OwnerLostError, PoolError
 from flowtrain.mempool.page_table import Mapping, SegmentKey
-from flowtrain.mempool.transports.base import Transport
+from flowtrain.mempool.transports.base import Arrival, Arrived, Transport
 from flowtrain.mempool.transports.landing import LandingBuffer, LandingBuffers
-from flowtrain.mempool.transports.nixl_agent import Agent, Descriptor, TransferError
-from flowtrain.mempool.transports.nixl_batch import Batch, Peer, Share, key_of, lay_out
-from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport, Piece
+from flowtrain.mempool.transports.nixl_agent import Agent, TransferError
+from flowtrain.mempool.transports.nixl_batch import Batch, Peer, Share, key_of, lay_out, requests
+from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport
+from flowtrain.mempool.transports.nixl_offer import NixlOffer
 from flowtrain.types import SegmentExport
 
-_SPIN_S = 200e-6
+_SPIN_S = 20e-3
+"""A waiting thread yields its core between two looks for so long, then sleeps: where the network cannot read memory
+itself, the bytes are taken in by looking."""
 _POLL_S = 50e-6
 
 
@@ -34,42 +39,27 @@ class NixlTransport(Transport):
     name: ClassVar[str] = "nixl"
 
     def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._agent = agent = Agent(f"{name}-{secrets.token_hex(4)}")
-        # At the latest before the interpreter frees the memory that the agent still serves.
+        self._agent = agent = Agent(f"{name}-{secrets.token_hex(4)}", serves=False)
+        # At the latest before the interpreter frees the memory that the agent still writes.
         self._closer = weakref.finalize(self, agent.close)
-        self._stamp = np.frombuffer(secrets.token_bytes(STAMP_NBYTES), np.uint8).copy()
-        agent.register(self._stamp.ctypes.data, STAMP_NBYTES, self._stamp)
-        self._pieces: list[Piece] = []
-        self._offer = b""
+        self._offer: NixlOffer | None = None
         self._peers: dict[SegmentKey, Peer] = {}
         self._landing = LandingBuffers(lambda buffer: agent.register(buffer.address, buffer.nbytes, buffer))
         self._under_way: list[Batch] = []
         self._abandoned: list[Batch] = []
-
-    # --- giving -------------------------------------------------------------------------------------------------
+        self._dropped: deque[Batch] = deque()
 
     def offer(self, array: np.ndarray) -> bytes:
-        """Register the own segment, or what it grew by; returns ``SegmentExport.network``.
-
-        array: all its bytes, uint8; a longer one at each growth, whose first bytes are the same memory.
-        """
+        """Let others read the own segment; as ``NixlOffer.export``."""
         with self._lock:
             self._check_open()
-            known = sum(piece.nbytes for piece in self._pieces)
-            if len(array) > known:
-                piece = Piece(array.ctypes.data + known, len(array) - known)
-                self._agent.register(piece.address, piece.nbytes, array)
-                self._pieces.append(piece)
-                stamp_address = self._stamp.ctypes.data
-                memory = [(piece.address, piece.nbytes) for piece in self._pieces]
-                metadata = self._agent.metadata([(stamp_address, STAMP_NBYTES), *memory])
-                export = NetworkExport(self._stamp.tobytes(), stamp_address, tuple(self._pieces), metadata)
-                self._offer = export.to_bytes()
-            return self._offer
-
-    # --- reading ------------------------------------------------------------------------------------------------
+            if self._offer is None:
+                # An agent of its own: a thread that answers others and a thread that reads would wait for each other.
+                self._offer = NixlOffer(f"{self._name}-{secrets.token_hex(4)}")
+        return self._offer.export(array)
 
     def view(self, source: Mapping) -> np.ndarray:
         """Return a peer's bytes as ``read`` does."""
@@ -81,20 +71,26 @@ class NixlTransport(Transport):
         Returns read-only views of a buffer that is used again when the last of them is gone. Raises OwnerLostError if
         an owner is gone, does not answer in time, or is not the process that published the segment.
         """
+        return self.start(sources).wait()
+
+    def start(self, sources: Sequence[Mapping]) -> Arrival:
+        """Start to ``read``."""
         if not sources:
-            return []
-        shares, nbytes = lay_out(sources)
+            return Arrived([])
+        shares, starts, nbytes = lay_out(sources)
         batch = self._begin(shares, nbytes)
-        try:
-            self._wait(batch)
-            self._check_stamps(batch)
-        except BaseException:
-            self._end(batch, abandon=True)
-            raise
-        self._end(batch, abandon=False)
-        data = self._landing.hand_over(batch.buffer)
-        starts = [shares[key_of(source.export)].start_of(source.offset) for source in sources]
-        return [data[start : start + source.nbytes] for start, source in zip(starts, sources, strict=True)]
+        # The views are made while the bytes travel.
+        data = self._landing.hand_over(batch.buffer, lambda: self._let_go(batch))
+        views = [data[start : start + source.nbytes] for start, source in zip(starts, sources, strict=True)]
+        return _Landing(self, batch, views)
+
+    def finish(self, batch: Batch) -> None:
+        """Wait until a batch is in its buffer. Raises as ``read``."""
+        self._wait(batch)
+        self._check_stamps(batch)
+        with self._lock:
+            self._under_way.remove(batch)
+            batch.has_arrived = True
 
     def drop(self, segment: SegmentKey) -> None:
         """Disconnect from an owner that is gone."""
@@ -112,6 +108,8 @@ class NixlTransport(Transport):
             for segment in list(self._peers):
                 self._forget(segment)
             self._closer()
+            if self._offer is not None:
+                self._offer.close()
 
     # --- one batch ----------------------------------------------------------------------------------------------
 
@@ -130,24 +128,18 @@ class NixlTransport(Transport):
             self._under_way.append(batch)
         return batch
 
-    def _end(self, batch: Batch, *, abandon: bool) -> None:
-        with self._lock:
-            self._under_way.remove(batch)
-            if abandon:
-                self._abandoned.append(batch)
+    def _let_go(self, batch: Batch) -> None:
+        """Take note that nobody looks at a batch any more. Takes no lock: garbage collection calls it anywhere."""
+        if batch.has_arrived:
+            self._landing.give_back(batch.buffer)
+        else:
+            self._dropped.append(batch)
 
     def _post(self, buffer: LandingBuffer, share: Share) -> None:
         """Start one owner's transfer. Raises OwnerLostError."""
         try:
             share.peer = peer = self._connect(share.segment)
-            here: list[Descriptor] = [(buffer.address + share.stamp_start, STAMP_NBYTES)]
-            there: list[Descriptor] = [(peer.export.stamp_address, STAMP_NBYTES)]
-            for run, start in zip(share.runs, share.starts, strict=True):
-                landed = buffer.address + start
-                for address, nbytes in peer.export.locate(run.offset, run.nbytes):
-                    here.append((landed, nbytes))
-                    there.append((address, nbytes))
-                    landed += nbytes
+            here, there = requests(share, peer.export, buffer.address)
             share.handle = self._agent.read(peer.name, here, there)
         except TransferError as error:
             raise self._lost(share, f"{error}") from error
@@ -177,17 +169,20 @@ class NixlTransport(Transport):
                 return
             waited_s = time.monotonic() - started
             if waited_s >= self._timeout_s:
-                nbytes = sum(run.nbytes for share in waiting for run in share.runs)
+                nbytes = sum(length for share in waiting for _, length, _ in share.runs)
                 raise OwnerLostError(
                     f"{', '.join(_describe(share.segment) for share in waiting)}: {nbytes} bytes did not arrive over "
                     f"the network within pool.transfer_timeout_s ({self._timeout_s:g} s); the process hangs, its "
                     "node is gone, or the link is slower than that"
                 )
-            time.sleep(_POLL_S if waited_s > _SPIN_S else 0)
+            if waited_s > _SPIN_S:
+                time.sleep(_POLL_S)
+            else:
+                os.sched_yield()
 
     def _is_done(self, share: Share) -> bool:
         try:
-            done = self._agent.is_done(share.handle)
+            done = share.handle is None or self._agent.is_done(share.handle)
         except TransferError as error:
             raise self._lost(share, str(error)) from error
         if done:
@@ -220,7 +215,11 @@ class NixlTransport(Transport):
             self._agent.disconnect(peer.name)
 
     def _reap(self) -> None:
-        """Take back the buffers of batches that failed, each once nothing can be written into it any more."""
+        """Take back the buffers of batches that nobody wants, each once nothing can be written into it any more."""
+        while self._dropped:
+            batch = self._dropped.popleft()
+            self._under_way.remove(batch)
+            self._abandoned.append(batch)
         left = []
         for batch in self._abandoned:
             for share in batch.shares.values():
@@ -249,6 +248,21 @@ class NixlTransport(Transport):
     def _check_open(self) -> None:
         if not self._closer.alive:
             raise PoolError("this transport is closed")
+
+
+class _Landing(Arrival):
+    """A batch under way, and what will be in ``views`` once it has arrived."""
+
+    def __init__(self, transport: NixlTransport, batch: Batch, views: list[np.ndarray]) -> None:
+        self._transport = transport
+        self._batch = batch
+        self._views = views
+
+    def wait(self) -> list[np.ndarray]:
+        """Wait for the transfers; returns views of the buffer. Raises as ``NixlTransport.read``."""
+        self._transport.finish(self._batch)
+        views, self._views = self._views, []
+        return views
 
 
 def _describe(export: SegmentExport) -> str:

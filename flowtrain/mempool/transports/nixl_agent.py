@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from flowtrain.errors import ResourceError
 
 logger = logging.getLogger(__name__)
@@ -21,8 +19,12 @@ _UCX_DEFAULTS = {"UCX_TCP_TX_SEG_SIZE": "64k"}
 """What UCX is told unless the user did: over TCP it answers a READ in segments of this size; with its own 8 KiB large
 batches are several times slower. Other links do not look at it."""
 
-Descriptor = tuple[int, int]
-"""(address, nbytes) in DRAM."""
+_WAKE_US = 10_000
+"""How often NIXL's thread looks for work that it was not woken for. With 0, as NIXL's own Python API has it, the thread
+spins: a core of every process."""
+
+Descriptor = tuple[int, int, int]
+"""(address, nbytes, 0) in DRAM."""
 T = TypeVar("T")
 
 
@@ -38,10 +40,12 @@ def nixl_module() -> str | None:
 class Agent:
     """One end of the network. Not thread-safe: the caller lets in one thread at a time.
 
+    serves: others read this process's memory: it has a thread that answers them and sleeps until it is woken. Without
+    one, transfers go on when somebody asks how far they are (and by themselves where the network can read memory).
     Raises ResourceError where NIXL is not installed or does not start.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, serves: bool) -> None:
         module = nixl_module()
         if module is None:
             raise ResourceError(
@@ -51,60 +55,62 @@ class Agent:
         _warn_of_slow_settings()
         for variable, value in _UCX_DEFAULTS.items():
             os.environ.setdefault(variable, value)
-        api, bindings = importlib.import_module(f"{module}._api"), importlib.import_module(f"{module}._bindings")
-        if "NIXL_LOG_LEVEL" not in os.environ:
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it would announce every agent on stdout
-        self._errors = tuple(kind for key, kind in vars(bindings).items() if key.endswith("Error"))
+        importlib.import_module(module)  # finds its plugins
+        self._nixl: Any = importlib.import_module(f"{module}._bindings")
+        self._errors = tuple(kind for key, kind in vars(self._nixl).items() if key.endswith("Error"))
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = serves
+        config.pthrDelay = _WAKE_US
         try:
-            self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"]))
+            self._agent: Any = self._nixl.nixlAgent(name, config)
+            self._backend = self._agent.createBackend("UCX", {})
         except (*self._errors, RuntimeError) as error:
             raise ResourceError(f"NIXL ({module}) does not start its UCX backend on this node: {error}") from error
         self._registered: list[tuple[Any, object]] = []
 
     def register(self, address: int, nbytes: int, owner: object) -> None:
         """Make memory known to the network, for as long as the agent lives; ``owner`` is kept alive until then."""
-        registration = self._call(self._agent.register_memory, [(address, nbytes, 0, "")], "DRAM")
+        registration = self._regions([(address, nbytes)])
+        self._call(self._agent.registerMem, registration)
         self._registered.append((registration, owner))
 
-    def metadata(self, memory: Sequence[Descriptor]) -> bytes:
+    def metadata(self, memory: Sequence[tuple[int, int]]) -> bytes:
         """Return what a peer needs to connect and to read these registered runs."""
-        descriptors = self._agent.get_reg_descs([(address, nbytes, 0, "") for address, nbytes in memory], "DRAM")
-        return bytes(self._call(self._agent.get_partial_agent_metadata, descriptors, True, ["UCX"]))
+        return bytes(self._call(self._agent.getLocalPartialMD, self._regions(memory), True, [self._backend]))
 
     def connect(self, metadata: bytes) -> str:
         """Take in a peer, or what is new of it; returns its name. Raises TransferError where nobody answers."""
-        name = self._call(self._agent.add_remote_agent, metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+        return self._call(self._agent.loadRemoteMD, metadata).decode()
 
     def disconnect(self, name: str) -> None:
         """Let go of a peer, dead or alive."""
         try:
-            self._call(self._agent.remove_remote_agent, name)
+            self._call(self._agent.invalidateRemoteMD, name)
         except TransferError as error:
             logger.debug("%s was not connected any more: %s", name, error)
 
-    def read(self, name: str, here: Sequence[Descriptor], there: Sequence[Descriptor]) -> Any:
+    def read(self, name: str, here: list[Descriptor], there: list[Descriptor]) -> int:
         """Start one transfer of all these runs; returns its handle. Raises TransferError if the peer is gone."""
-        handle = self._call(self._agent.initialize_xfer, "READ", self._runs(here), self._runs(there), name)
+        runs = [self._nixl.nixlXferDList(self._nixl.DRAM_SEG, descriptors) for descriptors in (here, there)]
+        handle = int(self._call(self._agent.createXferReq, self._nixl.NIXL_READ, *runs, name))
         try:
-            if self._call(self._agent.transfer, handle) == "ERR":
-                raise TransferError("the transfer failed when it was posted")
+            self._call(self._agent.postXferReq, handle)
         except TransferError:
             self.release(handle)
             raise
         return handle
 
-    def is_done(self, handle: Any) -> bool:
+    def is_done(self, handle: int) -> bool:
         """Whether a transfer is complete. Raises TransferError if it broke off."""
-        state = self._call(self._agent.check_xfer_state, handle)
-        if state == "ERR":
+        state = self._call(self._agent.getXferStatus, handle)
+        if state not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
             raise TransferError("the transfer broke off")
-        return bool(state == "DONE")
+        return bool(state == self._nixl.NIXL_SUCCESS)
 
-    def release(self, handle: Any) -> bool:
+    def release(self, handle: int) -> bool:
         """Forget a transfer; False while it is under way and cannot be broken off, so that bytes may still arrive."""
         try:
-            self._call(handle.release)
+            self._call(self._agent.releaseXferReq, handle)
         except TransferError as error:
             logger.debug("a transfer could not be released: %s", error)
             return False
@@ -114,16 +120,14 @@ class Agent:
         """Leave the network; only then the memory is let go, since NIXL crashes on memory that went before it."""
         for registration, _ in reversed(self._registered):
             try:
-                self._call(self._agent.deregister_memory, registration)
+                self._call(self._agent.deregisterMem, registration)
             except TransferError as error:
                 logger.debug("memory could not be deregistered: %s", error)
         self._agent = None
         self._registered.clear()
 
-    def _runs(self, runs: Sequence[Descriptor]) -> Any:
-        table = np.zeros((len(runs), 3), np.uint64)
-        table[:, :2] = runs
-        return self._agent.get_xfer_descs(table, "DRAM")
+    def _regions(self, memory: Sequence[tuple[int, int]]) -> Any:
+        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, nbytes, 0, "") for address, nbytes in memory])
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from flowtrain.errors import AddressError, PoolError
 
@@ -63,25 +62,3 @@ class NetworkExport:
             start += piece.nbytes
         if end > start:
             raise AddressError(f"bytes up to offset {end} were asked of a segment with {start} bytes on the network")
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes of a segment that are read together: ``[offset, offset + nbytes)``."""
-
-    offset: int
-    nbytes: int
-
-
-def join_runs(runs: list[Run], largest_gap_nbytes: int) -> list[Run]:
-    """Join runs that overlap or lie at most so many bytes apart; ascending, none left that could be joined."""
-    joined: list[Run] = []
-    for run in sorted(runs, key=lambda run: run.offset):
-        last = joined[-1] if joined else None
-        if last is not None and run.offset - (last.offset + last.nbytes) <= largest_gap_nbytes:
-            end = max(last.offset + last.nbytes, run.offset + run.nbytes)
-            joined[-1] = Run(last.offset, end - last.offset)
-        else:
-            joined.append(run)
-    assert all(a.offset + a.nbytes + largest_gap_nbytes < b.offset for a, b in pairwise(joined))
-    return joined

@@ -1,0 +1,114 @@
+"""What a process with an accelerator has of the pool beside DRAM: its end of the HBM tier, and page-locked memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flowtrain.mempool.arena import Arena, Run
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.mempool.tiers.hbm import KNOB, HbmRegion, HbmSegment
+from flowtrain.mempool.tiers.page_lock import PageLock
+from flowtrain.mempool.transports.base import Distance
+from flowtrain.mempool.transports.device_ipc import DeviceIpcTransport, HbmLocalTransport
+from flowtrain.mempool.transports.registry import TransportRegistry
+from flowtrain.mempool.watermarks import TierPolicy, Watermarks
+from flowtrain.types import Extent, SegmentExport, Tier
+
+
+class DeviceSide:
+    """A process's end of the HBM tier (FlowTrain 3.2). Thread-safe.
+
+    process_index, node_id, space, alignment: as of its ``Pool``. device: an accelerator that ``why_absent`` has nothing
+    against. segment_nbytes: what this process gives (0: it only reads). watermarks: when parts go to DRAM. Raises
+    ResourceError where the device does not give that much.
+
+    HBM comes on top: whoever leases a batch is promised room in DRAM, so that a full device only means that parts lie
+    there, and the least pool that a run needs does not count on it.
+    """
+
+    def __init__(
+        self,
+        process_index: int,
+        node_id: str,
+        space: AddressSpace,
+        device: torch.device,
+        segment_nbytes: int,
+        alignment: int,
+        watermarks: Watermarks,
+    ) -> None:
+        self._process_index = process_index
+        self._node_id = node_id
+        self._base = space.gva(Tier.HBM, process_index, 0)
+        self._device = device
+        self._lock = threading.Lock()
+        self._arena = Arena(segment_nbytes, alignment, KNOB)
+        self._policy = TierPolicy(watermarks)
+        self._segment = HbmSegment(device, segment_nbytes) if segment_nbytes else None
+        self.pages = PageLock(device)
+
+    def register(self, transports: TransportRegistry) -> None:
+        """Serve the routes from HBM on this node."""
+        peers = DeviceIpcTransport(self._device, HbmRegion(self._device))
+        for destination in (Tier.HBM, Tier.DRAM):
+            transports.register(Tier.HBM, destination, Distance.SAME_NODE, peers)
+        if self._segment is not None:
+            own = HbmLocalTransport(self._device, self._segment)
+            for destination in (Tier.HBM, Tier.DRAM):
+                transports.register(Tier.HBM, destination, Distance.SAME_PROCESS, own)
+
+    def export(self) -> SegmentExport | None:
+        """Return what peers need to read this process's HBM; None where it gives none."""
+        if self._segment is None:
+            return None
+        nbytes = len(self._segment.tensor)
+        device = self._segment.export
+        return SegmentExport(self._process_index, self._node_id, Tier.HBM, os.getpid(), -1, nbytes, device=device)
+
+    def write(self, nbytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[Extent, ...] | None:
+        """Let ``fill`` write a part in place (uint8 [nbytes] on the device), if the policy wants it in HBM.
+
+        Returns its extent, whose bytes peers may read from then on; None where it is to lie in DRAM: above the
+        watermark, or with no run of the segment long enough.
+        """
+        with self._lock:
+            segment, need = self._segment, self._arena.aligned(nbytes)
+            if segment is None or not nbytes or self._policy.choose(need, {Tier.HBM: self._arena}) is not Tier.HBM:
+                return None
+            if need > self._arena.largest_free_nbytes:
+                return None
+            runs = self._arena.allocate(nbytes)
+        ((offset, _),) = runs
+        try:
+            fill(segment.tensor[offset : offset + nbytes])
+            torch.accelerator.current_stream(self._device).synchronize()
+        except BaseException:
+            self.free(runs)
+            raise
+        return (Extent(self._base + offset, nbytes),)
+
+    def is_used(self, offset: int, nbytes: int) -> bool:
+        """Whether own bytes are in use."""
+        with self._lock:
+            return self._arena.is_used(offset, nbytes)
+
+    def split(self, extents: Sequence[Extent]) -> tuple[list[Run], list[Extent]]:
+        """Return own HBM among extents as runs of the segment, and what is left of them."""
+        end = self._base + self._arena.bound_nbytes
+        own = [(extent.gva - self._base, extent.nbytes) for extent in extents if self._base <= extent.gva < end]
+        return own, [extent for extent in extents if not self._base <= extent.gva < end]
+
+    def free(self, runs: Sequence[Run]) -> None:
+        """Free own runs, all or none. Raises AddressError for one that is not in use."""
+        with self._lock:
+            self._arena.free(runs)
+
+    def close(self) -> None:
+        """Stop giving; the pool has closed its transports before."""
+        with self._lock:
+            segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()

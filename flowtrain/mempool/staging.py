@@ -1,0 +1,78 @@
+"""From the pool onto a device beside its computing: through page-locked memory, on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from flowtrain.mempool.pool import Pool
+from flowtrain.types import Extent, Tier
+
+
+class DeviceStaging:
+    """Brings parts onto an accelerator while another thread computes there. For one thread.
+
+    Parts in HBM are copied within the node's devices; those in DRAM are read into one page-locked buffer, which is used
+    again once the copy from it is done.
+    """
+
+    def __init__(self, pool: Pool, device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+        self._stream = torch.Stream(device)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._copied: torch.Event | None = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run what is started inside on the side stream; may be nested, as a ``with`` on the stream may not."""
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[torch.Tensor]:
+        """Return the bytes of each part, uint8 on the device, there once the side stream is.
+
+        What lies in HBM was copied when this returns, so that it may be released. Raises as ``Pool.get_batch``.
+        """
+        extents = [extent for part in parts for extent in part]
+        with self.aside():
+            memory = torch.empty(sum(extent.nbytes for extent in extents), dtype=torch.uint8, device=self._device)
+            by_tier: dict[Tier, tuple[list[Extent], list[torch.Tensor]]] = {tier: ([], []) for tier in Tier}
+            for extent, place in zip(extents, memory.split([extent.nbytes for extent in extents]), strict=True):
+                those, places = by_tier[self._pool.tier_of(extent)]
+                those.append(extent)
+                places.append(place)
+            self._pool.copy_to_device(*by_tier[Tier.HBM])
+            self._stage(*by_tier[Tier.DRAM])
+        return list(memory.split([sum(extent.nbytes for extent in part) for part in parts]))
+
+    def mark(self) -> torch.Event:
+        """Return an event behind all that was started aside so far, for ``hand_over``."""
+        return self._stream.record_event()
+
+    def hand_over(self, tensors: Iterable[torch.Tensor], ready: torch.Event) -> None:
+        """Let the calling thread's stream use tensors that were made aside: it waits for ``ready``, the thread not."""
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(ready)
+        for tensor in tensors:
+            tensor.record_stream(stream)  # else their memory could be taken for the next batch while in use
+
+    def _stage(self, extents: Sequence[Extent], places: Sequence[torch.Tensor]) -> None:
+        nbytes = sum(extent.nbytes for extent in extents)
+        if not nbytes:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        if nbytes > len(self._buffer):
+            self._buffer = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
+        staged = self._buffer[:nbytes]
+        self._pool.read_into(extents, staged.numpy())
+        for place, data in zip(places, staged.split([extent.nbytes for extent in extents]), strict=True):
+            place.copy_(data, non_blocking=True)
+        self._copied = self._stream.record_event()

@@ -1,0 +1,76 @@
+"""Where a run begins, and what is said of a checkpoint that was written in another way."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.start import Start, find_start
+from flowtrain.observability.run_dir import RunDir, open_run_dir
+from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
+from tests.e2e.worlds import World, tiny_config
+
+STATE = {"sampler": {"next_position": 24}}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    world = World()
+    world.add_mixed(8)
+    return tiny_config(
+        tmp_path, world.write(tmp_path / "train.parquet"), "start", backbone={"pipeline_parallel_size": 2}
+    )
+
+
+def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[Start, Prepared]:
+    files: RunDir = open_run_dir(config, resume=False)
+    if meta is not None:
+        directory = temporary_directory(files.checkpoints, meta.step, "x")
+        directory.mkdir()
+        (directory / "shard").write_bytes(b"weights")
+        commit(directory, meta, keep=1)
+    prepared = prepare(config)
+    return find_start(files, prepared), prepared
+
+
+def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    assert start_of(config, None)[0] == Start()
+    assert "has no complete checkpoint" in caplog.text
+
+
+def meta_of(**changes: object) -> CheckpointMeta:
+    version = str(torch.__version__)
+    values = {"dp_size": 1, "pp_size": 2, "num_threads": 1, "torch_version": version, **changes}
+    return CheckpointMeta(3, STATE, "digest", **values)  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
+    config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, _ = start_of(config, meta_of())
+    assert (start.step, start.sampler_state) == (3, STATE["sampler"])
+    assert start.checkpoint is not None and start.checkpoint.name == "step-00000003"
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dp_size": 2, "pp_size": 1, "tp_size": 2}, "degrees dp=2 pp=1 tp=2, now dp=1 pp=2 tp=1"),
+        ({"num_chunks": 2}, "backbone.chunks_per_rank 2, now 1"),
+        ({"num_threads": 3}, "backbone threads 3, now 1"),
+        ({"torch_version": "1.0"}, f"torch 1.0, now {torch.__version__}"),
+    ],
+)
+def test_what_keeps_a_resume_from_being_exact_is_said(
+    config: RunConfig, caplog: pytest.LogCaptureFixture, changes: dict[str, object], said: str
+) -> None:
+    start, _ = start_of(config, meta_of(**changes))
+    assert start.step == 3
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert said in warning and warning.endswith("losses agree only closely")

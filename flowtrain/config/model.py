@@ -68,7 +68,7 @@ class BackboneConfig(ConfigModel):
     path or config as for an encoder. attention: which kernel runs packed sequences; ``auto`` chooses by device.
     activation_checkpointing: what is recomputed in the backward pass: nothing, every layer, all but matrix products and
     attention (``selective``), or each ``checkpoint_every``-th layer (``every_n``). sharding: what data parallel ranks
-    share out: ``full`` parameters too between uses, ``gradients`` keeps those whole from a microbatch's forward on.
+    share out: ``full`` parameters too between uses, ``gradients`` keeps those whole from a step's first forward on.
     pipeline_schedule: ``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers.
     compile: torch.compile for the decoder layers.
     """

@@ -36,10 +36,12 @@ class ModelChunks:
 
     tied: parameter names that share another one's values, ``{name: name it is stored under}``. Where the pipeline puts
     both on different ranks, each has a parameter of its own, and their gradients are summed before the update.
+    shards_parameters: whether parameters are shared out again after each use, and not just after the step.
     """
 
     stages: Mapping[int, Backbone]
     tied: Mapping[str, str]
+    shards_parameters: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their names in the whole model, a tied one once a rank."""
@@ -86,7 +88,12 @@ def build_chunks(config: RunConfig, source: BackboneSource, group: BackboneGroup
             parallelize(module, group.mesh[TP_AXIS])
         _shard(module, config, group)
         stages[stage] = module
-    return ModelChunks(stages, tied)
+    return ModelChunks(stages, tied, _shards_parameters(config, group))
+
+
+def _shards_parameters(config: RunConfig, group: BackboneGroup) -> bool:
+    """A single replica has nobody to share with, and would only copy its parameters anew for every microbatch."""
+    return config.backbone.sharding == "full" and group.degrees.dp > 1
 
 
 def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
@@ -95,7 +102,7 @@ def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if config.model.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, reshard = group.mesh[DP_AXIS], config.backbone.sharding == "full"
+    mesh, reshard = group.mesh[DP_AXIS], _shards_parameters(config, group)
     for layer in module.decoder_layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root's own parameters are needed again as soon as the backward begins, at the earliest: FSDP keeps them whole.

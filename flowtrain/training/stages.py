@@ -89,6 +89,7 @@ class Stages:
         fsdp = as_fsdp(module)
         fsdp.set_requires_gradient_sync(is_last)
         fsdp.set_is_last_backward(is_last)
+        fsdp.set_reshard_after_backward(is_last or self._model.shards_parameters)
         hidden, output = self._graphs.pop(slot)
         if module.is_last_stage:
             (output * self._loss_scale).backward()

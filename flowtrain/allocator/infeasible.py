@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from flowtrain.allocator.candidates import Enumeration, PruneReason
+from flowtrain.allocator.candidates import (
+    FINE_GRAINED_DEVICES,
+    Candidate,
+    CandidateColumns,
+    Enumeration,
+    PruneReason,
+)
 from flowtrain.allocator.cluster import Cluster
 from flowtrain.allocator.flow import FlowProblem
 from flowtrain.allocator.milp import fewest_missing_devices
-from flowtrain.allocator.request import Key, Request, enumerate_module
+from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem
 from flowtrain.allocator.solvers import Solver
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.errors import ConfigError
 
 MAX_DEVICES = 1 << 14
 """Larger clusters are not suggested."""
+MIN_BATCH_PATCHES = 256
+"""Nor smaller batches of an encoder: one image of 224 pixels at patch 14."""
 
 
 def infeasible(
@@ -62,56 +70,72 @@ def _last_reason(request: Request, device_type: str, found: Enumeration) -> str:
 
 
 def _ways_out(request: Request, module: str) -> Iterator[str]:
-    """Single changes that give the module a configuration, then more devices together with full recomputation."""
+    """Single changes that make the whole feasible; where none does, more devices together with full recomputation."""
     recomputed = replace(request, setup=replace(request.setup, activation_checkpointing="full"))
-    already = request.setup.activation_checkpointing == "full" or module != BACKBONE
+    may_recompute = module == BACKBONE and request.setup.activation_checkpointing != "full"
     found = False
-    if not already and _is_feasible(recomputed, module):
+    if may_recompute and _is_feasible(recomputed):
         yield "backbone.activation_checkpointing=full"
         found = True
-    for key, changed in _smaller_batches(request, module):
-        if _is_feasible(changed, module):
-            yield key
-            found = True
-            break
-    for larger in _larger(request):
-        if _is_feasible(larger, module):
-            yield f"{larger.cluster.num_devices} devices"
-            found = True
-            break
-    if found or already:
+    smaller = next((key for key, changed in _smaller_batches(request, module) if _is_feasible(changed)), None)
+    if smaller is not None:
+        yield smaller
+        found = True
+    larger = _fewest_devices(request)
+    if larger is not None:
+        yield f"{larger} devices"
+        found = True
+    if found or not may_recompute:
         return
-    for larger in _larger(recomputed):
-        if _is_feasible(larger, module):
-            yield f"backbone.activation_checkpointing=full on {larger.cluster.num_devices} devices"
-            return
+    larger = _fewest_devices(recomputed)
+    if larger is not None:
+        yield f"backbone.activation_checkpointing=full on {larger} devices"
 
 
 def _smaller_batches(request: Request, module: str) -> Iterator[tuple[str, Request]]:
     if module == BACKBONE:
         longest, tokens = int(request.workload.lengths.max()), request.workload.microbatch_tokens // 2
         while tokens >= longest:
-            yield (
-                f"scheduler.microbatch_tokens={tokens}",
-                replace(request, workload=replace(request.workload, microbatch_tokens=tokens)),
-            )
+            key = f"scheduler.microbatch_tokens={tokens}"
+            yield key, replace(request, workload=replace(request.workload, microbatch_tokens=tokens))
             tokens //= 2
         return
     patches = request.max_batch_patches[module] // 2
-    while patches >= 256:
+    while patches >= MIN_BATCH_PATCHES:
         limits = {**request.max_batch_patches, module: patches}
         yield f"encoders.{module}.max_batch_patches={patches}", replace(request, max_batch_patches=limits)
         patches //= 2
 
 
-def _larger(request: Request) -> Iterator[Request]:
-    """The same cluster with 2, 4, 8, ... times the devices, at least whole nodes."""
+def _fewest_devices(request: Request) -> int | None:
+    """Devices of the smallest feasible cluster: several times this one, then in whole nodes where it has one type."""
     factor = 2
-    while factor * request.cluster.num_devices <= MAX_DEVICES:
-        types = tuple(replace(each, count=each.count * factor) for each in request.cluster.device_types)
-        yield replace(request, cluster=Cluster(types))
+    while not _is_feasible(larger := _times(request, factor)):
         factor *= 2
+        if factor * request.cluster.num_devices > MAX_DEVICES:
+            return None
+    if len(request.cluster.device_types) > 1:
+        return larger.cluster.num_devices
+    (device_type,) = request.cluster.device_types
+    grain = device_type.devices_per_node if factor * device_type.count > FINE_GRAINED_DEVICES else 1
+    low, high = factor // 2 * device_type.count // grain, -(-factor * device_type.count // grain)
+    while high - low > 1:  # more devices never make anything infeasible
+        middle = (low + high) // 2
+        sized = replace(request, cluster=Cluster((replace(device_type, count=middle * grain),)))
+        low, high = (low, middle) if _is_feasible(sized) else (middle, high)
+    return high * grain
 
 
-def _is_feasible(request: Request, module: str) -> bool:
-    return any(len(enumerate_module(request, module, each).columns) for each in request.cluster.device_types)
+def _times(request: Request, factor: int) -> Request:
+    types = tuple(replace(each, count=each.count * factor) for each in request.cluster.device_types)
+    return replace(request, cluster=Cluster(types))
+
+
+def _is_feasible(request: Request) -> bool:
+    """Whether the devices suffice for the smallest configurations; rates do not matter."""
+    smallest = {key: _smallest(each.columns) for key, each in enumerate_all(request).items()}
+    return fewest_missing_devices(flow_problem(request, smallest)) == {}
+
+
+def _smallest(columns: CandidateColumns) -> tuple[Candidate, ...]:
+    return (columns.candidate(int(columns.devices.argmin()), 1.0),) if len(columns) else ()

@@ -3,8 +3,8 @@
 python benchmarks/directory.py [--repeats N] [--units N] [--json]
 
 In-process: the calls on the directory alone. Through its actor: the run's coordinator behind Ray, which also plans
-every step, with a feeder, two encoders, a backbone rank and a driver that say what they say in a run, message by
-message, and do no other work. Exits with 1 where a position is not consumed, or not once.
+every step, with a feeder, two encoders, a backbone rank and a driver, each a process, that say what they say in a run,
+message by message, and do no other work. Exits with 1 where a position is not consumed, or not once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import ray
 from _positions import (
@@ -35,8 +35,9 @@ from _positions import (
 from _report import Figure, at_least, emit
 
 from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.garbage import expect_many_objects, keep_imports
 from flowtrain.actors.link import RayLink
-from flowtrain.actors.make_flow import FlowSettings, keep_imports, make_planner, start_flow
+from flowtrain.actors.make_flow import FlowSettings, make_planner, start_flow
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.load import load_config
 from flowtrain.controller.prepare import Prepared, prepare
@@ -103,6 +104,28 @@ class MeasuredCoordinator(Coordinator):
         return time.process_time()
 
 
+class Other:
+    """Another actor of the run, in a process of its own as there."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._link = RayLink(coordinator)
+
+    def prepare(self, num_units: int) -> None:
+        """Get ready, before time counts."""
+        self._samples = iter(samples_of(num_units))
+        keep_imports()  # as whoever joins the pool does
+
+    def feed(self, base: int) -> None:
+        expect_many_objects()  # as the feeder does
+        feed(self._link, "feeder-0", base, self._samples)
+
+    def encode(self, name: str, base: int) -> None:
+        encode(self._link, name, base)
+
+    def train(self, depth: int) -> None:
+        train(self._link, depth)
+
+
 def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
     """Through the coordinator as a Ray actor, once the pipeline is full.
 
@@ -124,18 +147,17 @@ def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
     )
     coordinator = ray.remote(num_cpus=0)(MeasuredCoordinator).remote(partial(start_flow, settings))
     base = address_space(prepared.config.pool).gva(Tier.DRAM, 0, 0)
-    samples = iter(samples_of(num_units))
+    depth = prepared.config.backbone.prefetch_microbatches
+    others = [ray.remote(num_cpus=0)(Other).remote(coordinator) for _ in range(4)]
+    ray.get([others[0].prepare.remote(num_units), *(other.prepare.remote(0) for other in others[1:])], timeout=60)
     cpu_s = -ray.get(coordinator.cpu_s.remote(), timeout=60)
-    with ThreadPoolExecutor(4) as actors:
-        running = [actors.submit(feed, RayLink(coordinator), "feeder-0", base, samples)]
-        running += [actors.submit(encode, RayLink(coordinator), f"encoder-{n}", base) for n in range(2)]
-        depth = prepared.config.backbone.prefetch_microbatches
-        running.append(actors.submit(train, RayLink(coordinator), depth))
-        finished_s = list(_finished(RayLink(coordinator), num_units))
-        for actor in running:
-            actor.result(timeout=60)
+    running = [others[0].feed.remote(base), others[1].train.remote(depth)]
+    running += [others[2 + n].encode.remote(f"encoder-{n}", base) for n in range(2)]
+    finished_s = list(_finished(RayLink(coordinator), num_units))
+    ray.get(running, timeout=60)
     cpu_s += ray.get(coordinator.cpu_s.remote(), timeout=60)
-    ray.kill(coordinator)
+    for actor in (coordinator, *others):
+        ray.kill(actor)
     rate = POSITIONS_PER_UNIT * (num_units - WARM_UP_UNITS) / (finished_s[-1] - finished_s[WARM_UP_UNITS - 1])
     return rate, POSITIONS_PER_UNIT * num_units / cpu_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from flowtrain.actors.garbage import expect_many_objects
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.config.run import RunConfig
@@ -31,6 +32,7 @@ class Feeder:
         self._link = link
         self._feed = Feed.from_config(self._config)
         knob = "pool.text_segment_nbytes"
+        expect_many_objects()
         member = join_pool(
             self._link, self._config.pool, self._run_id, NAME, self._config.pool.text_segment_nbytes, knob
         )

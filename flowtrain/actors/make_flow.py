@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 from flowtrain.actors.agenda import Agenda
 from flowtrain.actors.flow import Flow
+from flowtrain.actors.garbage import expect_many_objects, keep_imports
 from flowtrain.actors.membership import Membership
 from flowtrain.actors.order import ByArrival, InOrder, Order
 from flowtrain.config.run import RunConfig
@@ -127,13 +127,8 @@ def start_flow(settings: FlowSettings) -> Flow:
     """As ``make_flow``, for a process of its own."""
     flow = make_flow(settings)
     keep_imports()
+    expect_many_objects()
     return flow
-
-
-def keep_imports() -> None:
-    """Keep what was imported so far from the garbage collector's rounds, which take a quarter of a second with it."""
-    gc.collect()
-    gc.freeze()
 
 
 def _flops_of(spec: ModelSpec, freeze: Collection[str], sizes: SampleSizes) -> SampleFlops:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flowtrain.actors.garbage import keep_imports
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.flow import PoolConfig
 from flowtrain.mempool.device_side import DeviceSide
@@ -66,6 +67,7 @@ def join_pool(
     knob: the configuration key that sets the segment's size, for messages. device: that the process computes on; an
     accelerator lets it read HBM, and, with gives_hbm, give what the configuration says.
     """
+    keep_imports()
     joined: Joined = link.call("join", name, link.node_id)
     space = address_space(config)
     reason = why_absent(device)

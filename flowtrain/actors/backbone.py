@@ -125,6 +125,7 @@ class BackboneRank:
             )
         self._link = link
         self._saved_step = first_step
+        self._last_traced_step = first_step + self._config.observability.trace_steps
         device = self._group.device
         member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
         prefetcher = self._prefetcher(member.pool, first_unit)
@@ -139,7 +140,8 @@ class BackboneRank:
         finally:
             prefetcher.close()
             member.pool.close()
-            self._group.close()
+        # Not after an error: it would wait for what others never send, and hide the error as long.
+        self._group.close()
 
     def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
         device = self._group.device
@@ -175,6 +177,8 @@ class BackboneRank:
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
         started = time.time()
         plan = self._starving(prefetcher.next_plan)
+        if plan.unit.step > self._last_traced_step:
+            self.trainer.stages.record = None  # on an accelerator every span waits for the device
         actions = self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
         clock = MicrobatchClock(self._group.device) if is_training else None

@@ -59,6 +59,12 @@ def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: i
             f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's intermediate_size "
             f"({spec.intermediate_size})"
         )
+    if degrees.dp > 1 and spec.vocab_size % degrees.tp:
+        # Shards of unequal shards: DTensor's bookkeeping of them, which checkpoints go by, is wrong.
+        faults.append(
+            f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's vocab_size "
+            f"({spec.vocab_size}), which it must with backbone.data_parallel_size ({degrees.dp}) above 1"
+        )
     if chunks_per_rank > 1 and degrees.pp == 1:
         faults.append(
             f"backbone.chunks_per_rank ({chunks_per_rank}) needs backbone.pipeline_parallel_size of at least 2 (now 1)"

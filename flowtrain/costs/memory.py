@@ -13,7 +13,7 @@ from typing import Literal
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
 
 FLOAT32_NBYTES = 4
-LOSS_CHUNK_TOKENS = 1024
+LOSS_CHUNK_TOKENS = 2048
 """Rows of logits that exist at once; as ``flowtrain.models.loss`` has it."""
 
 _DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
@@ -114,8 +114,10 @@ def predict_step_memory(
     per_layer, outer = _layer_parameters(spec, setup.tp), _outer_parameters(spec, connector, chunks, setup.tp)
     whole = num_layers * per_layer + outer
     shard = -(-whole // setup.dp)
-    # FSDP gathers the next layer while one computes, and keeps the root's own parameters to the end.
-    num_gathered = min(num_layers, 2) if setup.sharding == "full" else num_layers
+    # FSDP gathers the next layer while one computes, in each chunk, and keeps the roots' own parameters to the end; a
+    # single replica keeps all.
+    shards_parameters = setup.sharding == "full" and setup.dp > 1
+    num_gathered = min(num_layers, 2 * len(chunks)) if shards_parameters else num_layers
     whole_nbytes = FLOAT32_NBYTES if setup.accumulates else dtype  # of a gradient that is still whole
     head = dtype * -(-spec.vocab_size // setup.tp) * spec.hidden_size  # its gradient waits for the root's reduction
     recomputed = 0 if setup.activation_checkpointing == "none" else layer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -70,6 +72,8 @@ class Backbone(nn.Module):
         max_seqlen: int,
         features: Tensor,
         feature_index: Tensor,
+        sequence_lengths: Sequence[int] | None = None,
+        target_index: Tensor | None = None,
         hidden: Tensor | None = None,
         memory: MemoryStrategy | None = None,
     ) -> Tensor:
@@ -79,14 +83,15 @@ class Backbone(nn.Module):
         float32 ``[T]``. position_ids: int64 ``[T]``, starting at 0 in every sequence. cu_seqlens: int32 ``[S + 1]``,
         offsets of the sequences, from 0 to T. max_seqlen: the longest one. features: ``[R, D]`` rows of the encoder, in
         any float type. feature_index: int64 ``[R]``, the token that each row replaces, no token twice. With R = 0 the
-        connector runs on no rows and gets zero gradients.
+        connector runs on no rows and gets zero gradients. sequence_lengths: host copy of what cu_seqlens says;
+        target_index: int64 ``[n]``, tokens that have a target. Without these two the device is asked, and waited for.
 
         hidden: what the stage before returned, ``[1, T, H]``; None for a first stage. Any but the last stage returns
         the hidden states behind its layers instead of the loss. memory: what the decoder layers keep for the backward
         pass; None for the default.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
-        offsets = cu_seqlens.tolist()
+        offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]
         assert offsets[-1] == input_ids.shape[0], (offsets, input_ids.shape)
         assert (hidden is None) == self.is_first_stage, "a stage takes hidden states where another comes before it"
         if hidden is None:
@@ -103,7 +108,7 @@ class Backbone(nn.Module):
         if not self.is_last_stage:
             return output.last_hidden_state
         head = self.language_model.get_output_embeddings()
-        return weighted_nll_sum(output.last_hidden_state[0], targets, weights, head)
+        return weighted_nll_sum(output.last_hidden_state[0], targets, weights, head, rows=target_index)
 
     def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> Tensor:
         """Embed tokens, ``[1, T, H]``, and put the projected features in their places."""

@@ -20,6 +20,10 @@ _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of decoder layers that ``flowtrain.models.attention`` keeps within a sequence."""
 
 
+VOCABULARY_GRAIN = 64
+"""A vocabulary that grows for new tokens grows to a multiple of this, which tensor parallel ranks can share evenly."""
+
+
 def read_llava_config(config: RunConfig) -> LlavaConfig:
     """The model's HF configuration, before the tokenizer is known; raises ConfigError where it cannot be one.
 
@@ -157,6 +161,6 @@ def with_tokenizer(
                 f"backbone.config.vocab_size ({text_config.vocab_size}) is smaller than the tokenizer "
                 f"({len(tokenizer)} tokens with {image_token!r}); raise it to at least {len(tokenizer)}"
             )
-        text_config.vocab_size = len(tokenizer)
+        text_config.vocab_size = -(-len(tokenizer) // VOCABULARY_GRAIN) * VOCABULARY_GRAIN
     llava_config.image_token_index = image_token_id
     return llava_config

@@ -27,18 +27,25 @@ CHUNK_TOKENS = 2048
 
 
 def weighted_nll_sum(
-    hidden: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear, chunk_tokens: int = CHUNK_TOKENS
+    hidden: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    head: nn.Linear,
+    chunk_tokens: int = CHUNK_TOKENS,
+    *,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Sum of ``weights[t] * nll[t]`` over the tokens that have a target, as a float32 scalar.
 
     hidden: ``[T, H]``, the same on every tensor parallel rank. targets: int64 ``[T]``, ``IGNORE_INDEX`` for none.
     weights: float32 ``[T]``, without gradient. head: its weight is a plain ``[V, H]``, or a DTensor ``Shard(0)`` on a
-    mesh of one axis (shards may differ by rows; a bias likewise). Only rows with a target pass the head, but never
+    mesh of one axis (shards may differ by rows; a bias likewise). rows: int64 ``[n]``, those that have a target; None
+    asks the device, which then has to be waited for. Only rows with a target pass the head, but never
     fewer than one: its gradient then is zero, not missing, and collectives run on every rank. Softmax and sums are
     taken in float32 (float64 where hidden is).
     """
     has_target = targets != IGNORE_INDEX
-    rows = has_target.nonzero().squeeze(1)
+    rows = has_target.nonzero().squeeze(1) if rows is None else rows
     if rows.numel() == 0:
         rows = rows.new_zeros(1)
     hidden = hidden.index_select(0, rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from flowtrain.models.backbone import Backbone
 
@@ -43,6 +44,7 @@ def take_stage(backbone: Backbone, layers: range) -> Backbone:
     prefix = language_model.base_model_prefix
     base = _shallow_copy(getattr(language_model, prefix))
     setattr(language_model, prefix, base)
+    base.config = _config_of(base.config, layers)
     base.layers = LayerSlice({number: all_layers[number] for number in layers})
     if not is_first:
         base.set_input_embeddings(None)
@@ -50,6 +52,17 @@ def take_stage(backbone: Backbone, layers: range) -> Backbone:
         base.norm = nn.Identity()
         language_model.set_output_embeddings(None)
     return Backbone(backbone.connector if is_first else None, language_model, backbone.memory)
+
+
+def _config_of(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
+    """The configuration as HF's loop over these layers reads it: it counts from 0, what differs by layer too."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return config
+    config = copy.copy(config)
+    config.layer_types = [types[number] for number in layers]
+    config.num_hidden_layers = len(layers)
+    return config
 
 
 def tied_names(backbone: nn.Module) -> dict[str, str]:

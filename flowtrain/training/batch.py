@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ class PackedBatch:
 
     input_ids, targets (shifted, -100 none), position_ids: int64 [T]. weights: float32 [T], what each token's loss
     counts. cu_seqlens: int32 [S + 1]. features: [R, D]. feature_index: int64 [R], the token that each row replaces.
-    sequence_lengths: host copy, one a sequence. The totals count real samples: zero for the weightless microbatch.
+    target_index: int64 [n], the tokens that have a target. sequence_lengths: host copy, one a sequence. The totals
+    count real samples: zero for the weightless microbatch.
     """
 
     input_ids: torch.Tensor
@@ -45,6 +46,7 @@ class PackedBatch:
     max_seqlen: int
     features: torch.Tensor
     feature_index: torch.Tensor
+    target_index: torch.Tensor
     sequence_lengths: tuple[int, ...]
     num_samples: int
     num_tokens: int
@@ -54,10 +56,9 @@ class PackedBatch:
         """All tensors of the batch."""
         return [value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)]
 
-    def forward_kwargs(self) -> dict[str, torch.Tensor | int]:
+    def forward_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``Backbone.forward``."""
-        names = ("input_ids", "targets", "weights", "position_ids", "cu_seqlens", "max_seqlen", "features")
-        return {name: getattr(self, name) for name in (*names, "feature_index")}
+        return {field.name: getattr(self, field.name) for field in fields(self) if not field.name.startswith("num_")}
 
 
 def build_batch(
@@ -91,7 +92,7 @@ def build_batch(
         for target, count in zip(targets, num_targets, strict=True)
     ]
     lengths = [text.shape[1] for text in texts]
-    input_ids = np.concatenate([text[0] for text in texts])
+    input_ids, all_targets = np.concatenate([text[0] for text in texts]), np.concatenate(targets)
     rows = [sample.features for sample in samples if sample.features is not None]
     features = torch.cat(rows) if rows else torch.zeros(0, feature_dim)
     replaced = np.flatnonzero(input_ids == image_token_id) if with_features else np.zeros(0)
@@ -101,13 +102,14 @@ def build_batch(
 
     return PackedBatch(
         input_ids=tensor(input_ids, torch.int64),
-        targets=tensor(np.concatenate(targets), torch.int64),
+        targets=tensor(all_targets, torch.int64),
         weights=tensor(np.concatenate(weights), torch.float32),
         position_ids=tensor(np.concatenate([np.arange(length) for length in lengths]), torch.int64),
         cu_seqlens=tensor(np.cumsum([0, *lengths]), torch.int32),
         max_seqlen=max(lengths),
         features=features.to(device=device, dtype=dtype),
         feature_index=tensor(replaced, torch.int64),
+        target_index=tensor(np.flatnonzero(all_targets != IGNORED_LABEL), torch.int64),
         sequence_lengths=tuple(lengths),
         num_samples=len(samples),
         num_tokens=sum(lengths),
@@ -155,6 +157,7 @@ def _weightless(feature_dim: int, dtype: torch.dtype, device: torch.device, pad_
         max_seqlen=1,
         features=torch.zeros(0, feature_dim, dtype=dtype, device=device),
         feature_index=tensor([]),
+        target_index=tensor([]),
         sequence_lengths=(1,),
         num_samples=0,
         num_tokens=0,

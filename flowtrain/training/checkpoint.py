@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import CheckpointError
@@ -114,6 +115,7 @@ def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
 
 def _model_state(model: ModelChunks) -> dict[str, Any]:
     """Every tensor of this rank once, tied parameters under their first name."""
+    assert all(isinstance(parameter, DTensor) for _, parameter in model.named_parameters()), "weights are not in shards"
     state = {f"{_MODEL}{model.stored_name(name)}": parameter.detach() for name, parameter in model.named_parameters()}
     return state | {f"{_MODEL}{name}": buffer for name, buffer in model.named_buffers()}
 

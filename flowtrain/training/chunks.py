@@ -58,10 +58,12 @@ class ModelChunks:
         """The name under which a parameter lies in a checkpoint."""
         return self.tied.get(name, name)
 
-    def fsdp_roots(self) -> Iterator[FSDPModule]:
-        """Every chunk as FSDP sees it."""
-        for module in self.stages.values():
-            yield as_fsdp(module)
+    def reshard(self) -> None:
+        """Put every parameter back into shards, as a backward pass does; each module only knows of its own."""
+        for stage in self.stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def train(self, mode: bool = True) -> None:
         """Set training or evaluation mode."""
@@ -83,7 +85,6 @@ def build_chunks(config: RunConfig, source: BackboneSource, group: BackboneGroup
     layers = split_layers(len(whole.decoder_layers), pp_size * config.backbone.chunks_per_rank)
     for stage in range(group.pp_rank, len(layers), pp_size):
         module = whole if len(layers) == 1 else take_stage(whole, layers[stage])
-        module.to(group.device)
         if group.degrees.tp > 1:
             parallelize(module, group.mesh[TP_AXIS])
         _shard(module, config, group)
@@ -97,7 +98,7 @@ def _shards_parameters(config: RunConfig, group: BackboneGroup) -> bool:
 
 
 def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
-    """Wrap the decoder layers and the root in FSDP2."""
+    """Wrap the decoder layers and the root in FSDP2, which brings each to the device as it is sharded."""
     # Inputs are not cast: the loss weights among them must stay float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if config.model.dtype == "bfloat16":

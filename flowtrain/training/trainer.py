@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -127,8 +128,7 @@ class Trainer:
         totals = self._reduced_totals()
         actual = actual_denominator(totals, self.config.loss_normalization)
         if plan.unit.kind is UnitKind.EVAL:
-            for root in self.model.fsdp_roots():
-                root.reshard()  # without a backward nothing else puts the root's parameters back into shards
+            self.model.reshard()  # no backward does it
             return _result(totals, actual, None, None)
         start_s = time.time()
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
@@ -152,6 +152,9 @@ class Trainer:
         if self._before_optimizer is not None:
             self._before_optimizer(self.model)
         norm = self._gradient_norm()
+        if not math.isfinite(norm):
+            logger.warning("the norm of the gradients is %s: this step makes no update, the weights stay", norm)
+            return norm
         if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:
             scale_gradients(gradients, clip)
         set_learning_rate(self.optimizer, lr_factor)

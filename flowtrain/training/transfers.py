@@ -20,7 +20,7 @@ class Transfers:
         self._group = group
         self._process_group = group.mesh.get_group(PP_AXIS)
         # NCCL asks all ranks of a group to take part in its first operation, which a pipeline's transfers do not.
-        dist.barrier(group=self._process_group)
+        dist.all_reduce(torch.zeros(1, device=group.device), group=self._process_group)
         self._pending: dict[_Key, tuple[dist.Work | None, torch.Tensor]] = {}
 
     def start(self, launches: Sequence[tuple[Action, torch.Tensor]]) -> None:

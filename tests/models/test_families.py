@@ -117,12 +117,12 @@ def test_pretrained_vocabulary_grows_for_the_image_token(make_config, tokenizer_
         make_config(model={"tokenizer": None}, backbone={"path": str(tmp_path)})
     )
     family = make()
-    assert family.text_config.vocab_size == 41
+    assert family.text_config.vocab_size == 64
     first, second = family.load_backbone().language_model, make().load_backbone().language_model
     for embedding in ("get_input_embeddings", "get_output_embeddings"):
         weight = getattr(first, embedding)().weight
         assert torch.equal(weight[:40], getattr(model, embedding)().weight)
-        assert weight.shape[0] == 41 and torch.equal(weight, getattr(second, embedding)().weight)
+        assert weight.shape[0] == 64 and torch.equal(weight, getattr(second, embedding)().weight)
 
 
 SMALL_LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -91,6 +91,7 @@ def test_nothing_crosses_samples_and_nothing_is_lost(made, normalization):
         assert batch.weights[here].sum().item() == pytest.approx(total)
         starts.append(start + length)
     assert batch.cu_seqlens.tolist() == starts
+    assert torch.equal(batch.target_index, (batch.targets != -100).nonzero().squeeze(1))
     assert torch.all(batch.input_ids[batch.feature_index] == IMAGE_TOKEN)
     assert batch.features.shape == (int((batch.input_ids == IMAGE_TOKEN).sum()), FEATURE_DIM)
 
@@ -102,8 +103,10 @@ def test_the_weightless_microbatch():
     assert batch.feature_index.shape == (0,) and batch.feature_index.dtype == torch.int64
     assert (batch.num_samples, batch.num_tokens, batch.num_target_tokens) == (0, 0, 0)
     assert set(batch.forward_kwargs()) == {
-        *("input_ids", "targets", "weights", "position_ids", "cu_seqlens", "max_seqlen", "features", "feature_index")
+        *("input_ids", "targets", "weights", "position_ids", "cu_seqlens", "max_seqlen", "features", "feature_index"),
+        *("target_index", "sequence_lengths"),
     }
+    assert batch.target_index.shape == (0,)
 
 
 def test_text_without_images_still_has_feature_rows_of_the_right_type():

@@ -144,6 +144,21 @@ def test_evaluation_gives_the_loss_and_leaves_training_as_it_was(degrees: Degree
     assert all(np.array_equal(weight, plain.weights[name]) for name, weight in merged(evaluated).weights.items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=2, tp=2)], ids=shape)
+def test_a_checkpoint_behind_an_evaluation_holds_the_weights(tmp_path: Path, degrees: Degrees, dtype: str) -> None:
+    config = CONFIG.model_copy(
+        update={
+            "model": CONFIG.model.model_copy(update={"dtype": dtype}),
+            "backbone": CONFIG.backbone.model_copy(update={"sharding": "gradients"}),
+        }
+    )
+    steps, directory = steps_for(degrees.dp), tmp_path / "checkpoint"
+    saved = merged(run_ranks(degrees, Job(config, steps[:1], FAMILY, eval_slots=steps[2], save_to=directory)))
+    loaded = merged(run_ranks(degrees, Job(config, (), FAMILY, load_from=directory)))
+    assert all(np.array_equal(loaded.weights[name], weight) for name, weight in saved.weights.items())
+
+
 def test_bfloat16_comes_close() -> None:
     config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"dtype": "bfloat16"})})
     degrees = Degrees(pp=2, tp=2)

@@ -1,0 +1,59 @@
+"""Numbers of ranks, slices of layers, and degrees that a model does not allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.allocator.degrees import Degrees, degree_faults, split_layers
+from flowtrain.costs.model_spec import TransformerSpec
+
+SPEC = TransformerSpec(
+    num_layers=4, hidden_size=16, intermediate_size=24, num_heads=8, num_kv_heads=4, head_dim=8, vocab_size=64
+)
+degrees = st.builds(Degrees, st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
+
+
+@given(degrees)
+def test_every_rank_has_its_coordinates_and_tensor_groups_are_neighbours(degrees: Degrees) -> None:
+    places = [degrees.coordinates(rank) for rank in range(degrees.world_size)]
+    assert places == sorted(set(places)) and [degrees.rank(*place) for place in places] == list(range(len(places)))
+    assert all(place[:2] == places[k - k % degrees.tp][:2] for k, place in enumerate(places))
+
+
+@given(st.integers(1, 12), st.integers(0, 60))
+def test_stages_cover_the_layers_evenly_and_the_ends_are_not_the_longest(num_stages: int, more: int) -> None:
+    num_layers = num_stages + more
+    stages = split_layers(num_layers, num_stages)
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    lengths = [len(stage) for stage in stages]
+    assert max(lengths) - min(lengths) <= 1
+    if num_layers % num_stages and num_stages - num_layers % num_stages >= 2:
+        assert lengths[0] == lengths[-1] == min(lengths)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "chunks", "spec", "said"),
+    [
+        (Degrees(tp=3), 1, SPEC, "attention heads (8)"),
+        (Degrees(tp=8), 1, SPEC, "key-value heads (4)"),
+        (Degrees(tp=4), 1, replace(SPEC, intermediate_size=26), "intermediate_size (26)"),
+        (Degrees(dp=2, tp=2), 1, replace(SPEC, vocab_size=65), "vocab_size (65)"),
+        (Degrees(), 2, SPEC, "backbone.chunks_per_rank (2) needs"),
+        (Degrees(pp=3), 2, SPEC, "layers (4)"),
+    ],
+)
+def test_what_does_not_fit_is_said(degrees: Degrees, chunks: int, spec: TransformerSpec, said: str) -> None:
+    assert any(said in fault for fault in degree_faults(degrees, spec, chunks_per_rank=chunks))
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=7), Degrees(pp=4), Degrees(2, 2, 4), Degrees(1, 1, 4)])
+def test_what_fits_has_no_faults(degrees: Degrees) -> None:
+    assert degree_faults(degrees, SPEC) == []
+
+
+def test_a_single_replica_may_share_a_vocabulary_unevenly() -> None:
+    assert degree_faults(Degrees(tp=2), replace(SPEC, vocab_size=65)) == []

@@ -1,4 +1,4 @@
-"""FlowTrain from Python: ``flowtrain.train``, ``plan``, ``pack`` and ``doctor``. The command line only wraps these."""
+"""FlowTrain from Python: ``train``, ``plan``, ``allocate``, ``pack``, ``doctor``. The command line only wraps these."""
 
 from __future__ import annotations
 
@@ -7,27 +7,37 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowtrain.allocator.plan import plan_overrides, read_plan
 from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
 
 if TYPE_CHECKING:
+    from flowtrain.allocator.solvers import SolverName
     from flowtrain.controller.doctor import DoctorReport
     from flowtrain.controller.pack import PackReport, Progress
+    from flowtrain.controller.planning import PlanReport
     from flowtrain.controller.prepare import Prepared
     from flowtrain.controller.run import RunSummary
 
 ConfigLike = RunConfig | str | PathLike[str]
 
 
-def train(config: ConfigLike, overrides: Sequence[str] = (), resume: bool = False) -> RunSummary:
+def train(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    *,
+    plan: str | PathLike[str] | None = None,
+) -> RunSummary:
     """Train; returns what came of it.
 
     config: a configuration, or the path of a YAML file. overrides: ``section.key=value``, applied in order. resume: go
-    on from the last complete checkpoint. Raises ConfigError before anything starts, other FlowTrainErrors later.
+    on from the last complete checkpoint. plan: a ``plan.yaml`` whose degrees and resources are taken; overrides change
+    them again. Raises ConfigError before anything starts, other FlowTrainErrors later.
     """
-    resolved = resolve(config, overrides)
+    resolved = resolve(config, overrides, plan=plan)
     check_run_dir(resolved, resume)
     # Ray and torch are imported only once the configuration is known to be good.
     from flowtrain.controller.run import run_training
@@ -41,6 +51,33 @@ def plan(config: ConfigLike, overrides: Sequence[str] = ()) -> Prepared:
     from flowtrain.controller.prepare import prepare
 
     return prepare(resolved)
+
+
+def allocate(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    *,
+    device: str = "h200",
+    devices: int | None = None,
+    nodes: int | None = None,
+    solver: SolverName = "auto",
+) -> PlanReport:
+    """Choose the parallel degrees of encoders and backbone (FlowTrain 3.3), at rates that data sheets allow.
+
+    config: a run, whose first steps are sized as ``pack`` does, or a model file of ``configs/models``. device: a key of
+    the table of devices. devices: how many; by default as many as the run's own degrees take. nodes: that they are
+    spread over; by default 8 devices a node. Starts nothing. Raises ConfigError, DataError.
+    """
+    from flowtrain.controller.planning import is_model_file, make_report, planned_model
+
+    if not isinstance(config, RunConfig) and is_model_file(config):
+        planned = planned_model(config, overrides)
+    else:
+        resolved = resolve(config, overrides)
+        from flowtrain.controller.planned_run import planned_run
+
+        planned = planned_run(resolved)
+    return make_report(planned, device=device, devices=devices, nodes=nodes, solver=solver)
 
 
 def pack(
@@ -91,8 +128,19 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
     return examine(resolved)
 
 
-def resolve(config: ConfigLike, overrides: Sequence[str] = (), check_paths: bool = True) -> RunConfig:
-    """The configuration with overrides applied; raises ConfigError. check_paths: data and models must exist."""
+def resolve(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    check_paths: bool = True,
+    *,
+    plan: str | PathLike[str] | None = None,
+) -> RunConfig:
+    """The configuration with overrides applied; raises ConfigError. check_paths: data and models must exist.
+
+    plan: a ``plan.yaml`` that is applied before the overrides.
+    """
+    if plan is not None:
+        overrides = [*plan_overrides(read_plan(plan)), *overrides]
     if isinstance(config, RunConfig):
         return override_config(config, overrides, check_paths)
     return load_config(config, overrides, check_paths)

@@ -24,6 +24,7 @@ from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.run import RunConfig
 from flowtrain.config.schema import ANY, key_patterns
 from flowtrain.config.yaml_text import parse_yaml
+from flowtrain.controller.planning import is_model_file, planned_model
 from flowtrain.data.sources.registry import open_source
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.types import RejectReason
@@ -131,7 +132,9 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert {word for word in arguments if word.startswith("--")} <= known, words
         files = [word for word in arguments if word.endswith(".yaml")]
         overrides = [word for word in arguments if "=" in word]
-        if files:
+        if files and command == "plan" and is_model_file(ROOT / files[0]):
+            planned_model(ROOT / files[0], overrides)
+        elif files:
             values = plain_values(load_config(ROOT / files[0], check_paths=False))
             apply_overrides(values, overrides)
             RunConfig.model_validate(values)

@@ -137,10 +137,6 @@ def _num_combinations(enumerations: Mapping[Key, Enumeration]) -> int:
     return math.prod(by_module.values())
 
 
-def _plain(enumeration: Enumeration) -> dict[str, int]:
-    return {str(reason): count for reason, count in enumeration.pruned.items()}
-
-
 def _label(request: Request, key: Key) -> str:
     module, device_type = key
     return f"{module}@{device_type}" if len(request.cluster.device_types) > 1 else module

@@ -1,8 +1,7 @@
-"""What the allocator hands out: the chosen configurations, why, and what was looked at; prints and serialises."""
+"""What the allocator hands out: the chosen configurations, why, and what was looked at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,44 +111,3 @@ class Allocation:
         for module, plain in zip(self.modules, values["modules"], strict=True):
             plain["devices"] = module.devices
         return values
-
-    def lines(self) -> Iterator[str]:
-        """Iterate over lines of text for people."""
-        yield f"{self.rate:.4g} samples/s on {self.devices} of {sum(self.budget.values())} devices"
-        yield from (f"  {line}" for line in _table([_HEADER, *(self._row(module) for module in self.modules)]))
-        yield f"bottleneck: {self.bottleneck}; backbone starved {100 * self.starved:.1f} % of its time"
-        for module, pruned in self.pruned.items():
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in pruned.items()) or "nothing"
-            kept = f"{self.num_candidates[module]:,} feasible, {self.num_front[module]:,} on the front"
-            yield f"{module}: {kept}; left out: {reasons}"
-        for alternative in self.alternatives:
-            described = "; ".join(
-                f"{name} {alternative.devices[name]} ({degrees})" for name, degrees in alternative.degrees.items()
-            )
-            yield f"instead: {described}: {alternative.rate:.4g} samples/s: {alternative.reason}"
-        times = self.timings
-        yield (
-            f"{self.num_combinations:.3g} combinations; enumeration {1e3 * times.enumeration_s:.0f} ms, surrogate "
-            f"{1e3 * times.surrogate_s:.0f} ms, {self.solver} {1e3 * times.solve_s:.0f} ms "
-            f"({self.num_variables} variables)"
-        )
-
-    def _row(self, module: ModuleAllocation) -> tuple[str, ...]:
-        return (
-            module.name,
-            f"{module.devices} {module.device_type}",
-            str(module.degrees),
-            f"{module.production:.4g}",
-            f"{module.peak_nbytes / 2**30:.1f} of {module.memory_nbytes / 2**30:.1f} GiB",
-            f"{100 * module.mfu:.1f} %",
-            f"{100 * module.waiting:.1f} %",
-        )
-
-
-_HEADER = ("module", "devices", "degrees", "samples/s", "peak memory", "MFU", "waits")
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 from flowtrain.costs.devices import DEVICES, device_spec
@@ -77,9 +78,11 @@ def data_sheet_device_type(
     Raises ConfigError for a device that is not in the table.
     """
     spec = device_spec(name)
-    known = ", ".join(each.key for each in DEVICES)
     if spec is None:
-        raise ConfigError(f"--device ({name}) is not in the table of devices; take one of {known}, or a profile")
+        keys = [each.key for each in DEVICES]
+        near = difflib.get_close_matches(name.lower(), keys, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--device ({name}) is not in the table of devices; take one of {', '.join(keys)}{meant}")
     flops = spec.peak_flops(dtype)
     if flops is None:
         raise ConfigError(f"--device ({name}) has no public peak for model.dtype ({dtype}); use bfloat16 or a profile")

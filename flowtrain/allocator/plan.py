@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -112,6 +114,30 @@ def requirements(plan: Plan) -> Requirements:
     )
 
 
+def degree_overrides(plan: Plan) -> tuple[str, ...]:
+    """Return the plan's parallel degrees as changes to a configuration."""
+    found = []
+    for key, module in _configured(plan):
+        for axis, degree in (
+            ("data", module.data_parallel_size),
+            ("tensor", module.tensor_parallel_size),
+            ("pipeline", module.pipeline_parallel_size),
+        ):
+            if key == "backbone" or axis == "data" or degree > 1:  # an encoder has no other axis yet
+                found.append(f"{key}.{axis}_parallel_size={degree}")
+    return tuple(found)
+
+
+def plan_overrides(plan: Plan) -> tuple[str, ...]:
+    """Return all that a configuration says of a plan, as changes to it.
+
+    Whether actors take devices is not among it: a run looks whether its cluster has some.
+    """
+    resources = [f"{key}.num_cpus={module.num_cpus!r}" for key, module in _configured(plan)]
+    resources += [f"encoders.{name}.segment_nbytes={each.segment_nbytes}" for name, each in plan.encoders.items()]
+    return (*degree_overrides(plan), *resources, f"pool.text_segment_nbytes={plan.feeder.segment_nbytes}")
+
+
 def to_yaml(plan: Plan) -> str:
     """Return the plan as YAML text that ``from_yaml`` reads back to an equal plan."""
     return dump_yaml(asdict(plan))
@@ -133,6 +159,20 @@ def from_yaml(text: str, label: str = "plan.yaml") -> Plan:
     except ValidationError as error:
         faults = [f"{dotted(fault['loc'])} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()]
         raise ConfigError(f"{label}: {'; '.join(faults)}") from error
+
+
+def read_plan(path: str | PathLike[str]) -> Plan:
+    """Return the plan in a file; ConfigError where it cannot be read."""
+    try:
+        return from_yaml(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the plan cannot be read: {error}") from error
+
+
+def _configured(plan: Plan) -> Iterator[tuple[str, ModulePlan]]:
+    """Modules with a section of their own in the configuration, by its key."""
+    yield from ((f"encoders.{name}", module) for name, module in plan.encoders.items())
+    yield "backbone", plan.backbone
 
 
 def _exact(amount: float) -> float:

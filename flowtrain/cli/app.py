@@ -51,6 +51,10 @@ def train(
             help="Changes to it, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False
         ),
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Take degrees and resources from what flowtrain plan saved.", metavar="plan.yaml"),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and start nothing.")] = False,
 ) -> None:
@@ -61,7 +65,7 @@ def train(
         from flowtrain.observability.progress import ProgressDisplay
         from flowtrain.observability.run_dir import check_run_dir
 
-        resolved = api.resolve(config, overrides or ())
+        resolved = api.resolve(config, overrides or (), plan=plan_file)
         check_run_dir(resolved, resume)
         if dry_run:
             Console().print(*plan_tables(api.plan(resolved)), sep="\n")
@@ -73,6 +77,37 @@ def train(
         Console().print(summary_table(summary), soft_wrap=True)
         if summary.stopped:
             raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        Path, typer.Argument(help="YAML file of a run, or a model file of configs/models.", metavar="CONFIG")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Changes to it, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="How many; by default as many as CONFIG's own degrees take.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Of which type: h200, h100, a100, 910b, ...")] = "h200",
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="How many nodes they are on; by default 8 devices each.")
+    ] = None,
+    solver: Annotated[str, typer.Option("--solver", help="auto, highs, gurobi or cbc.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the plan, for flowtrain train --plan.", metavar="plan.yaml")
+    ] = None,
+) -> None:
+    """Find the parallel degrees that train CONFIG fastest, by data sheets; needs neither cluster nor devices."""
+    with _errors_to_exit_codes():
+        from flowtrain.cli.plan import plan as show_plan
+
+        show_plan(config, overrides or (), device, devices, nodes, solver, as_json, save)
 
 
 @app.command()

@@ -82,19 +82,13 @@ def test_an_encoder_may_lie_on_several_types_of_devices() -> None:
     assert found.rate >= alone.rate
 
 
-def test_the_papers_setting_is_planned_and_printed() -> None:
-    """VLM-72B on 256 NPUs of 64 GB: what docs/allocator.md shows."""
+def test_the_papers_setting_is_planned() -> None:
+    """VLM-72B on 256 NPUs of 64 GB; tests/cli/test_plan.py has what is printed of it."""
     file = read_model_file(MODELS / "vlm_72b.yaml")
     asked = request(cluster(**{"910b": 256}), file.model, file.workload)
     found = allocated(asked)
     check(asked, found)
-    text = "\n".join(found.lines())
-    for expected in ("samples/s on", "bottleneck: ", "does not fit the device memory", "instead: ", "combinations; "):
-        assert expected in text
     assert found.devices > 224 and found.starved == 0.0
-    page = (MODELS.parents[1] / "docs" / "allocator.md").read_text()
-    for line in list(found.lines())[:5]:
-        assert f"    {line}\n" in page
 
 
 def test_rates_never_fall_with_more_devices() -> None:

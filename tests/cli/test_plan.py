@@ -1,0 +1,168 @@
+"""``flowtrain plan``: what it prints and saves, that a run takes what it saved, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import flowtrain
+from flowtrain import api
+from flowtrain.allocator.plan import fixed_plan, read_plan
+from flowtrain.allocator.solvers import installed_solvers
+from flowtrain.cli.app import app
+from flowtrain.errors import ConfigError
+from tests.cli.test_cli import flowtrain_command
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
+MODELS = REPOSITORY / "configs" / "models"
+PAPER = (str(MODELS / "vlm_72b.yaml"), "--devices", "256", "--device", "910b")
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["plan", *arguments])
+
+
+def record_of(*arguments: str) -> dict[str, Any]:
+    result = plan(*arguments, "--json")
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    record = json.loads(result.stdout)
+    assert isinstance(record, dict)
+    return record
+
+
+def refused(*arguments: str) -> str:
+    result = plan(*arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    return result.stderr
+
+
+def test_the_papers_setting_prints_what_its_page_shows() -> None:
+    result = plan(*PAPER)
+    assert (result.exit_code, result.stderr) == (0, "")
+    page = {line.rstrip() for line in (REPOSITORY / "docs" / "allocator.md").read_text().splitlines()}
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    timed = [index for index, line in enumerate(lines) if line.startswith("search")]
+    assert len(timed) == 1
+    for line in (line for index, line in enumerate(lines) if line and index not in (timed[0], timed[0] + 1)):
+        assert f"    {line}" in page, line
+    assert "…" not in result.stdout, "a table is cut"
+
+
+def test_json_says_what_the_text_says() -> None:
+    record = record_of(*PAPER)
+    encoder, backbone = record["allocation"]["modules"]
+    text = plan(*PAPER).stdout
+    for value in (f"{backbone['production']:.4g}", f"{encoder['mfu']:.1%}", *record["overrides"], *record["notes"]):
+        assert value.split()[0] in text
+    assert backbone["devices"] == backbone["degrees"]["dp"] * backbone["degrees"]["pp"] * backbone["degrees"]["tp"]
+    assert f"backbone.pipeline_parallel_size={backbone['degrees']['pp']}" in record["overrides"]
+    assert record["assumptions"]["efficiency"]["backbone"] == 0.65
+    # Two images of 3,584 patches of 3,200 numbers of 2 bytes; the window is the step and two ahead.
+    assert record["pool"]["features_nbytes"] == 3 * 256 * 2 * 3584 * 3200 * 2
+
+
+@pytest.mark.parametrize("solver", installed_solvers())
+def test_every_installed_solver_can_be_asked_for(solver: str) -> None:
+    found, reference = record_of(*PAPER, "--solver", solver)["allocation"], record_of(*PAPER)["allocation"]
+    assert found["solver"] == solver
+    assert found["rate"] == pytest.approx(reference["rate"]) and found["devices"] == reference["devices"]
+
+
+def test_a_model_file_is_planned_without_heavy_libraries(tmp_path: Path) -> None:
+    code, output, error, heavy = flowtrain_command("plan", *PAPER, cwd=tmp_path)
+    assert (code, error) == (0, "")
+    assert not {"torch", "ray", "transformers"} & set(heavy)
+    assert "bottleneck" in output and list(tmp_path.iterdir()) == []
+
+
+def test_settings_of_a_model_file_can_be_changed() -> None:
+    record = record_of(*PAPER, "training.global_batch_size=240", "backbone.sharding=gradients")
+    assert 240 % record["allocation"]["modules"][-1]["degrees"]["dp"] == 0
+    assert record["assumptions"]["setup"]["sharding"] == "gradients"
+    assert "override 'backbone.config.num_hidden_layers=4': a model file takes no such key" in refused(
+        *PAPER, "backbone.config.num_hidden_layers=4"
+    )
+
+
+def test_a_run_is_planned_and_takes_the_plan_that_was_saved(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    devices = ("--devices", "6", "--nodes", "3")
+    record = record_of(QUICKSTART, *devices, "scheduler.lookahead_steps=1", "--save", str(saved))
+    assert record["device"]["devices_per_node"] == 2
+    assert record["source"] == "run quickstart: the first 50 of 240 steps"
+    chosen = read_plan(saved)
+    degrees = {module["name"]: module["degrees"] for module in record["allocation"]["modules"]}
+    for name, module in (("vision", chosen.encoders["vision"]), ("backbone", chosen.backbone)):
+        assert vars_of(module.degrees) == degrees[name]
+    assert degrees["backbone"]["dp"] > 1, "the same as the configuration's"
+    assert fixed_plan(api.resolve(QUICKSTART, plan=saved), use_devices=True) == chosen
+    # The overrides that are printed do the same.
+    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"]), use_devices=True) == chosen
+    # Later overrides win.
+    assert api.resolve(QUICKSTART, ["backbone.data_parallel_size=1"], plan=saved).backbone.data_parallel_size == 1
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["train", QUICKSTART, f"runs_dir={tmp_path / 'runs'}", "--plan", str(saved), "--dry-run"]
+    )
+    assert result.exit_code == 0, result.stderr
+    assert f"{degrees['backbone']['dp']} data" in result.stdout
+
+
+def vars_of(degrees: Any) -> dict[str, int]:
+    return {"dp": degrees.dp, "pp": degrees.pp, "tp": degrees.tp}
+
+
+def test_a_run_has_as_many_devices_as_its_own_degrees_take() -> None:
+    report = flowtrain.allocate(QUICKSTART, ["backbone.data_parallel_size=4"])
+    assert report.device_type.count == 6 and report.allocation.devices <= 6
+    assert report.planned.workload.lengths.max() <= 512
+
+
+def test_notes_say_what_a_run_would_refuse_or_wait_for() -> None:
+    small = ["encoders.vision.segment_nbytes=65536"]
+    report = flowtrain.allocate(QUICKSTART, small, devices=2)
+    (note,) = [note for note in report.notes if note.startswith("the pool holds less")]
+    enough = int(note.split("segment_nbytes=")[1].split()[0])
+    report = flowtrain.allocate(QUICKSTART, [f"encoders.vision.segment_nbytes={enough}"], devices=2)
+    assert not [note for note in report.notes if note.startswith("the pool")]
+    assert report.segments_nbytes >= report.features_nbytes
+    interleaved = ["backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2"]
+    notes = flowtrain.allocate(QUICKSTART, [*interleaved, "backbone.pipeline_parallel_size=2"], devices=2).notes
+    assert any("the rates are of 1f1b" in note for note in notes)
+    assert any("a run refuses this plan: backbone.chunks_per_rank (2) needs" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*PAPER[:3], "--device", "h20o"), "--device (h20o) is not in the table of devices; take one of b200"),
+        ((*PAPER[:3], "--device", "h20o"), "; did you mean h20"),
+        ((*PAPER, "--solver", "cplex"), "--solver (cplex) is not installed; installed: "),
+        ((*PAPER, "--nodes", "30"), "take 240 or 270 devices"),
+        (PAPER[:1], "model file vlm_72b has no degrees of its own; give --devices or --nodes"),
+        ((*PAPER[:1], "--devices", "8", "--device", "910b"), "does not fit the device memory, the least that any"),
+        ((*PAPER[:1], "--devices", "8", "--device", "910b"), "feasible with "),
+        ((*PAPER, "scheduler.microbatch_tokens=4096"), "is larger than scheduler.microbatch_tokens (4096)"),
+        ((QUICKSTART, "--devices", "1"), "hold each module alone but not all of them together"),
+        ((QUICKSTART, "--device", "910b"), "no public peak for model.dtype (float32)"),
+        ((QUICKSTART, "training.learning_rat=1"), "did you mean training.learning_rate?"),
+        (("none.yaml",), "none.yaml: the configuration cannot be read"),
+        ((*PAPER, "--save", "nowhere/plan.yaml"), "--save nowhere/plan.yaml: the plan cannot be written"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    with pytest.raises(ConfigError, match=r"plan.yaml: the plan cannot be read"):
+        api.resolve(QUICKSTART, plan=saved)
+    record_of(str(MODELS / "vlm_6b.yaml"), "--devices", "16", "--save", str(saved))
+    saved.write_text(saved.read_text().replace("vision:", "sound:"))
+    with pytest.raises(ConfigError, match="encoders"):
+        api.resolve(QUICKSTART, plan=saved)

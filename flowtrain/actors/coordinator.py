@@ -95,8 +95,8 @@ class Coordinator:
         self._event_signal.notify()
         if report.rejections:
             self._wake_producers()  # what others had made of these samples is free again
-        elif self._flow.has_lost_memory:
-            self._lease_signal.notify()  # nothing is evicted while somebody encodes
+        elif self._flow.may_lease_more(owner):
+            self._lease_signal.notify()
         return refused
 
     async def lease(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:

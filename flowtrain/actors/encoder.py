@@ -60,6 +60,8 @@ class Encoder:
         self._stopping = threading.Event()
         # One batch is decoded while one is forwarded; more would wait here while another encoder could take them.
         self._ahead = threading.Semaphore(1)
+        # What comes back from a report is free before the next lease is asked for: no other wait would learn of it.
+        self._handing_in = threading.Lock()
 
     def run(self, link: CoordinatorLink) -> None:
         """Encode until the coordinator says stop."""
@@ -127,7 +129,9 @@ class Encoder:
             yield order.lease, member.pool.hold(order.lease.nbytes)
 
     def _next_order(self, member: PoolMember) -> LeaseOrder:
-        order: LeaseOrder = self._link.call("lease", member.index, self._encoder, member.pool.stats().free_nbytes)
+        with self._handing_in:
+            free_nbytes = member.pool.stats().free_nbytes
+        order: LeaseOrder = self._link.call("lease", member.index, self._encoder, free_nbytes)
         member.pool.release(order.released)
         return order
 
@@ -201,7 +205,8 @@ class Encoder:
     def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, self._spans.take())
-        member.pool.release(self._link.call("hand_in", member.index, report))
+        with self._handing_in:
+            member.pool.release(self._link.call("hand_in", member.index, report))
 
 
 def _join(images: Sequence[torch.Tensor], destination: torch.Tensor) -> None:

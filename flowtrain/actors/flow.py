@@ -175,17 +175,18 @@ class Flow:
         """Take in what an encoder finished; returns the extents of parts whose lease is no longer its own, to free."""
         if self._membership.is_living(owner):
             self._log.stats(owner, report.stats)
-            if report.rejections:
-                self._grown.add(owner)  # what was promised to them is free
         self._log.blocked(report.blocked_s)
         self.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
+        has_grown = bool(report.rejections)  # DRAM that was promised, and did not come to be used, is free
         for ready in report.ready:
             try:
-                self._directory.ready(owner, ready)
+                has_grown |= self._directory.ready(owner, ready) is Tier.HBM
             except StaleLeaseError:
                 refused.extend(ready.extents)
+        if (has_grown or refused) and self._membership.is_living(owner):
+            self._grown.add(owner)
         return tuple(refused)
 
     def lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool = True) -> LeaseOrder | None:
@@ -211,10 +212,9 @@ class Flow:
     def _room(self, owner: int, free_nbytes: int) -> int:
         return free_nbytes + self._directory.released_nbytes(owner)
 
-    @property
-    def has_lost_memory(self) -> bool:
-        """Whether a process is gone for good, and its memory with it."""
-        return self._directory.has_lost_memory
+    def may_lease_more(self, owner: int) -> bool:
+        """Whether a lease may wait for what an encoder handed in: its own room grew, or others may evict now."""
+        return owner in self._grown or self._directory.has_lost_memory
 
     # --- backbone -----------------------------------------------------------------------------------------------
 

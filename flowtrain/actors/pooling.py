@@ -46,7 +46,10 @@ def hbm_offer(config: PoolConfig, reason: str | None) -> tuple[int, str]:
         reason = "pool.hbm_segment_nbytes is 0"
     if reason is None:
         nbytes, high = config.hbm_segment_nbytes, config.hbm_high_watermark
-        return nbytes, f"memory pool: each encoder gives {nbytes} bytes of hbm; above {high:.0%} features go to dram"
+        return (
+            nbytes,
+            f"memory pool: each encoder is to give {nbytes} bytes of hbm; above {high:.0%} features go to dram",
+        )
     asked = config.hbm_segment_nbytes
     ignored = f", so pool.hbm_segment_nbytes ({asked}) has no effect" if asked else ""
     return 0, f"memory pool: the hbm tier is skipped ({reason}){ignored}; embeddings lie in dram"

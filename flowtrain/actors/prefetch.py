@@ -56,9 +56,10 @@ class _Failed:
 class Prefetcher:
     """Fetches unit after unit in the order of the run; ``next_plan`` and ``next_microbatch`` hand them over in order.
 
-    The thread itself waits without a limit, since it may be far ahead; ``limits`` hold for who waits for it. A
-    microbatch is released as soon as it is read: with the question for the next one, or before any other wait, so that
-    memory which a rank was told to read never waits for another rank.
+    The thread itself waits without a limit, since it may be far ahead; ``limits`` hold for who waits for it. What it
+    reads it hands over at once, but for what comes behind a microbatch whose owner died, which is asked for again. A
+    microbatch is released once it is read: with the question for the next one, or before any other wait, so that memory
+    which a rank was told to read never waits for its training, nor, while its owner lives, for another rank.
     rank: of all backbone ranks; it reads what is for replica dp_rank. depth: microbatches that may wait assembled.
     arrival: take whatever is READY next instead of the plan's order. text_only: features are for other ranks.
     build: assembles a microbatch from its samples' arrays (has copied them when it returns, so that nothing refers to
@@ -99,6 +100,8 @@ class Prefetcher:
         self._staging = staging
         self._wanted: tuple[int, int | None] = (first_unit, None)
         self._unreleased: tuple[int, ...] = ()  # slots of the unit at hand that are read and not released
+        # Microbatches of the unit at hand that are read and not handed over, in their order; the first, None, is lost.
+        self._kept: dict[int, Fetched | None] = {}
         self._stopping = threading.Event()
         self._plans: queue.Queue[StepPlan | _Failed] = queue.Queue()
         self._microbatches: queue.Queue[Fetched | _Failed] = queue.Queue(maxsize=depth)
@@ -143,34 +146,43 @@ class Prefetcher:
         try:
             while (plan := self._wait_for_plan(unit)) is not None:
                 self._plans.put(plan)
-                num_fetched = 0
-                while num_fetched < plan.num_slots:
-                    fetched = self._fetch(plan, num_fetched)
-                    num_fetched += len(fetched)
-                    if not fetched or not self._hand_over(fetched, unit, is_last=num_fetched == plan.num_slots):
+                num_done = 0
+                while num_done < plan.num_slots:
+                    locations = self._wait_for_locations(unit, num_done)
+                    if not locations:
                         return
+                    for location in locations:
+                        self._kept[location.slot] = self._try_read(plan, location)
+                        for fetched in self._take_complete():
+                            num_done += 1
+                            self._hand_over(fetched, unit, is_last=num_done == plan.num_slots)
                 unit += 1
         except BaseException as error:  # handed to the training thread, which raises it wherever it waits
             self._plans.put(_Failed(error))
             self._offer(_Failed(error))
 
-    def _hand_over(self, fetched: list[Fetched], unit: int, is_last: bool) -> bool:
-        if is_last or len(fetched) > self._num_free():  # a unit ends when all of it is released
+    def _take_complete(self) -> Iterator[Fetched]:
+        """Take what was read, up to the first that is lost."""
+        while (first := next(iter(self._kept.values()), None)) is not None:
+            del self._kept[first.slot]
+            yield first
+
+    def _hand_over(self, fetched: Fetched, unit: int, is_last: bool) -> None:
+        if is_last or not self._num_free():  # a unit ends when all of it is released
             self._link.call("release", unit, self._unreleased, self._rank)
             self._unreleased = ()
-        return all([self._offer(microbatch) for microbatch in fetched])
+        self._offer(fetched)
 
     def _num_free(self) -> int:
         return self._microbatches.maxsize - self._microbatches.qsize()
 
-    def _offer(self, item: Fetched | _Failed) -> bool:
+    def _offer(self, item: Fetched | _Failed) -> None:
         while not self._stopping.is_set():
             try:
                 self._microbatches.put(item, timeout=POLL_S)
             except queue.Full:
                 continue
-            return True
-        return False
+            return
 
     def _wait_for_plan(self, unit: int) -> StepPlan | None:
         self._wanted = (unit, None)
@@ -181,25 +193,18 @@ class Prefetcher:
                 return plan
         return None
 
-    def _fetch(self, plan: StepPlan, number: int) -> list[Fetched]:
-        """Wait for the unit's microbatch ``number``, and read it with those behind it that are READY and have room.
+    def _wait_for_locations(self, unit: int, number: int) -> tuple[MicrobatchLocation, ...]:
+        """Wait for the unit's microbatch ``number``; returns where it lies, and those behind it that have room.
 
-        Empty where the unit will not come. What lay with a dead owner is asked for again, once all the rest is read.
+        One that is lost comes alone. Empty where the unit will not come.
         """
-        fetched: dict[int, Fetched | None] = {}
-        wanted, limit = None if self._arrival else number, max(1, self._num_free())
         while not self._stopping.is_set():
-            locations = self._locate(plan.unit.index, wanted, limit)
-            if locations is None:
-                return []
-            for location in locations:
-                fetched[location.slot] = self._try_read(plan, location)
-            lost = [slot for slot, microbatch in fetched.items() if microbatch is None]
-            if fetched and not lost:
-                return [microbatch for microbatch in fetched.values() if microbatch is not None]
-            if lost:
-                wanted, limit = lost[0], 1
-        return []
+            lost = next(iter(self._kept), None)
+            wanted = lost if lost is not None else None if self._arrival else number
+            locations = self._locate(unit, wanted, 1 if lost is not None else max(1, self._num_free()))
+            if locations is None or locations:
+                return locations or ()
+        return ()
 
     def _locate(self, unit: int, slot: int | None, limit: int) -> tuple[MicrobatchLocation, ...] | None:
         """Ask for places, and say what was read; None where the unit will not come."""

@@ -35,18 +35,19 @@ class PoolConfig(ConfigModel):
 
     text_segment_nbytes: what the feeder gives for token ids. max_processes, max_segment_nbytes: extent of the address
     space (N and C of FlowTrain 3.2); reserving costs nothing. processes_per_node: indices that a node owns, restarts
-    included. alignment: of every extent. network: how processes on several nodes read each other: ``none`` keeps the
-    run on one node; ``nixl``, and ``auto`` where the run needs several nodes and all have NIXL, opens ports without
-    authentication (docs/running.md), so it is never the default. transfer_timeout_s: what one read between nodes may
-    take. hbm_segment_nbytes: device memory that each encoder gives besides, where it computes on an accelerator (0:
-    none); above hbm_high_watermark, a share of it, features go to DRAM until less than hbm_low_watermark is in use.
+    included. alignment: of every extent, a multiple of 64 (a cache line). network: how processes on several nodes read
+    each other: ``none`` keeps the run on one node; ``nixl``, and ``auto`` where the run needs several nodes and all
+    have NIXL, opens ports without authentication (docs/running.md), so it is never the default. transfer_timeout_s:
+    what one read between nodes may take. hbm_segment_nbytes: device memory that each encoder gives besides, where it
+    computes on an accelerator (0: none); above hbm_high_watermark, a share of it, features go to DRAM until less than
+    hbm_low_watermark is in use.
     """
 
     text_segment_nbytes: int = Field(64 << 20, ge=1 << 16)
     max_processes: int = Field(1024, ge=4)
     processes_per_node: int = Field(64, ge=4)
     max_segment_nbytes: int = Field(1 << 36, ge=1 << 20)
-    alignment: int = Field(256, ge=64)
+    alignment: int = Field(256, ge=64, multiple_of=64)
     network: Literal["none", "auto", "nixl"] = "none"
     transfer_timeout_s: float = Field(30.0, gt=0)
     hbm_segment_nbytes: int = Field(0, ge=0)

@@ -33,6 +33,7 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
     "literal_error": "{expected}",
     "string_pattern_mismatch": "text that matches {pattern}",
 }

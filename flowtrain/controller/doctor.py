@@ -149,7 +149,7 @@ def _locked_memory(nodes: Sequence[NodeReport], segment_nbytes: int) -> Iterator
         if node.num_devices and limit is not None and limit < segment_nbytes:
             yield (
                 f"node {node.name} lets a process lock {limit} bytes (ulimit -l), a segment has {segment_nbytes}: "
-                "raise memlock in /etc/security/limits.conf, or RDMA and copies to the devices fail or are slow"
+                "raise memlock in /etc/security/limits.conf, or RDMA fails or is slow"
             )
 
 

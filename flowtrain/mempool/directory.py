@@ -166,8 +166,8 @@ class Directory:
         """
         return self._parts.expire_leases()
 
-    def ready(self, owner: int, part_ready: PartReady) -> None:
-        """Take in a part that its leaseholder has put.
+    def ready(self, owner: int, part_ready: PartReady) -> Tier:
+        """Take in a part that its leaseholder has put; returns the tier that it lies in.
 
         Raises StaleLeaseError if the lease is no longer the owner's or the position was rejected (free the bytes),
         PoolError for a wrong size and for extents outside the owner's segment.
@@ -175,7 +175,7 @@ class Directory:
         part = self._leased_part(owner, part_ready)
         if part.lease_id != part_ready.epoch:
             raise self._stale(owner, part_ready, f"it is leased under epoch {part.lease_id} now")
-        self._parts.make_ready(part, owner, part_ready.extents)
+        return self._parts.make_ready(part, owner, part_ready.extents)
 
     def text_ready(self, owner: int, part_ready: PartReady) -> None:
         """Take in a text part that was made again; errors as ``ready``, though leases of text have no epoch."""

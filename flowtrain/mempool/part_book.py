@@ -35,8 +35,11 @@ class PartBook:
         self.num_produced = 0
         """Positions whose parts have all been READY, each counted once."""
 
-    def make_ready(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> None:
-        """An owner has put a part. Raises PoolError for a wrong size and for extents outside the owner's segment."""
+    def make_ready(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
+        """An owner has put a part; returns its tier.
+
+        Raises PoolError for a wrong size and for extents outside the owner's segment.
+        """
         tier = self._check(owner, part, extents)
         if part.state is PartState.LEASED:
             self._leases.leave(part)
@@ -49,12 +52,13 @@ class PartBook:
         position = part.position
         position.missing -= 1
         if position.missing:
-            return
+            return tier
         if not position.produced:
             position.produced = True
             self.num_produced += 1
         if position.microbatch is not None:
             position.microbatch.one_less_missing()
+        return tier
 
     def drop(self, part: PartRecord) -> None:
         """A part is not wanted any more, whatever its state."""

@@ -213,9 +213,10 @@ class Pool:
         return self._reader.prefetch(parts).result()
 
     def prefetch(self, parts: Sequence[Sequence[Extent]]) -> PendingBatch:
-        """As ``get_batch``, whose bytes its ``result()`` returns: transfers from other nodes run until then.
+        """As ``get_batch``, whose bytes its ``result()`` returns: transfers from other nodes are under way until then.
 
-        What lies on this node is viewed at once. Raises as ``get``, here or there.
+        Where the network reads memory by itself (RDMA) they run meanwhile; where it cannot (TCP) they are asked for at
+        once, and go on in ``result()``. What lies on this node is viewed at once. Raises as ``get``, here or there.
         """
         return self._reader.prefetch(parts)
 

@@ -11,8 +11,29 @@ import pytest
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.signals import Signal
-from flowtrain.types import EncoderReport, FeedOrder, FeedReport, LeaseOrder, MicrobatchLocation, UnitDone
-from tests.actors.simulation import VISION, SimulatedEncoder, SimulatedFeeder, build_flow, rejection_of, report_of
+from flowtrain.types import (
+    EncoderReport,
+    Extent,
+    FeedOrder,
+    FeedReport,
+    LeaseOrder,
+    MicrobatchLocation,
+    PartReady,
+    Tier,
+    UnitDone,
+)
+from tests.actors.simulation import (
+    ENCODER_NBYTES,
+    LEASE_TIMEOUT_S,
+    SPACE,
+    VISION,
+    SimulatedEncoder,
+    SimulatedFeeder,
+    build_flow,
+    rejection_of,
+    report_of,
+    sample_of,
+)
 
 FOREVER_S = 1000.0
 HANG_S = 20.0
@@ -202,6 +223,50 @@ def test_the_last_to_read_a_unit_wakes_those_who_are_ahead() -> None:
         assert location.unit == 1
 
     play(scenario, replica_size=2)
+
+
+@pytest.mark.parametrize("why", ["it lies in hbm", "it was refused"])
+def test_room_that_a_report_leaves_wakes_the_encoder_that_waits_for_it(why: str) -> None:
+    now = 0.0
+
+    async def scenario(world: World) -> None:
+        nonlocal now
+        for _ in range(6):
+            await world.size_next()
+        coordinator, index = world.coordinator, world.encoder.index
+        world.encoder = encoder = SimulatedEncoder(index, ENCODER_NBYTES)
+        while (order := coordinator._flow.lease_order(index, VISION, encoder.arena.available_nbytes)) is not None:
+            encoder.take(order)
+        lease = await waiting(world.lease())
+        if why == "it was refused":
+            now += LEASE_TIMEOUT_S
+            other = await coordinator.join("encoder-1", "node")
+            order = await soon(coordinator.lease(other.process_index, VISION, 1 << 16))
+            assert order.lease.batch == encoder.work[0][0].batch, "it was taken back"
+            report = encoder.encode()
+        else:
+            report = in_hbm(encoder)
+        refused = await coordinator.hand_in(index, report)
+        assert not report.rejections and bool(refused) == (why == "it was refused")
+        encoder.free(refused)
+        order = await soon(lease)
+        assert order.lease is None and not order.stop
+        assert (await soon(world.lease())).lease is not None
+
+    play(scenario, poll_s=60.0, num_steps=9, lookahead=8, clock=lambda: now)
+
+
+def in_hbm(encoder: SimulatedEncoder) -> EncoderReport:
+    """What an encoder hands in that finds room for its first lease in device memory."""
+    lease, hold = encoder.work.pop(0)
+    encoder.arena.unhold(hold)
+    offsets = range(0, 1 << 20, 1 << 10)
+    ready = [
+        PartReady(position, VISION, lease.epoch, (Extent(SPACE.gva(Tier.HBM, encoder.index, offset), nbytes),))
+        for offset, position in zip(offsets, lease.needed, strict=False)
+        for nbytes in [sample_of(position).parts[1].nbytes]
+    ]
+    return EncoderReport(tuple(ready), (), encoder.stats)
 
 
 def test_a_late_rejection_wakes_those_whose_memory_it_frees() -> None:

@@ -186,6 +186,24 @@ def test_memory_that_is_released_or_refused_is_free_again(world: World) -> None:
     assert world.free_nbytes()[-1] == world.free_nbytes()[0], "all is free again"
 
 
+def test_room_is_told_with_what_a_report_gives_back(world: World) -> None:
+    """Else the encoder waits with less than it has, and nobody knows."""
+    asked: list[int] = []
+
+    def nothing(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
+        time.sleep(0.001)
+        return NOTHING
+
+    def refuse(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        before = len(world.free_nbytes())
+        time.sleep(0.05)
+        asked.append(len(world.free_nbytes()) - before)
+        return tuple(extent for part in report.ready for extent in part.extents)
+
+    world.run(lease(1, [2, 3]), *[nothing] * 200, STOP, hand_in=[refuse])
+    assert asked[0] <= 1, "but for the question that was on its way"
+
+
 def test_the_room_of_a_lease_is_held_from_the_start(world: World) -> None:
     world.run(lease(1, [2]), STOP)
     first, second = world.free_nbytes()[:2]

@@ -329,6 +329,41 @@ def test_what_lies_elsewhere_is_read_before_a_lost_part_is_asked_for_again() -> 
         assert [positions_of(fetching.next_microbatch()) for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize("arrival", [False, True])
+def test_what_comes_before_a_lost_part_is_handed_over_and_what_comes_behind_it_waits(arrival: bool) -> None:
+    link = FakeCoordinator(num_slots=5)
+    link.pool.lost.update(link.parts[position][VISION][0].gva for position in (2, 6))
+    limits = LimitsConfig(stall_timeout_s=LIMIT_S)
+    with prefetcher(link, depth=4, arrival=arrival, limits=limits) as fetching:
+        fetching.next_plan()
+        assert fetching.next_microbatch().slot == 0
+        wait_for(lambda: len(link.released) == 2)
+        assert link.released == [(0, 0), (0, 2)], "also what is kept needs the pool no more"
+        link.make(2)
+        assert [fetching.next_microbatch().slot for _ in range(2)] == [1, 2]
+        link.make(6)
+        assert [positions_of(fetching.next_microbatch()) for _ in range(2)] == [[6, 7], [8, 9]]
+    assert len(link.released) == 5
+
+
+def test_a_microbatch_that_is_read_does_not_wait_for_those_told_of_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = FakeCoordinator()
+    gate, get_batch = threading.Event(), link.pool.get_batch
+    slow = link.parts[2][TEXT_PART]
+
+    def get_slowly(parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
+        assert slow not in parts or gate.wait(LIMIT_S)
+        return get_batch(parts)
+
+    monkeypatch.setattr(link.pool, "get_batch", get_slowly)
+    with prefetcher(link, depth=3, limits=LimitsConfig(stall_timeout_s=LIMIT_S / 2)) as fetching:
+        fetching.next_plan()
+        assert fetching.next_microbatch().slot == 0
+        assert link.num_located() == 1
+        gate.set()
+        assert [fetching.next_microbatch().slot for _ in range(2)] == [1, 2]
+
+
 def test_no_more_is_fetched_ahead_than_asked_for() -> None:
     link = FakeCoordinator(num_slots=8)
     built = []

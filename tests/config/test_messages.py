@@ -36,6 +36,8 @@ def refusal(path: Path, *overrides: str) -> str:
         ("training.global_batch_size=many", "training.global_batch_size = 'many': must be an integer"),
         ("training.global_batch_size=1.5", "training.global_batch_size = 1.5: must be an integer"),
         ("training.global_batch_size=0", "training.global_batch_size = 0: must be at least 1"),
+        ("pool.alignment=65", "pool.alignment = 65: must be a multiple of 64"),
+        ("pool.alignment=0", "pool.alignment = 0: must be at least 64"),
         ("training.learning_rate=[1]", "training.learning_rate = [1]: must be a number"),
         ("training.betas=0.9", "training.betas = 0.9: must be a list"),
         ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be true or false"),

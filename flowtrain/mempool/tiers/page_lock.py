@@ -15,7 +15,7 @@ _ALL_DEVICES = 1
 class PageLock:
     """Page-locks mapped memory with the device runtime, for all devices of this process. Thread-safe.
 
-    What the machine refuses (``ulimit -l``, a sandbox) stays pageable: copies are slower, nothing else changes.
+    What the runtime refuses stays pageable, and a warning says why: copies are slower, nothing else changes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,10 +34,11 @@ class PageLock:
                 self._locked.add(address)
                 return
         logger.warning(
-            "%d bytes of pool memory cannot be page-locked (%s); copies between them and %s are slower: see ulimit -l",
+            "%d bytes of pool memory cannot be page-locked, so that copies between them and %s are slower: "
+            "cudaHostRegister says %s",
             nbytes,
-            error,
             self._device,
+            torch.cuda.CudaError(int(error)),
         )
 
     def unlock(self, address: int) -> None:

@@ -33,6 +33,10 @@ def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
     run.add_row("dispatch", f"{config.scheduler.dispatch}, {config.scheduler.num_buckets} buckets")
     run.add_row("cost", _cost(prepared))
     run.add_row("backbone ranks", _backbone_ranks(prepared.plan.backbone.degrees))
+    if prepared.plan.backbone.degrees.pp > 1:
+        chunks = config.backbone.chunks_per_rank
+        stages = f"{chunks} slices of the layers a rank" if chunks > 1 else "a slice of the layers a rank"
+        run.add_row("pipeline", f"{config.backbone.pipeline_schedule}, {stages}")
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = requirements(fixed_plan(config, use_devices=True)).num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")

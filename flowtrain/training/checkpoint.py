@@ -11,7 +11,6 @@ index's own types, and other values than tensors, which torch would unpickle fre
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import warnings
@@ -25,12 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import CheckpointError
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import BackboneGroup
-
-logger = logging.getLogger(__name__)
 
 _MODEL = "model."
 _OPTIMIZER = "optimizer."
@@ -193,12 +189,7 @@ def _read_random_state(directory: Path, group: BackboneGroup) -> None:
     states = torch.load(path, weights_only=True) if path.exists() else {}
     degrees = states.get("degrees")
     if degrees != astuple(group.degrees):
-        written_by = Degrees(*degrees) if degrees else "other ranks"
-        logger.warning(
-            "checkpoint %s was written by %s and is read by %s: the random state is not restored",
-            *(directory, written_by, group.degrees),
-        )
-        return
+        return  # of other ranks than these; the driver says that the degrees differ
     torch.set_rng_state(states["cpu"])
     if group.device.type != "cpu" and "device" in states:
         torch.get_device_module(group.device).set_rng_state(states["device"], group.device)

@@ -106,6 +106,7 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path) -> Non
     pipeline = "backbone.pipeline_parallel_size=2"
     code, output, _, _ = flowtrain_command("train", QUICKSTART, pipeline, "--dry-run", cwd=tmp_path)
     assert code == 0 and "2: 1 data x 2 pipeline x 1 tensor parallel" in output
+    assert "1f1b, a slice of the layers a rank" in output
     code, _, error, _ = flowtrain_command(
         "train", QUICKSTART, "backbone.tensor_parallel_size=7", "--dry-run", cwd=tmp_path
     )

@@ -31,8 +31,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a lim
 
 FIRST_GATE, SECOND_GATE, THIRD_GATE = 4, 5, 12
 """Units that the backbone does not begin before certain things have happened to the producers."""
-LATER = 4 * BATCH
-"""First position of unit 5 (there is an evaluation behind step 3): no rank has begun it at the first gate."""
+LATER = 5 * BATCH
+"""First position of unit 6 (there is an evaluation behind step 3). What a rank has read it needs no more; at the second
+gate it has read the unit that it is to run, and at most one microbatch more that waits and one in its hands."""
+AHEAD = ("backbone.prefetch_microbatches=1", "scheduler.lookahead_steps=4")
+"""So that ranks read little ahead, and producers make much."""
 PATIENCE_S = 150.0
 
 
@@ -82,7 +85,9 @@ def is_made_again(config: RunConfig) -> bool:
         if record["pid"] != death["pid"]
     )
     text = positions_of(deeds(config, FEEDER, "remake"))
-    return {*death["positions"], *ready_for_later(config, death["pid"])} <= by_others and max(text, default=0) >= LATER
+    return {*death["positions"], *ready_for_later(config, death["pid"])} <= by_others and any(
+        LATER <= position < EVAL_POSITION_BASE for position in text
+    )
 
 
 class DyingEncoder(Encoder):
@@ -118,7 +123,7 @@ class DyingFeeder(Feeder):
         self, member: PoolMember, unit: Unit, consumed: frozenset[int], remade: tuple[PartReady, ...]
     ) -> FeedReport:
         report = super()._size(member, unit, consumed, remade)
-        if unit.index > SECOND_GATE and not deeds(self._config, FEEDER, "die"):
+        if unit.index > SECOND_GATE + 2 and not deeds(self._config, FEEDER, "die"):
             die(self._config, FEEDER)
         return report
 
@@ -146,7 +151,7 @@ class WaitingRank(BackboneRank):
 
 def test_a_run_outlives_its_producers(world: Path, undisturbed: RunDir, ray_cluster: None) -> None:
     config = config_of(
-        world, "bereaved", "limits.max_encoder_restarts=2"
+        world, "bereaved", "limits.max_encoder_restarts=2", *AHEAD
     )  # so a death that counts twice is one too many
     run_training(config, classes=ActorClasses(feeder=DyingFeeder, encoder=DyingEncoder, backbone=WaitingRank))
     check_same_end(run_dir(config), undisturbed)

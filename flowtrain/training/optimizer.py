@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flowtrain.config.training import TrainingConfig
+from flowtrain.models.parallel_layers import local_shard
 
 CONNECTOR = "connector"
 BACKBONE = "backbone"
@@ -101,11 +102,6 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients are multiplied by so that their global L2 norm is at most ``max_norm`` (0: off)."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # as torch.nn.utils.clip_grad_norm_ does it
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that lies here; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _num_replicas(tensor: torch.Tensor) -> int:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import PP_AXIS, BackboneGroup
-from flowtrain.training.optimizer import local_shard
 
 
 class TiedEmbeddings:

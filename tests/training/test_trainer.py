@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from tests.training.ranks import Job, Outcome, TinyFamily, make_config, relative_difference, run_oracle, run_ranks
+from flowtrain.allocator.degrees import Degrees
+from flowtrain.pipeline.executor import execute
+from flowtrain.training.chunks import ModelChunks
+from flowtrain.training.mesh import init_backbone_group
+from flowtrain.training.trainer import Trainer
+from tests.training.ranks import (
+    CPU,
+    Job,
+    Outcome,
+    TinyFamily,
+    make_batch,
+    make_config,
+    make_plan,
+    relative_difference,
+    run_oracle,
+    run_ranks,
+)
 
 # Unequal microbatches; step 2 has a weightless one, step 3 leaves rank 1 without images (positions 3 and 7 have none).
 STEPS_DP2 = (
@@ -90,3 +107,21 @@ def test_bfloat16_keeps_float32_masters_and_comes_close():
     assert {weight.dtype for weight in outcome.weights.values()} == {np.dtype(np.float32)}
     for result, expected in zip(outcome.results, oracle.results, strict=True):
         assert result.loss == pytest.approx(expected.loss, rel=0.05)
+
+
+def test_a_gradient_that_is_not_finite_makes_no_update():
+    group = init_backbone_group(0, Degrees(), CPU)
+
+    def poison(model: ModelChunks) -> None:
+        _, parameter = next(iter(model.named_parameters()))
+        parameter.grad.to_local().view(-1)[0] = float("inf")
+
+    trainer = Trainer(make_config(), TinyFamily(), group, num_steps=10, before_optimizer=poison)
+    before = {name: parameter.full_tensor().clone() for name, parameter in trainer.model.named_parameters()}
+    batches = [make_batch(held[0], make_config()) for held in STEPS_DP1[0]]
+    execute(trainer.begin_unit(make_plan(STEPS_DP1[0], 1)), trainer.stages, lambda index: batches[index])
+    result = trainer.finish_unit()
+    after = {name: parameter.full_tensor() for name, parameter in trainer.model.named_parameters()}
+    group.close()
+    assert result.grad_norm == float("inf") and np.isfinite(result.loss)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+TEST_WORKERS ?= 2
 
 .PHONY: setup demo test lint format bench clean
 
@@ -20,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@bash scripts/demo.sh
 
+# Two files at a time: tests wait for Ray much of theirs; a file's tests share what it starts.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -45,19 +46,6 @@ class Mix:
         has_loss = np.arange(length) >= length - max(2, round(self.target_share * length))
         return SampleArrays(position, np.stack([ids, np.where(has_loss, ids, IGNORED_LABEL)]).astype(np.int32), None)
 
-    def full_batches(self, step: int, capacity: int) -> list[tuple[int, int]]:
-        """Batches ``(sequences, length)`` of the step's tokens without anything to pad.
-
-        The samples, by length, are joined to groups of about ``capacity`` tokens, and every one of a group gets the
-        group's mean length: as many tokens, and attention over nearly the same lengths, but a batch of equal sequences.
-        """
-        groups: list[list[int]] = []
-        for length in sorted(self.lengths[step], reverse=True):
-            if not groups or sum(groups[-1]) + length > capacity:
-                groups.append([])
-            groups[-1].append(length)
-        return [(len(group), max(2, round(sum(group) / len(group)))) for group in groups]
-
 
 def draw_lengths(
     trace: Path | None, num_steps: int, num_samples: int, longest: int, scale: float
@@ -74,6 +62,24 @@ def draw_lengths(
         drawn = file.lengths.tokens[[ref.row for ref in file.sampler(seed=17, shuffle=True).take(count)]]
     lengths = np.clip(np.rint(drawn * scale), 4, longest).astype(int).tolist()
     return tuple(tuple(lengths[k : k + num_samples]) for k in range(0, count, num_samples))
+
+
+def made_equal(lengths: tuple[int, ...], capacity: int) -> tuple[int, ...]:
+    """A step's lengths, those of each batch of about ``capacity`` tokens made equal, so that nothing need be padded.
+
+    The samples, by length, are joined to batches, and each gets its batch's mean length: as many tokens (but for
+    rounding down) and nearly the same mix of lengths, which can be trained on packed, padded, and in full batches.
+    """
+    batches: list[list[int]] = []
+    for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
+        if not batches or sum(lengths[each] for each in batches[-1]) + lengths[position] > capacity:
+            batches.append([])
+        batches[-1].append(position)
+    equal = list(lengths)
+    for batch in batches:
+        for position in batch:
+            equal[position] = sum(lengths[each] for each in batch) // len(batch)
+    return tuple(equal)
 
 
 def packed_step(mix: Mix, step: int, capacity: int, device: torch.device) -> tuple[StepPlan, list[PackedBatch]]:
@@ -123,8 +129,19 @@ def padded_step(mix: Mix, step: int, batch_size: int) -> list[PlainBatch]:
 
 
 def full_step(mix: Mix, step: int, capacity: int) -> list[PlainBatch]:
-    """The step's tokens in batches of equal sequences: nothing is padded, no mask is needed."""
-    return list(_full(mix, step, capacity))
+    """The step's samples in batches of equal sequences, at most ``capacity`` tokens each: nothing to pad, no mask."""
+    texts = sorted((torch.from_numpy(sample.text.astype(np.int64)) for sample in mix.samples(step)), key=_length)
+    batches = []
+    for length, equal in groupby(texts, key=_length):
+        rows = torch.stack(list(equal))
+        batches += [
+            PlainBatch(part[:, 0], part[:, 1], None, part[:, 0].numel()) for part in rows.split(capacity // length)
+        ]
+    return batches
+
+
+def _length(text: Tensor) -> int:
+    return text.shape[1]
 
 
 def _padded(texts: Sequence[Tensor]) -> PlainBatch:
@@ -135,13 +152,3 @@ def _padded(texts: Sequence[Tensor]) -> PlainBatch:
         length = text.shape[1]
         ids[row, :length], labels[row, :length], mask[row, :length] = text[0], text[1], 1
     return PlainBatch(ids, labels, mask, int(mask.sum()))
-
-
-def _full(mix: Mix, step: int, capacity: int) -> Iterator[PlainBatch]:
-    for number, (count, length) in enumerate(mix.full_batches(step, capacity)):
-        generator = torch.Generator().manual_seed(1000 * step + number)
-        ids = torch.randint(1, mix.vocab_size, (count, length), generator=generator)
-        labels = torch.full_like(ids, IGNORED_LABEL)
-        num_targets = max(2, round(mix.target_share * length))
-        labels[:, length - num_targets :] = ids[:, length - num_targets :]
-        yield PlainBatch(ids, labels, None, ids.numel())

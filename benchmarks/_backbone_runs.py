@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
+from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
@@ -105,11 +105,11 @@ class Setting:
             }
         )
 
-    def language_model(self, attention: str) -> PreTrainedModel:
-        """The model with the same random weights whoever asks, float32."""
+    def language_model(self, attention: str, device: torch.device | None = None) -> PreTrainedModel:
+        """The model with the same random weights whoever asks, float32; device: another than the setting's."""
         torch.manual_seed(7)
         config = copy.deepcopy(MODELS[self.model])  # the model keeps it, with its kind of attention
-        with self.device:
+        with device or self.device:
             return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
@@ -119,11 +119,18 @@ class _Source:
 
     setting: Setting
 
-    def load_backbone(self) -> Backbone:
+    def backbone_skeleton(self) -> Backbone:
+        return self._backbone(torch.device("meta"))
+
+    def backbone_weights(self) -> BuiltWeights:
+        return BuiltWeights(lambda: self._backbone(self.setting.device))
+
+    def _backbone(self, device: torch.device) -> Backbone:
         config, dtype = self.setting.run_config(), getattr(torch, self.setting.dtype)
         backend = resolve_attention(config.backbone.attention, self.setting.device, dtype)
-        model = self.setting.language_model(implementation_name(backend))
-        return Backbone(Connector(FEATURE_DIM, model.config.hidden_size), model)
+        model = self.setting.language_model(implementation_name(backend), device)
+        with device:
+            return Backbone(Connector(FEATURE_DIM, model.config.hidden_size), model)
 
 
 class Ours:
@@ -146,13 +153,23 @@ class Ours:
 
 
 class PlainHF:
-    """A plain loop round an HF model: autocast over float32 weights, sdpa, fused AdamW, accumulated microbatches."""
+    """A plain loop round an HF model: sdpa, fused AdamW over float32 weights, accumulated microbatches.
+
+    In bfloat16 the model computes with a copy of the weights, made anew after each update, and gradients are summed in
+    float32: the numbers that ours computes with, and faster than autocast, which casts the weights in every microbatch.
+    """
 
     def __init__(self, setting: Setting) -> None:
-        self._device, self._dtype = setting.device, setting.dtype
+        self._device = setting.device
         self.model = setting.language_model("sdpa").to(setting.device).train()
-        decayed = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
-        others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        self._computed_with = list(self.model.parameters())
+        self._weights = self._computed_with
+        if setting.dtype != "float32":
+            self._weights = [nn.Parameter(parameter.detach().clone()) for parameter in self._computed_with]
+            for parameter in self._computed_with:  # buffers stay float32, as HF loads them
+                parameter.data = parameter.data.to(getattr(torch, setting.dtype))
+        decayed = [weight for weight in self._weights if weight.ndim >= 2]
+        others = [weight for weight in self._weights if weight.ndim < 2]
         groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
 
@@ -161,14 +178,29 @@ class PlainHF:
         num_targets = sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
-            with self._autocast():
-                loss = self._loss(batch, num_targets)
+            loss = self._loss(batch, num_targets)
             loss.backward()
             total += loss.detach().item()
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+            self._take_gradients()
+        nn.utils.clip_grad_norm_(self._weights, MAX_GRAD_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._weights is not self._computed_with:
+            with torch.no_grad():
+                torch._foreach_copy_(self._computed_with, self._weights)
         return total
+
+    def _take_gradients(self) -> None:
+        """Add a microbatch's gradients to those of the float32 weights, where these are others."""
+        if self._weights is self._computed_with:
+            return
+        for weight, computed_with in zip(self._weights, self._computed_with, strict=True):
+            gradient, computed_with.grad = computed_with.grad, None
+            assert gradient is not None, "every parameter takes part"
+            if weight.grad is None:
+                weight.grad = gradient.to(weight.dtype)
+            else:
+                weight.grad.add_(gradient)
 
     def _loss(self, batch: PlainBatch, num_targets: int) -> torch.Tensor:
         """HF's own loss: all rows pass the head, the sum in float32 over the step's number of targets."""
@@ -179,8 +211,3 @@ class PlainHF:
         )
         loss: torch.Tensor = output.loss
         return loss
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self._device.type, getattr(torch, self._dtype))

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "allocate", "doctor", "pack", "plan", "train"]
+__all__ = ["__version__", "allocate", "doctor", "pack", "plan", "profile", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Import ``train``, ``plan`` and the like when they are first used, so that ``import flowtrain`` stays light."""
-    if name in ("allocate", "doctor", "pack", "plan", "train"):
+    if name in ("allocate", "doctor", "pack", "plan", "profile", "train"):
         return getattr(import_module("flowtrain.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,8 @@
-"""FlowTrain from Python: ``train``, ``plan``, ``allocate``, ``pack``, ``doctor``. The command line only wraps these."""
+"""FlowTrain from Python: ``train``, ``plan``, ``profile``, ``allocate``, ``pack``, ``doctor``; the CLI wraps these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flowtrain.allocator.plan import plan_overrides, read_plan
 from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
+from flowtrain.config.startable import check_startable
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning import PlanReport
     from flowtrain.controller.prepare import Prepared
+    from flowtrain.controller.profiling import ProfileReport
     from flowtrain.controller.run import RunSummary
+    from flowtrain.controller.start import Resumption
 
 ConfigLike = RunConfig | str | PathLike[str]
 
@@ -53,22 +56,40 @@ def plan(config: ConfigLike, overrides: Sequence[str] = ()) -> Prepared:
     return prepare(resolved)
 
 
+def resumption(prepared: Prepared) -> Resumption:
+    """What ``train`` with ``resume`` would go on from, and with which changes; raises ConfigError where it would not.
+
+    prepared: what ``plan`` returns. Nothing is started or changed.
+    """
+    from flowtrain.controller.start import foresee_resume
+
+    return foresee_resume(prepared)
+
+
 def allocate(
     config: ConfigLike,
     overrides: Sequence[str] = (),
     *,
-    device: str = "h200",
+    device: str | Sequence[str] = (),
     devices: int | None = None,
     nodes: int | None = None,
     solver: SolverName = "auto",
+    profile: str | PathLike[str] | None = None,
 ) -> PlanReport:
-    """Choose the parallel degrees of encoders and backbone (FlowTrain 3.3), at rates that data sheets allow.
+    """Choose the parallel degrees of encoders and backbone (FlowTrain 3.3), at rates measured or by data sheets.
 
     config: a run, whose first steps are sized as ``pack`` does, or a model file of ``configs/models``. device: a key of
-    the table of devices. devices: how many; by default as many as the run's own degrees take. nodes: that they are
-    spread over; by default 8 devices a node. Starts nothing. Raises ConfigError, DataError.
+    the table of devices; by default an H200, or what the profile was measured on; several, each with its number, as
+    ``h200=64`` or ``h200=8x8`` for 8 nodes of 8. profile: what ``flowtrain profile`` wrote. devices: how many; by
+    default as many as the run's own degrees take. nodes: that they are spread over; by default 8 devices a node. Starts
+    nothing. Raises ConfigError, DataError.
     """
-    from flowtrain.controller.planning import is_model_file, make_report, planned_model
+    from flowtrain.allocator.profile import read_profile
+    from flowtrain.controller.plan_devices import AskedDevices
+    from flowtrain.controller.planned import is_model_file, planned_model
+    from flowtrain.controller.planning import make_report
+
+    measured = read_profile(profile) if profile is not None else None
 
     if not isinstance(config, RunConfig) and is_model_file(config):
         planned = planned_model(config, overrides)
@@ -77,7 +98,26 @@ def allocate(
         from flowtrain.controller.planned_run import planned_run
 
         planned = planned_run(resolved)
-    return make_report(planned, device=device, devices=devices, nodes=nodes, solver=solver)
+    types = (device,) if isinstance(device, str) else tuple(device)
+    return make_report(planned, AskedDevices(types, devices, nodes), solver=solver, profile=measured)
+
+
+def profile(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    *,
+    devices: int | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ProfileReport:
+    """Measure a run's modules on the devices there are, for ``allocate`` (FlowTrain 3.3); trains nothing.
+
+    devices: that measure side by side; by default those of the largest node, eight at most. progress: is told what
+    comes next. Raises ConfigError or DataError where the run could not work, ResourceError where devices are missing.
+    """
+    resolved = resolve(config, overrides)
+    from flowtrain.controller.profiling import measure
+
+    return measure(resolved, devices, progress)
 
 
 def pack(
@@ -142,5 +182,8 @@ def resolve(
     if plan is not None:
         overrides = [*plan_overrides(read_plan(plan)), *overrides]
     if isinstance(config, RunConfig):
-        return override_config(config, overrides, check_paths)
-    return load_config(config, overrides, check_paths)
+        resolved = override_config(config, overrides, check_paths)
+    else:
+        resolved = load_config(config, overrides, check_paths)
+    check_startable(resolved)
+    return resolved

@@ -59,5 +59,9 @@ class StallError(FlowTrainError, TimeoutError):
     """A wait passed its limit; the message says who waited for what, and for how long."""
 
 
+class ReplicaLostError(FlowTrainError, RuntimeError):
+    """A process of an encoder's tensor parallel group is gone, so that the others are of no use; names them."""
+
+
 class WorkerLostError(FlowTrainError, RuntimeError):
     """An actor that cannot be replaced while running died; the message names it and how to resume."""

@@ -24,7 +24,7 @@ from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.run import RunConfig
 from flowtrain.config.schema import ANY, key_patterns
 from flowtrain.config.yaml_text import parse_yaml
-from flowtrain.controller.planning import is_model_file, planned_model
+from flowtrain.controller.planned import is_model_file, planned_model
 from flowtrain.data.sources.registry import open_source
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.types import RejectReason
@@ -128,10 +128,15 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             continue
         command, *arguments = words[words.index("flowtrain") + 1 :]
         assert command in commands, words
-        known = {option for parameter in commands[command].params for option in parameter.opts}
+        parameters = commands[command].params
+        known = {option for parameter in parameters for option in parameter.opts}
+        valued = {
+            option for parameter in parameters if not getattr(parameter, "is_flag", True) for option in parameter.opts
+        }
         assert {word for word in arguments if word.startswith("--")} <= known, words
         files = [word for word in arguments if word.endswith(".yaml")]
-        overrides = [word for word in arguments if "=" in word]
+        before = dict(zip(arguments[1:], arguments, strict=False))
+        overrides = [word for word in arguments if "=" in word and before.get(word) not in valued]
         if files and command == "plan" and is_model_file(ROOT / files[0]):
             planned_model(ROOT / files[0], overrides)
         elif files:

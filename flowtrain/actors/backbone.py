@@ -95,14 +95,19 @@ class BackboneRank:
             # A rank that waits for a starved one must not give up before that one says what it waits for.
             collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
         )
-        self.trainer = self.make_trainer()
-        if checkpoint is not None:
-            self.trainer.load_checkpoint(Path(checkpoint))
+        self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return device_peak(device, self._dtype)
 
-    def make_trainer(self) -> Trainer:
-        """Build this rank's trainer; collective."""
-        return Trainer(self._config, self._family, self._group, self._num_steps, record=self._spans.add)
+    def make_trainer(self, checkpoint: Path | None) -> Trainer:
+        """Build this rank's trainer, as the checkpoint's state is if there is one; collective."""
+        return Trainer(
+            self._config,
+            self._family,
+            self._group,
+            self._num_steps,
+            record=self._spans.add,
+            resume_from=checkpoint,
+        )
 
     @property
     def _dtype(self) -> torch.dtype:

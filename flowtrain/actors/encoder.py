@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from flowtrain.actors.encoder_follower import join_replica, load_split
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
@@ -22,7 +25,10 @@ from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
+from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.training.mesh import open_listener
+from flowtrain.training.tower_group import TowerGroup
 from flowtrain.types import EncoderReport, Extent, Lease, LeaseOrder, PartReady, Rejection, SampleRef
 
 PixelValues = list[np.ndarray]
@@ -43,7 +49,7 @@ class Work:
 
 
 class Encoder:
-    """One replica of a frozen vision encoder.
+    """One replica of a frozen vision encoder, or, where tensor parallel ranks share its tower, their leader.
 
     Two threads: one leases and decodes the next batch while the other forwards the last. A batch is forwarded as it was
     planned, also when only some of it is needed again, so that the features never depend on timing.
@@ -62,6 +68,17 @@ class Encoder:
         self._ahead = threading.Semaphore(1)
         # What comes back from a report is free before the next lease is asked for: no other wait would learn of it.
         self._handing_in = threading.Lock()
+        self._listener: socket.socket | None = None
+        self._meeting = threading.Lock()
+        self._group: TowerGroup | None = None
+
+    def open_rendezvous(self) -> int:
+        """Listen for the replica's other ranks, which share this node; returns the port. At any time, also twice."""
+        with self._meeting:  # Ray may start ``run`` before it
+            if self._listener is None:
+                self._listener = open_listener()
+                self._port = int(self._listener.getsockname()[1])
+            return self._port
 
     def run(self, link: CoordinatorLink) -> None:
         """Encode until the coordinator says stop."""
@@ -70,7 +87,7 @@ class Encoder:
         self._sources = SourceSet.from_config(self._config.data)
         self._family = family_from_config(self._config)
         device = default_device(self._config.model.device)
-        self._module = self._family.load_encoder(self._encoder).to(device)
+        self._module = self._load_tower().to(device)
         member = join_pool(
             self._link,
             self._config.pool,
@@ -87,10 +104,22 @@ class Encoder:
         try:
             for work in self._decoded(ready):
                 self._finish(member, work)
+            if self._group is not None:
+                self._group.dismiss()
+                self._group.close()
         finally:
             self._stopping.set()
             self._ahead.release()
             member.pool.close()
+
+    def _load_tower(self) -> VisionEncoder:
+        if self._settings.tensor_parallel_size == 1:
+            return self._family.load_encoder(self._encoder)
+        port = self.open_rendezvous()
+        self._group = join_replica(self._config, self._encoder, self._name, 0, port, self._listener)
+        module = load_split(self._family, self._encoder, self._group)
+        module.announce = self._group.send
+        return module
 
     def _decoded(self, ready: queue.Queue[Work | BaseException | None]) -> Iterator[Work]:
         while True:
@@ -178,7 +207,8 @@ class Encoder:
         """Forward a batch; returns the features [rows, feature_dim] of each position's images, in order."""
         started = time.time()
         flat = [array for arrays in work.pixels.values() for array in arrays]
-        rows = iter(self._module.encode(flat) if flat else [])
+        with self._group.forwarding() if self._group is not None else nullcontext():
+            rows = iter(self._module.encode(flat) if flat else [])
         features = {position: [next(rows) for _ in arrays] for position, arrays in work.pixels.items() if arrays}
         self._spans.add("encode", started, time.time(), images=len(flat), unit=work.lease.batch.unit)
         return features

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation, SplitPoint, Timings
 from flowtrain.allocator.candidates import Candidate, Enumeration
-from flowtrain.allocator.flow import Choice, FlowProblem, Levels, production
+from flowtrain.allocator.flow import Choice, FlowProblem, Levels, levels, production
 from flowtrain.allocator.infeasible import infeasible
 from flowtrain.allocator.milp import Solution, solve
 from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem, front
+from flowtrain.allocator.rivals import rivals
+from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
 from flowtrain.allocator.solvers import Solver
-from flowtrain.allocator.splits import Split, best_splits
+from flowtrain.allocator.splits import Split, best_splits, production_curve
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
 
 NUM_ALTERNATIVES = 3
@@ -29,14 +31,17 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
     fronts = {key: front(each.columns, surrogate) for key, each in enumerations.items()}
     predicted = time.perf_counter()
     problem = flow_problem(request, fronts)
-    solution = solve(problem, solver)
+    shared = can_share(request, problem)
+    solution = _shared(request, problem, fronts) if shared else solve(problem, solver)
     if solution is None:
         raise infeasible(request, enumerations, problem, solver)
     solved = time.perf_counter()
     timings = Timings(enumerated - started, predicted - enumerated, solved - predicted)
     splits = best_splits(problem)
+    search = not splits and not shared
+    others = rivals(problem, solution.choice.consumer, solver, NUM_ALTERNATIVES) if search else ()
     return Allocation(
-        modules=_modules(request, surrogate, problem, solution.choice),
+        modules=_modules(request, surrogate, problem, solution),
         rate=solution.levels.rate,
         imbalance=solution.levels.imbalance,
         bottleneck=_bottleneck(problem, solution.choice),
@@ -49,18 +54,28 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
         num_front={_label(request, key): len(each) for key, each in fronts.items()},
         num_combinations=_num_combinations(enumerations),
         num_variables=solution.num_variables,
-        alternatives=_alternatives(solution, splits),
+        alternatives=_alternatives(solution, splits or others, len(request.cluster.device_types) > 1),
         split_curve=tuple(_point(split) for split in splits),
+        production_curve=production_curve(problem),
         solver=solution.solver,
         timings=timings,
+        shared=shared,
+        rate_apart=levels(problem, solution.choice).rate if shared else None,
     )
 
 
+def _shared(request: Request, problem: FlowProblem, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Solution:
+    """All modules on the only device; nothing is left to choose, and nobody makes what nobody takes."""
+    choice = shared_choice(request, fronts)
+    rate = shared_rate(choice.consumer.rate, *production(problem, choice).values())
+    return Solution(choice, Levels(rate, 0.0, 1), "none", 0)
+
+
 def _modules(
-    request: Request, surrogate: Surrogate, problem: FlowProblem, choice: Choice
+    request: Request, surrogate: Surrogate, problem: FlowProblem, solution: Solution
 ) -> tuple[ModuleAllocation, ...]:
+    choice, rate = solution.choice, solution.levels.rate
     made, consumed = production(problem, choice), choice.consumer.rate
-    rate = min(consumed, *made.values())
     works = {module.name: module.work for module in problem.producers}
 
     def module(name: str, candidate: Candidate, share: float, keeps_up_with: float) -> ModuleAllocation:
@@ -92,14 +107,14 @@ def _bottleneck(problem: FlowProblem, choice: Choice) -> str:
     return slowest[1]
 
 
-def _alternatives(solution: Solution, splits: Sequence[Split]) -> tuple[Alternative, ...]:
-    """The best splits with another configuration of the backbone."""
+def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) -> tuple[Alternative, ...]:
+    """The best splits with another configuration of the backbone; several: types of devices, which names then tell."""
     others = [split for split in splits if split.choice.consumer != solution.choice.consumer]
     others.sort(key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
     return tuple(
         Alternative(
-            degrees={name: candidate.degrees for name, candidate in _named(split.choice).items()},
-            devices={name: candidate.devices for name, candidate in _named(split.choice).items()},
+            degrees={name: candidate.degrees for name, candidate in _named(split.choice, several).items()},
+            devices={name: candidate.devices for name, candidate in _named(split.choice, several).items()},
             rate=split.levels.rate,
             imbalance=split.levels.imbalance,
             reason=_why_lost(solution.levels, split),
@@ -120,13 +135,16 @@ def _why_lost(best: Levels, split: Split) -> str:
     return f"as fast and as even, but on {lost.devices} devices where {best.devices} do"
 
 
-def _named(choice: Choice) -> Mapping[str, Candidate]:
-    return {**choice.producers, BACKBONE: choice.consumer}
+def _named(choice: Choice, several: bool) -> Mapping[str, Candidate]:
+    consumer = choice.consumer
+    return {**choice.producers, f"{BACKBONE}@{consumer.device_type}" if several else BACKBONE: consumer}
 
 
 def _point(split: Split) -> SplitPoint:
     devices = split.choice.consumer.devices
-    return SplitPoint(devices, split.levels.devices - devices, split.levels.rate)
+    return SplitPoint(
+        devices, split.levels.devices - devices, split.levels.rate, split.choice.consumer.rate, split.production
+    )
 
 
 def _num_combinations(enumerations: Mapping[Key, Enumeration]) -> int:

@@ -36,6 +36,11 @@ class ModuleAllocation:
         """Devices that it takes."""
         return self.degrees.world_size
 
+    @property
+    def encoder(self) -> str:
+        """The encoder that it is, wherever it lies."""
+        return self.name.partition("@")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -50,11 +55,17 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class SplitPoint:
-    """A point of the rate-over-split curve: devices of the backbone and of all encoders, and samples/s."""
+    """A point of the rate-over-split curve: devices of the backbone and of all encoders, and samples/s.
+
+    consumption: what the backbone takes. production: what encoders make on all devices that it leaves; encoder_devices
+    are those that they need for ``rate``, the smaller of both.
+    """
 
     backbone_devices: int
     encoder_devices: int
     rate: float
+    consumption: float
+    production: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,9 @@ class Allocation:
     demand, in samples/s. bottleneck: the module that sets the rate. starved: expected share of the backbone's time.
     budget: devices by type. pruned: by module and reason, configurations left out. num_candidates, num_front: by
     module, configurations that are feasible, and those of them that are worth choosing. num_combinations: of feasible
-    configurations over all modules. num_variables: of the program. split_curve: for one type of devices.
+    configurations over all modules. num_variables: of the program. split_curve: for one type of devices;
+    production_curve: then, devices of all encoders and the samples/s that they make on these. shared: all modules take
+    turns on one device; rate_apart: samples/s with a device for each of them, None where nothing is shared.
     """
 
     modules: tuple[ModuleAllocation, ...]
@@ -95,14 +108,23 @@ class Allocation:
     num_variables: int
     alternatives: tuple[Alternative, ...]
     split_curve: tuple[SplitPoint, ...]
+    production_curve: tuple[tuple[int, float], ...]
     solver: str
     timings: Timings
+    shared: bool = False
+    rate_apart: float | None = None
     schema: int = ALLOCATION_SCHEMA
 
     @property
     def devices(self) -> int:
         """Devices that are taken."""
-        return sum(module.devices for module in self.modules)
+        return 1 if self.shared else sum(module.devices for module in self.modules)
+
+    @property
+    def split_modules(self) -> tuple[str, ...]:
+        """Encoders whose replicas lie on several types of devices, which no run can start yet."""
+        names = [module.encoder for module in self.modules]
+        return tuple(name for name in dict.fromkeys(names) if names.count(name) > 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or YAML."""

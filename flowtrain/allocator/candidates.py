@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flowtrain.allocator.cluster import DeviceType
-from flowtrain.allocator.degrees import Degrees, degree_faults
+from flowtrain.allocator.degrees import Degrees, degree_faults, encoder_degree_faults
 from flowtrain.allocator.pareto import IntArray
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
 
@@ -31,6 +31,7 @@ class PruneReason(enum.StrEnum):
     CROSSES_NODES = "tensor parallel group does not divide a node"
     HEADS = "tensor parallel degree does not divide heads or widths"
     LAYERS = "more pipeline stages than layers"
+    CHUNKS = "no pipeline, which several chunks a rank need"
     FACTORS = "degrees do not factorise the module's devices"
     BATCH = "data parallel degree does not divide the global batch"
     MEMORY = "does not fit the device memory"
@@ -104,16 +105,19 @@ def enumerate_backbone(
     global_batch_size: int,
     peak_nbytes: PeakMemory,
     memory_nbytes: int,
+    chunks_per_rank: int = 1,
     module: str = "backbone",
 ) -> Enumeration:
     """Return all (dp, tp, pp) of the backbone; memory_nbytes: what a device has for it beside its share of the pool."""
     counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
-    pps = range(1, min(device_type.count, spec.num_layers) + 1)
+    most = min(device_type.count, spec.num_layers // chunks_per_rank)
+    pps = range(1 if chunks_per_rank == 1 else 2, most + 1)
     tps = _tensor_degrees(
         device_type, spec.num_heads, lambda tp: not degree_faults(Degrees(tp=tp), spec), len(pps), counts, pruned
     )
-    pruned[PruneReason.LAYERS] += (device_type.count - len(pps)) * len(tps) * len(counts)
+    pruned[PruneReason.LAYERS] += (device_type.count - most) * len(tps) * len(counts)
+    pruned[PruneReason.CHUNKS] += (most - len(pps)) * len(tps) * len(counts)
     shapes = np.array([(tp, pp) for tp in tps for pp in pps], dtype=np.int64).reshape(-1, 2)
     replica = shapes[:, 0] * shapes[:, 1]
     factorises = counts[:, None] % replica[None, :] == 0
@@ -139,7 +143,7 @@ def enumerate_encoder(
     pruned: Counter[PruneReason] = Counter()
 
     def is_even(tp: int) -> bool:
-        return spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0
+        return not encoder_degree_faults(module, tp, spec) and spec.intermediate_size % tp == 0
 
     tps = _tensor_degrees(device_type, spec.num_heads, is_even, 1, counts, pruned)
     factorises = counts[:, None] % np.array(tps, dtype=np.int64)[None, :] == 0

@@ -97,6 +97,15 @@ def data_sheet_device_type(
     )
 
 
+def accelerator_type(name: str) -> str:
+    """Return what Ray calls a device of the table, in a node's resource ``accelerator_type:H200``.
+
+    It does not tell variants apart: an ``h100-pcie`` is an H100 to it.
+    """
+    chip = name.partition("-")[0].upper()
+    return f"Ascend{chip}" if chip.startswith("910") else chip
+
+
 def _links(node: float, network_gbit: float, source: str) -> Links:
     return Links(node * _GB, network_gbit / 8 * _GB, f"{source}; network: {network_gbit:g} Gb/s a device is assumed")
 

@@ -1,11 +1,12 @@
-"""Parallel degrees of the backbone: how its ranks are numbered, and which degrees a model and a batch allow."""
+"""Parallel degrees: how a module's ranks are numbered, and which degrees its layers allow."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flowtrain.costs.model_spec import TransformerSpec
+from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,32 @@ def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: i
             f"backbone.pipeline_parallel_size ({degrees.pp}) times backbone.chunks_per_rank ({chunks_per_rank}) is "
             f"more than the backbone's layers ({spec.num_layers}); lower one of them"
         )
+    return faults
+
+
+def layers_by_rank(num_layers: int, pp: int, chunks_per_rank: int = 1) -> list[int]:
+    """Return how many layers each pipeline rank has; rank r holds the stages r, r + pp, r + 2 pp and so on."""
+    stages = [len(stage) for stage in split_layers(num_layers, pp * chunks_per_rank)]
+    return [sum(stages[rank::pp]) for rank in range(pp)]
+
+
+def encoder_degree_faults(
+    name: str, tp: int, spec: VisionSpec, tower_type: str | None = None, splittable: Collection[str] = ()
+) -> list[str]:
+    """Say why an encoder's tower cannot be split like that, as ``degree_faults``; widths may be split unevenly.
+
+    tower_type: of the tower, where it is known, which is to be one of those that there is a plan for.
+    """
+    if tp == 1:
+        return []
+    faults, key = [], f"encoders.{name}.tensor_parallel_size ({tp})"
+    if tower_type is not None and tower_type not in splittable:
+        faults.append(
+            f"{key} above 1 has no plan for a tower of type {tower_type!r}; set it to 1, or use one of "
+            f"{', '.join(splittable)}"
+        )
+    if spec.num_heads % tp:
+        faults.append(f"{key} does not divide the tower's attention heads ({spec.num_heads})")
     return faults
 
 

@@ -16,6 +16,7 @@ from flowtrain.allocator.cluster import Cluster
 from flowtrain.allocator.flow import FlowProblem
 from flowtrain.allocator.milp import fewest_missing_devices
 from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem
+from flowtrain.allocator.sharing import can_share, fits_shared
 from flowtrain.allocator.solvers import Solver
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.errors import ConfigError
@@ -62,10 +63,12 @@ def _no_configuration(request: Request, module: str, found: Mapping[str, Enumera
 
 def _last_reason(request: Request, device_type: str, found: Enumeration) -> str:
     if found.least_peak_nbytes is not None:
-        return (
+        reason = (
             f"{PruneReason.MEMORY}, the least that any takes is {found.least_peak_nbytes / 2**30:.1f} GiB of "
             f"{request.memory_nbytes(device_type) / 2**30:.1f} GiB"
         )
+        batch = request.workload.global_batch_size
+        return f"{reason}, and {PruneReason.BATCH} ({batch})" if PruneReason.BATCH in found.pruned else reason
     return ", ".join(str(reason) for reason in found.pruned)
 
 
@@ -76,6 +79,10 @@ def _ways_out(request: Request, module: str) -> Iterator[str]:
     found = False
     if may_recompute and _is_feasible(recomputed):
         yield "backbone.activation_checkpointing=full"
+        found = True
+    batch = next((changed for changed in _divisible_batches(request, module) if _is_feasible(changed)), None)
+    if batch is not None:
+        yield f"training.global_batch_size={batch.workload.global_batch_size}"
         found = True
     smaller = next((key for key, changed in _smaller_batches(request, module) if _is_feasible(changed)), None)
     if smaller is not None:
@@ -90,6 +97,15 @@ def _ways_out(request: Request, module: str) -> Iterator[str]:
     larger = _fewest_devices(recomputed)
     if larger is not None:
         yield f"backbone.activation_checkpointing=full on {larger} devices"
+
+
+def _divisible_batches(request: Request, module: str) -> Iterator[Request]:
+    """The next larger global batches that more data parallel degrees divide."""
+    batch, factor = request.workload.global_batch_size, 2
+    while module == BACKBONE and factor <= request.cluster.num_devices:
+        if batch % factor:
+            yield replace(request, workload=replace(request.workload, global_batch_size=-(-batch // factor) * factor))
+        factor *= 2
 
 
 def _smaller_batches(request: Request, module: str) -> Iterator[tuple[str, Request]]:
@@ -134,7 +150,10 @@ def _times(request: Request, factor: int) -> Request:
 def _is_feasible(request: Request) -> bool:
     """Whether the devices suffice for the smallest configurations; rates do not matter."""
     smallest = {key: _smallest(each.columns) for key, each in enumerate_all(request).items()}
-    return fewest_missing_devices(flow_problem(request, smallest)) == {}
+    problem = flow_problem(request, smallest)
+    if can_share(request, problem):
+        return fits_shared(request)
+    return fewest_missing_devices(problem) == {}
 
 
 def _smallest(columns: CandidateColumns) -> tuple[Candidate, ...]:

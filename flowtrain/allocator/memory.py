@@ -28,22 +28,52 @@ class MemoryBudget:
         return int(device_type.memory_nbytes * self.usable) - self.pool_nbytes
 
 
-def backbone_peak_nbytes(model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees) -> int:
-    """Return the predicted peak on the fullest rank, 1F1B: a stage keeps a microbatch for each stage from it on."""
+def backbone_peak_nbytes(
+    model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, chunks_per_rank: int = 1
+) -> int:
+    """Return the predicted peak on the fullest rank under 1F1B, interleaved where ranks hold several chunks."""
     per_rank = workload.tokens_per_step / degrees.dp / (workload.microbatch_tokens * workload.fill)
     num_microbatches = max(1, math.ceil(per_rank - 1e-9))
-    stages = split_layers(model.backbone.num_layers, degrees.pp)
-    lengths = [len(stage) for stage in stages]
+    pp, num_stages = degrees.pp, degrees.pp * chunks_per_rank
+    lengths = [len(stage) for stage in split_layers(model.backbone.num_layers, num_stages)]
+    layers = [sum(lengths[rank::pp]) for rank in range(pp)]
     tokens = workload.microbatch_tokens
     size = MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
     at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
     peak = 0
-    # The first stage keeps most, the last has the loss, the first of the longest most parameters.
-    for stage in sorted({0, lengths.index(max(lengths)), degrees.pp - 1}):
-        in_flight = min(degrees.pp - stage, num_microbatches)
-        chunk = Chunk(lengths[stage], stage == 0, stage == degrees.pp - 1, in_flight)
-        peak = max(peak, predict_step_memory(model.backbone, model.connector, (chunk,), at, size).peak)
+    # The first rank keeps most, the last has the loss, the first of the longest most parameters.
+    for rank in sorted({0, layers.index(max(layers)), pp - 1}):
+        held = tuple(
+            Chunk(lengths[stage], stage == 0, stage == num_stages - 1, in_flight)
+            for stage, in_flight in zip(
+                range(rank, num_stages, pp),
+                in_flight_by_chunk(pp, rank, num_microbatches, chunks_per_rank),
+                strict=True,
+            )
+        )
+        peak = max(peak, predict_step_memory(model.backbone, model.connector, held, at, size).peak)
     return peak
+
+
+def in_flight_by_chunk(pp: int, rank: int, num_microbatches: int, chunks_per_rank: int) -> list[int]:
+    """Return for each chunk of a pipeline rank how many microbatches it keeps when the first backward starts.
+
+    Later the rank keeps as many in all. 1F1B: one for each rank from it on. Interleaved, microbatches go through a
+    chunk by the group (as ``flowtrain.pipeline.schedules`` has it), and a rank is ahead by all chunks of a group.
+    """
+    if chunks_per_rank == 1:
+        return [min(pp - rank, num_microbatches)]
+    num_groups = max(1, num_microbatches // pp)
+    group = -(-num_microbatches // num_groups)
+    ahead = 2 * (pp - 1 - rank) + (chunks_per_rank - 1) * group + 1
+    in_flight = [0] * chunks_per_rank
+    left = min(ahead, num_microbatches * chunks_per_rank)
+    while left:
+        for chunk in range(chunks_per_rank):
+            taken = min(left, group)
+            in_flight[chunk] += taken
+            left -= taken
+    return in_flight
 
 
 def encoder_peak_nbytes(

@@ -24,8 +24,9 @@ _Amount = Annotated[float, Field(ge=0)]
 class ModulePlan:
     """Parallel degrees of one module and what each of its actors takes.
 
-    num_cpus, num_devices: reserved for each actor; fractions are allowed. segment_nbytes: what each actor gives to the
-    memory pool, in bytes.
+    num_cpus, num_devices: reserved for each actor; fractions are allowed. accelerator_type: of these devices, as Ray
+    calls it; None for any. segment_nbytes: what each data parallel
+    replica gives to the memory pool, in bytes; the first of its actors has it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -36,6 +37,7 @@ class ModulePlan:
     num_cpus: _Amount = 0.0
     num_devices: _Amount = 0.0
     segment_nbytes: Annotated[int, Field(ge=0)] = 0
+    accelerator_type: str | None = None
 
     @property
     def degrees(self) -> Degrees:
@@ -59,6 +61,13 @@ class Plan:
     feeder: ModulePlan
     schema: int = PLAN_SCHEMA
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all encoders and the backbone take turns on one accelerator."""
+        actors = [*self.encoders.values(), self.backbone]
+        shares = [each.num_devices for each in actors]
+        return all(each.num_actors == 1 for each in actors) and min(shares) > 0.0 and sum(shares) <= 1.0
+
     def modules(self) -> Iterator[tuple[str, ModulePlan]]:
         """Iterate over (name, plan) of all modules: encoders, backbone, feeder."""
         yield from self.encoders.items()
@@ -79,16 +88,18 @@ class Requirements:
 def fixed_plan(config: RunConfig, use_devices: bool = False) -> Plan:
     """Return the plan that the configuration's explicit degrees spell out.
 
-    use_devices: encoder and backbone actors take one accelerator each, unless ``model.device`` is ``cpu``.
+    use_devices: encoder and backbone actors take their accelerator each, or their share of one, unless
+    ``model.device`` is ``cpu``.
     """
-    num_devices = 1.0 if use_devices and config.model.device != "cpu" else 0.0
+    takes_devices = use_devices and config.model.device != "cpu"
     encoders = {
         name: ModulePlan(
             data_parallel_size=encoder.data_parallel_size,
             tensor_parallel_size=encoder.tensor_parallel_size,
             num_cpus=encoder.num_cpus,
-            num_devices=num_devices,
+            num_devices=encoder.num_devices if takes_devices else 0.0,
             segment_nbytes=encoder.segment_nbytes,
+            accelerator_type=encoder.accelerator_type,
         )
         for name, encoder in config.encoders.items()
     }
@@ -97,7 +108,8 @@ def fixed_plan(config: RunConfig, use_devices: bool = False) -> Plan:
         tensor_parallel_size=config.backbone.tensor_parallel_size,
         pipeline_parallel_size=config.backbone.pipeline_parallel_size,
         num_cpus=config.backbone.num_cpus,
-        num_devices=num_devices,
+        num_devices=config.backbone.num_devices if takes_devices else 0.0,
+        accelerator_type=config.backbone.accelerator_type,
     )
     # The feeder reserves no CPU: it runs ahead of everybody and yields, and small machines have none to spare.
     return Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=config.pool.text_segment_nbytes))
@@ -110,7 +122,7 @@ def requirements(plan: Plan) -> Requirements:
         num_actors=1 + sum(module.num_actors for module in modules),
         num_cpus=_exact(sum(module.num_actors * module.num_cpus for module in modules)),
         num_devices=_exact(sum(module.num_actors * module.num_devices for module in modules)),
-        pool_nbytes=sum(module.num_actors * module.segment_nbytes for module in modules),
+        pool_nbytes=sum(module.data_parallel_size * module.segment_nbytes for module in modules),
     )
 
 
@@ -123,7 +135,7 @@ def degree_overrides(plan: Plan) -> tuple[str, ...]:
             ("tensor", module.tensor_parallel_size),
             ("pipeline", module.pipeline_parallel_size),
         ):
-            if key == "backbone" or axis == "data" or degree > 1:  # an encoder has no other axis yet
+            if key == "backbone" or axis != "pipeline" or degree > 1:  # an encoder has no such axis
                 found.append(f"{key}.{axis}_parallel_size={degree}")
     return tuple(found)
 
@@ -131,11 +143,24 @@ def degree_overrides(plan: Plan) -> tuple[str, ...]:
 def plan_overrides(plan: Plan) -> tuple[str, ...]:
     """Return all that a configuration says of a plan, as changes to it.
 
-    Whether actors take devices is not among it: a run looks whether its cluster has some.
+    Whether actors take devices is not among it: a run looks whether its cluster has some; but which, and how much of
+    one.
     """
     resources = [f"{key}.num_cpus={module.num_cpus!r}" for key, module in _configured(plan)]
+    for key, module in _configured(plan):
+        if module.num_devices:
+            resources.append(f"{key}.num_devices={module.num_devices!r}")
+        if module.accelerator_type is not None:
+            resources.append(f"{key}.accelerator_type={module.accelerator_type}")
     resources += [f"encoders.{name}.segment_nbytes={each.segment_nbytes}" for name, each in plan.encoders.items()]
     return (*degree_overrides(plan), *resources, f"pool.text_segment_nbytes={plan.feeder.segment_nbytes}")
+
+
+def plan_changes(config: RunConfig, plan: Plan) -> tuple[str, ...]:
+    """Return the plan's degrees, and what else of it differs from a configuration, as changes to that."""
+    usual = set(plan_overrides(fixed_plan(config, use_devices=True)))
+    degrees = degree_overrides(plan)
+    return (*degrees, *(each for each in plan_overrides(plan) if each not in usual and each not in degrees))
 
 
 def to_yaml(plan: Plan) -> str:

@@ -17,7 +17,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from flowtrain.allocator.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.allocator.pareto import FloatArray
+from flowtrain.costs.devices import device_spec
 from flowtrain.errors import ConfigError
 
 PROFILE_SCHEMA = 1
@@ -28,6 +30,8 @@ MAX_EXTRAPOLATION = 1.25
 MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan with --device"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Positive = _Seconds
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Size = Annotated[int, Field(ge=1)]
 
 
@@ -85,23 +89,72 @@ class ImageTable:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What one device reached alone, measured unless its data sheet says it.
+
+    flops: peak in FLOP/s in the compute type. memory_nbytes, bandwidth: of its memory, bytes and bytes/s. link: bytes/s
+    that it sends to its node's other devices in an all-reduce, None where there was one device. devices_per_node: that
+    the node has.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    flops: _Positive
+    memory_nbytes: _Size
+    bandwidth: _Positive
+    link: _Positive | None
+    devices_per_node: _Size
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of a backbone step beside its microbatches' layers, heads and connectors.
+
+    step_s, microbatch_s: of each, whatever its size. parameter_s: of each parameter that a device clips and updates.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    step_s: _Amount
+    microbatch_s: _Amount
+    parameter_s: _Amount
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCosts:
+    """Seconds of an encoder beside its forward.
+
+    decode_s: of reading, decoding and preprocessing an image in one thread, the mean of the data. batch_s: of each
+    batch that it leases, hands in and puts into the pool.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    decode_s: _Amount
+    batch_s: _Amount
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """What was measured, on what, with what; tables by tensor parallel degree, encoders' by name before that.
 
-    device: as torch names it. model: whatever of model and arithmetic decides times, as nested plain values.
-    versions: of the libraries that computed. layers, heads: forward and backward with recomputation. connectors:
-    over the vision tokens of a microbatch of that many tokens.
+    device: as torch names it. facts: of one such device. model: whatever of model and arithmetic decides times, as
+    nested plain values. versions: of the libraries that computed. layers, heads: forward and backward with
+    recomputation. connectors: over the vision tokens of a microbatch of that many tokens. images: by encoder.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     device: str
+    facts: DeviceFacts
     model: dict[str, Any]
     versions: dict[str, str]
     layers: dict[_Size, LengthTable]
     heads: dict[_Size, LengthTable]
     connectors: dict[_Size, LengthTable]
     encoders: dict[str, dict[_Size, ImageTable]]
+    images: dict[str, ImageCosts]
+    steps: StepCosts
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
 
@@ -116,6 +169,25 @@ class Profile:
         ]
         if differs:
             raise ConfigError(f"{self.source}: {'; '.join(differs)}; {MEASURE_AGAIN}")
+
+    @property
+    def device_type(self) -> str:
+        """The name that plans give the device: its short key, or what torch calls it."""
+        spec = device_spec(self.device)
+        return spec.key if spec is not None else self.device
+
+    def devices(self, count: int, devices_per_node: int) -> DeviceType:
+        """Return so many of the measured devices, for planning; what joins nodes is not measured."""
+        facts, spec = self.facts, device_spec(self.device)
+        # Nothing is known between devices of an unknown kind: their memory is what a CPU's cores share.
+        links = Links(facts.bandwidth, facts.bandwidth, "as fast as memory, not measured")
+        if spec is not None:
+            links = data_sheet_device_type(spec.key, count).links
+        if facts.link is not None:
+            links = Links(facts.link, min(links.network, facts.link), "inside a node as measured")
+        return DeviceType(
+            self.device_type, count, facts.flops, facts.memory_nbytes, facts.bandwidth, links, devices_per_node
+        )
 
     def to_json(self) -> str:
         """Return the file's text."""

@@ -13,6 +13,9 @@ from flowtrain.allocator.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, Length
 from flowtrain.allocator.workload import Workload
 from flowtrain.errors import ConfigError
 
+CPU = "cpu"
+"""What torch calls every CPU."""
+
 
 class ProfileTimes:
     """``ModuleTimes`` from a profile.
@@ -27,9 +30,11 @@ class ProfileTimes:
         workload: Workload,
         communication: TensorCommunication,
         max_batch_patches: Mapping[str, int],
+        decode_threads: Mapping[str, int],
     ) -> None:
-        """max_batch_patches: of each encoder, as in its configuration. ConfigError far beyond what was measured."""
+        """max_batch_patches, decode_threads: as configured, by encoder. ConfigError far beyond what was measured."""
         self._profile, self._workload, self._max_batch_patches = profile, workload, max_batch_patches
+        self._decode_threads = decode_threads
         self._communication = communication
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
             if 1 not in tables:
@@ -42,7 +47,7 @@ class ProfileTimes:
                     table.num_tokens[-1],
                 )
         for name in workload.images:
-            if 1 not in profile.encoders.get(name, {}):
+            if 1 not in profile.encoders.get(name, {}) or name not in profile.images:
                 raise ConfigError(f"{profile.source}: encoders.{name} has no table for degree 1; {MEASURE_AGAIN}")
             largest = max(table.num_patches[-1] for table in profile.encoders[name].values())
             _check_reach(
@@ -70,7 +75,22 @@ class ProfileTimes:
         num_images = self._workload.images[encoder][0]
         seconds = num_images[num_images > 0] * tables[measured].image_s(patches, batch)
         computing = float(seconds.mean()) - self._communication.sample_s(encoder, measured)
-        return max(computing, 0.0) * measured / tp + self._communication.sample_s(encoder, tp)
+        forward = max(computing, 0.0) * measured / tp + self._communication.sample_s(encoder, tp)
+        costs, num_images = self._profile.images[encoder], num_images[num_images > 0]
+        handling = float((num_images / batch).mean()) * costs.batch_s
+        decoding = float(num_images.mean()) * costs.decode_s
+        # A core that is the device decodes by itself; beside an accelerator the host does.
+        if self._profile.device == CPU:
+            return forward + handling + decoding
+        return max(forward + handling, decoding / self._decode_threads[encoder])
+
+    def microbatch_s(self) -> float:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.microbatch_s
+
+    def step_s(self, num_parameters: FloatArray) -> FloatArray:
+        """As ``ModuleTimes``."""
+        return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
 
     def _patches(self, encoder: str) -> FloatArray:
         """Mean patches of an image, of each sample that has any."""

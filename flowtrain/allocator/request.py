@@ -29,7 +29,11 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be allocated. max_batch_patches: of each encoder, patches of its largest batch."""
+    """What is to be allocated.
+
+    max_batch_patches: of each encoder, patches of its largest batch. chunks_per_rank: slices of the backbone's layers
+    that each pipeline rank holds.
+    """
 
     cluster: Cluster
     model: ModelSpec
@@ -37,6 +41,7 @@ class Request:
     setup: TrainingSetup
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
+    chunks_per_rank: int = 1
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
@@ -53,7 +58,7 @@ class Request:
     def peak_nbytes(self, module: str, degrees: Degrees) -> int:
         """Predicted peak on a module's fullest device."""
         if module == BACKBONE:
-            return backbone_peak_nbytes(self.model, self.workload, self.setup, degrees)
+            return backbone_peak_nbytes(self.model, self.workload, self.setup, degrees, self.chunks_per_rank)
         return encoder_peak_nbytes(
             self.model,
             module,
@@ -77,6 +82,7 @@ def enumerate_module(request: Request, module: str, device_type: DeviceType) -> 
             global_batch_size=request.workload.global_batch_size,
             peak_nbytes=peak_nbytes,
             memory_nbytes=memory_nbytes,
+            chunks_per_rank=request.chunks_per_rank,
         )
     spec = request.model.encoders[module]
     return enumerate_encoder(device_type, spec, module=module, peak_nbytes=peak_nbytes, memory_nbytes=memory_nbytes)

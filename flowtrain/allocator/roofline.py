@@ -10,8 +10,11 @@ from flowtrain.allocator.cluster import DeviceType
 from flowtrain.allocator.communication import TensorCommunication, recomputed_share
 from flowtrain.allocator.pareto import FloatArray
 from flowtrain.allocator.workload import Workload
-from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+
+_OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
+"""Float32 numbers moved a parameter: weight, gradient and states read, weight and states written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,15 @@ class Roofline:
         rows = float(num_patches.sum()) / num_with * self._model.connector.feature_dim * self._setup.dtype_nbytes
         sending = rows / (tp * self._device.links.network * self._efficiency.links)
         return max(computing, sending)
+
+    def microbatch_s(self) -> float:
+        """As ``ModuleTimes``; launching kernels is taken to cost nothing."""
+        return 0.0
+
+    def step_s(self, num_parameters: FloatArray) -> FloatArray:
+        """As ``ModuleTimes``; the optimizer's memory traffic."""
+        moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * num_parameters
+        return moved / (self._device.bandwidth * self._efficiency.memory)
 
     def _computing(self, flops: FloatArray, weights_nbytes: float, tp: int) -> FloatArray:
         arithmetic = flops / (tp * self._device.flops * self._efficiency.backbone)

@@ -14,7 +14,7 @@ import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.cluster import Cluster, DeviceType
-from flowtrain.allocator.degrees import split_layers
+from flowtrain.allocator.degrees import layers_by_rank
 from flowtrain.allocator.pareto import FloatArray, IntArray
 from flowtrain.allocator.times import ModuleTimes
 from flowtrain.allocator.workload import Workload
@@ -23,17 +23,14 @@ from flowtrain.costs.model_spec import ModelSpec
 
 BACKBONE = "backbone"
 
-_OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
-"""Float32 numbers moved a parameter: weight, gradient and states read, weight and states written."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTime:
     """Seconds of one optimizer step of the backbone, each ``[N]``; they add up to ``total``.
 
     computing: the slowest stage on all its microbatches, tensor parallel communication included. transfers: between
-    stages. gathering: of parameters, as far as computing does not hide it. fill: pipeline ramps, (pp - 1) slots.
-    reducing: of gradients, beyond the last backward. optimizer: its memory traffic. num_microbatches: of a DP replica.
+    stages. gathering: of parameters, as far as computing does not hide it. fill: pipeline ramps, ``fill_slots``.
+    reducing: of gradients, beyond the last backward. optimizer: clipping and update. num_microbatches: of a DP replica.
     """
 
     computing: FloatArray
@@ -61,14 +58,19 @@ class Surrogate:
         setup: TrainingSetup,
         times: Mapping[str, ModuleTimes],
         link_efficiency: float = 0.8,
+        chunks_per_rank: int = 1,
     ) -> None:
-        """times: by type of device. setup: its dp and tp are not looked at. link_efficiency: share reached."""
+        """times: by type of device. setup: its dp and tp are not looked at. link_efficiency: share reached.
+
+        chunks_per_rank: slices of the layers that each pipeline rank holds; interleaved 1F1B above 1.
+        """
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
         self._times, self._link_efficiency = times, link_efficiency
-        # Layers of the first, the last and the longest stage, by pipeline degree.
+        self._chunks = chunks_per_rank
+        # Layers of the first, the last and the longest pipeline rank, by pipeline degree.
         depth = model.backbone.num_layers
-        stages = [[len(stage) for stage in split_layers(depth, pp)] for pp in range(1, depth + 1)]
-        self._stages = np.array([(0, 0, 0), *((each[0], each[-1], max(each)) for each in stages)], dtype=np.int64)
+        ranks = [layers_by_rank(depth, pp, chunks_per_rank) for pp in range(1, depth // chunks_per_rank + 1)]
+        self._stages = np.array([(0, 0, 0), *((each[0], each[-1], max(each)) for each in ranks)], dtype=np.int64)
 
     def rate(self, candidate: Candidate) -> float:
         """Return samples/s of one configuration."""
@@ -99,7 +101,7 @@ class Surrogate:
         tokens = tokens_per_rank / num_microbatches
         stage = self._stage_s(columns, tokens)
         sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
-        transfer = sent / self._link(device, pp * tp)
+        transfer = self._chunks * sent / self._link(device, pp * tp)
         parameters = self._stage_parameters(columns)
         shared, link = (dp - 1) / dp * parameters, self._link(device, columns.devices)
         gathers = {"full": 2, "gradients": 1}[self._setup.sharding]
@@ -107,14 +109,13 @@ class Surrogate:
         gathering = np.maximum(gather - stage - transfer, 0.0)
         slot = stage + transfer + gathering
         last_backward = 2.0 / 3.0 * stage
-        moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * parameters / dp
         return StepTime(
             computing=num_microbatches * stage,
             transfers=num_microbatches * transfer,
             gathering=num_microbatches * gathering,
-            fill=(pp - 1) * slot,
+            fill=fill_slots(pp, num_microbatches, self._chunks) * slot,
             reducing=np.maximum(FLOAT32_NBYTES * shared / link - last_backward, 0.0),
-            optimizer=moved / (device.bandwidth * self._link_efficiency),
+            optimizer=self._times[columns.device_type].step_s(parameters / dp),
             num_microbatches=num_microbatches.astype(np.int64),
         )
 
@@ -129,7 +130,7 @@ class Surrogate:
         return per_sample * candidate.rate / peak
 
     def _stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Forward and backward of one microbatch on the slowest stage."""
+        """Forward and backward of one microbatch on the slowest pipeline rank."""
         times, (first, last, longest) = self._times[columns.device_type], self._stages[columns.pp].T
         slowest = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
@@ -139,7 +140,7 @@ class Surrogate:
             ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
             alone = longest[at] * layer + connector + head
             slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
-        return slowest
+        return slowest + self._chunks * times.microbatch_s()
 
     def _stage_parameters(self, columns: CandidateColumns) -> FloatArray:
         """Parameters that the fullest stage's devices hold each before sharding."""
@@ -153,6 +154,16 @@ class Surrogate:
         """Bytes/s inside a group of neighbouring devices: the node's as long as it fits there."""
         inside = group <= device.devices_per_node
         return np.where(inside, device.links.node, device.links.network) * self._link_efficiency
+
+
+def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int) -> FloatArray:
+    """Return how many slots, one microbatch on one rank each, a pipeline rank idles in a step; all ``[N]``.
+
+    1F1B: pp - 1. Interleaved by chunks a chunk's share of that (Narayanan et al. 2021, section 2.2), and where there
+    are fewer microbatches than ranks, the wait of each further chunk for its first one.
+    """
+    short = np.maximum(pp - num_microbatches, 0.0)
+    return ((pp - 1) + (chunks_per_rank - 1) * short) / chunks_per_rank
 
 
 def _columns(candidate: Candidate) -> CandidateColumns:

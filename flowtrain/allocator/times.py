@@ -29,3 +29,11 @@ class ModuleTimes(Protocol):
     def sample_s(self, encoder: str, tp: int) -> float:
         """Return seconds that an encoder's group takes for a mean sample that has images for it."""
         ...
+
+    def microbatch_s(self) -> float:
+        """Return seconds of each microbatch on each stage beside its layers, head and connector."""
+        ...
+
+    def step_s(self, num_parameters: FloatArray) -> FloatArray:
+        """Return seconds of a step behind its microbatches, of a device that updates so many parameters; ``[N]``."""
+        ...

@@ -61,14 +61,17 @@ def train(
     """Train what CONFIG describes; alone, or on the Ray cluster that RAY_ADDRESS names."""
     with _errors_to_exit_codes():
         from flowtrain import api
-        from flowtrain.cli.tables import plan_tables, summary_table
+        from flowtrain.cli.tables import plan_tables, resume_table, summary_table
         from flowtrain.observability.progress import ProgressDisplay
         from flowtrain.observability.run_dir import check_run_dir
 
         resolved = api.resolve(config, overrides or (), plan=plan_file)
         check_run_dir(resolved, resume)
         if dry_run:
-            Console().print(*plan_tables(api.plan(resolved)), sep="\n")
+            prepared = api.plan(resolved)
+            # Before anything is shown: what a resume refuses is refused here too.
+            tables = [resume_table(api.resumption(prepared), prepared.num_steps)] if resume else []
+            Console().print(*plan_tables(prepared), *tables, sep="\n")
             return
         with ProgressDisplay(resolved.observability.progress) as display, _interrupt_exits_at_once():
             display.phase("loading libraries")
@@ -93,7 +96,15 @@ def plan(
     devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="How many; by default as many as CONFIG's own degrees take.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Of which type: h200, h100, a100, 910b, ...")] = "h200",
+    device: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--device",
+            help="Of which type: h200 (the default), h100, a100, 910b, ...; several times with numbers for several "
+            "types, h200=64 or h200=8x8 for 8 nodes of 8.",
+            metavar="TYPE[=COUNT]",
+        ),
+    ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="How many nodes they are on; by default 8 devices each.")
     ] = None,
@@ -102,12 +113,43 @@ def plan(
     save: Annotated[
         Path | None, typer.Option("--save", help="Write the plan, for flowtrain train --plan.", metavar="plan.yaml")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Take rates that flowtrain profile measured.", metavar="FILE")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the rate over all splits.", metavar="FILE.png|FILE.svg")
+    ] = None,
 ) -> None:
-    """Find the parallel degrees that train CONFIG fastest, by data sheets; needs neither cluster nor devices."""
+    """Find the parallel degrees that train CONFIG fastest, by data sheets or a profile; needs no cluster."""
     with _errors_to_exit_codes():
         from flowtrain.cli.plan import plan as show_plan
 
-        show_plan(config, overrides or (), device, devices, nodes, solver, as_json, save)
+        asked = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
+        show_plan(config, overrides or (), asked, solver, as_json, save, plot)
+
+
+@app.command()
+def profile(
+    config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Changes to it, e.g. model.dtype=bfloat16", metavar="SECTION.KEY=VALUE", show_default=False
+        ),
+    ] = None,
+    save: Annotated[
+        Path, typer.Option("--save", help="Where to write it, for flowtrain plan --profile.", metavar="FILE")
+    ] = Path("profile.json"),
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, help="How many measure side by side; by default all of a node, at most 8."),
+    ] = None,
+) -> None:
+    """Measure CONFIG's modules on the devices there are, for flowtrain plan; on a CPU a core is a device."""
+    with _errors_to_exit_codes():
+        from flowtrain.cli.profile import profile as measure
+
+        measure(config, overrides or (), save, devices)
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from flowtrain import api
 from flowtrain.cli.pack_tables import pack_tables
+from flowtrain.cli.plot_path import check_plot_path
 from flowtrain.controller.pack import Progress as OnProgress
-from flowtrain.errors import ConfigError
 
 PLOT_ENDINGS = (".png", ".html")
 
@@ -31,7 +30,7 @@ def pack(
 ) -> None:
     """Pack as ``api.pack`` does, and show it; raises ConfigError before it starts where ``plot`` cannot be written."""
     if plot is not None:
-        _check_plot(plot)
+        check_plot_path(plot, PLOT_ENDINGS)
     with _progress_bar(shown=sys.stderr.isatty()) as progress:
         report = api.pack(config, overrides, num_steps=num_steps, compare=compare, lengths=lengths, progress=progress)
     if as_json:
@@ -43,15 +42,6 @@ def pack(
 
         write_plot(report, plot)
         print(f"plot: {plot}", file=sys.stderr)
-
-
-def _check_plot(plot: Path) -> None:
-    if plot.suffix.lower() not in PLOT_ENDINGS:
-        raise ConfigError(f"--plot {plot}: the ending must be {' or '.join(PLOT_ENDINGS)}")
-    if not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}; make it or choose another place")
-    if plot.is_dir() or not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise ConfigError(f"--plot {plot}: no file can be written there; choose another place")
 
 
 @contextmanager

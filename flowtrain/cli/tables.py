@@ -15,6 +15,7 @@ from flowtrain.scheduler.run_cost import cost_label
 if TYPE_CHECKING:
     from flowtrain.controller.prepare import Prepared
     from flowtrain.controller.run import RunSummary
+    from flowtrain.controller.start import Resumption
 
 
 def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
@@ -47,9 +48,29 @@ def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
         actors.add_column(heading, justify="left" if heading == "module" else "right")
     for name, module in prepared.plan.modules():
         segment = nbytes_text(module.segment_nbytes) if module.segment_nbytes else "-"
+        if module.segment_nbytes and module.degrees.replica_size > 1:
+            segment += " a replica"
         actors.add_row(name, str(module.num_actors), f"{module.num_cpus:g}", f"{module.num_devices:g}", segment)
     actors.add_row("coordinator", "1", "0", "0", "-")
     return run, actors
+
+
+def resume_table(resumption: Resumption, num_steps: int) -> Table:
+    """What a resume would go on from, and what it would change."""
+    table = Table(title="resume", title_justify="left", show_header=False)
+    if resumption.step is None:
+        table.add_row("goes on", f"from the beginning: {resumption.directory} has no complete checkpoint")
+    elif resumption.step >= num_steps:
+        table.add_row("goes on", f"not at all: step {resumption.step} of {num_steps} was the last")
+    else:
+        table.add_row("goes on", f"behind step {resumption.step} of {num_steps}")
+    for change in resumption.changes:
+        table.add_row(change.key, f"{change.old} -> {change.new}")
+    if resumption.step is not None and not resumption.changes:
+        table.add_row("changes", "none")
+    for line in resumption.inexact:
+        table.add_row("not exact", line)
+    return table
 
 
 def summary_table(summary: RunSummary) -> Table:

@@ -37,8 +37,11 @@ class EncoderConfig(ConfigModel):
     init). image_processor: keys that override the processor's (``size``, ``image_mean``, ...). feature_layer: hidden
     state that is taken (-1 is the last). feature_select: ``default`` drops a leading class token, ``full`` keeps it;
     None picks by tower. max_batch_patches: patches that one forward takes at most; batches are a function of positions
-    and sizes. segment_nbytes: memory each actor gives to the pool. num_cpus: what Ray reserves for each actor (a
-    fraction is allowed). num_threads: torch threads of each actor; decode_threads: image decoding beside them.
+    and sizes. data_parallel_size: replicas; tensor_parallel_size: actors that share out the layers of each, on one
+    node. segment_nbytes: memory each replica gives to the pool. num_cpus: what Ray reserves for each actor (a fraction
+    is allowed). num_devices: its share of an accelerator where the cluster has some; below 1 others may share that.
+    accelerator_type: which kind, as Ray calls it (``H200``), None for any. num_threads: torch threads of each actor;
+    decode_threads: image decoding beside them, of each replica.
     """
 
     path: str | None = None
@@ -51,6 +54,8 @@ class EncoderConfig(ConfigModel):
     max_batch_patches: int = Field(4096, ge=1)
     segment_nbytes: int = Field(256 << 20, ge=1 << 16)
     num_cpus: float = Field(1.0, ge=0)
+    num_devices: float = Field(1.0, gt=0, le=1)
+    accelerator_type: str | None = None
     num_threads: int = Field(1, ge=1)
     decode_threads: int = Field(1, ge=1)
 
@@ -69,8 +74,9 @@ class BackboneConfig(ConfigModel):
     activation_checkpointing: what is recomputed in the backward pass: nothing, every layer, all but matrix products and
     attention (``selective``), or each ``checkpoint_every``-th layer (``every_n``). sharding: what data parallel ranks
     share out: ``full`` parameters too between uses, ``gradients`` keeps those whole from a step's first forward on.
+    Where a step has several microbatches, either way gradients stay whole, in float32, until the last one's backward.
     pipeline_schedule: ``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers.
-    compile: torch.compile for the decoder layers.
+    compile: torch.compile for the decoder layers. num_cpus, num_devices, accelerator_type: as of an encoder.
     """
 
     path: str | None = None
@@ -87,5 +93,7 @@ class BackboneConfig(ConfigModel):
     chunks_per_rank: int = Field(1, ge=1)
     compile: bool = False
     num_cpus: float = Field(1.0, ge=0)
+    num_devices: float = Field(1.0, gt=0, le=1)
+    accelerator_type: str | None = None
     num_threads: int = Field(1, ge=1)
     prefetch_microbatches: int = Field(2, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,8 +22,11 @@ _MAY_CHANGE = (
     "scheduler.lookahead_steps",
     "scheduler.cost_profile",  # the coefficients themselves come from the checkpoint
     "encoders.*.data_parallel_size",
+    "encoders.*.tensor_parallel_size",  # features agree closely
     "encoders.*.segment_nbytes",
     "encoders.*.num_cpus",
+    "encoders.*.num_devices",
+    "encoders.*.accelerator_type",
     "encoders.*.decode_threads",
     "backbone.data_parallel_size",  # a checkpoint is shared out anew; losses agree closely, see controller/start.py
     "backbone.tensor_parallel_size",
@@ -30,11 +34,13 @@ _MAY_CHANGE = (
     "backbone.pipeline_schedule",
     "backbone.chunks_per_rank",
     "backbone.num_cpus",
+    "backbone.num_devices",
+    "backbone.accelerator_type",
     "backbone.prefetch_microbatches",
     "backbone.activation_checkpointing",  # recomputation repeats the same operations
 )
 _MAY_GROW = ("training.max_steps", "training.num_epochs")
-_ABSENT = "(not given)"
+ABSENT = "(not given)"
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
@@ -43,12 +49,7 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
     Pools, limits, checkpoints, observability, the backbone's parallelism and the run's length may change; whatever else
     decides the order of the data, the model or a bit of the arithmetic may not.
     """
-    before, after = _flat(old), _flat(new)
-    faults = [
-        fault
-        for key in dict.fromkeys([*before, *after])
-        if (fault := _fault(key, before.get(key, _ABSENT), after.get(key, _ABSENT)))
-    ]
+    faults = [fault for change in changes(old, new) if (fault := _fault(change.key, change.old, change.new))]
     if faults:
         raise ConfigError(
             "\n".join(
@@ -61,13 +62,29 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key that a resume gives another value; ``ABSENT`` stands for none."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def changes(old: RunConfig, new: RunConfig) -> tuple[Change, ...]:
+    """Return every key in which two configurations differ, in the order of the file, whether it may change or not."""
+    before, after = _flat(old), _flat(new)
+    pairs = ((key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in dict.fromkeys([*before, *after]))
+    return tuple(Change(key, then, now) for key, then, now in pairs if then != now)
+
+
 def config_digest(config: RunConfig) -> str:
     """Hash of the keys that a resume must keep: equal for configurations that may continue each other."""
     return digest_of({key: value for key, value in _flat(config).items() if not _free(key) and key not in _MAY_GROW})
 
 
 def _fault(key: str, old: Any, new: Any) -> str | None:
-    if old == new or _free(key):
+    if _free(key):
         return None
     if key in _MAY_GROW and old is not None and new is not None:
         return None if new > old else f"{key} was {old!r}, is now {new!r}; it may only grow"

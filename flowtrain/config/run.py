@@ -45,6 +45,7 @@ class RunConfig(ConfigModel):
             _a_frozen_cost_is_given,
             _encoder_names,
             _not_yet_parallel,
+            _split_encoders_have_a_place,
             _schedule_has_its_chunks,
             _segments_fit_the_space,
             _hbm_has_a_device,
@@ -86,11 +87,6 @@ def _encoder_names(config: RunConfig) -> None:
     for name in config.encoders:
         if name == TEXT_PART or not name.isidentifier():
             raise ValueError(f"encoders: {name!r} is no valid encoder name; use an identifier other than {TEXT_PART!r}")
-    if len(config.encoders) > 1:
-        raise ValueError(
-            f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); "
-            f"family {config.model.family!r} has exactly one encoder"
-        )
 
 
 def _not_yet_parallel(config: RunConfig) -> None:
@@ -100,12 +96,15 @@ def _not_yet_parallel(config: RunConfig) -> None:
             f"backbone.context_parallel_size ({degree}) above 1 is not supported yet; set it to 1, and use "
             "backbone.tensor_parallel_size and backbone.activation_checkpointing for long sequences"
         )
+
+
+def _split_encoders_have_a_place(config: RunConfig) -> None:
     for name, encoder in config.encoders.items():
-        if encoder.tensor_parallel_size > 1:
-            key = f"encoders.{name}"
+        if encoder.tensor_parallel_size > 1 and not encoder.num_cpus:
             raise ValueError(
-                f"{key}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 is not supported yet: an encoder "
-                f"runs on one device; set it to 1 and raise {key}.data_parallel_size"
+                f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 needs "
+                f"encoders.{name}.num_cpus (0) above 0: by what its actors reserve they come to lie on one node; a "
+                "fraction is enough"
             )
 
 

@@ -28,6 +28,9 @@ Bundle = dict[str, float]
 Network = Literal["auto", "none", "nixl"]
 Strategy = Literal["STRICT_PACK", "PACK"]
 
+ACCELERATOR_TYPE = "accelerator_type:"
+"""Begins the resource that a node with accelerators of a type has once, whatever their number."""
+
 PROBE_TIMEOUT_S = 60.0
 """How long a node may take to say whether it has NIXL; starting a Ray worker is most of it."""
 
@@ -83,8 +86,9 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
     have = ray.cluster_resources()
     lacking = []
     for resource, need in _total(bundles).items():
-        if need > have.get(resource, 0.0) + 1e-9:
+        if not resource.startswith(ACCELERATOR_TYPE) and need > have.get(resource, 0.0) + 1e-9:
             lacking.append(f"{resource}: {need:g} needed, {have.get(resource, 0.0):g} in the cluster")
+    lacking += _lacking_types(bundles)
     why_one = None
     if not lacking:
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -169,6 +173,18 @@ def _has_nixl(answer: Any) -> bool:
     except ray.exceptions.RayError as error:  # the node went, or has no FlowTrain
         logger.warning("a node could not be asked for NIXL: %s", error)
         return False
+
+
+def _lacking_types(bundles: Sequence[Bundle]) -> list[str]:
+    """Types of accelerators of which there are too few; the resource of a type does not count them, its nodes do."""
+    lacking = []
+    for resource in sorted({name for bundle in bundles for name in bundle if name.startswith(ACCELERATOR_TYPE)}):
+        need = sum(bundle.get("GPU", 0.0) for bundle in bundles if resource in bundle)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and resource in node["Resources"]]
+        have = sum(node.get("GPU", 0.0) for node in nodes)
+        if need > have + 1e-9:
+            lacking.append(f"GPU of {resource}: {need:g} needed, {have:g} in the cluster")
+    return lacking
 
 
 def _total(bundles: Sequence[Bundle]) -> Bundle:

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
+from flowtrain.actors.encoder_follower import EncoderFollower
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.link import RayLink
@@ -40,6 +41,7 @@ class ActorClasses:
     coordinator: type = Coordinator
     feeder: type = Feeder
     encoder: type = Encoder
+    follower: type = EncoderFollower
     backbone: type = BackboneRank
 
 
@@ -47,7 +49,8 @@ class ActorClasses:
 class Crew:
     """Handles of the running actors.
 
-    runs: from the reference of each actor's running loop to its name. spawn: starts an actor of a name.
+    runs: from the reference of each actor's running loop to its name. spawn: starts an actor of a name. leaders: of
+    each encoder's follower, the name of the encoder, with which it starts and ends.
     """
 
     coordinator: ActorHandle
@@ -56,28 +59,44 @@ class Crew:
     roles: dict[str, Role] = field(default_factory=dict)
     runs: dict[ray.ObjectRef[Any], str] = field(default_factory=dict)
     spawn: dict[str, Callable[[], ActorHandle]] = field(default_factory=dict)
+    leaders: dict[str, str] = field(default_factory=dict)
 
     def of_role(self, role: Role) -> dict[str, ActorHandle]:
         """Handles of one role by name, in order."""
         return {name: handle for name, handle in self.actors.items() if self.roles[name] is role}
 
     def run(self, name: str, *args: Any) -> None:
-        """Start an actor's loop."""
-        self.runs[self.actors[name].run.remote(RayLink(self.coordinator), *args)] = name
+        """Start an actor's loop, with those of its followers."""
+        actor, followers = self.actors[name], self.followers(name)
+        self.runs[actor.run.remote(RayLink(self.coordinator), *args)] = name
+        port = actor.open_rendezvous.remote() if followers else None
+        for follower in followers:  # a call waits for its arguments
+            self.runs[self.actors[follower].run.remote(port)] = follower
+
+    def followers(self, name: str) -> list[str]:
+        """Names of an encoder's followers."""
+        return [follower for follower, leader in self.leaders.items() if leader == name]
 
     def replace(self, name: str) -> None:
-        """Put a new actor in the place of one that died, and start its loop.
+        """Put new actors in the place of one that died and of its followers, and start their loops.
 
         Not by Ray's ``max_restarts``: there a call fails also when the connection alone broke (two loops would then run
         in one process) and again while the restart is under way, so that deaths cannot be counted.
         """
-        ray.kill(self.actors[name], no_restart=True)
-        self.actors[name] = self.spawn[name]()
+        self.give_up(name)
+        for member in (name, *self.followers(name)):
+            self.actors[member] = self.spawn[member]()
         self.run(name)
 
     def give_up(self, name: str) -> None:
-        """End an actor for good: a call fails also when the connection alone broke, and it would keep its memory."""
-        ray.kill(self.actors[name], no_restart=True)
+        """End an actor and its followers for good, and forget their loops.
+
+        It, too: a call fails also when the connection alone broke, and it would keep its memory.
+        """
+        members = (name, *self.followers(name))
+        for member in members:
+            ray.kill(self.actors[member], no_restart=True)
+        self.runs = {ref: running for ref, running in self.runs.items() if running not in members}
 
     def kill(self) -> None:
         """End every actor at once."""
@@ -121,6 +140,8 @@ def start_actors(
             crew.spawn[post.name] = partial(_construct, config, post, classes, options, run_id, num_steps)
             crew.actors[post.name] = crew.spawn[post.name]()
             crew.roles[post.name] = post.role
+            if post.role is Role.FOLLOWER:
+                crew.leaders[post.name] = post.place
     except BaseException:
         crew.kill()
         raise
@@ -153,6 +174,9 @@ def _construct(
         return _spawn(classes.feeder, options, config, run_id)
     if post.role is Role.ENCODER:
         return _spawn(classes.encoder, options, config, post.module, post.name, run_id)
+    if post.role is Role.FOLLOWER:
+        _, _, tp_rank = post.plan.degrees.coordinates(post.index)
+        return _spawn(classes.follower, options, config, post.module, post.place, tp_rank)
     return _spawn(classes.backbone, options, config, post.index, post.plan.degrees, post.name, num_steps, run_id)
 
 

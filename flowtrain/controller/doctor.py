@@ -102,7 +102,7 @@ def judge(prepared: Prepared, nodes: Sequence[NodeReport], links: Sequence[Link]
     """Hold what was found against what the run needs, with Ray's counts of the cluster as they are now."""
     config = prepared.config
     plan = fixed_plan(config, use_devices=any(node.num_devices for node in nodes))
-    segments = [post.plan.segment_nbytes for post in posts_of(plan)]
+    segments = [post.segment_nbytes for post in posts_of(plan)]
     resources, may_spread = _resources(config, plan)
     checks = (_step(prepared), resources, _node_memory(nodes, segments, may_spread))
     warnings = (*slow_links(links), *_locked_memory(nodes, max(segments)))

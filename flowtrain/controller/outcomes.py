@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -33,27 +34,36 @@ class Failed:
 
 Outcome = Returned | Died | Failed
 
+# What Ray tells of a dead worker: its kind of exit, the detail, and a paragraph of what it might have been.
+_BEFORE_DETAIL, _BEHIND_DETAIL = "Worker exit detail: ", " Some common causes"
+_Key = TypeVar("_Key")
+
 
 def outcome_of(ref: ray.ObjectRef[Any], name: str) -> Outcome:
     """Look at a call to an actor that is done."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        return Failed(error.cause)
+        # What it was called with may be the answer of an actor that is gone, without which this one is of no use.
+        return _severed(error.cause, name) if isinstance(error.cause, SEVERED) else Failed(error.cause)
     except SEVERED as error:
-        if _init_failed(error):  # Ray does not try that again, so neither do we
-            return Failed(FlowTrainError(f"{name} could not be constructed: {reason_of(error)}"))
-        return Died(reason_of(error))
+        return _severed(error, name)
     except ray.exceptions.RayError as error:
         return Failed(error)
     return Returned()
 
 
-def root_cause_first(outcomes: dict[str, Outcome]) -> list[str]:
-    """Order the names of those that ended together: a death explains the failures beside it, our errors Ray's."""
+def _severed(error: BaseException, name: str) -> Died | Failed:
+    if _init_failed(error):  # Ray does not try that again, so neither do we
+        return Failed(FlowTrainError(f"{name} could not be constructed: {reason_of(error)}"))
+    return Died(reason_of(error))
 
-    def rank(name: str) -> int:
-        outcome = outcomes[name]
+
+def root_cause_first(outcomes: Mapping[_Key, Outcome]) -> list[_Key]:
+    """Order those that ended together: a death explains the failures beside it, our errors Ray's."""
+
+    def rank(key: _Key) -> int:
+        outcome = outcomes[key]
         if isinstance(outcome, Died):
             return 0
         return 1 if isinstance(outcome, Failed) and isinstance(outcome.error, FlowTrainError) else 2
@@ -68,8 +78,9 @@ def reason_of(error: BaseException) -> str:
         return type(error).__name__
     if _init_failed(error):
         return lines[-1]  # the exception, below its remote traceback
-    told = lines[1:] or lines  # the first one says that it died, which the caller says anyway
-    return told[0].rstrip(".")
+    told = (lines[1:] or lines)[0]  # the first one says that it died, which the caller says anyway
+    _, _, detail = told.rpartition(_BEFORE_DETAIL)
+    return detail.partition(_BEHIND_DETAIL)[0].rstrip(". ")
 
 
 def _init_failed(error: BaseException) -> bool:

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.allocator.workload import Workload
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
-from flowtrain.controller.planning import Planned
+from flowtrain.controller.planned import Planned
 from flowtrain.controller.predict import sized_units
-from flowtrain.controller.prepare import prepare
-from flowtrain.errors import DataError
+from flowtrain.controller.prepare import Prepared, check_memory, prepare
+from flowtrain.errors import ConfigError, DataError
+from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.sample_sizes import SampleSizes
+from flowtrain.types import SizedSample
 
 
 def planned_run(config: RunConfig) -> Planned:
     """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises as ``prepare``."""
     prepared = prepare(config, check_pool=False)
-    count = min(DEFAULT_STEPS, prepared.num_steps)
+    workload = workload_of(config, planned_samples(prepared))
+    plan = fixed_plan(config)
+    num_devices = plan.backbone.num_actors + sum(module.num_actors for module in plan.encoders.values())
+    source = f"run {config.name}: {first_steps(_num_steps(prepared), prepared.num_steps)}"
+    family = family_from_config(config)
+
+    def pool_fault(changed: RunConfig) -> str | None:
+        try:
+            check_memory(changed, family, prepared.num_eval)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    return Planned(config, prepared.model_spec, workload, source, num_devices, pool_fault)
+
+
+def planned_samples(prepared: Prepared) -> list[SizedSample]:
+    """Return the samples of a run's first steps; DataError where all are rejected."""
+    count = _num_steps(prepared)
     samples = [sample for unit in sized_units(prepared, count) for sample in unit.samples]
     if not samples:
-        raise DataError(f"run {config.name}: every sample of {first_steps(count, prepared.num_steps)} is rejected")
+        steps = first_steps(count, prepared.num_steps)
+        raise DataError(f"run {prepared.config.name}: every sample of {steps} is rejected")
+    return samples
+
+
+def workload_of(config: RunConfig, samples: Sequence[SizedSample]) -> Workload:
+    """Return what these samples ask of a run's modules."""
     sizes = SampleSizes.in_order(samples, list(range(len(samples))), config.encoders, config.pool.alignment)
-    workload = Workload(
+    return Workload(
         global_batch_size=config.training.global_batch_size,
         microbatch_tokens=config.scheduler.microbatch_tokens,
         lengths=sizes.tokens,
@@ -30,7 +58,7 @@ def planned_run(config: RunConfig) -> Planned:
         images={name: (part.images, part.patches) for name, part in sizes.parts.items()},
         freeze=config.model.freeze,
     )
-    plan = fixed_plan(config)
-    num_devices = plan.backbone.num_actors + sum(module.num_actors for module in plan.encoders.values())
-    source = f"run {config.name}: {first_steps(count, prepared.num_steps)}"
-    return Planned(config, prepared.model_spec, workload, source, num_devices)
+
+
+def _num_steps(prepared: Prepared) -> int:
+    return min(DEFAULT_STEPS, prepared.num_steps)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
+from dataclasses import dataclass, replace
 
+from flowtrain.actors.encoder_follower import rank_name
 from flowtrain.actors.feeder import NAME as FEEDER
 from flowtrain.allocator.plan import ModulePlan, Plan
-from flowtrain.controller.cluster import Bundle
+from flowtrain.controller.cluster import ACCELERATOR_TYPE, Bundle
 from flowtrain.controller.state import Role
+
+ACCELERATOR_AMOUNT = 0.001
+"""Of a node's one ``accelerator_type:X``, as Ray takes for an actor that asks for a type."""
+SHARED_PLACE = "shared-device"
 
 
 @dataclass(frozen=True)
 class Post:
     """One actor to start: its name and role, the module it serves, its place among the module's actors.
 
-    place: posts of the same one follow each other and lie on one node (the ranks of a tensor parallel group).
+    index: the rank in the module's ``Degrees``. place: posts of the same one follow each other and lie on one node (the
+    ranks of a tensor parallel group; an encoder's have their leader's name as it).
     """
 
     name: str
@@ -28,43 +32,60 @@ class Post:
     place: str
 
     @property
+    def segment_nbytes(self) -> int:
+        """What it gives to the memory pool."""
+        return 0 if self.role is Role.FOLLOWER else self.plan.segment_nbytes
+
+    @property
     def bundle(self) -> Bundle:
         """What Ray reserves for it."""
         bundle = {"CPU": self.plan.num_cpus, "GPU": self.plan.num_devices}
+        if self.plan.num_devices and self.plan.accelerator_type is not None:
+            bundle[f"{ACCELERATOR_TYPE}{self.plan.accelerator_type}"] = ACCELERATOR_AMOUNT
         return {name: amount for name, amount in bundle.items() if amount > 0}
 
 
 def posts_of(plan: Plan) -> list[Post]:
     """Every actor of the plan but the coordinator; encoders are numbered over all modules, ranks as in ``Degrees``."""
     posts: list[Post] = []
+    num_replicas = 0
     for module, module_plan in plan.encoders.items():
         for index in range(module_plan.num_actors):
-            name = f"encoder-{len(posts)}"
-            posts.append(Post(name, Role.ENCODER, module, index, module_plan, name))
+            dp_rank, _, tp_rank = module_plan.degrees.coordinates(index)
+            leader, role = f"encoder-{num_replicas + dp_rank}", Role.FOLLOWER if tp_rank else Role.ENCODER
+            posts.append(Post(rank_name(leader, tp_rank), role, module, index, module_plan, leader))
+        num_replicas += module_plan.data_parallel_size
     degrees = plan.backbone.degrees
     for rank in range(degrees.world_size):
         dp_rank, pp_rank, tp_rank = degrees.coordinates(rank)
         place = f"backbone-dp{dp_rank}-pp{pp_rank}"
         posts.append(Post(f"{place}-tp{tp_rank}", Role.BACKBONE, "backbone", rank, plan.backbone, place))
+    if plan.is_shared:  # in one bundle, so that they get the same device
+        posts = [replace(post, place=SHARED_PLACE) for post in posts]
     posts.append(Post(FEEDER, Role.FEEDER, "feeder", 0, plan.feeder, FEEDER))
     return posts
 
 
 def bundles_of(posts: Sequence[Post]) -> list[Bundle]:
-    """What Ray is to reserve, one bundle a place that takes anything; a bundle lies on one node."""
-    bundles = [_sum([post.bundle for post in group]) for _, group in groupby(posts, key=attrgetter("place"))]
-    return [bundle for bundle in bundles if bundle]
+    """What Ray is to reserve, one bundle a place that takes anything; a bundle lies on one node.
+
+    Ray packs bundles of one size node after node in their order, so the backbone's come first: its ranks, which
+    exchange the most, are on the fewest nodes, and encoders on what these have left before they are on others.
+    """
+    return list(_bundles_by_place(posts).values())
 
 
 def bundle_indices(posts: Sequence[Post]) -> list[int]:
     """The index in ``bundles_of`` of each post's bundle; -1 for one that takes nothing."""
-    indices: list[int] = []
-    number = -1
-    for _, group in groupby(posts, key=attrgetter("place")):
-        takes = [bool(post.bundle) for post in group]
-        number += any(takes)
-        indices += [number if takes_some else -1 for takes_some in takes]
-    return indices
+    numbers = {place: number for number, place in enumerate(_bundles_by_place(posts))}
+    return [numbers[post.place] if post.bundle else -1 for post in posts]
+
+
+def _bundles_by_place(posts: Sequence[Post]) -> dict[str, Bundle]:
+    members: dict[str, list[Bundle]] = {}
+    for post in sorted(posts, key=lambda post: post.role is not Role.BACKBONE):
+        members.setdefault(post.place, []).append(post.bundle)
+    return {place: _sum(bundles) for place, bundles in members.items() if any(bundles)}
 
 
 def _sum(bundles: Sequence[Bundle]) -> Bundle:

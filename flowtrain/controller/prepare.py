@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain.allocator.degrees import degree_faults
+from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.allocator.plan import Plan, fixed_plan
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
+from flowtrain.config.startable import check_startable
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
 from flowtrain.data.sizing import Sizer
@@ -19,6 +20,7 @@ from flowtrain.errors import ConfigError
 from flowtrain.mempool.capacity import check_capacity, check_scattered_capacity
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.tower_plans import TOWER_PLANS
 from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
@@ -60,6 +62,7 @@ def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = Tru
 
     check_pool: a memory pool that is too small is one of the reasons.
     """
+    check_startable(config)
     sources = SourceSet.from_config(config.data)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
@@ -69,7 +72,9 @@ def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = Tru
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
     spec = model_spec(family)
-    check_degrees(config, spec)
+    check_degrees(config, spec, family.vision_config.model_type)
+    if (tensor_parallel_size := fixed_plan(config).backbone.degrees.tp) > 1:
+        family.check_tensor_parallel(tensor_parallel_size)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     if check_pool:
         check_memory(config, family, num_eval)
@@ -98,11 +103,17 @@ def model_spec(family: Family) -> ModelSpec:
     return ModelSpec({name: vision}, connector, backbone)
 
 
-def check_degrees(config: RunConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError, with all faults, where the backbone cannot be split as the configuration says."""
+def check_degrees(config: RunConfig, spec: ModelSpec, tower_type: str) -> None:
+    """Raise ConfigError, with all faults, where modules cannot be split as the configuration says.
+
+    tower_type: ``model_type`` of the vision tower.
+    """
     backbone = config.backbone
     degrees = fixed_plan(config).backbone.degrees
     faults = degree_faults(degrees, spec.backbone, chunks_per_rank=backbone.chunks_per_rank)
+    for name, encoder in config.encoders.items():
+        tp = encoder.tensor_parallel_size
+        faults += encoder_degree_faults(name, tp, spec.encoders[name], tower_type, TOWER_PLANS)
     if faults:
         raise ConfigError(refusal(f"run {config.name!r}", faults))
 

@@ -64,8 +64,9 @@ class Recorder:
         self._num_buffered_rows = 0
         self._last_finished_s: float | None = None
         plan = prepared.plan
-        self._num_encoders = sum(module.num_actors for module in plan.encoders.values())
+        self._num_encoders = sum(module.data_parallel_size for module in plan.encoders.values())
         self._num_backbone = plan.backbone.num_actors
+        self._num_devices = self._num_backbone + sum(module.num_actors for module in plan.encoders.values())
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -154,7 +155,6 @@ class Recorder:
         started_s = self._last_finished_s or min(each.started_s for each in done.reports)
         self._last_finished_s = finished_s
         step_time_s = max(finished_s - started_s, 1e-9)
-        num_devices = self._num_backbone + self._num_encoders
         backbone_flops = done.flops.backbone + done.flops.connector
         assert report.lr is not None
         return StepMetrics(
@@ -169,8 +169,8 @@ class Recorder:
             num_target_tokens=report.num_target_tokens,
             step_time_s=step_time_s,
             tokens_per_s=report.num_tokens / step_time_s,
-            tokens_per_s_per_device=report.num_tokens / step_time_s / num_devices,
-            mfu=self._mfu(done.flops.total, step_time_s, num_devices),
+            tokens_per_s_per_device=report.num_tokens / step_time_s / self._num_devices,
+            mfu=self._mfu(done.flops.total, step_time_s, self._num_devices),
             backbone_mfu=self._mfu(backbone_flops, step_time_s, self._num_backbone),
             peak_flops=self.peak.flops if self.peak else None,
             starved_s=fmean(each.starved_s for each in done.reports),

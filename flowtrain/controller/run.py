@@ -90,7 +90,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         prepared = _with_devices(prepared)
         posts = posts_of(prepared.plan)
         bundles = bundles_of(posts)
-        segments_nbytes = sum(post.plan.segment_nbytes for post in posts)
+        segments_nbytes = sum(post.segment_nbytes for post in posts)
         strategy = cluster.check_resources(bundles, segments_nbytes, config.pool.network)
         display.phase(f"placing {len(posts)} actors")
         placing = cluster.placed(bundles, config.limits.placement_timeout_s, strategy)
@@ -180,12 +180,13 @@ class Controller:
         def shortage(encoders: Sequence[str]) -> str | None:
             return memory_shortage(self._prepared, [modules[name] for name in encoders])
 
-        state = RunState(actors.roles, limits.max_encoder_restarts, self._config.data.max_rejected_fraction, shortage)
+        rejected = self._config.data.max_rejected_fraction
+        state = RunState(actors.roles, limits.max_encoder_restarts, rejected, shortage, actors.leaders)
         return Watcher(actors, state, limits, self._take, self._display.note, self._stop)
 
     def _start_loops(self, actors: Crew, watcher: Watcher) -> None:
         for name, role in actors.roles.items():
-            if role is not Role.BACKBONE:
+            if role in (Role.FEEDER, Role.ENCODER):
                 actors.run(name)
         deadline_s = time.monotonic() + self._config.limits.start_timeout_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")

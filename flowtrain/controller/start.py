@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 
 from flowtrain.allocator.degrees import Degrees
+from flowtrain.config.resume import Change, changes
 from flowtrain.controller.prepare import Prepared
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.consumed import ConsumedPositions
-from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.run_dir import RunDir, check_run_dir, run_dir
 from flowtrain.scheduler.cost import CostModel
 from flowtrain.training import checkpoint_store
 
@@ -63,6 +65,41 @@ def find_start(files: RunDir, prepared: Prepared) -> Start:
         logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
         return Start()
     meta = checkpoint_store.read_meta(checkpoint)
+    for line in _inexact(meta, prepared):
+        logger.warning("%s", line)
+    cost = meta.state.get("cost")  # the first version's checkpoints have none
+    return Start(meta.step, checkpoint, meta.state["sampler"], CostModel(**cost) if cost else None)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a resume would do.
+
+    directory: the run's. step: steps done, behind which it goes on; None where it starts from the beginning. changes:
+    of the configuration since the run was last started. inexact: why losses would not be the same to the bit.
+    """
+
+    directory: Path
+    step: int | None
+    changes: tuple[Change, ...]
+    inexact: tuple[str, ...]
+
+
+def foresee_resume(prepared: Prepared) -> Resumption:
+    """Look at the run's directory as a resume would, changing nothing; raises ConfigError where that would refuse."""
+    check_run_dir(prepared.config, resume=True)
+    files = run_dir(prepared.config)
+    check_goes_on(files, prepared)
+    changed = changes(files.load_config(), prepared.config) if files.config.is_file() else ()
+    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
+    if checkpoint is None:
+        return Resumption(files.root, None, changed, ())
+    meta = checkpoint_store.read_meta(checkpoint)
+    return Resumption(files.root, meta.step, changed, tuple(_inexact(meta, prepared)))
+
+
+def _inexact(meta: checkpoint_store.CheckpointMeta, prepared: Prepared) -> Iterator[str]:
+    """Say what keeps losses behind a checkpoint from being exact to the bit."""
     for name, then, now in (
         ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), prepared.plan.backbone.degrees),
         ("backbone.chunks_per_rank", meta.num_chunks, prepared.config.backbone.chunks_per_rank),
@@ -70,6 +107,4 @@ def find_start(files: RunDir, prepared: Prepared) -> Start:
         ("torch", meta.torch_version, str(torch.__version__)),
     ):
         if then != now:
-            logger.warning("the checkpoint was written with %s %s, now %s: losses agree only closely", name, then, now)
-    cost = meta.state.get("cost")  # the first version's checkpoints have none
-    return Start(meta.step, checkpoint, meta.state["sampler"], CostModel(**cost) if cost else None)
+            yield f"the checkpoint was written with {name} {then}, now {now}: losses agree only closely"

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flowtrain.errors import DataError, FlowTrainError, WorkerLostError
+from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, WorkerLostError
 
 
 class Role(enum.StrEnum):
@@ -15,6 +15,8 @@ class Role(enum.StrEnum):
     COORDINATOR = "coordinator"
     FEEDER = "feeder"
     ENCODER = "encoder"
+    FOLLOWER = "follower"
+    """A rank of an encoder's tensor parallel group other than the first, which is the ``ENCODER``."""
     BACKBONE = "backbone"
 
 
@@ -30,14 +32,21 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Restart:
-    """Tell the coordinator that this actor's memory is gone, and run it again."""
+    """Tell the coordinator that this actor's memory is gone, and run it again, with its followers.
+
+    follower: the one that died, where it was not the actor itself.
+    """
 
     name: str
+    follower: str | None = None
 
 
 @dataclass(frozen=True)
 class Abandon:
-    """Tell the coordinator that this actor's memory is gone for good, and go on with the others of its kind."""
+    """Tell the coordinator that this actor's memory is gone for good, and go on with the others of its kind.
+
+    Its followers go with it.
+    """
 
     name: str
 
@@ -69,7 +78,8 @@ class RunState:
     """Decides what each event means.
 
     actors: every actor's name and role, the coordinator excepted. max_restarts: of one producer in this run.
-    shortage: what the run would lack with these encoders alone, with the numbers; None where it can go on.
+    shortage: what the run would lack with these encoders alone, with the numbers; None where it can go on. leaders: of
+    each follower, the encoder that it belongs to; they live, die and end as one, and only the leader counts.
     """
 
     def __init__(
@@ -78,8 +88,10 @@ class RunState:
         max_restarts: int,
         max_rejected_fraction: float,
         shortage: Callable[[Sequence[str]], str | None] = lambda encoders: None,
+        leaders: Mapping[str, str] | None = None,
     ) -> None:
-        self._running = dict(actors)
+        self._running = {name: role for name, role in actors.items() if role is not Role.FOLLOWER}
+        self._leaders = dict(leaders or {})
         self._shortage = shortage
         self._max_restarts = max_restarts
         self._max_rejected_fraction = max_rejected_fraction
@@ -94,6 +106,8 @@ class RunState:
 
     def on_returned(self, name: str) -> list[Decision]:
         """An actor's loop ended by itself."""
+        if name not in self._running:  # a follower; or its end was taken for its leader's
+            return []
         del self._running[name]
         if self.phase is Phase.FAILED:
             return []
@@ -106,6 +120,9 @@ class RunState:
 
     def on_died(self, name: str, reason: str) -> list[Decision]:
         """An actor's process died. A producer is started again; without a backbone rank the run cannot go on."""
+        member, name = name, self._leaders.get(name, name)
+        if name not in self._running:
+            return []
         role = self._running[name]
         if self.phase in (Phase.FAILED, Phase.DRAINING):
             return self.on_returned(name)
@@ -116,17 +133,24 @@ class RunState:
                     "from the last checkpoint"
                 )
             )
+        if member != name:
+            reason = f"{member}: {reason}"
         restarts = self._restarts.get(name, 0) + 1
         if restarts > self._max_restarts:
             limit = f"limits.max_encoder_restarts is {self._max_restarts}"
             return self._lose(name, f"{name} died {restarts} times ({reason}), {limit}")
         self._restarts[name] = restarts
-        return [Restart(name)]
+        return [Restart(name, None if member == name else member)]
 
     def on_failed(self, name: str, error: BaseException) -> list[Decision]:
         """An actor's loop raised: a bug or a condition that a restart does not mend. Once drained it harms nobody."""
+        leader = self._leaders.get(name, name)
+        if leader not in self._running:
+            return []
+        if isinstance(error, ReplicaLostError):
+            return self.on_died(leader, str(error))
         if self.phase in (Phase.FAILED, Phase.DRAINING):
-            return self.on_returned(name)
+            return self.on_returned(leader)
         if isinstance(error, FlowTrainError):
             return self._fail(error)
         return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))

@@ -60,7 +60,8 @@ class Watcher:
         pending = {ref: name for name, ref in calls.items()}
         while pending:
             done = self._turn(list(pending))
-            for name, outcome in _outcomes(done, pending).items():
+            for ref, outcome in _outcomes(done, pending).items():
+                name = pending.pop(ref)
                 if isinstance(outcome, Died | Failed):
                     self._conclude(name, outcome)
             self._raise_error()
@@ -102,8 +103,11 @@ class Watcher:
         done, _ = ray.wait([self._events, *awaited, *runs], num_returns=1, timeout=TICK_S)
         if self._events in done:
             self._take_events()
-        for name, outcome in _outcomes(done, runs).items():
-            self._conclude(name, outcome)
+        for ref, outcome in _outcomes(done, runs).items():
+            # Those that end for an encoder's death, which its replacement forgets, say nothing about the new ones.
+            name = self._actors.runs.pop(ref, None)
+            if name is not None:
+                self._conclude(name, outcome)
         return [ref for ref in done if ref in awaited]
 
     def _conclude(self, name: str, outcome: Outcome) -> None:
@@ -142,7 +146,8 @@ class Watcher:
     def _perform(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Restart):
-                self._note(f"{decision.name} died; it is started again and its parts are made anew")
+                died = decision.name if decision.follower is None else f"{decision.follower} of {decision.name}"
+                self._note(f"{died} died; it is started again and its parts are made anew")
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.call("name_lost", decision.name)
                 self._actors.replace(decision.name)
@@ -168,13 +173,14 @@ class Watcher:
             )
 
 
-def _outcomes(done: Sequence[ray.ObjectRef[Any]], names: dict[ray.ObjectRef[Any], str]) -> dict[str, Outcome]:
-    """Take the calls that are done out of ``names``; returns how they ended, the cause of the others first."""
-    outcomes = {name: outcome_of(ref, name) for ref in done if (name := names.pop(ref, None)) is not None}
+def _outcomes(
+    done: Sequence[ray.ObjectRef[Any]], names: Mapping[ray.ObjectRef[Any], str]
+) -> dict[ray.ObjectRef[Any], Outcome]:
+    """How those of the named calls ended that are done, the cause of the others first."""
+    outcomes = {ref: outcome_of(ref, names[ref]) for ref in done if ref in names}
     puzzling = [o for o in outcomes.values() if isinstance(o, Failed) and not isinstance(o.error, FlowTrainError)]
-    if puzzling and names:
-        more, _ = ray.wait(list(names), num_returns=len(names), timeout=SETTLE_S)
-        for ref in more:
-            name = names.pop(ref)
-            outcomes[name] = outcome_of(ref, name)
-    return {name: outcomes[name] for name in root_cause_first(outcomes)}
+    others = [ref for ref in names if ref not in outcomes]
+    if puzzling and others:
+        more, _ = ray.wait(others, num_returns=len(others), timeout=SETTLE_S)
+        outcomes |= {ref: outcome_of(ref, names[ref]) for ref in more}
+    return {ref: outcomes[ref] for ref in root_cause_first(outcomes)}

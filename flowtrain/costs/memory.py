@@ -248,8 +248,8 @@ def _backward_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
 def _loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
     """The most that the fused loss holds at once, either with a chunk's probabilities or with the head's gradient.
 
-    Logits are in the compute type and become their own gradient, probabilities are float32; the head's gradient is
-    summed in float32 where there are several chunks.
+    Logits are in the compute type and become their own gradient, probabilities are float32 (a CPU has few of them at
+    once, so that it needs less); the head's gradient is summed in float32 where there are several chunks.
     """
     dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
     num_rows = max(1, microbatch.num_target_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,8 +14,11 @@ class VisionEncoder(nn.Module):
     """An HF vision tower, frozen, computing no further than the hidden state that is taken.
 
     feature_layer: index into HF's ``hidden_states`` (0 is the embedding, negative from the end). drop_first: drop the
-    leading (class) token, as HF Llava's ``vision_feature_select_strategy: default``.
+    leading (class) token, as HF Llava's ``vision_feature_select_strategy: default``. announce: where the tower's layers
+    are split, called with every batch that ``encode`` is about to forward, for the other ranks to do the same.
     """
+
+    announce: Callable[[Tensor], None] | None = None
 
     def __init__(self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool) -> None:
         super().__init__()
@@ -43,9 +46,17 @@ class VisionEncoder(nn.Module):
         features: dict[int, Tensor] = {}
         for indices in groups.values():
             batch = torch.from_numpy(np.stack([pixel_values[index] for index in indices]))
-            rows = self._hidden_state(batch.to(self.tower.device, self.tower.dtype))
+            batch = batch.to(self.tower.device, self.tower.dtype)
+            if self.announce is not None:
+                self.announce(batch)
+            rows = self._hidden_state(batch)
             features |= zip(indices, rows[:, 1:] if self._drop_first else rows, strict=True)
         return [features[index] for index in range(len(pixel_values))]
+
+    @torch.inference_mode()
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Forward images ``[B, C, H, W]`` of one shape, in the tower's type; returns the chosen hidden state whole."""
+        return self._hidden_state(pixel_values)
 
     def _hidden_state(self, pixel_values: Tensor) -> Tensor:
         """The chosen hidden state, ``[B, rows, D]`` with the class token."""

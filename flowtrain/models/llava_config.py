@@ -155,12 +155,14 @@ def with_tokenizer(
             f"model.image_token: {image_token!r} has id {image_token_id}, but image_token_index of "
             f"{config.model.path!r} is {expected_id} ({tokenizer.convert_ids_to_tokens(expected_id)!r})"
         )
-    if len(tokenizer) > text_config.vocab_size:
+    # Not the tokens' number: ids may leave some out, and one beyond the embedding would read as zeros under TP.
+    num_ids = 1 + max(tokenizer.get_vocab().values())
+    if num_ids > text_config.vocab_size:
         if config.backbone.config is not None:
             raise ConfigError(
                 f"backbone.config.vocab_size ({text_config.vocab_size}) is smaller than the tokenizer "
-                f"({len(tokenizer)} tokens with {image_token!r}); raise it to at least {len(tokenizer)}"
+                f"({num_ids} tokens with {image_token!r}); raise it to at least {num_ids}"
             )
-        text_config.vocab_size = -(-len(tokenizer) // VOCABULARY_GRAIN) * VOCABULARY_GRAIN
+        text_config.vocab_size = -(-num_ids // VOCABULARY_GRAIN) * VOCABULARY_GRAIN
     llava_config.image_token_index = image_token_id
     return llava_config

@@ -25,6 +25,9 @@ IGNORE_INDEX = -100
 CHUNK_TOKENS = 2048
 """Rows of logits that exist at once."""
 
+CPU_BLOCK_NUMBERS = 2**19
+"""Logits that a CPU turns into probabilities at once: 2 MiB in float32, which its cache holds and malloc recycles."""
+
 
 def weighted_nll_sum(
     hidden: Tensor,
@@ -115,7 +118,9 @@ class _FusedHeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = nn.functional.linear(hidden[rows], weight, bias)
-            loss += _chunk_loss(logits, targets[rows], weights[rows], vocabulary)
+            size = _block_rows(logits, vocabulary)
+            blocks = zip(logits.split(size), targets[rows].split(size), weights[rows].split(size), strict=True)
+            loss += sum(_block_loss(*block, vocabulary) for block in blocks)
             if any(needed):
                 gradients.add(rows, of_logits=logits)
             del logits
@@ -135,8 +140,18 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunk_loss(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """Weighted loss of a chunk from this rank's logits ``[n, V_local]``, which become the loss's gradient by them.
+def _block_rows(logits: Tensor, vocabulary: _Vocabulary) -> int:
+    """Rows of a chunk that pass the softmax at once: all of them, but on a CPU few, which stay in its cache.
+
+    All of them as well where ranks reduce something for each block.
+    """
+    if logits.device.type != "cpu" or vocabulary.group is not None:
+        return len(logits)
+    return max(1, CPU_BLOCK_NUMBERS // logits.shape[1])
+
+
+def _block_loss(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _Vocabulary) -> Tensor:
+    """Weighted loss of some rows from this rank's logits ``[n, V_local]``, which become the loss's gradient by them.
 
     Few passes over the logits, since their memory traffic is what costs: torch's fused softmax of this rank's columns,
     and one product that turns it into the gradient.

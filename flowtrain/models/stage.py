@@ -40,9 +40,9 @@ def take_stage(backbone: Backbone, layers: range) -> Backbone:
     """
     all_layers = backbone.decoder_layers
     is_first, is_last = layers.start == 0, layers.stop == len(all_layers)
-    language_model = _shallow_copy(backbone.language_model)
+    language_model = shallow_copy(backbone.language_model)
     prefix = language_model.base_model_prefix
-    base = _shallow_copy(getattr(language_model, prefix))
+    base = shallow_copy(getattr(language_model, prefix))
     setattr(language_model, prefix, base)
     base.config = _config_of(base.config, layers)
     base.layers = LayerSlice({number: all_layers[number] for number in layers})
@@ -72,7 +72,7 @@ def tied_names(backbone: nn.Module) -> dict[str, str]:
     return {name: first_names[parameter] for name, parameter in every_name if first_names[parameter] != name}
 
 
-def _shallow_copy(module: ModuleT) -> ModuleT:
+def shallow_copy(module: ModuleT) -> ModuleT:
     """Copy a module with its children shared, so that children can be replaced in the copy alone."""
     twin = copy.copy(module)
     for registry in ("_modules", "_parameters", "_buffers"):

@@ -40,11 +40,28 @@ def parallelize(backbone: Backbone, mesh: DeviceMesh) -> None:
     ConfigError where the model has no plan, or one with a style that is not known here.
     """
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
-    _check_heads(backbone, mesh)
     distribute = _Distributor(mesh)
-    for module, style in _styles(backbone).items():
+    for module, style in checked_styles(backbone, mesh.size()).items():
         _APPLY[style](module, distribute)
     _share_entrances(backbone, mesh)
+
+
+def checked_styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
+    """How each module that has parameters of its own is split over ``size`` ranks; needs neither ranks nor memory.
+
+    Raises ConfigError, naming ``backbone.tensor_parallel_size``, where `parallelize` cannot.
+    """
+    _check_heads(backbone, size)
+    styles = _styles(backbone, size)
+    for module, style in styles.items():
+        if style in _TAKES and type(module) is not _TAKES[style][0]:
+            raise ConfigError(
+                f"backbone.tensor_parallel_size ({size}): FlowTrain splits {_TAKES[style][0].__name__}, not its "
+                f"variant {type(module).__name__} of {backbone.language_model.config.model_type}; set it to 1"
+            )
+        if style in ("embedding", "head"):
+            _check_vocabulary(module, size)
+    return styles
 
 
 class _Distributor:
@@ -70,25 +87,22 @@ class _Distributor:
 
 
 def _split_columns(module: nn.Module, distribute: _Distributor) -> None:
-    _take_class(module, nn.Linear, ColwiseLinear, distribute.mesh)
+    _take_class(module, "colwise", distribute.mesh)
     distribute(module, weight=Shard(0), bias=Shard(0))
 
 
 def _split_rows(module: nn.Module, distribute: _Distributor) -> None:
-    _take_class(module, nn.Linear, RowwiseLinear, distribute.mesh)
+    _take_class(module, "rowwise", distribute.mesh)
     distribute(module, weight=Shard(1))
 
 
 def _split_vocabulary(module: nn.Module, distribute: _Distributor) -> None:
-    _take_class(module, nn.Embedding, VocabularyParallelEmbedding, distribute.mesh)
-    _check_vocabulary(module, distribute.mesh)
+    _take_class(module, "embedding", distribute.mesh)
     distribute(module, weight=Shard(0))
 
 
 def _split_head(module: nn.Module, distribute: _Distributor) -> None:
     """The loss reads the head's parameters; the module itself is not called."""
-    assert type(module) is nn.Linear, module
-    _check_vocabulary(module, distribute.mesh)
     distribute(module, weight=Shard(0), bias=Shard(0))
 
 
@@ -114,23 +128,27 @@ _APPLY: Mapping[str, Callable[[nn.Module, _Distributor], None]] = {
 _STYLES_OF_PLANS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 
 
-def _take_class(module: nn.Module, expected: type[nn.Module], new: type[nn.Module], mesh: DeviceMesh) -> None:
-    if type(module) is not expected:
-        raise ConfigError(
-            f"backbone.tensor_parallel_size ({mesh.size()}): FlowTrain splits {expected.__name__}, not its variant "
-            f"{type(module).__name__}; set it to 1"
-        )
-    module.__class__ = new
+_TAKES: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "colwise": (nn.Linear, ColwiseLinear),
+    "rowwise": (nn.Linear, RowwiseLinear),
+    "embedding": (nn.Embedding, VocabularyParallelEmbedding),
+    "head": (nn.Linear, nn.Linear),
+}
+"""By style the class that a module has, and the one that it takes over."""
+
+
+def _take_class(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    module.__class__ = _TAKES[style][1]
     module.__dict__["tp_mesh"] = mesh
 
 
 # --- which style for which module ------------------------------------------------------------------------------------
 
 
-def _styles(backbone: Backbone) -> dict[nn.Module, str]:
+def _styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
     """The style of every module that has parameters of its own."""
     language_model = backbone.language_model
-    plan = _plan_styles(cast(PreTrainedModel, language_model.base_model))
+    plan = _plan_styles(cast(PreTrainedModel, language_model.base_model), size)
     styles: dict[nn.Module, str] = {}
     for module in backbone.modules():
         if any(True for _ in module.parameters(recurse=False)):
@@ -141,15 +159,15 @@ def _styles(backbone: Backbone) -> dict[nn.Module, str]:
     return styles | {module: style for style, module in parts.items() if module is not None}
 
 
-def _plan_styles(base: PreTrainedModel) -> dict[nn.Module, str]:
+def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
     """Styles of a base model's modules by its configuration's plan, where names have ``*`` for numbers."""
     plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
     unknown = sorted(set(plan.values()) - set(_STYLES_OF_PLANS))
     if unknown or not plan:
         reason = f"asks for {', '.join(unknown)}, which FlowTrain does not have" if plan else "is missing"
         raise ConfigError(
-            f"backbone.tensor_parallel_size: transformers' tensor parallel plan of {base.config.model_type} {reason}; "
-            "set it to 1, or use a model like Qwen3 or Llama"
+            f"backbone.tensor_parallel_size ({size}): transformers' tensor parallel plan of {base.config.model_type} "
+            f"{reason}; set it to 1, or use a model like Qwen3 or Llama"
         )
     modules = dict(base.named_modules())
     styles = {name: plan[key] for name in modules if (key := re.sub(r"\b\d+\b", "*", name)) in plan}
@@ -158,8 +176,8 @@ def _plan_styles(base: PreTrainedModel) -> dict[nn.Module, str]:
             # Its gradient would be one rank's share, and what it lets through would be counted by every rank.
             if name.rpartition(".")[0] not in styles:
                 raise ConfigError(
-                    f"backbone.tensor_parallel_size: {name} of {base.config.model_type} is missing in transformers' "
-                    "tensor parallel plan, which splits layers beside it; set it to 1"
+                    f"backbone.tensor_parallel_size ({size}): {name} of {base.config.model_type} is missing in "
+                    "transformers' tensor parallel plan, which splits layers beside it; set it to 1"
                 )
     return {modules[name]: style for name, style in styles.items()}
 
@@ -185,18 +203,17 @@ def _share_entrances(backbone: Backbone, mesh: DeviceMesh) -> None:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_heads(backbone: Backbone, mesh: DeviceMesh) -> None:
+def _check_heads(backbone: Backbone, size: int) -> None:
     config = backbone.language_model.config
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, name)
-        if count % mesh.size():
-            raise ConfigError(f"backbone.tensor_parallel_size ({mesh.size()}) does not divide {name} ({count})")
+        if count % size:
+            raise ConfigError(f"backbone.tensor_parallel_size ({size}) does not divide {name} ({count})")
 
 
-def _check_vocabulary(module: nn.Module, mesh: DeviceMesh) -> None:
+def _check_vocabulary(module: nn.Module, size: int) -> None:
     num_rows = len(module.get_parameter("weight"))
-    if (mesh.size() - 1) * -(-num_rows // mesh.size()) >= num_rows:
+    if (size - 1) * -(-num_rows // size) >= num_rows:
         raise ConfigError(
-            f"backbone.tensor_parallel_size ({mesh.size()}) leaves ranks without any of {num_rows} vocabulary rows; "
-            "lower it"
+            f"backbone.tensor_parallel_size ({size}) leaves ranks without any of {num_rows} vocabulary rows; lower it"
         )

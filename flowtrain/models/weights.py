@@ -8,17 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.errors import ConfigError
+from flowtrain.models.weight_files import safetensors_files
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -157,16 +156,16 @@ def checkpoint_state(checkpoint: str, module: str) -> Iterator[tuple[str, Tensor
     Both layouts are understood: the one that HF writes (``language_model.model.*``) and that of the class in memory
     (``model.language_model.*`` beside ``lm_head.*``).
     """
-    for file in _safetensors_files(checkpoint):
+    for file in safetensors_files(checkpoint, "model.path"):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 (no mapping)
-                name = _module_name(key, module)
+                name = name_in_module(key, module)
                 if name is not None:
                     yield name, tensors.get_tensor(key)
 
 
-def _module_name(key: str, module: str) -> str | None:
-    """The name within its module of a checkpoint's key, or None where it belongs to another module."""
+def name_in_module(key: str, module: str) -> str | None:
+    """Return a whole checkpoint's key as the module's own name, or None where it belongs to another module."""
     if module == "language":
         if key.startswith("model.language_model."):
             return "model." + key.removeprefix("model.language_model.")
@@ -176,16 +175,3 @@ def _module_name(key: str, module: str) -> str | None:
         if key.startswith(prefix):
             return key.removeprefix(prefix)
     return None
-
-
-def _safetensors_files(checkpoint: str) -> list[Path]:
-    """The safetensors files of a directory or hub id."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(checkpoint, allow_patterns=["*.safetensors"]))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"model.path: {checkpoint!r} holds no *.safetensors; convert it (pickled weights are not read)"
-        )
-    return files

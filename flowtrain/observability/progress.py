@@ -24,7 +24,7 @@ _PLAIN_INTERVAL_S = 5.0
 class ProgressState:
     """What the display shows after a step.
 
-    pool_bound_nbytes: DRAM that all segments give together. num_encoders: actors that ``blocked_s`` sums over.
+    pool_bound_nbytes: DRAM that all segments give together. num_encoders: replicas that ``blocked_s`` sums over.
     """
 
     metrics: StepMetrics

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from flowtrain.allocator.degrees import split_layers
 from flowtrain.config.run import RunConfig
+from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.models.stage import take_stage, tied_names
 from flowtrain.models.tensor_parallel import parallelize
 from flowtrain.training.mesh import DP_AXIS, TP_AXIS, BackboneGroup
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 class BackboneSource(Protocol):
     """The part of a model family that the trainer needs."""
 
-    def load_backbone(self) -> Backbone:
-        """Connector and language model with float32 master weights on the CPU, equal on every rank.
+    def backbone_skeleton(self) -> Backbone:
+        """Connector and language model in float32 on the device ``meta``; frozen modules do not require gradients."""
 
-        Frozen modules do not require gradients.
-        """
+    def backbone_weights(self) -> InitialWeights:
+        """The skeleton's first values, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,19 @@ class ModelChunks:
             module.train(mode)
 
 
-def build_chunks(config: RunConfig, source: BackboneSource, group: BackboneGroup) -> ModelChunks:
-    """Load the model and keep this rank's part of it; collective.
+def build_chunks(
+    config: RunConfig, source: BackboneSource, group: BackboneGroup, *, from_checkpoint: bool = False
+) -> ModelChunks:
+    """Build this rank's part of the model, with its first values but for what a checkpoint is to bring; collective.
+
+    The model is sliced and sharded before it has memory: a rank holds its own shards and, while it fills them, one
+    whole tensor at most.
 
     Pipeline rank i holds stages i, i + pp, i + 2 pp, ... of which there are ``chunks_per_rank`` (interleaved 1F1B).
     Parameters become DTensors on the axis ``dp``, or on ``dp`` and ``tp``. The model is sharded on a single rank too
     (FSDP2 copies locally then): one path for mixed precision, checkpoints and gradients.
     """
-    whole = source.load_backbone().train()
+    whole, weights = source.backbone_skeleton().train(), source.backbone_weights()
     tied = tied_names(whole)
     stages = {}
     pp_size = group.degrees.pp
@@ -88,6 +94,7 @@ def build_chunks(config: RunConfig, source: BackboneSource, group: BackboneGroup
         if group.degrees.tp > 1:
             parallelize(module, group.mesh[TP_AXIS])
         _shard(module, config, group)
+        materialize(module, group.device, weights, from_checkpoint=from_checkpoint)
         stages[stage] = module
     return ModelChunks(stages, tied, _shards_parameters(config, group))
 
@@ -98,7 +105,7 @@ def _shards_parameters(config: RunConfig, group: BackboneGroup) -> bool:
 
 
 def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
-    """Wrap the decoder layers and the root in FSDP2, which brings each to the device as it is sharded."""
+    """Wrap the decoder layers and the root in FSDP2."""
     # Inputs are not cast: the loss weights among them must stay float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if config.model.dtype == "bfloat16":

@@ -1,4 +1,4 @@
-"""Process groups and the device mesh of the backbone's ranks."""
+"""Process groups: joining one, and the device mesh of the backbone's ranks."""
 
 from __future__ import annotations
 
@@ -93,28 +93,61 @@ def init_backbone_group(
     host, port: where rank 0 listens (`open_listener`); rank 0 passes its ``listener``, which it hands over. A single
     rank needs none of them. Raises StallError when not all ranks come within ``start_timeout_s``.
     """
-    assert not dist.is_initialized(), "a process belongs to one backbone group"
-    world_size = degrees.world_size
-    assert world_size == 1 or (listener is not None) == (rank == 0), "rank 0, and only it, brings the listener"
-    try:
-        store = _store(rank, world_size, host, port, listener, start_timeout_s)
-        with _gloo_interface(host):
-            dist.init_process_group(
-                backend=_backend(device),
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=collective_timeout_s),
-            )
-            checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
-            mesh = _mesh(degrees, device)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise StallError(
-            f"backbone rank {rank} of {world_size} waited {start_timeout_s:g} s (limits.start_timeout_s) for the other "
-            f"ranks at {host}:{port} ({error})"
-        ) from error
+    with waiting_for_ranks(f"backbone rank {rank} of {degrees.world_size}", host, port, start_timeout_s):
+        join_process_group(
+            rank,
+            degrees.world_size,
+            device,
+            host=host,
+            port=port,
+            listener=listener,
+            start_timeout_s=start_timeout_s,
+            collective_timeout_s=collective_timeout_s,
+        )
+        checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
+        mesh = _mesh(degrees, device)
     assert dist.group.WORLD is not None
     return BackboneGroup(rank, degrees, device, mesh, dist.group.WORLD, checkpoint_group)
+
+
+def join_process_group(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    *,
+    host: str,
+    port: int,
+    listener: socket.socket | None,
+    start_timeout_s: float,
+    collective_timeout_s: float,
+) -> dist.Store:
+    """Make this process a rank of its default group; returns the store by which the ranks met.
+
+    To be called within ``waiting_for_ranks``; arguments as of ``init_backbone_group``.
+    """
+    assert not dist.is_initialized(), "a process belongs to one group"
+    assert world_size == 1 or (listener is not None) == (rank == 0), "rank 0, and only it, brings the listener"
+    store = _store(rank, world_size, host, port, listener, start_timeout_s)
+    dist.init_process_group(
+        backend=_backend(device),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    return store
+
+
+@contextmanager
+def waiting_for_ranks(who: str, host: str, port: int, timeout_s: float) -> Iterator[None]:
+    """Within it, gloo listens where it reaches ``host``; StallError says whom ``who`` waited for in vain."""
+    try:
+        with _gloo_interface(host):
+            yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise StallError(
+            f"{who} waited {timeout_s:g} s (limits.start_timeout_s) for the other ranks at {host}:{port} ({error})"
+        ) from error
 
 
 def _mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:

@@ -63,7 +63,8 @@ class Trainer:
 
     group: where the ranks meet; it also says degrees, rank and device. num_steps: training steps of the run, for the
     schedule. record: takes the spans ``forward``, ``backward``, ``optimizer``; on an accelerator each span
-    waits for the device, so set `record` to None once the trace is complete.
+    waits for the device, so set `record` to None once the trace is complete. resume_from: a checkpoint's directory; the
+    model's first weights are not read then.
     before_optimizer: sees the model with its full, corrected gradients before clipping (for tests). Sets torch's thread
     count to ``backbone.num_threads``, since results depend on it.
     """
@@ -77,6 +78,7 @@ class Trainer:
         *,
         record: SpanRecorder | None = None,
         before_optimizer: Callable[[ModelChunks], None] | None = None,
+        resume_from: Path | None = None,
     ) -> None:
         if {"connector", "backbone"} <= set(config.model.freeze):
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
@@ -84,7 +86,7 @@ class Trainer:
         self.config, self.group, self.num_steps = config.training, group, num_steps
         self._backbone_config = config.backbone
         self._before_optimizer = before_optimizer
-        self.model = build_chunks(config, family, group)
+        self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
         self._tied = TiedEmbeddings(self.model, group)
         self.stages = Stages(
@@ -98,6 +100,8 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
+        if resume_from is not None:
+            self.load_checkpoint(resume_from)
 
     def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
         """Start a unit and return what this rank does in it, to be run by the executor through ``stages``."""

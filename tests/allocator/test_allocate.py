@@ -15,6 +15,7 @@ import pytest
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.cluster import Cluster
+from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import read_model_file
 from flowtrain.allocator.request import Request
@@ -115,16 +116,6 @@ def refused(asked: Request) -> str:
     return str(caught.value)
 
 
-def test_one_device_holds_each_module_but_not_both() -> None:
-    tiny = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2))
-    message = refused(request(cluster(h200=1), tiny))
-    assert message == (
-        "the devices (1 h200) hold each module alone but not all of them together; the nearest that is feasible: "
-        "1 h200 more"
-    )
-    allocated(request(cluster(h200=2), tiny))
-
-
 def test_missing_devices_are_counted_over_all_modules() -> None:
     model, data = several(("near", "wide", "dots"))
     message = refused(request(cluster(h200=3), model, data))  # the backbone takes two
@@ -200,3 +191,16 @@ def test_planning_imports_neither_torch_nor_ray() -> None:
         [sys.executable, "-c", program], cwd=MODELS.parents[1], capture_output=True, text=True, timeout=60
     )
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_a_batch_that_no_fitting_dp_divides_is_said_with_one_that_is_divided() -> None:
+    """A layer whose heads no degree divides is sharded by data parallelism alone."""
+    odd = replace(MODEL.backbone, num_layers=1, num_heads=7, num_kv_heads=7, vocab_size=600_000)
+    asked = request(cluster(a100=8), replace(MODEL, backbone=odd), workload(global_batch_size=7 * 31))
+    peaks = {dp: asked.peak_nbytes("backbone", Degrees(dp)) for dp in (1, 2, 4)}
+    budget = MemoryBudget(pool_nbytes=asked.memory_nbytes("a100") - peaks[2])
+    asked = replace(asked, budget=budget, cluster=cluster(a100=4), max_batch_patches={"vision": 256})
+    message = refused(asked)
+    assert "data parallel degree does not divide the global batch (217)" in message
+    batch = int(message.split("training.global_batch_size=")[1].split(";")[0])
+    assert batch == 218 and allocated(replace(asked, workload=workload(global_batch_size=batch))).devices == 3

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.degrees import Degrees, degree_faults, split_layers
-from flowtrain.costs.model_spec import TransformerSpec
+from flowtrain.allocator.degrees import Degrees, degree_faults, encoder_degree_faults, split_layers
+from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
 
 SPEC = TransformerSpec(
     num_layers=4, hidden_size=16, intermediate_size=24, num_heads=8, num_kv_heads=4, head_dim=8, vocab_size=64
@@ -57,3 +57,30 @@ def test_what_fits_has_no_faults(degrees: Degrees) -> None:
 
 def test_a_single_replica_may_share_a_vocabulary_unevenly() -> None:
     assert degree_faults(Degrees(tp=2), replace(SPEC, vocab_size=65)) == []
+
+
+TOWER = VisionSpec(
+    num_layers=2,
+    hidden_size=32,
+    intermediate_size=47,
+    num_heads=6,
+    patch_size=14,
+    num_channels=3,
+    num_prefix_tokens=0,
+    outside_parameters=0,
+)
+
+
+def test_a_tower_is_split_by_its_heads_alone() -> None:
+    assert [tp for tp in range(1, 8) if not encoder_degree_faults("vit", tp, TOWER, "vit", ("vit",))] == [1, 2, 3, 6]
+    (fault,) = encoder_degree_faults("vit", 4, TOWER)
+    assert fault == "encoders.vit.tensor_parallel_size (4) does not divide the tower's attention heads (6)"
+
+
+def test_a_tower_without_a_plan_is_not_split() -> None:
+    assert encoder_degree_faults("vit", 1, TOWER, "beit", ("vit",)) == []
+    (fault,) = encoder_degree_faults("vit", 2, TOWER, "beit", ("clip", "vit"))
+    assert fault == (
+        "encoders.vit.tensor_parallel_size (2) above 1 has no plan for a tower of type 'beit'; set it to 1, or use one "
+        "of clip, vit"
+    )

@@ -16,6 +16,7 @@ from flowtrain.allocator.flow import Choice, FlowProblem, Levels, Module, device
 from flowtrain.allocator.milp import fewest_missing_devices, solve
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.reduction import fast_enough, reduce
+from flowtrain.allocator.rivals import rivals
 from flowtrain.allocator.solvers import Solver, installed_solvers
 from flowtrain.allocator.splits import best_splits
 from flowtrain.errors import ConfigError
@@ -112,6 +113,21 @@ def test_reduction_loses_no_optimum(problem: FlowProblem) -> None:
         return
     found = brute_force(fast_enough(reduced, best.rate))
     assert found is not None and as_tuple(found) == as_tuple(best)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems())
+def test_rivals_are_the_best_of_other_consumers(problem: FlowProblem) -> None:
+    solution = solve(problem)
+    if solution is None:
+        return
+    best: dict[Candidate, float] = {}
+    for choice in every_choice(problem):
+        best[choice.consumer] = max(best.get(choice.consumer, 0.0), levels(problem, choice).rate)
+    del best[solution.choice.consumer]
+    found = rivals(problem, solution.choice.consumer, Solver(), 3)
+    assert [split.levels.rate for split in found] == pytest.approx(sorted(best.values(), reverse=True)[:3])
+    assert all(split.choice.consumer in best and split.production >= split.levels.rate for split in found)
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,12 +1,24 @@
 """Plans: from explicit degrees, through YAML and back, and what they take in all."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.allocator.plan import ModulePlan, Plan, Requirements, fixed_plan, from_yaml, requirements, to_yaml
+from flowtrain.allocator.plan import (
+    ModulePlan,
+    Plan,
+    Requirements,
+    degree_overrides,
+    fixed_plan,
+    from_yaml,
+    plan_overrides,
+    requirements,
+    to_yaml,
+)
+from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.types import PLAN_SCHEMA
@@ -70,7 +82,7 @@ def test_requirements_add_up_over_modules(plan: Plan) -> None:
     assert needs.num_actors == sum(degrees) + 1
     assert needs.num_cpus == pytest.approx(sum(n * m.num_cpus for n, m in zip(degrees, every, strict=True)))
     assert needs.num_devices == pytest.approx(sum(n * m.num_devices for n, m in zip(degrees, every, strict=True)))
-    assert needs.pool_nbytes == sum(n * m.segment_nbytes for n, m in zip(degrees, every, strict=True))
+    assert needs.pool_nbytes == sum(m.data_parallel_size * m.segment_nbytes for m in every), "one segment a replica"
 
 
 VALID = to_yaml(fixed_plan(make_config()))
@@ -92,3 +104,12 @@ def test_a_bad_plan_is_refused_with_its_place(text: str, message: str) -> None:
     assert text != VALID
     with pytest.raises(ConfigError, match=message):
         from_yaml(text, label="my.yaml")
+
+
+def test_an_encoders_degrees_travel_from_a_plan_to_a_configuration() -> None:
+    plan = fixed_plan(make_config())
+    plan = replace(plan, encoders={"vit": replace(plan.encoders["vit"], tensor_parallel_size=2)})
+    assert degree_overrides(plan)[:2] == ("encoders.vit.data_parallel_size=3", "encoders.vit.tensor_parallel_size=2")
+    config = override_config(make_config(), plan_overrides(from_yaml(to_yaml(plan))), check_paths=False)
+    assert fixed_plan(config) == plan
+    assert requirements(plan) == Requirements(10, 1.6, 0.0, 3 * (1 << 20) + (1 << 18)), "followers give no memory"

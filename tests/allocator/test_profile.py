@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.cluster import DeviceType, Links
 from flowtrain.allocator.communication import TensorCommunication
-from flowtrain.allocator.profile import ImageTable, LengthTable, Profile, read_profile
+from flowtrain.allocator.profile import (
+    DeviceFacts,
+    ImageCosts,
+    ImageTable,
+    LengthTable,
+    Profile,
+    StepCosts,
+    read_profile,
+)
 from flowtrain.allocator.profile_times import ProfileTimes
 from flowtrain.errors import ConfigError
 from tests.allocator.worlds import MODEL, SETUP, workload
@@ -23,12 +31,15 @@ LENGTHS = LengthTable((1024, 4096, 8192), (0.01, 0.03, 0.08))
 IMAGES = ImageTable((256, 1024), (1, 4), ((0.01, 0.02), (0.03, 0.08)))
 PROFILE = Profile(
     device="NVIDIA H200",
+    facts=DeviceFacts(9e14, 10**11, 4e12, 3e11, 8),
     model={"backbone": {"hidden_size": 4096}, "dtype": "bfloat16"},
     versions={"torch": "2.13.0"},
     layers={1: LENGTHS, 2: replace(LENGTHS, seconds=(0.007, 0.02, 0.05))},
     heads={1: LENGTHS},
     connectors={1: LENGTHS},
     encoders={"vision": {1: IMAGES}},
+    images={"vision": ImageCosts(decode_s=0.001, batch_s=0.0)},
+    steps=StepCosts(step_s=0.5, microbatch_s=0.25, parameter_s=1e-9),
 )
 DEVICE = DeviceType("some", 8, 1e12, 10**9, 1e12, Links(1e11, 1e10, "test"))
 
@@ -36,7 +47,7 @@ DEVICE = DeviceType("some", 8, 1e12, 10**9, 1e12, Links(1e11, 1e10, "test"))
 def times(profile: Profile = PROFILE, patches: int = 16384, **changes: Any) -> ProfileTimes:
     data = workload(**changes)
     communication = TensorCommunication(DEVICE, MODEL, data, SETUP, 1.0)
-    return ProfileTimes(profile, data, communication, {"vision": patches})
+    return ProfileTimes(profile, data, communication, {"vision": patches}, {"vision": 1})
 
 
 def test_a_profile_is_read_back_unchanged(tmp_path: Path) -> None:

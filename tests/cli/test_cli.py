@@ -87,8 +87,12 @@ def test_an_existing_run_is_refused_before_anything_heavy_is_imported(tmp_path: 
     code, output, error, heavy = flowtrain_command("train", QUICKSTART, "--dry-run", cwd=tmp_path)
     assert (code, output, heavy) == (2, "", [])
     assert error.startswith(f"flowtrain: {root} already holds a run; continue it with --resume")
-    code, output, error, _ = flowtrain_command("train", QUICKSTART, "--dry-run", "--resume", cwd=tmp_path)
+    changed = ("limits.stall_timeout_s=77", "--dry-run", "--resume")
+    code, output, error, _ = flowtrain_command("train", QUICKSTART, *changed, cwd=tmp_path)
     assert (code, error) == (0, "")
+    then = load_config(QUICKSTART).limits.stall_timeout_s
+    for expected in ("from the beginning", "limits.stall_timeout_s", f"{then} -> 77.0"):
+        assert expected in output
 
 
 def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_run_is_planned_and_takes_the_plan_that_was_saved(tmp_path: Path) -> N
     saved = tmp_path / "plan.yaml"
     devices = ("--devices", "6", "--nodes", "3")
     record = record_of(QUICKSTART, *devices, "scheduler.lookahead_steps=1", "--save", str(saved))
-    assert record["device"]["devices_per_node"] == 2
+    assert record["devices"][0]["devices_per_node"] == 2
     assert record["source"] == "run quickstart: the first 50 of 240 steps"
     chosen = read_plan(saved)
     degrees = {module["name"]: module["degrees"] for module in record["allocation"]["modules"]}
@@ -118,22 +118,41 @@ def vars_of(degrees: Any) -> dict[str, int]:
 
 def test_a_run_has_as_many_devices_as_its_own_degrees_take() -> None:
     report = flowtrain.allocate(QUICKSTART, ["backbone.data_parallel_size=4"])
-    assert report.device_type.count == 6 and report.allocation.devices <= 6
+    assert report.cluster.num_devices == 6 and report.allocation.devices <= 6
     assert report.planned.workload.lengths.max() <= 512
 
 
 def test_notes_say_what_a_run_would_refuse_or_wait_for() -> None:
-    small = ["encoders.vision.segment_nbytes=65536"]
-    report = flowtrain.allocate(QUICKSTART, small, devices=2)
+    ahead = ["scheduler.lookahead_steps=200"]
+    report = flowtrain.allocate(QUICKSTART, ahead, devices=2)
     (note,) = [note for note in report.notes if note.startswith("the pool holds less")]
     enough = int(note.split("segment_nbytes=")[1].split()[0])
-    report = flowtrain.allocate(QUICKSTART, [f"encoders.vision.segment_nbytes={enough}"], devices=2)
+    report = flowtrain.allocate(QUICKSTART, [*ahead, f"encoders.vision.segment_nbytes={enough}"], devices=2)
     assert not [note for note in report.notes if note.startswith("the pool")]
-    assert report.segments_nbytes >= report.features_nbytes
-    interleaved = ["backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2"]
-    notes = flowtrain.allocate(QUICKSTART, [*interleaved, "backbone.pipeline_parallel_size=2"], devices=2).notes
-    assert any("the rates are of 1f1b" in note for note in notes)
-    assert any("a run refuses this plan: backbone.chunks_per_rank (2) needs" in note for note in notes)
+    assert report.pool is not None and report.pool.segments_nbytes >= report.pool.features_nbytes
+
+
+def test_a_pool_that_a_run_refuses_is_said_with_what_it_takes() -> None:
+    overrides = ["encoders.vision.segment_nbytes=65536", "scheduler.lookahead_steps=1", "data.max_seq_len=512"]
+    report = flowtrain.allocate(QUICKSTART, overrides, devices=2)
+    assert report.pool is not None and report.pool.fault is not None
+    (note,) = [note for note in report.notes if "the pool" in note or "no segment" in note]
+    assert note.startswith("a run refuses this plan: ") and note.endswith(f"{' '.join(report.pool.remedy)} holds it")
+    # What it suggests is taken, and nothing smaller is.
+    changes = [*overrides, *report.overrides, *report.pool.remedy]
+    assert flowtrain.plan(QUICKSTART, [*changes, "runs_dir=/tmp/none"]).num_steps == 240
+    ((key, nbytes),) = [change.split("=") for change in report.pool.remedy]
+    with pytest.raises(ConfigError, match="segment_nbytes to at least"):
+        flowtrain.plan(QUICKSTART, [*changes, f"{key}={int(nbytes) - 1}"])
+
+
+def test_interleaved_pipelines_are_planned_as_they_run() -> None:
+    chunked = ("backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2")
+    plain, interleaved = record_of(*PAPER), record_of(*PAPER, *chunked)
+    assert interleaved["assumptions"]["chunks_per_rank"] == 2
+    assert interleaved["allocation"]["modules"][-1]["degrees"]["pp"] >= 2
+    assert interleaved["allocation"]["rate"] > plain["allocation"]["rate"], "less fill is faster here"
+    assert not [note for note in interleaved["notes"] if "refuses" in note or "modelled" in note]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +166,10 @@ def test_notes_say_what_a_run_would_refuse_or_wait_for() -> None:
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "does not fit the device memory, the least that any"),
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "feasible with "),
         ((*PAPER, "scheduler.microbatch_tokens=4096"), "is larger than scheduler.microbatch_tokens (4096)"),
-        ((QUICKSTART, "--devices", "1"), "hold each module alone but not all of them together"),
+        (
+            (str(MODELS / "vlm_6b.yaml"), "--devices", "1", "--device", "a100"),
+            "backbone has no feasible configuration (on 1 a100: does not fit the device memory",
+        ),
         ((QUICKSTART, "--device", "910b"), "no public peak for model.dtype (float32)"),
         ((QUICKSTART, "training.learning_rat=1"), "did you mean training.learning_rate?"),
         (("none.yaml",), "none.yaml: the configuration cannot be read"),

@@ -94,9 +94,9 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "backbone.tensor_parallel_size and backbone.activation_checkpointing for long sequences",
         ),
         (
-            ["encoders.vision.tensor_parallel_size=2"],
-            "encoders.vision.tensor_parallel_size (2) above 1 is not supported yet: an encoder runs on one device; set "
-            "it to 1 and raise encoders.vision.data_parallel_size",
+            ["encoders.vision.tensor_parallel_size=2", "encoders.vision.num_cpus=0"],
+            "encoders.vision.tensor_parallel_size (2) above 1 needs encoders.vision.num_cpus (0) above 0: by what its "
+            "actors reserve they come to lie on one node; a fraction is enough",
         ),
         (
             ["backbone.pipeline_parallel_size=2", "backbone.pipeline_schedule=interleaved_1f1b"],

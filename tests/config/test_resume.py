@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain.config.load import load_config
-from flowtrain.config.resume import check_resumable, config_digest
+from flowtrain.config.resume import ABSENT, Change, changes, check_resumable, config_digest
 from flowtrain.errors import ConfigError
 
 
@@ -25,6 +25,7 @@ from flowtrain.errors import ConfigError
         "backbone.prefetch_microbatches=1",
         "backbone.data_parallel_size=2",
         "backbone.tensor_parallel_size=2",
+        "encoders.vision.tensor_parallel_size=2",
         "backbone.pipeline_parallel_size=4",
         "data.max_rejected_fraction=0.5",
     ],
@@ -88,3 +89,14 @@ def test_another_source_is_named_once_per_key(minimal: Path) -> None:
     message = str(caught.value)
     assert "  - seed was 0, is now 1" in message
     assert f"  - data.sources.1.path was '(not given)', is now {str(Path('more.parquet').resolve())!r}" in message
+
+
+def test_every_difference_is_listed_with_both_values(minimal: Path) -> None:
+    old = load_config(minimal)
+    new = load_config(minimal, ["seed=7", "backbone.config.hidden_size=64", "checkpoint.every_steps=7"])
+    assert changes(old, old) == ()
+    assert set(changes(old, new)) == {
+        Change("seed", 0, 7),
+        Change("backbone.config.hidden_size", ABSENT, 64),
+        Change("checkpoint.every_steps", old.checkpoint.every_steps, 7),
+    }

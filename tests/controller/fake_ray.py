@@ -60,8 +60,9 @@ class FakeRay:
 class FakeCrew:
     """What the watcher uses of a crew; ``log`` has what it did, in order."""
 
-    def __init__(self, roles: dict[str, Role]) -> None:
+    def __init__(self, roles: dict[str, Role], leaders: dict[str, str] | None = None) -> None:
         self.roles = roles
+        self.leaders = leaders or {}
         self.log: list[str] = []
         self.runs: dict[Any, str] = {}
         self.pending: list[Event] = []
@@ -80,7 +81,9 @@ class FakeCrew:
 
     def replace(self, name: str) -> None:
         self.log.append(f"replace {name}")
-        self.runs[Ref(name)] = name
+        members = [name, *(follower for follower, leader in self.leaders.items() if leader == name)]
+        self.runs = {ref: other for ref, other in self.runs.items() if other not in members}
+        self.runs |= {Ref(member): member for member in members}
 
     def finish(self, name: str, value: Any = None) -> None:
         """End an actor's loop."""

@@ -217,3 +217,16 @@ def test_a_cluster_of_the_caller_is_used_and_left(
     with connected(config):
         pass
     assert calls == []
+
+
+def test_accelerators_of_a_type_are_counted_by_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H200": 1.0}
+    slow = {"CPU": 8.0, "GPU": 8.0, "accelerator_type:L4": 1.0}
+    dead = {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H200": 1.0}
+    set_cluster(monkeypatch, fast, slow, dead=dead)
+    FakeProbe({"node-0": "nixl_cu12", "node-1": "nixl_cu12"}).install(monkeypatch)
+    bundle = {"GPU": 1.0, "accelerator_type:H200": 0.001}
+    assert check_resources([bundle] * 8 + [{"GPU": 1.0, "accelerator_type:L4": 0.001}], 0, "auto") == "PACK"
+    assert "GPU of accelerator_type:H200: 9 needed, 8 in the cluster" in refusal([bundle] * 9)
+    absent = {"GPU": 1.0, "accelerator_type:Ascend910B": 0.001}
+    assert "GPU of accelerator_type:Ascend910B: 1 needed, 0 in the cluster" in refusal([absent])

@@ -92,16 +92,52 @@ def test_the_ranks_of_a_tensor_parallel_group_share_a_bundle(config: RunConfig, 
         for name, options in ((options["name"], options) for _, options, _ in actors.spawned)
     }
     assert bundles == {
-        "encoder-0": 0,
-        "encoder-1": 1,
-        "backbone-dp0-pp0-tp0": 2,
-        "backbone-dp0-pp0-tp1": 2,
-        "backbone-dp1-pp0-tp0": 3,
-        "backbone-dp1-pp0-tp1": 3,
+        "encoder-0": 2,
+        "encoder-1": 3,
+        "backbone-dp0-pp0-tp0": 0,
+        "backbone-dp0-pp0-tp1": 0,
+        "backbone-dp1-pp0-tp0": 1,
+        "backbone-dp1-pp0-tp1": 1,
         "feeder-0": -1,
     }
     ranks = [args[1] for _, options, args in actors.spawned if options["name"].startswith("backbone")]
     assert ranks == [0, 1, 2, 3]
+
+
+class FakeEncoder:
+    """A member of a replica, which notes its loops' arguments."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.run = SimpleNamespace(remote=lambda *args: log.append(f"{name} runs with {args}") or object())
+        self.open_rendezvous = SimpleNamespace(remote=lambda: f"port of {name}")
+
+
+def test_a_replica_starts_and_ends_whole(config: RunConfig, actors: FakeActors) -> None:
+    encoders = {"vision": config.encoders["vision"].model_copy(update={"tensor_parallel_size": 2})}
+    config = config.model_copy(update={"encoders": encoders})
+    posts = posts_of(fixed_plan(config))
+    crew = start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]
+    assert [args for _, options, args in actors.spawned if options["name"] == "encoder-1-tp1"] == [
+        (config, "vision", "encoder-1", 1)
+    ]
+    assert crew.leaders == {"encoder-0-tp1": "encoder-0", "encoder-1-tp1": "encoder-1"}
+    log: list[str] = []
+    for name in ("encoder-0", "encoder-0-tp1", "encoder-1", "encoder-1-tp1"):
+        crew.actors[name] = FakeEncoder(name, log)
+        crew.spawn[name] = lambda name=name: FakeEncoder(f"new {name}", log)
+    old = list(crew.actors.values())[:2]
+    crew.run("encoder-0")
+    crew.run("encoder-1")
+    link = "link to coordinator"
+    assert log[:2] == [f"encoder-0 runs with ('{link}',)", "encoder-0-tp1 runs with ('port of encoder-0',)"]
+    loops = list(crew.runs)
+    crew.replace("encoder-0")
+    assert actors.killed == old, "nobody else, and both"
+    assert [crew.runs.get(loop) for loop in loops] == [None, None, "encoder-1", "encoder-1-tp1"]
+    assert log[4:] == [f"new encoder-0 runs with ('{link}',)", "new encoder-0-tp1 runs with ('port of new encoder-0',)"]
+    crew.give_up("encoder-0")
+    assert list(crew.runs.values()) == ["encoder-1", "encoder-1-tp1"]
 
 
 def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: FakeActors) -> None:

@@ -38,6 +38,10 @@ def test_an_actor_that_cannot_be_constructed_failed(monkeypatch: pytest.MonkeyPa
     assert str(found.error) == "encoder-0 could not be constructed: ValueError: no such tower"
 
 
+def test_whoever_waits_for_an_answer_of_the_dead_died_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcome(task_error(died("Worker exits with SIGKILL.")), monkeypatch) == Died("Worker exits with SIGKILL")
+
+
 def test_other_errors_of_ray_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ray.exceptions.RaySystemError("odd")
     found = outcome(error, monkeypatch)
@@ -47,6 +51,17 @@ def test_other_errors_of_ray_are_failures(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_reason_is_never_empty() -> None:
     assert reason_of(ray.exceptions.RayActorError(None, "")) == "RayActorError"
     assert reason_of(ray.exceptions.RayActorError(None, "The actor died.")) == "The actor died"
+
+
+def test_of_what_ray_tells_about_a_dead_worker_the_detail_is_kept() -> None:
+    told = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Rank\n\tactor_id: 6f\n"
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+        "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the "
+        "process was killed by the OOM killer due to high memory usage, (2) ray stop --force was called."
+    )
+    reason = reason_of(ray.exceptions.RayActorError(None, told))
+    assert reason == "Worker unexpectedly exits with a connection error code 2. End of file"
 
 
 def test_the_cause_comes_before_what_it_caused() -> None:

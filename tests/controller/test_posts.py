@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -15,8 +16,10 @@ from flowtrain.controller.state import Role
 DEGREES = st.integers(1, 4)
 
 
-def plan_of(backbone: ModulePlan, num_encoders: int = 2, encoder_cpus: float = 0.5) -> Plan:
-    encoders = {"vision": ModulePlan(data_parallel_size=num_encoders, num_cpus=encoder_cpus)}
+def plan_of(backbone: ModulePlan, num_encoders: int = 2, encoder_cpus: float = 0.5, encoder_tp: int = 1) -> Plan:
+    encoders = {
+        "vision": ModulePlan(num_encoders, encoder_tp, num_cpus=encoder_cpus, segment_nbytes=1 << 20),
+    }
     return Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=1 << 16))
 
 
@@ -36,12 +39,46 @@ def test_backbone_ranks_are_numbered_with_the_tensor_axis_fastest() -> None:
     assert [post.index for post in ranks] == list(range(12))
 
 
-@given(DEGREES, DEGREES, DEGREES, st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.0, 1.0]), st.integers(0, 3))
+def test_an_encoder_has_its_followers_beside_it() -> None:
+    plan = plan_of(ModulePlan(num_cpus=1.0), encoder_tp=2)
+    posts = [post for post in posts_of(replace(plan, encoders={**plan.encoders, "audio": ModulePlan()}))]
+    encoders = [post for post in posts if post.role in (Role.ENCODER, Role.FOLLOWER)]
+    assert [(post.name, post.role, post.place) for post in encoders] == [
+        ("encoder-0", Role.ENCODER, "encoder-0"),
+        ("encoder-0-tp1", Role.FOLLOWER, "encoder-0"),
+        ("encoder-1", Role.ENCODER, "encoder-1"),
+        ("encoder-1-tp1", Role.FOLLOWER, "encoder-1"),
+        ("encoder-2", Role.ENCODER, "encoder-2"),
+    ]
+    assert {bundle["CPU"] for bundle in bundles_of(posts)} == {1.0}
+    assert [post.segment_nbytes for post in encoders] == [1 << 20, 0, 1 << 20, 0, 0]
+    assert sum(post.segment_nbytes for post in posts_of(plan)) == requirements(plan).pool_nbytes
+
+
+def test_the_backbones_bundles_come_first() -> None:
+    """Ray packs bundles of one size in their order; a backbone behind encoders would be spread over more nodes."""
+    plan = plan_of(ModulePlan(data_parallel_size=2, tensor_parallel_size=2, num_cpus=0.25), num_encoders=3)
+    posts = posts_of(plan)
+    assert bundles_of(posts) == [{"CPU": 0.5}] * 5
+    indices = dict(zip((post.name for post in posts), bundle_indices(posts), strict=True))
+    assert [indices[f"backbone-dp{dp}-pp0-tp{tp}"] for dp in range(2) for tp in range(2)] == [0, 0, 1, 1]
+    assert [indices[f"encoder-{index}"] for index in range(3)] == [2, 3, 4]
+
+
+@given(
+    DEGREES,
+    DEGREES,
+    DEGREES,
+    st.sampled_from([0.0, 0.1, 1.0]),
+    st.sampled_from([0.0, 1.0]),
+    st.integers(0, 3),
+    DEGREES,
+)
 def test_bundles_hold_just_what_their_actors_take(
-    dp: int, pp: int, tp: int, cpus: float, devices: float, num_encoders: int
+    dp: int, pp: int, tp: int, cpus: float, devices: float, num_encoders: int, encoder_tp: int
 ) -> None:
     backbone = ModulePlan(dp, tp, pp, num_cpus=cpus, num_devices=devices)
-    plan = plan_of(backbone, num_encoders=num_encoders)
+    plan = plan_of(backbone, num_encoders=num_encoders, encoder_tp=encoder_tp)
     posts = posts_of(plan)
     bundles, indices = bundles_of(posts), bundle_indices(posts)
     assert len(bundles) == num_encoders + (dp * pp if cpus or devices else 0)
@@ -52,3 +89,22 @@ def test_bundles_hold_just_what_their_actors_take(
             assert amount == pytest.approx(sum(post.bundle.get(name, 0.0) for post in members))
     assert all((index == -1) == (not post.bundle) for post, index in zip(posts, indices, strict=True))
     assert sum(bundle.get("CPU", 0.0) for bundle in bundles) == pytest.approx(requirements(plan).num_cpus)
+
+
+def test_those_that_share_a_device_are_in_one_bundle() -> None:
+    """Two bundles of half a device could lie on two of them."""
+    half = ModulePlan(num_cpus=1.0, num_devices=0.5)
+    plan = Plan({"vision": half}, half, feeder=ModulePlan(segment_nbytes=1 << 16))
+    posts = posts_of(plan)
+    assert bundles_of(posts) == [{"CPU": 2.0, "GPU": 1.0}]
+    assert bundle_indices(posts) == [0, 0, -1]
+    assert [post.bundle["GPU"] for post in posts[:2]] == [0.5, 0.5]
+    whole = ModulePlan(num_cpus=1.0, num_devices=1.0)
+    assert len(bundles_of(posts_of(Plan({"vision": whole}, whole, feeder=ModulePlan())))) == 2
+
+
+def test_a_type_of_accelerators_is_asked_for_where_there_are_any() -> None:
+    typed = ModulePlan(num_cpus=1.0, num_devices=1.0, accelerator_type="H200")
+    without = ModulePlan(num_cpus=1.0, accelerator_type="H200")
+    plan = Plan({"vision": typed}, without, feeder=ModulePlan())
+    assert bundles_of(posts_of(plan)) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H200": 0.001}]

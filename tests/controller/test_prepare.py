@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
 from flowtrain.errors import ConfigError, DataError
@@ -84,6 +85,15 @@ def test_all_that_speaks_against_the_degrees_is_said_before_anything_starts(data
         "  - backbone.pipeline_parallel_size (2) times backbone.chunks_per_rank (2) is more than the backbone's layers "
         "(2); lower one of them",
     ]
+
+
+def test_heads_that_do_not_divide_a_tower_are_refused(data: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_of(data, "encoders.vision.tensor_parallel_size=3"))
+    said = "encoders.vision.tensor_parallel_size (3) does not divide the tower's attention heads (2)"
+    assert str(caught.value) == f"run 'prepare': {said}"
+    plan = prepare(config_of(data, "encoders.vision.tensor_parallel_size=2")).plan
+    assert (plan.encoders["vision"].num_actors, requirements(plan).num_actors) == (4, 7)
 
 
 def test_degrees_that_fit_are_planned(data: Path) -> None:
@@ -165,3 +175,16 @@ def test_what_the_pool_cannot_hold_without_an_encoder_is_said(data: Path) -> Non
     assert memory_shortage(prepared, ["vision", "vision"]) is None
     shortage = memory_shortage(prepared, [])
     assert shortage is not None and "no segment at all hold 0" in shortage
+
+
+def test_a_type_that_tensor_parallel_ranks_cannot_share_is_refused_before_anything_starts(data: Path) -> None:
+    olmo = {"config": {**config_of(data).backbone.config, "model_type": "olmo2"}}
+    olmo["config"].pop("head_dim", None)
+    prepare(config_of(data, backbone=olmo))
+    with pytest.raises(ConfigError) as caught:
+        prepare(config_of(data, "backbone.tensor_parallel_size=2", backbone=olmo))
+    assert str(caught.value) == (
+        "backbone.tensor_parallel_size (2): transformers' tensor parallel plan of olmo2 asks for "
+        "colwise_gather_output, rowwise_split_input, which FlowTrain does not have; set it to 1, or use a model like "
+        "Qwen3 or Llama"
+    )

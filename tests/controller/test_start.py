@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.config.load import override_config
+from flowtrain.config.resume import Change
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.controller.start import check_goes_on, find_start
+from flowtrain.controller.start import Resumption, check_goes_on, find_start, foresee_resume
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.units import unit_sequence
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training import checkpoint_store
 from tests.e2e.worlds import World, tiny_config
 
@@ -70,3 +72,26 @@ def test_all_others_go_on(data: Path, tmp_path: Path) -> None:
     even = prepare(config_of(data, 0.8, "deterministic"))
     assert even.total_positions == 2 * BATCH
     check_goes_on(checkpointed(even, tmp_path / "even", 2, 2 * BATCH), longer)
+
+
+def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(data: Path, tmp_path: Path) -> None:
+    def config(num_epochs: float, *overrides: str) -> Prepared:
+        values = config_of(data, num_epochs, "deterministic").model_dump()
+        return prepare(override_config(RunConfig.model_validate(values), [f"runs_dir={tmp_path}", *overrides]))
+
+    first = config(1)
+    root = tmp_path / "start"
+    assert foresee_resume(first) == Resumption(root, None, (), ())
+    open_run_dir(first.config, resume=False)
+    assert foresee_resume(first) == Resumption(root, None, (), ())
+    checkpointed(first, root, 2, 2 * BATCH)
+    before = sorted(root.rglob("*"))
+    longer = foresee_resume(config(2, "pool.text_segment_nbytes=8388608", "backbone.data_parallel_size=2"))
+    assert longer.step == 2 and sorted(root.rglob("*")) == before
+    assert Change("training.num_epochs", 1.0, 2.0) in longer.changes and len(longer.changes) == 3
+    assert any("degrees" in line and "losses agree only closely" in line for line in longer.inexact)
+    with pytest.raises(ConfigError, match="seed was 0, is now 5"):
+        foresee_resume(config(1, "seed=5"))
+    checkpointed(first, root, 3, NUM_ROWS)
+    with pytest.raises(ConfigError, match="20 positions are trained"):
+        foresee_resume(config(2))

@@ -20,7 +20,7 @@ from flowtrain.controller.state import (
     Role,
     RunState,
 )
-from flowtrain.errors import DataError, FlowTrainError, SourceReadError, WorkerLostError
+from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, SourceReadError, WorkerLostError
 
 ACTORS = {
     "encoder-0": Role.ENCODER,
@@ -121,6 +121,41 @@ def test_restarts_are_counted_for_each_producer() -> None:
     assert state.on_died("encoder-0", "killed") == [Restart("encoder-0")]
     error = failure(kill_often(state, "feeder-0"))
     assert f"died {MAX_RESTARTS + 1} times" in str(error) and "limits.max_encoder_restarts is 2" in str(error)
+
+
+FOLLOWERS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encoder-1-tp1": "encoder-1"}
+
+
+def with_followers() -> RunState:
+    return RunState({**ACTORS, **dict.fromkeys(FOLLOWERS, Role.FOLLOWER)}, MAX_RESTARTS, 0.1, leaders=FOLLOWERS)
+
+
+def test_a_replica_dies_with_any_of_its_processes_and_its_deaths_count_together() -> None:
+    state = with_followers()
+    assert state.on_died("encoder-0-tp1", "killed") == [Restart("encoder-0", follower="encoder-0-tp1")]
+    assert state.on_failed("encoder-0", ReplicaLostError("lost encoder-0-tp2")) == [Restart("encoder-0")]
+    assert state.on_died("encoder-1-tp1", "killed") == [Restart("encoder-1", follower="encoder-1-tp1")]
+    assert state.on_died("encoder-0-tp2", "killed") == [Abandon("encoder-0")]
+    assert state.on_died("encoder-0-tp1", "killed") == [], "it was given up as a whole"
+    error = failure([*state.on_died("encoder-1", "killed"), *state.on_died("encoder-1-tp1", "no memory")][1:])
+    assert "encoder-1 died 3 times (encoder-1-tp1: no memory)" in str(error), "no other encoder is left"
+
+
+def test_an_error_of_a_follower_fails_the_run_under_its_name() -> None:
+    error = failure(with_followers().on_failed("encoder-0-tp1", ValueError("odd")))
+    assert str(error) == "encoder-0-tp1 failed: ValueError: odd"
+
+
+def test_followers_are_not_waited_for() -> None:
+    state = with_followers()
+    assert state.on_returned("encoder-0-tp1") == []
+    for name in ("backbone-0", "backbone-1"):
+        assert state.on_returned(name) == []
+    assert state.phase is Phase.DRAINING
+    assert state.on_returned("encoder-0") == [] and state.on_died("encoder-0-tp2", "killed") == []
+    assert state.on_failed("encoder-1-tp1", ReplicaLostError("lost encoder-1")) == []
+    assert state.on_failed("encoder-1", OSError("late")) == [], "its replica ended already"
+    assert state.on_returned("feeder-0") == [Finish()]
 
 
 def test_the_run_goes_on_without_an_encoder_while_others_are_left() -> None:

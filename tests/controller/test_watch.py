@@ -29,16 +29,18 @@ WRITTEN = CheckpointWritten(3, "somewhere")
 class World:
     """A crew that runs, and what the watcher made of it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: dict[str, Role] = ROLES) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, roles: dict[str, Role] = ROLES, leaders: dict[str, str] | None = None
+    ) -> None:
         self.ray = FakeRay(monkeypatch)
-        self.crew = FakeCrew(dict(roles))
+        self.crew = FakeCrew(dict(roles), leaders)
         self.stop = threading.Event()
         self.taken: list[Event] = []
         self.notes: list[str] = []
         self.take: Callable[[Event], None] = self.taken.append
         self.watcher = Watcher(
             self.crew,  # type: ignore[arg-type]  # what it uses of one
-            RunState(roles, max_restarts=1, max_rejected_fraction=0.1),
+            RunState(roles, max_restarts=1, max_rejected_fraction=0.1, leaders=leaders),
             LimitsConfig(stop_timeout_s=0.01),
             lambda event: self.take(event),
             self.notes.append,
@@ -92,6 +94,17 @@ def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None
     world.until_end(world.finish("encoder-0", value=died()), *world.all_return())
     assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
     assert "encoder-0 died" in world.notes[0]
+
+
+def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SETTLE_S", 0.0)
+    follower = "encoder-0-tp1"
+    world = World(monkeypatch, {**ROLES, follower: Role.FOLLOWER}, {follower: "encoder-0"})
+    closed = task_error(RuntimeError("connection closed by peer"))
+    together = lambda: [world.crew.finish("encoder-0", closed), world.crew.finish(follower, died())]  # noqa: E731
+    world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))
+    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
+    assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are made anew"]
 
 
 def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:

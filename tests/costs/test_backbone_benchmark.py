@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _backbone_data import Mix, draw_lengths, full_step, packed_step, padded_step
+from _backbone_data import Mix, draw_lengths, full_step, made_equal, packed_step, padded_step
 from _device_profile import covered, kind_of
 from _memory_trace import peak_above_now
 from hypothesis import given
@@ -17,17 +17,26 @@ length_lists = st.lists(st.integers(4, CAPACITY), min_size=1, max_size=12).map(t
 
 
 @given(length_lists, st.floats(0.05, 1.0))
-def test_all_train_on_as_much(lengths: tuple[int, ...], target_share: float) -> None:
-    mix = Mix((lengths,), VOCAB, target_share)
+def test_all_train_on_the_same_samples(lengths: tuple[int, ...], target_share: float) -> None:
+    equal = made_equal(lengths, CAPACITY)
+    assert 0 <= sum(lengths) - sum(equal) < len(lengths), "rounding alone"
+    mix = Mix((equal,), VOCAB, target_share)
     plan, packed = packed_step(mix, 0, CAPACITY, CPU)
     padded, full = padded_step(mix, 0, 3), full_step(mix, 0, CAPACITY)
-    assert plan.num_tokens == sum(batch.num_tokens for batch in packed) == sum(batch.num_tokens for batch in padded)
-    assert plan.num_target_tokens == sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in padded)
-    assert all(batch.attention_mask is None and (batch.input_ids != 0).all() for batch in full), "nothing is padded"
-    num_sequences = sum(len(batch.input_ids) for batch in full)
-    assert num_sequences == len(lengths)
-    assert abs(sum(batch.num_tokens for batch in full) - sum(lengths)) <= 0.5 * num_sequences, "rounding alone"
-    assert all(batch.num_tokens <= CAPACITY + len(batch.input_ids) for batch in full)
+    assert plan.num_tokens == sum(equal) == sum(batch.num_tokens for batch in packed)
+    for batches in (padded, full):
+        assert sum(batch.num_tokens for batch in batches) == plan.num_tokens
+        assert sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches) == plan.num_target_tokens
+    in_packs = [part.tolist() for batch in packed for part in batch.input_ids.split(batch.sequence_lengths)]
+    assert sorted(row.tolist() for batch in full for row in batch.input_ids) == sorted(in_packs)
+    assert all(batch.attention_mask is None and batch.input_ids.numel() <= CAPACITY for batch in full)
+
+
+def test_lengths_become_equal_by_batches() -> None:
+    equal = made_equal((9, 60, 70, 5, 100, 31), CAPACITY)
+    assert equal == (26, 26, 70, 26, 100, 26), "two that leave no room for the next, and four of 105 tokens"
+    batches = full_step(Mix((equal,), VOCAB), 0, CAPACITY)
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(4, 26), (1, 70), (1, 100)]
 
 
 def test_packed_and_padded_hold_the_same_samples() -> None:

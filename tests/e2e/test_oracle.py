@@ -26,7 +26,7 @@ OVERSIZED_ROW = 12
 class RecordingRank(BackboneRank):
     """Saves every step's full gradients, as they stand before clipping, beside the run's files."""
 
-    def make_trainer(self) -> Trainer:
+    def make_trainer(self, checkpoint: Path | None) -> Trainer:
         directory = Path(self._config.runs_dir) / "gradients"
         directory.mkdir(parents=True, exist_ok=True)
         step = 0
@@ -42,7 +42,13 @@ class RecordingRank(BackboneRank):
                 torch.save(gradients, directory / f"{step}.pt")
 
         return Trainer(
-            self._config, self._family, self._group, self._num_steps, record=self._spans.add, before_optimizer=save
+            self._config,
+            self._family,
+            self._group,
+            self._num_steps,
+            record=self._spans.add,
+            before_optimizer=save,
+            resume_from=checkpoint,
         )
 
 

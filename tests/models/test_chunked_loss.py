@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
+from flowtrain.models import loss as loss_module
 from flowtrain.models.loss import weighted_nll_sum
 from tests.models.operators import Operators
 from tests.models.ranks import run_ranks
@@ -90,11 +91,13 @@ CASES = st.builds(
 )
 
 
-@given(CASES)
+@given(CASES, st.integers(1, 400))
 @settings(max_examples=150, deadline=None)
-def test_value_and_gradients_equal_the_plain_loss(case):
+def test_value_and_gradients_equal_the_plain_loss(case, block_numbers):
     hidden, targets, weights, head = case.build()
-    loss = weighted_nll_sum(hidden, targets, weights, head, case.chunk_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "CPU_BLOCK_NUMBERS", block_numbers)
+        loss = weighted_nll_sum(hidden, targets, weights, head, case.chunk_tokens)
     assert loss.dtype == case.dtype and loss.shape == ()
     found = loss.detach(), gradients_of(loss, hidden, head)
     assert_equal(found, case.reference(), 1e-5 if case.dtype == torch.float32 else 1e-12)
@@ -111,6 +114,13 @@ def test_full_logits_never_exist_and_nothing_is_recomputed():
         loss.backward()
     assert max(watch.sizes) == LONG.chunk_tokens * LONG.vocab_size, "of 64 * 97 logits in all"
     assert in_forward == 3 * 8 and watch.num_products == in_forward, "logits and two gradients for each chunk"
+
+
+def test_on_a_cpu_few_rows_pass_the_softmax_at_once(monkeypatch):
+    monkeypatch.setattr(loss_module, "CPU_BLOCK_NUMBERS", 10 * LONG.vocab_size)
+    with Operators() as watch:
+        weighted_nll_sum(*LONG.build(), chunk_tokens=64)
+    assert watch.counts["aten::_softmax"] == 7 and watch.num_products == 3, "64 rows of logits, by tens"
 
 
 def test_without_gradients_only_logits_are_computed():

@@ -125,6 +125,17 @@ def test_pretrained_vocabulary_grows_for_the_image_token(make_config, tokenizer_
         assert weight.shape[0] == 64 and torch.equal(weight, getattr(second, embedding)().weight)
 
 
+def test_ids_that_leave_some_out_need_as_large_a_vocabulary(make_config, tokenizer_path, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["w31"] = 70
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"vocab_size \(64\) is smaller than the tokenizer \(7[12] tokens"):
+        family_from_config(make_config(model={"tokenizer": str(tmp_path)}))
+
+
 SMALL_LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -183,7 +194,7 @@ def test_wrong_weights_are_refused(make_config, tower_configs, tmp_path):
     settings_file = tmp_path / "config.json"
     settings_file.write_text(json.dumps({**json.loads(settings_file.read_text()), "num_hidden_layers": 2}))
     family = family_from_config(make_config(backbone={"path": str(tmp_path)}))
-    with pytest.raises(ConfigError, match="backbone: 9 weights of LlamaForCausalLM are missing"):
+    with pytest.raises(ConfigError, match=r"backbone.path: 9 weights of LlamaForCausalLM are missing in .*layers.1"):
         family.load_backbone()
 
 

@@ -20,6 +20,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
+from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.pipeline.actions import Schedule
 from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.schedules.build import build_schedule
@@ -57,6 +58,13 @@ class TinyFamily:
     num_layers: int = 2
     num_heads: int = 2
     num_kv_heads: int = 1
+
+    def backbone_skeleton(self) -> Backbone:
+        with torch.device("meta"):
+            return self.load_backbone()
+
+    def backbone_weights(self) -> BuiltWeights:
+        return BuiltWeights(self.load_backbone)
 
     def load_backbone(self) -> Backbone:
         torch.manual_seed(11)
@@ -166,10 +174,9 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
         num_steps=10,
         record=lambda name, start_s, end_s, **args: outcome.spans.append(name),
         before_optimizer=lambda model: outcome.gradients.append(_full(model, gradients=True)),
+        resume_from=job.load_from,
     )
     outcome.listening = listening_addresses()
-    if job.load_from is not None:
-        trainer.load_checkpoint(job.load_from)
     for step, slots in enumerate(job.steps, start=job.first_step):
         outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
     if job.eval_slots is not None:

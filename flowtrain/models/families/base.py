@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
+import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
+from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types import ImageLayout
 
 if TYPE_CHECKING:
@@ -74,11 +76,29 @@ class Family(ABC):
         """The frozen encoder in the compute type, on the CPU."""
 
     @abstractmethod
-    def load_backbone(self) -> Backbone:
-        """Connector and language model with float32 master weights, on the CPU, in training mode.
+    def backbone_skeleton(self) -> Backbone:
+        """Connector and language model, float32, on the device ``meta`` (without memory), in training mode.
 
-        Random weights depend on ``config.seed`` alone. Modules named in ``model.freeze`` do not require gradients.
+        Modules named in ``model.freeze`` do not require gradients.
         """
+
+    @abstractmethod
+    def backbone_weights(self) -> InitialWeights:
+        """The skeleton's first values; random ones depend on ``config.seed`` and the names alone."""
+
+    def load_backbone(self) -> Backbone:
+        """The whole of connector and language model with float32 master weights, on the CPU, in training mode."""
+        backbone = self.backbone_skeleton()
+        materialize(backbone, torch.device("cpu"), self.backbone_weights(), from_checkpoint=False)
+        return backbone
+
+    @abstractmethod
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raise ConfigError, naming ``backbone.tensor_parallel_size``, where so many ranks cannot share the layers."""
+
+    @abstractmethod
+    def shallow(self, num_layers: int) -> Self:
+        """The same model with so many decoder layers and random weights, for measuring; loads no checkpoint."""
 
     @abstractmethod
     def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:

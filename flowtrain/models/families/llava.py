@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -22,11 +23,20 @@ from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.export import build_processor, generation_config, join_model, write_export
 from flowtrain.models.families.base import Family
 from flowtrain.models.image_processing import fixed_output_size, load_image_processor, pixel_values
+from flowtrain.models.initial_weights import (
+    BuiltWeights,
+    DrawnWeights,
+    InitialWeights,
+    JoinedWeights,
+)
 from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
+from flowtrain.models.stored_weights import StoredWeights
+from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
 from flowtrain.models.towers import image_size, patch_grid, square_patch_size, tower_kind
-from flowtrain.models.weights import Origin, checkpoint_state, language_class, seeded, tower_class
-from flowtrain.pipeline.actions import MemoryKind
+from flowtrain.models.weight_files import WeightFiles
+from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 from flowtrain.types import ImageLayout
 
 if TYPE_CHECKING:
@@ -117,10 +127,12 @@ class LlavaFamily(Family):
         origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
         return origin.build(tower_class(self.vision_config), self.vision_config)
 
-    def load_backbone(self) -> Backbone:
-        """Connector and language model in float32; attention and activation checkpointing as configured."""
+    def backbone_skeleton(self) -> Backbone:
+        """Attention and activation checkpointing are as configured."""
         memory = configured_strategy(self.config.backbone)
-        backbone = Backbone(self._load_connector(), self._load_language_model(), memory)
+        device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
+        attention = resolve_attention(self.config.backbone.attention, device, dtype)
+        backbone = self._skeleton(implementation_name(attention), memory)
         for module in self.config.model.freeze:
             frozen = backbone.connector if module == "connector" else backbone.language_model
             assert frozen is not None
@@ -134,31 +146,62 @@ class LlavaFamily(Family):
             backbone.compile_layers()
         return backbone.train()
 
+    def check_tensor_parallel(self, size: int) -> None:
+        """By the plan that transformers has for the language model's type."""
+        checked_styles(self._skeleton(implementation_name("sdpa")), size)
+
+    def shallow(self, num_layers: int) -> Self:
+        """See ``Family``; its layers are of the model's kinds in turn."""
+        twin, config = copy.copy(self), self.config
+        model, backbone = (each.model_copy(update={"path": None}) for each in (config.model, config.backbone))
+        twin.config = config.model_copy(update={"model": model, "backbone": backbone})
+        twin.text_config = copy.deepcopy(self.text_config)
+        twin.text_config.num_hidden_layers = num_layers
+        if types := getattr(self.text_config, "layer_types", None):
+            twin.text_config.layer_types = [types[number % len(types)] for number in range(num_layers)]
+        return twin
+
+    def _new_connector(self) -> Connector:
+        return Connector(
+            self.vision_config.hidden_size,
+            self.text_config.hidden_size,
+            hidden_act=self.llava_config.projector_hidden_act,
+            bias=self.llava_config.multimodal_projector_bias,
+        )
+
     def _load_connector(self) -> Connector:
         origin = self._origin("connector", "model", None)
         with seeded(origin.seed, origin.module):
-            connector = Connector(
-                self.vision_config.hidden_size,
-                self.text_config.hidden_size,
-                hidden_act=self.llava_config.projector_hidden_act,
-                bias=self.llava_config.multimodal_projector_bias,
-            )
+            connector = self._new_connector()
             connector.reset_parameters(std=getattr(self.text_config, "initializer_range", 0.02))
         if origin.checkpoint is not None:
             connector.load_state_dict(dict(checkpoint_state(origin.checkpoint, origin.module)))
         return connector
 
-    def _load_language_model(self) -> PreTrainedModel:
-        origin = self._origin("language", "backbone", self.config.backbone.path)
+    def _skeleton(self, attention: str, memory: MemoryStrategy = MemoryStrategy.KEEP) -> Backbone:
+        """Connector and language model on ``meta``, with an attention of this name in transformers."""
+        with torch.device("meta"):
+            return Backbone(self._new_connector(), self._new_language_model(attention), memory)
+
+    def _new_language_model(self, attention: str) -> PreTrainedModel:
         config = copy.deepcopy(self.text_config)
-        config.vocab_size = self._initial_vocab_size
-        device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
-        attention = resolve_attention(self.config.backbone.attention, device, dtype)
-        model = origin.build(language_class(config), config, attn_implementation=implementation_name(attention))
-        if self.text_config.vocab_size > self._initial_vocab_size:
-            with seeded(origin.seed, "new_tokens"):
-                model.resize_token_embeddings(self.text_config.vocab_size, mean_resizing=False)
-        return model
+        return language_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+    def backbone_weights(self) -> InitialWeights:
+        """The connector's are built whole, the language model's tensor by tensor."""
+        origin = self._origin("language", "backbone", self.config.backbone.path)
+        skeleton = self._skeleton(implementation_name("sdpa")).language_model
+        language: InitialWeights = DrawnWeights(skeleton, origin.seed, origin.module)
+        source = origin.path or origin.checkpoint
+        if source is not None:
+            language = StoredWeights(
+                partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
+                skeleton,
+                language,
+                file_vocab_size=self._initial_vocab_size,
+                module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
+            )
+        return JoinedWeights({"connector": BuiltWeights(self._load_connector), "language_model": language})
 
     def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> LlavaForConditionalGeneration:
         """The whole model as HF's Llava class, float32, with HF's own attention."""

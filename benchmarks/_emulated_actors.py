@@ -1,0 +1,231 @@
+"""A run's own actor classes on emulated devices: what would compute waits for as long as the emulated profile says.
+
+Everything else is theirs: leases, decoding, the pool, prefetching, the action lists and what they wait for. Ranks meet
+where collectives lie: those of a stage before each forward and backward (FSDP gathers the parameters there), all ranks
+at a step's end; transfers between stages take no time of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+
+from flowtrain.actors.backbone import BackboneRank
+from flowtrain.actors.encoder import Encoder, Work
+from flowtrain.allocator.degrees import Degrees, split_layers
+from flowtrain.allocator.profile import Profile
+from flowtrain.config.run import RunConfig
+from flowtrain.models.families.base import Family
+from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload
+from flowtrain.pipeline.executor import checked_schedule
+from flowtrain.training.batch import PackedBatch
+from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.trainer import StepResult, Trainer
+from flowtrain.types import StepPlan, UnitKind
+
+LIMIT_S = 60.0
+FORWARD_SHARE = 1.0 / 3.0
+
+
+class EmulatedDevice:
+    """Computes by waiting. What a wait lasts too long is taken off the next, so that late wake-ups do not add up."""
+
+    def __init__(self, time_scale: float) -> None:
+        self._time_scale = time_scale
+        self._late_s = 0.0
+
+    def compute(self, seconds: float) -> None:
+        """Be busy for so long, times the scale."""
+        end_s = time.monotonic() + seconds * self._time_scale - self._late_s
+        while (left_s := end_s - time.monotonic()) > 0.0:
+            time.sleep(left_s)
+        self._late_s = time.monotonic() - end_s
+
+
+@dataclass(frozen=True)
+class EmulatedTimes:
+    """Seconds that emulated devices take, looked up in a profile. time_scale: of all waits."""
+
+    profile: Profile
+    encoder: str
+    time_scale: float
+
+    def encode_s(self, num_patches: Sequence[int], tp: int) -> float:
+        """Of one forward over images of so many patches each, handling of the batch included."""
+        table = self.profile.encoders[self.encoder][tp]
+        count = np.full(len(num_patches), len(num_patches), dtype=np.float64)
+        each = table.image_s(np.array(num_patches, dtype=np.float64), count) if len(num_patches) else np.zeros(0)
+        return float(each.sum()) + self.profile.images[self.encoder].batch_s
+
+    def microbatch_s(self, num_tokens: int, num_layers: int, tp: int, *, is_first: bool, is_last: bool) -> float:
+        """Forward and backward of one packed microbatch on a pipeline stage."""
+        tokens, profile = np.array([num_tokens], dtype=np.float64), self.profile
+        seconds = num_layers * profile.layers[tp](tokens)
+        seconds = seconds + is_first * profile.connectors[tp](tokens) + is_last * profile.heads[tp](tokens)
+        return float(seconds[0]) + profile.steps.microbatch_s
+
+
+class EmulatedEncoder(Encoder):
+    """An encoder's tensor parallel group, as one actor."""
+
+    def __init__(
+        self, config: RunConfig, encoder: str, name: str, run_id: str, times: EmulatedTimes, tp: int, patch_size: int
+    ) -> None:
+        super().__init__(config, encoder, name, run_id)
+        self._times, self._tp, self._patch_size = times, tp, patch_size
+        self._emulated = EmulatedDevice(times.time_scale)
+
+    def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
+        """Wait as long as the forward would take; the features are zeros."""
+        area = self._patch_size**2
+        patches = {
+            position: [array.shape[-1] * array.shape[-2] // area for array in arrays]
+            for position, arrays in work.pixels.items()
+            if arrays
+        }
+        self._emulated.compute(self._times.encode_s([count for each in patches.values() for count in each], self._tp))
+        width = self._family.feature_dim(self._encoder)
+        return {position: [torch.zeros(count, width) for count in each] for position, each in patches.items()}
+
+
+@dataclass
+class Meetings:
+    """Where the ranks of one emulated backbone wait for each other."""
+
+    degrees: Degrees
+    stages: list[threading.Barrier] = field(init=False)
+    world: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        degrees = self.degrees
+        self.stages = [threading.Barrier(degrees.dp * degrees.tp, timeout=LIMIT_S) for _ in range(degrees.pp)]
+        self.world = threading.Barrier(degrees.world_size, timeout=LIMIT_S)
+        self._arrived: set[tuple[object, ...]] = set()
+        self._changed = threading.Condition()
+
+    def send(self, key: tuple[object, ...]) -> None:
+        """A stage's result is there."""
+        with self._changed:
+            self._arrived.add(key)
+            self._changed.notify_all()
+
+    def receive(self, key: tuple[object, ...]) -> None:
+        """Wait for another stage's result."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._arrived, LIMIT_S):
+                raise TimeoutError(f"nothing was sent under {key} within {LIMIT_S:g} s")
+            self._arrived.remove(key)
+
+    def abort(self) -> None:
+        """Let nobody wait for a rank that failed."""
+        for barrier in (*self.stages, self.world):
+            barrier.abort()
+
+
+class EmulatedStages:
+    """The executor's ``StageRuntime`` of one rank."""
+
+    def __init__(self, rank: int, num_layers: int, meetings: Meetings, times: EmulatedTimes) -> None:
+        degrees = meetings.degrees
+        self._dp_rank, self._stage, self._tp_rank = degrees.coordinates(rank)
+        self._degrees, self._meetings, self._times = degrees, meetings, times
+        self._num_layers = len(split_layers(num_layers, degrees.pp)[self._stage])
+        self.device = EmulatedDevice(times.time_scale)
+        self.record = None
+
+    def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
+        """See ``StageRuntime``."""
+        self._compute(microbatch, FORWARD_SHARE)
+
+    def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
+        """See ``StageRuntime``."""
+        self._compute(microbatch, 1.0 - FORWARD_SHARE)
+
+    def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
+        """See ``StageRuntime``."""
+        for action, _ in launches:
+            if action.kind is ActionKind.ISEND:
+                self._meetings.send(self._key(action, action.stage))
+
+    def wait_transfer(self, action: Action) -> None:
+        """See ``StageRuntime``."""
+        if action.kind is ActionKind.WAIT_IRECV:
+            sender = action.stage - 1 if action.payload is Payload.ACTIVATION else action.stage + 1
+            self._meetings.receive(self._key(action, sender))
+
+    def _key(self, action: Action, sender: int) -> tuple[object, ...]:
+        return self._dp_rank, self._tp_rank, sender, action.payload, action.microbatch
+
+    def _compute(self, batch: PackedBatch, share: float) -> None:
+        self._meetings.stages[self._stage].wait()
+        seconds = self._times.microbatch_s(
+            len(batch.input_ids),
+            self._num_layers,
+            self._degrees.tp,
+            is_first=self._stage == 0,
+            is_last=self._stage == self._degrees.pp - 1,
+        )
+        self.device.compute(share * seconds)
+
+
+class EmulatedTrainer:
+    """What a rank asks of its ``Trainer``, without weights."""
+
+    def __init__(
+        self, config: RunConfig, stages: EmulatedStages, pp_rank: int, meetings: Meetings, times: EmulatedTimes
+    ) -> None:
+        self._config, self._pp_rank, self._meetings, self._times = config, pp_rank, meetings, times
+        self.stages = stages
+        self._plan: StepPlan | None = None
+
+    def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
+        """See ``Trainer``."""
+        self._plan = plan
+        lists = checked_schedule(
+            self._config.backbone.pipeline_schedule,
+            pp_size=self._meetings.degrees.pp,
+            num_microbatches=plan.num_slots,
+            training=plan.unit.kind is UnitKind.TRAIN,
+            memory=MemoryStrategy.KEEP,
+        )
+        return lists[self._pp_rank]
+
+    def finish_unit(self) -> StepResult:
+        """See ``Trainer``; the slowest rank ends the step for all."""
+        plan, self._plan = self._plan, None
+        assert plan is not None
+        self._meetings.world.wait()
+        self.stages.device.compute(self._times.profile.steps.step_s)
+        return StepResult(0.0, 0.0, 0.0, plan.num_samples, plan.num_tokens, plan.num_target_tokens)
+
+    def save_checkpoint(self, directory: object) -> None:
+        """There is nothing to save."""
+
+
+class EmulatedGroup:
+    """What is left of a rank's process group."""
+
+    device = torch.device("cpu")
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class EmulatedRank(BackboneRank):
+    """A backbone rank whose stage waits instead of computing."""
+
+    def prepare(self, family: Family, meetings: Meetings, times: EmulatedTimes) -> None:
+        """In place of ``start``: neither process group nor model."""
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        self._eval_every = None
+        self._family, self._group = family, cast(BackboneGroup, EmulatedGroup())
+        num_layers = family.text_config.num_hidden_layers
+        stages = EmulatedStages(self._rank, num_layers, meetings, times)
+        self.trainer = cast(Trainer, EmulatedTrainer(self._config, stages, self._pp_rank, meetings, times))

@@ -1,0 +1,267 @@
+"""Processes that host emulated actors as threads, run after run, so that nothing is imported and started for each.
+
+A host reaches the coordinator through one connection, on which calls of all its threads are numbered. The coordinator
+answers on an event loop of the benchmark's own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from _emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTimes, Meetings
+
+from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.feeder import Feeder
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.allocator.degrees import Degrees
+from flowtrain.config.run import RunConfig
+from flowtrain.models.families.registry import family_from_config
+
+SWITCH_INTERVAL_S = 0.0005
+"""A thread that wakes up gets its turn as soon; by default it is 5 ms."""
+END_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Emulated actors of one run: the feeder, all encoders, or all ranks."""
+
+    role: str
+    config: RunConfig
+    run_id: str
+    encoder_degrees: Degrees
+    backbone_degrees: Degrees
+    times: EmulatedTimes
+    patch_size: int
+    num_steps: int
+    checkpoint_dir: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A host's actors have ended. error: what the first that failed said, or None."""
+
+    error: str | None
+
+
+class HostLink(CoordinatorLink):
+    """The coordinator, from a host; any thread may ``call``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._numbers = count()
+        self._answers: dict[int, Future[Any]] = {}
+
+    @property
+    def node_id(self) -> str:
+        """All emulated devices are on one node."""
+        return "emulated-node"
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call and wait for the answer; raises what the method raised."""
+        answer: Future[Any] = Future()
+        number = next(self._numbers)
+        self._answers[number] = answer
+        self.send((number, method, args))
+        return answer.result(LIMIT_S)
+
+    def send(self, message: object) -> None:
+        """Send without waiting."""
+        with self._sending:
+            self._connection.send(message)
+
+    def answered(self, number: int, value: Any, error: BaseException | None) -> None:
+        """An answer came."""
+        answer = self._answers.pop(number)
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(value)
+
+
+class Host:
+    """One process for emulated actors, seen from the benchmark."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_host, args=(theirs,), name=f"emulated-{name}", daemon=True)
+        self.process.start()
+        theirs.close()
+        self._loop, self._sending = loop, threading.Lock()
+        self._coordinator: Coordinator | None = None
+        self._ended: Future[str | None] = Future()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def start(self, job: Job, coordinator: Coordinator) -> None:
+        """Let the host run a job whose actors talk to this coordinator."""
+        self._coordinator, self._ended = coordinator, Future()
+        self._send(job)
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait until the job's actors have ended; returns what one said that failed."""
+        return self._ended.result(timeout_s)
+
+    @property
+    def failed(self) -> str | None:
+        """What an actor said that failed, while the others may still run."""
+        return self._ended.result() if self._ended.done() else None
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time that it has taken since its start."""
+        return process_cpu_s(self.process.pid or 0)
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self.process.join(END_S)
+        if self.process.is_alive():
+            self.process.kill()
+
+    def _send(self, message: object) -> None:
+        with self._sending:
+            self._connection.send(message)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                if not self._ended.done():
+                    self._ended.set_result(f"host {self.name} ended")
+                return
+            if isinstance(message, Ended):
+                self._ended.set_result(message.error)
+                continue
+            number, method, args = message
+            answer = asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
+            answer.add_done_callback(self._answering(number))
+
+    def _answering(self, number: int) -> Callable[[Future[Any]], None]:
+        def send(answer: Future[Any]) -> None:
+            error = answer.exception()
+            try:
+                self._send((number, answer.result() if error is None else None, error))
+            except OSError:
+                return  # the host is gone
+
+        return send
+
+
+def process_cpu_s(pid: int) -> float:
+    """Return the processor time of a process and its threads."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_cpu_s() -> float:
+    """Return the processor time that everything on this machine has taken, over all cores."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _host(connection: Connection) -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(1)
+    link = HostLink(connection)
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            return
+        if isinstance(message, Job):
+            threading.Thread(target=_run_job, args=(message, link), daemon=True).start()
+        else:
+            link.answered(*message)
+
+
+def _run_job(job: Job, link: HostLink) -> None:
+    try:
+        runs, abort = ACTORS[job.role](job, link)
+        error = _run_all(runs, abort)
+    except Exception:
+        error = traceback.format_exc()
+    link.send(Ended(error))
+
+
+def _run_all(runs: Sequence[Callable[[], None]], abort: Callable[[], None]) -> str | None:
+    """Run actors side by side; returns what the first that failed said."""
+    errors: list[str] = []
+
+    def guarded(run: Callable[[], None]) -> None:
+        try:
+            run()
+        except Exception:
+            errors.append(traceback.format_exc())
+            abort()
+
+    threads = [threading.Thread(target=guarded, args=(run,), daemon=True) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive() and not errors:
+            thread.join(0.2)
+    if errors:
+        time.sleep(0.1)
+    return errors[0] if errors else None
+
+
+Actors = tuple[Sequence[Callable[[], None]], Callable[[], None]]
+
+
+def _nothing() -> None:
+    """Nobody waits for anybody in this host."""
+
+
+def _feeder(job: Job, link: HostLink) -> Actors:
+    feeder = Feeder(job.config, job.run_id)
+    return [lambda: feeder.run(link)], _nothing
+
+
+def _encoders(job: Job, link: HostLink) -> Actors:
+    name = next(iter(job.config.encoders))
+    encoders = [
+        EmulatedEncoder(
+            job.config, name, f"encoder-{index}", job.run_id, job.times, job.encoder_degrees.tp, job.patch_size
+        )
+        for index in range(job.encoder_degrees.dp)
+    ]
+    return [lambda encoder=encoder: encoder.run(link) for encoder in encoders], _nothing
+
+
+def _ranks(job: Job, link: HostLink) -> Actors:
+    degrees = job.backbone_degrees
+    meetings, family = Meetings(degrees), family_from_config(job.config)
+    ranks = []
+    for index in range(degrees.world_size):
+        dp, pp, tp = degrees.coordinates(index)
+        name = f"backbone-dp{dp}-pp{pp}-tp{tp}"
+        rank = EmulatedRank(job.config, index, degrees, name, job.num_steps, job.run_id)
+        rank.prepare(family, meetings, job.times)
+        ranks.append(rank)
+    return [lambda rank=rank: rank.run(link, 0, 0, job.checkpoint_dir) for rank in ranks], meetings.abort
+
+
+ACTORS: dict[str, Callable[[Job, HostLink], Actors]] = {
+    "feeder": _feeder,
+    "encoders": _encoders,
+    "backbone": _ranks,
+}

@@ -1,0 +1,171 @@
+"""One run on emulated devices: the real coordinator, feeder, scheduler and pool; what would compute waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+
+from _emulated_actors import LIMIT_S, EmulatedTimes
+from _emulated_hosts import SWITCH_INTERVAL_S, Host, Job, machine_cpu_s
+from _emulated_splits import Split
+from _emulated_world import BATCH, PATCH_SIZE, VISION, World
+
+from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.make_flow import FlowSettings, make_flow
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.data.feed import sampler_from_config
+from flowtrain.training.checkpoint_store import probe_directory
+from flowtrain.types import UnitDone
+
+WARM_UP_STEPS = 2
+LONGEST_STEP_S = 0.4
+"""Waits of a split that would take longer for a step are shortened, so that it does not take longer to be measured."""
+STALL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run came to.
+
+    rate: samples/s of the emulated devices at their own speed. step_s, longest_s: mean and longest of the measured
+    steps as they were run. busy, machine_busy: share of all cores' time meanwhile that the emulation took, and that
+    everything on the machine took.
+    """
+
+    rate: float
+    step_s: float
+    longest_s: float
+    busy: float
+    machine_busy: float
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether one step took far longer than the others, which no wait of an emulated device explains."""
+        return self.longest_s > STALL_S + self.step_s
+
+
+class Emulation:
+    """The processes and the event loop that all runs share; a context manager."""
+
+    def __enter__(self) -> Emulation:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="coordinator", daemon=True).start()
+        self._hosts = {role: Host(role, self._loop) for role in ("feeder", "encoders", "backbone")}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for host in self._hosts.values():
+            host.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def run(self, world: World, split: Split, num_steps: int, directory: Path) -> Measured:
+        """Run a split for so many steps after the first ones."""
+        time_scale = min(1.0, LONGEST_STEP_S * split.rate / BATCH)
+        config = config_of(world, split, WARM_UP_STEPS + num_steps)
+        settings = settings_of(prepare(config), split)
+        coordinator = Coordinator(partial(make_flow, settings))
+        run_id = f"emulated-{uuid.uuid4().hex[:8]}"
+        with _probe(directory, run_id):
+            job = partial(
+                Job,
+                config=config,
+                run_id=run_id,
+                encoder_degrees=split.encoder,
+                backbone_degrees=split.backbone,
+                times=EmulatedTimes(world.profile, VISION, time_scale),
+                patch_size=PATCH_SIZE,
+                num_steps=settings.num_steps,
+                checkpoint_dir=str(directory),
+            )
+            for role, host in self._hosts.items():
+                host.start(job(role), coordinator)
+            ends, busy, machine_busy = self._until_done(coordinator, settings.num_steps)
+            self._wait()
+        steps_s = [end - start for start, end in pairwise(ends[WARM_UP_STEPS - 1 :])]
+        step_s = sum(steps_s) / num_steps
+        return Measured(BATCH / step_s * time_scale, step_s, max(steps_s), busy, machine_busy)
+
+    def _until_done(self, coordinator: Coordinator, num_steps: int) -> tuple[list[float], float, float]:
+        """When each step ended, in seconds since the epoch, and shares of the cores' time as ``Measured`` has them."""
+        ends: list[float] = []
+        since = 0.0, 0.0, 0.0
+        while len(ends) < num_steps:
+            answer = asyncio.run_coroutine_threadsafe(coordinator.events(), self._loop)
+            for event in answer.result(LIMIT_S):
+                if isinstance(event, UnitDone):
+                    ends.append(max(report.finished_s for report in event.reports))
+                    if len(ends) == WARM_UP_STEPS:
+                        since = time.monotonic(), self._cpu_s(), machine_cpu_s()
+            for host in self._hosts.values():
+                if host.failed is not None:
+                    raise RuntimeError(f"an emulated actor failed on host {host.name}:\n{host.failed}")
+        cores_s = (time.monotonic() - since[0]) * (os.cpu_count() or 1)
+        return ends, (self._cpu_s() - since[1]) / cores_s, (machine_cpu_s() - since[2]) / cores_s
+
+    def _wait(self) -> None:
+        for host in self._hosts.values():
+            error = host.wait(LIMIT_S)
+            if error is not None:
+                raise RuntimeError(f"an emulated actor failed on host {host.name}:\n{error}")
+
+    def _cpu_s(self) -> float:
+        return time.process_time() + sum(host.cpu_s for host in self._hosts.values())
+
+
+def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
+    """The world's configuration with a split's degrees. An encoder's tensor parallel group is one emulated actor."""
+    config = world.config
+    encoder = config.encoders[VISION].model_copy(update={"data_parallel_size": split.encoder.dp})
+    backbone = config.backbone.model_copy(
+        update={
+            "data_parallel_size": split.backbone.dp,
+            "pipeline_parallel_size": split.backbone.pp,
+            "tensor_parallel_size": split.backbone.tp,
+        }
+    )
+    training = config.training.model_copy(update={"max_steps": num_steps})
+    return config.model_copy(update={"encoders": {VISION: encoder}, "backbone": backbone, "training": training})
+
+
+def settings_of(prepared: Prepared, split: Split) -> FlowSettings:
+    """What the run's flow starts from."""
+    config = prepared.config
+    return FlowSettings(
+        config=config,
+        model_spec=prepared.model_spec,
+        dp_size=split.backbone.dp,
+        num_steps=prepared.num_steps,
+        total_positions=prepared.total_positions,
+        eval_every=None,
+        num_eval=0,
+        start_step=0,
+        sampler_state=sampler_from_config(config, prepared.source_sizes).state().to_dict(),
+        cost=prepared.cost,
+        num_rejected=0,
+        num_seen=0,
+        replica_size=split.backbone.replica_size,
+    )
+
+
+@contextmanager
+def _probe(directory: Path, run_id: str) -> Iterator[None]:
+    """What ranks look for to see whether they share the run's directory."""
+    probe = probe_directory(directory, run_id)
+    probe.mkdir(parents=True)
+    yield
+    probe.rmdir()

@@ -1,0 +1,140 @@
+"""Measures a model's modules on one device, as an actor that trains nothing."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.allocator.degrees import Degrees
+from flowtrain.allocator.profile import DeviceFacts, ImageTable
+from flowtrain.allocator.profile_shapes import Mix, batch_sizes, image_sizes
+from flowtrain.config.run import RunConfig
+from flowtrain.data.images import decode_image
+from flowtrain.data.sources.base import BadSample
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.errors import DataError
+from flowtrain.models.device import default_device, device_name
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.training.peak import device_peak
+from flowtrain.training.profile_backbone import BackboneProfiler, BackboneTimes, num_layers_of
+from flowtrain.training.profile_device import link_bandwidth, memory_bandwidth, memory_nbytes
+from flowtrain.training.profile_encoder import measure_encoder
+from flowtrain.types import SampleRef
+
+_CALLS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """The device as torch names it, and what it reaches."""
+
+    name: str
+    facts: DeviceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderTimes:
+    """Forwards by size and batch; decode_s: of reading, decoding and preprocessing one image in one thread."""
+
+    table: ImageTable
+    decode_s: float
+
+
+class Echo:
+    """Answers, so that a call can be timed."""
+
+    async def ping(self) -> None:
+        """Return at once."""
+
+
+class Profiler:
+    """One rank of a tensor parallel group that measures; ``start`` comes first."""
+
+    def __init__(self, config: RunConfig, rank: int, degrees: Degrees) -> None:
+        self._config, self._rank, self._degrees = config, rank, degrees
+        self._listener: socket.socket | None = None
+
+    def open_rendezvous(self, host: str) -> int:
+        """Rank 0: listen on ``host`` for the other ranks; returns the port."""
+        self._listener = open_listener(host)
+        return int(self._listener.getsockname()[1])
+
+    def start(self, host: str, port: int, devices_per_node: int) -> DeviceReport:
+        """Join the group and measure the device; collective."""
+        device, limits = default_device(self._config.model.device), self._config.limits
+        torch.set_num_threads(self._config.backbone.num_threads)
+        self._family = family_from_config(self._config)
+        self._group = init_backbone_group(
+            self._rank,
+            self._degrees,
+            device,
+            host=host,
+            port=port,
+            listener=self._listener,
+            start_timeout_s=limits.start_timeout_s,
+            collective_timeout_s=limits.stall_timeout_s,
+        )
+        facts = DeviceFacts(
+            flops=device_peak(device, getattr(torch, self._config.model.dtype)).flops,
+            memory_nbytes=memory_nbytes(device),
+            bandwidth=memory_bandwidth(device),
+            link=link_bandwidth(self._group) if self._group.world_size > 1 else None,
+            devices_per_node=devices_per_node,
+        )
+        return DeviceReport(device_name(device), facts)
+
+    def call_s(self, link: CoordinatorLink) -> float:
+        """Seconds of a call to another actor, median; ``link`` leads to an ``Echo``."""
+        seconds = []
+        for _ in range(_CALLS):
+            started_s = time.perf_counter()
+            link.call("ping")
+            seconds.append(time.perf_counter() - started_s)
+        return statistics.median(seconds)
+
+    def backbone(self, mixes: Sequence[Sequence[Mix]]) -> BackboneTimes:
+        """Measure decoder layer, head, connector and optimizer over ``mixes[mix][length]``; collective."""
+        torch.set_num_threads(self._config.backbone.num_threads)
+        depth = self._family.text_config.num_hidden_layers
+        source = self._family.shallow(num_layers_of(self._config, depth))
+        return BackboneProfiler(self._config, source, self._group).measure(mixes)
+
+    def encoder(self, name: str, refs: Sequence[SampleRef]) -> EncoderTimes:
+        """Measure an encoder over sizes that the images of these samples have; DataError where none can be read."""
+        settings = self._config.encoders[name]
+        torch.set_num_threads(settings.num_threads)
+        pixels, decode_s = self._decoded(name, refs)
+        sizes = image_sizes(list(pixels))
+        module = self._family.load_encoder(name).to(self._group.device)
+        batches = batch_sizes(settings.max_batch_patches, sizes[0])
+        chosen = {size: pixels[size] for size in sizes}
+        return EncoderTimes(measure_encoder(module, chosen, batches, settings.max_batch_patches), decode_s)
+
+    def _decoded(self, name: str, refs: Sequence[SampleRef]) -> tuple[dict[int, np.ndarray], float]:
+        """An image of each number of patches, and the mean seconds of one."""
+        sources, limit = SourceSet.from_config(self._config.data), self._config.data.max_image_pixels
+        pixels: dict[int, np.ndarray] = {}
+        seconds, num_images = 0.0, 0
+        for warm in (False, True):  # what is read and imported once does not count
+            for ref in refs if warm else refs[:1]:
+                started_s = time.thread_time()
+                try:
+                    images = [decode_image(image.read(), limit) for image in sources.read(ref).images]
+                except BadSample:
+                    continue
+                arrays = [self._family.preprocess(name, image) for image in images]
+                if warm:
+                    seconds, num_images = seconds + time.thread_time() - started_s, num_images + len(arrays)
+                for image, array in zip(images, arrays, strict=True):
+                    pixels[self._family.image_layout(name, *image.size).num_patches] = array
+        if not num_images:
+            raise DataError(f"encoders.{name}: none of {len(refs)} samples has an image that can be decoded")
+        return pixels, seconds / num_images

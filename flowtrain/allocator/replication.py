@@ -1,0 +1,87 @@
+"""Plain replication, what decoupling is held against: encoders, then backbone, one after the other on every device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain.allocator.candidates import Candidate, device_counts
+from flowtrain.allocator.degrees import Degrees
+from flowtrain.allocator.pareto import FloatArray
+from flowtrain.allocator.request import Request
+from flowtrain.allocator.surrogate import BACKBONE, Surrogate
+
+AS_GOOD = 0.97
+"""From this share of the plan's rate on, replication does as well, for what predictions are worth."""
+
+_SEED = 0
+_DRAWS = 1 << 18
+"""Samples that are drawn in all, for the mean of the slowest replica: a tenth of a second at most."""
+_MAX_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """Replicas of the whole model, one a device, that share out parameters as the run does and wait for each other.
+
+    devices: of ``device_type``, as many as the batch divides over. rate: samples/s, None where they do not fit.
+    imbalance: what the slowest replica of a step takes more than the mean one, as a share of that; random shares of
+    the samples. peak_nbytes: predicted, of memory_nbytes.
+    """
+
+    device_type: str
+    devices: int
+    rate: float | None
+    imbalance: float
+    peak_nbytes: int
+    memory_nbytes: int
+
+
+def replicate(request: Request, surrogate: Surrogate) -> Replication:
+    """Return the fastest replication on one type of devices; where it fits none, the one that lacks least."""
+    every = [_on(request, surrogate, each.name) for each in request.cluster.device_types if each.count]
+    return max(every, key=lambda each: (each.rate or 0.0, each.memory_nbytes - each.peak_nbytes))
+
+
+def _on(request: Request, surrogate: Surrogate, device_type: str) -> Replication:
+    batch, counts = request.workload.global_batch_size, device_counts(request.cluster[device_type])
+    dp = int(counts[batch % counts == 0].max())
+    # Encoders are whole on every device, and take nothing from what dp shares out.
+    encoders = sum(request.peak_nbytes(name, Degrees()) for name in request.model.encoders)
+    peak = encoders + request.peak_nbytes(BACKBONE, Degrees(dp))
+    memory = request.memory_nbytes(device_type)
+    if peak > memory:
+        return Replication(device_type, dp, None, 0.0, peak, memory)
+    step = surrogate.step_time(Candidate(BACKBONE, device_type, Degrees(dp)))
+    computing = float(step.computing[0])
+    seconds = _sample_s(request, surrogate, device_type, computing * dp / batch)
+    mean, slowest = _share_s(seconds, batch // dp, dp)
+    rate = batch / (float(step.total[0]) - computing + slowest)
+    return Replication(device_type, dp, rate, slowest / mean - 1.0, peak, memory)
+
+
+def _sample_s(request: Request, surrogate: Surrogate, device_type: str, backbone_s: float) -> FloatArray:
+    """Seconds that each sample takes on one device; by its FLOPs, scaled to the means that the surrogate has, [S]."""
+    workload, model = request.workload, request.model
+    flops = workload.flops(model)
+    seconds = backbone_s * _relative(flops.backbone + flops.connector)
+    encoders_s = sum(
+        workload.share(name) / surrogate.rate(Candidate(name, device_type, Degrees())) for name in model.encoders
+    )
+    return seconds + encoders_s * _relative(flops.encoders)
+
+
+def _relative(values: FloatArray) -> FloatArray:
+    mean = float(values.mean())
+    return values / mean if mean else np.ones_like(values)
+
+
+def _share_s(seconds: FloatArray, num_samples: int, num_replicas: int) -> tuple[float, float]:
+    """Seconds of a random share of samples, and of the slowest of so many shares, both expected."""
+    mean = float(seconds.mean()) * num_samples
+    if not np.ptp(seconds) or num_replicas == 1:
+        return mean, mean
+    steps = int(np.clip(_DRAWS // (num_samples * num_replicas), 1, _MAX_STEPS))
+    drawn = np.random.default_rng(_SEED).choice(seconds, (steps, num_replicas, num_samples))
+    return mean, float(drawn.sum(axis=2).max(axis=1).mean())

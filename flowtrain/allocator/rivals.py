@@ -1,0 +1,32 @@
+"""The best choices with another configuration of the consumer, where no sorted search finds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.flow import FlowProblem, production
+from flowtrain.allocator.milp import solve
+from flowtrain.allocator.reduction import reduce
+from flowtrain.allocator.solvers import Solver
+from flowtrain.allocator.splits import Split
+
+
+def rivals(problem: FlowProblem, chosen: Candidate, solver: Solver, count: int) -> tuple[Split, ...]:
+    """Return the best choice of each of the ``count`` best other consumers, by rate; any types of devices and works.
+
+    A program for each consumer, fastest first, until those that are left are slower alone than what was found.
+    """
+    found: list[Split] = []
+    for consumer in sorted(reduce(problem).consumer, key=lambda candidate: -candidate.rate):
+        if consumer == chosen:
+            continue
+        if len(found) == count and consumer.rate <= found[-1].levels.rate:
+            break
+        solution = solve(replace(problem, consumer=(consumer,)), solver)
+        if solution is not None:
+            made = min(production(problem, solution.choice).values())
+            found.append(Split(solution.choice, solution.levels, made))
+            found.sort(key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
+            del found[count:]
+    return tuple(found)

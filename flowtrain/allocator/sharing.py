@@ -1,0 +1,57 @@
+"""One device that encoders and backbone share: their times add up, and their memory must fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.degrees import Degrees
+from flowtrain.allocator.flow import Choice, FlowProblem
+from flowtrain.allocator.request import Key, Request
+from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.errors import ConfigError
+
+_GIB = 2**30
+
+
+def shared_rate(*rates: float) -> float:
+    """Return the samples/s of modules that take turns on one device; rates: of each while it has the device alone."""
+    return 1.0 / sum(1.0 / rate for rate in rates)
+
+
+def fits_shared(request: Request) -> bool:
+    """Whether one device holds all modules at once; each fits it alone."""
+    return sum(_peaks(request).values()) <= request.memory_nbytes(_device_type(request))
+
+
+def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Choice:
+    """Return the one configuration that each module has on the only device; each must have one there.
+
+    Raises ConfigError where the device does not hold all of them at once.
+    """
+    device_type = _device_type(request)
+    if not fits_shared(request):
+        peaks = _peaks(request)
+        taken = " and ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in peaks.items())
+        raise ConfigError(
+            f"the device (1 {device_type}) holds each module alone but not all of them together ({taken} of "
+            f"{request.memory_nbytes(device_type) / _GIB:.1f} GiB); the nearest that is feasible: "
+            f"{len(peaks) - 1} {device_type} more"
+        )
+    producers = {name: fronts[name, device_type][0] for name in request.model.encoders}
+    return Choice(producers, fronts[BACKBONE, device_type][0])
+
+
+def can_share(request: Request, problem: FlowProblem) -> bool:
+    """Whether there is one device alone, and each module has a configuration on it."""
+    return request.cluster.num_devices == 1 and bool(
+        problem.consumer and all(module.candidates for module in problem.producers)
+    )
+
+
+def _device_type(request: Request) -> str:
+    return next(each.name for each in request.cluster.device_types if each.count)
+
+
+def _peaks(request: Request) -> dict[str, int]:
+    return {name: request.peak_nbytes(name, Degrees()) for name in (*request.model.encoders, BACKBONE)}

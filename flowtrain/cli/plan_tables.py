@@ -1,0 +1,227 @@
+"""Tables of ``flowtrain plan``: what was asked, what was chosen, what was left out, and what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from flowtrain.allocator.allocation import Allocation, Alternative
+from flowtrain.allocator.cluster import DeviceType
+from flowtrain.cli.pack_tables import counted
+from flowtrain.cli.tables import nbytes_text
+from flowtrain.controller.planning import PlanReport
+
+_BARS = "▁▂▃▄▅▆▇█"
+_MAX_BARS = 64
+
+
+def plan_report_tables(report: PlanReport, saved: Path | None = None) -> tuple[Table, ...]:
+    """What was asked, the plan, what was left out, what lost, and what all of it rests on."""
+    found = report.allocation
+    asked = _facts([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
+    result = _facts(_result_rows(report))
+    rest = _facts([*_assumption_rows(report), *_start_rows(report, saved)])
+    tables = [asked, _modules(found), result, _left_out(found)]
+    if found.alternatives:
+        tables.append(_alternatives(found))
+    return *tables, rest
+
+
+def _data_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    workload = report.planned.workload
+    yield (
+        "data",
+        f"{counted(len(workload.lengths), 'representative sample')}: {workload.tokens_per_sample:,.0f} tokens each, "
+        f"{workload.vision_share:.0%} of them from images, {workload.target_share:.0%} with loss",
+    )
+    yield (
+        "batch",
+        f"{counted(workload.global_batch_size, 'sample')}, {workload.microbatch_tokens:,} tokens a microbatch",
+    )
+
+
+def _device_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    for number, device in enumerate(report.cluster.device_types):
+        yield (
+            "" if number else "devices",
+            f"{device.count} {device.name}, {device.devices_per_node} a node, {device.flops / 1e12:.4g} TFLOP/s in "
+            f"{report.setup.dtype}, {nbytes_text(device.memory_nbytes)}",
+        )
+
+
+def _modules(found: Allocation) -> Table:
+    has_types = len(found.budget) > 1
+    table = _table("module", "degrees", "devices", "samples/s", "peak memory, GiB", "MFU", "waits")
+    for module in found.modules:
+        table.add_row(
+            module.encoder if has_types else module.name,
+            str(module.degrees),
+            f"{module.devices} {module.device_type}" if has_types else str(module.devices),
+            f"{module.production:.4g}",
+            f"{module.peak_nbytes / 2**30:.1f} of {module.memory_nbytes / 2**30:.1f}",
+            f"{module.mfu:.1%}",
+            f"{module.waiting:.1%}",
+        )
+    return table
+
+
+def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    found, tokens = report.allocation, report.allocation.rate * report.planned.workload.tokens_per_sample
+    yield (
+        "rate",
+        f"{found.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / found.devices:,.0f} a device, on "
+        f"{found.devices} of {counted(sum(found.budget.values()), 'device')}{', shared' if found.shared else ''}",
+    )
+    yield "replicas", _replication(report)
+    blocked = max((module.waiting for module in found.modules[:-1]), default=0.0)
+    yield (
+        "bottleneck",
+        f"{found.bottleneck}; backbone starved {found.starved:.1%} of its time, encoders blocked {blocked:.1%}",
+    )
+    if report.pool is not None:
+        pool = report.pool
+        holds = "holds it" if pool.segments_nbytes >= pool.features_nbytes else "is less"
+        yield (
+            "memory pool",
+            f"{nbytes_text(pool.features_nbytes)} of features at most, of mean samples; what encoders give, "
+            f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host "
+            "memory",
+        )
+    if len(found.split_curve) > 1:
+        yield "splits", _curve(found)
+
+
+def _replication(report: PlanReport) -> str:
+    found, rate = report.replication, report.allocation.rate
+    where = f"plain replication on {found.devices} {found.device_type}"
+    if found.rate is None:
+        return (
+            f"{where} does not fit: the whole model takes {found.peak_nbytes / 2**30:.1f} of "
+            f"{found.memory_nbytes / 2**30:.1f} GiB"
+        )
+    return (
+        f"{where}: {found.rate:.4g} samples/s, {found.rate / rate:.0%} of the plan; its slowest replica takes "
+        f"{found.imbalance:.1%} more than the mean"
+    )
+
+
+def _curve(found: Allocation) -> str:
+    """The best rate of each number of backbone devices, as bars."""
+    best: dict[int, float] = {}
+    for point in found.split_curve:
+        best[point.backbone_devices] = max(point.rate, best.get(point.backbone_devices, 0.0))
+    every = sorted(best.items())
+    if len(every) > _MAX_BARS:
+        every = [every[k * (len(every) - 1) // (_MAX_BARS - 1)] for k in range(_MAX_BARS)]
+    most = max(rate for _, rate in every)
+    bars = "".join(_BARS[min(int(rate / most * len(_BARS)), len(_BARS) - 1)] for _, rate in every)
+    return f"{bars}  samples/s with {every[0][0]} to {every[-1][0]} devices of the backbone, at most {most:.4g}"
+
+
+def _left_out(found: Allocation) -> Table:
+    """Numbers of configurations by module, kept and left out by reason."""
+    names = list(found.pruned)
+    table = _table("configurations", *names)
+    reasons = dict.fromkeys(reason for pruned in found.pruned.values() for reason in pruned)
+    for reason in reasons:
+        table.add_row(reason, *(f"{found.pruned[name].get(reason, 0):,}" for name in names))
+    table.add_section()
+    table.add_row("feasible", *(f"{found.num_candidates[name]:,}" for name in names))
+    table.add_row("worth choosing", *(f"{found.num_front[name]:,}" for name in names))
+    return table
+
+
+def _alternatives(found: Allocation) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("instead", no_wrap=True)
+    table.add_column("samples/s", justify="right")
+    table.add_column("why it lost", overflow="fold")
+    for each in found.alternatives:
+        table.add_row(_described(each), f"{each.rate:.4g}", each.reason)
+    return table
+
+
+def _described(alternative: Alternative) -> str:
+    return "\n".join(f"{name} {alternative.devices[name]}: {degrees}" for name, degrees in alternative.degrees.items())
+
+
+def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    found = report.allocation
+    yield ("assumed", _by_data_sheet(report)) if report.profile is None else ("measured", _by_profile(report))
+    setup = report.setup
+    yield (
+        "",
+        f"{report.budget.usable:.0%} of the memory for a process; activation checkpointing "
+        f"{setup.activation_checkpointing}, attention {setup.attention}, sharding {setup.sharding}, {setup.optimizer}",
+    )
+    times = found.timings
+    yield (
+        "search",
+        f"{found.num_combinations:,} combinations in {1e3 * times.total_s:.0f} ms: enumeration "
+        f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}",
+    )
+
+
+def _by_data_sheet(report: PlanReport) -> str:
+    share = report.efficiency
+    figures = "; ".join(
+        _figures(device, len(report.cluster.device_types) > 1) for device in report.cluster.device_types
+    )
+    return (
+        f"rates by data sheet, nothing is measured: {share.backbone:.0%} of the peak in the backbone's layers, "
+        f"{share.encoder:.0%} in encoders; {share.memory:.0%} of the memory's and {share.links:.0%} of the links' "
+        f"bandwidth: {figures}; microbatches {report.planned.workload.fill:.0%} full; launching kernels and decoding "
+        "images take no time"
+    )
+
+
+def _figures(device: DeviceType, is_named: bool) -> str:
+    links, name = device.links, f"{device.name} " if is_named else ""
+    return (
+        f"{name}{device.bandwidth / 1e12:.3g} TB/s, {links.node / 1e9:.4g} GB/s inside "
+        f"a node and {links.network / 1e9:.4g} GB/s between nodes ({links.source})"
+    )
+
+
+def _by_profile(report: PlanReport) -> str:
+    assert report.profile is not None
+    links = report.cluster.device_types[0].links
+    return (
+        f"rates by {report.profile.source}, measured on {report.profile.device}; links: {links.node / 1e9:.4g} GB/s "
+        f"inside a node and {links.network / 1e9:.4g} GB/s between nodes ({links.source}); microbatches "
+        f"{report.planned.workload.fill:.0%} full"
+    )
+
+
+def _solving(found: Allocation) -> str:
+    if found.shared:
+        return "nothing to solve on one device"
+    return f"{found.solver} {1e3 * found.timings.solve_s:.0f} ({found.num_variables} variables)"
+
+
+def _start_rows(report: PlanReport, saved: Path | None) -> Iterator[tuple[str, str]]:
+    yield from (("note", note) for note in report.notes)
+    if report.overrides:
+        yield "overrides", " ".join(report.overrides)
+    if saved is not None:
+        yield "saved", f"{saved}; start it with flowtrain train CONFIG --plan {saved}"
+
+
+def _facts(rows: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def _table(first: str, *headings: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=first == "module")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "degrees" else "right", no_wrap=True)
+    return table

@@ -1,0 +1,95 @@
+"""``flowtrain profile``: a table of what was measured, and the file that ``flowtrain plan --profile`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flowtrain import api
+from flowtrain.allocator.profile import Profile
+from flowtrain.cli.tables import nbytes_text
+from flowtrain.controller.profiling import ProfileReport
+from flowtrain.errors import ConfigError
+
+
+def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | None) -> None:
+    """Measure as ``api.profile`` does, show it and write it; ConfigError where it cannot be written."""
+    if not save.parent.is_dir():  # before minutes are spent
+        raise ConfigError(f"--save {save}: there is no directory {save.parent}; make it, or name another")
+    console = Console(stderr=True)
+    report = api.profile(config, overrides, devices=devices, progress=lambda what: console.print(f"measuring {what}"))
+    try:
+        save.write_text(report.profile.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--save {save}: the profile cannot be written: {error.strerror}") from error
+    Console().print(*profile_tables(report, save), sep="\n")
+
+
+def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
+    """What was measured on, the encoders' and the backbone's times, and what else takes time."""
+    profile, facts = report.profile, report.profile.facts
+    link = "" if facts.link is None else f", {facts.link / 1e9:.3g} GB/s to the others"
+    yield _facts(
+        ("device", f"{report.num_devices} x {profile.device} side by side, {facts.devices_per_node} on the node"),
+        (
+            "each",
+            f"{facts.flops / 1e12:.4g} TFLOP/s in {profile.model['dtype']}, {nbytes_text(facts.memory_nbytes)} at "
+            f"{facts.bandwidth / 1e9:.4g} GB/s{link}",
+        ),
+    )
+    yield from (_images(name, profile) for name in profile.encoders)
+    yield from (_lengths(profile, tp) for tp in profile.layers)
+    steps = profile.steps
+    yield _facts(
+        *(
+            (
+                f"an image for {name}",
+                f"{1e3 * costs.decode_s:.3g} ms to read and decode; {1e3 * costs.batch_s:.3g} a batch",
+            )
+            for name, costs in profile.images.items()
+        ),
+        ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms beside its layers, head and connector"),
+        ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
+        ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
+        ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
+    )
+
+
+def _images(name: str, profile: Profile) -> Table:
+    table = _table(f"encoders.{name}, ms an image")
+    (only,) = profile.encoders[name].values()
+    for batch in only.batch:
+        table.add_column(f"{batch} a batch", justify="right")
+    for num_patches, row in zip(only.num_patches, only.seconds, strict=True):
+        times = (f"{1e3 * seconds / batch:.3g}" for seconds, batch in zip(row, only.batch, strict=True))
+        table.add_row(f"{num_patches:,} patches", *times)
+    return table
+
+
+def _lengths(profile: Profile, tp: int) -> Table:
+    table = _table("backbone, ms a microbatch" + (f", tp={tp}" if tp > 1 else ""))
+    for column in ("a layer", "head", "connector"):
+        table.add_column(column, justify="right")
+    tables = (profile.layers[tp], profile.heads[tp], profile.connectors[tp])
+    for index, num_tokens in enumerate(tables[0].num_tokens):
+        table.add_row(f"{num_tokens:,} tokens", *(f"{1e3 * each.seconds[index]:.3g}" for each in tables))
+    return table
+
+
+def _table(first: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    return table
+
+
+def _facts(*rows: tuple[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    return table

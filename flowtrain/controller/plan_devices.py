@@ -1,0 +1,126 @@
+"""Which devices a plan is for, from what the command line says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowtrain.allocator.cluster import Cluster, DeviceType, data_sheet_device_type
+from flowtrain.allocator.profile import Profile
+from flowtrain.allocator.profile_facts import library_versions, model_facts
+from flowtrain.controller.planned import Planned
+from flowtrain.errors import ConfigError
+
+DEVICES_PER_NODE = 8
+DEFAULT_DEVICE = "h200"
+
+_COUNTED = re.compile(r"(?P<name>.+)=(?:(?P<nodes>[1-9]\d*)x)?(?P<count>[1-9]\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDevices:
+    """What was asked for: ``--device`` once or several times, ``--devices`` and ``--nodes``.
+
+    types: a name each, or NAME=COUNT, or NAME=NODESxDEVICES; several types need their numbers. devices, nodes: of one
+    type, None where they were not given.
+    """
+
+    types: tuple[str, ...] = ()
+    devices: int | None = None
+    nodes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """One type of devices; name None: that of the profile, or the default."""
+
+    name: str | None
+    count: int
+    per_node: int
+
+
+def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -> Cluster:
+    """Return the devices that a plan may give out; with a profile, of the type that it was measured on.
+
+    Raises ConfigError where what was asked does not fit together.
+    """
+    per_node = DEVICES_PER_NODE if profile is None else profile.facts.devices_per_node
+    sized = _sized(asked, planned, per_node)
+    if profile is None:
+        types = [
+            data_sheet_device_type(
+                each.name or DEFAULT_DEVICE,
+                each.count,
+                devices_per_node=each.per_node,
+                dtype=planned.config.model.dtype,
+            )
+            for each in sized
+        ]
+        return Cluster(_unlike(types))
+    if len(sized) > 1:
+        raise ConfigError(
+            f"--profile ({profile.source}) was measured on one type of devices and --device names {len(sized)}; plan "
+            "several types by their data sheets, without --profile"
+        )
+    (only,) = sized
+    same = only.name is None or only.name.lower() in (profile.device_type, profile.device.lower())
+    measured_on = profile.device if same or only.name is None else only.name
+    profile.check(measured_on, model_facts(planned.config, planned.model), library_versions())
+    return Cluster((profile.devices(only.count, only.per_node),))
+
+
+def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[_Sized]:
+    counted = [_COUNTED.fullmatch(text.strip()) for text in asked.types]
+    if not any(counted):
+        if any("=" in text for text in asked.types):
+            raise ConfigError(
+                f"--device ({', '.join(asked.types)}): give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1, e.g. "
+                "h200=64 or h200=8x8"
+            )
+        if len(asked.types) > 1:
+            raise ConfigError(
+                f"--device names several types ({', '.join(asked.types)}): give each its number, e.g. --device "
+                f"{asked.types[0]}=8 --device {asked.types[1]}=8"
+            )
+        name = asked.types[0] if asked.types else None
+        return [_Sized(name, *_node_shape(asked, planned, per_node))]
+    if asked.devices is not None or asked.nodes is not None:
+        given = "--devices" if asked.devices is not None else "--nodes"
+        raise ConfigError(f"--device ({', '.join(asked.types)}) says how many there are, and so does {given}; drop one")
+    sized = []
+    for text, found in zip(asked.types, counted, strict=True):
+        if found is None:
+            raise ConfigError(f"--device ({text}) has no number beside others that have one; give {text}=COUNT")
+        count, nodes = int(found["count"]), found["nodes"]
+        sized.append(
+            _Sized(found["name"], count, per_node)
+            if nodes is None
+            else _Sized(found["name"], int(nodes) * count, count)
+        )
+    return sized
+
+
+def _node_shape(asked: AskedDevices, planned: Planned, per_node: int) -> tuple[int, int]:
+    """Devices in all and on a node; per_node: where nothing else says it."""
+    devices, nodes = asked.devices, asked.nodes
+    if devices is None and nodes is None:
+        if planned.num_devices is None:
+            raise ConfigError(f"{planned.source} has no degrees of its own; give --devices or --nodes")
+        return planned.num_devices, per_node
+    if nodes is None or devices is None:
+        return devices or (nodes or 0) * per_node, per_node
+    if devices % nodes:
+        raise ConfigError(
+            f"--devices ({devices}) is no multiple of --nodes ({nodes}): nodes have equally many devices; take "
+            f"{devices - devices % nodes} or {devices + nodes - devices % nodes} devices"
+        )
+    return devices, devices // nodes
+
+
+def _unlike(types: Sequence[DeviceType]) -> tuple[DeviceType, ...]:
+    names = [each.name for each in types]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--device names {twice} more than once; give it once, with all that there are")
+    return tuple(types)

@@ -1,0 +1,92 @@
+"""What is to be planned, and how a model file becomes that; of a run, see ``planned_run``. No Ray, no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from flowtrain.allocator.model_file import read_model_file
+from flowtrain.allocator.workload import Workload
+from flowtrain.config.load import override_config
+from flowtrain.config.messages import Document, render_validation
+from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import YamlError, parse_yaml
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.errors import ConfigError
+
+MODEL_FILE_BATCH_PATCHES = 16384
+"""Patches of an encoder's largest batch, where a model file is planned: a few large pictures."""
+
+_MODEL_FILE_KEYS = re.compile(
+    r"model\.(dtype|freeze)|training\.(global_batch_size|optimizer)|scheduler\.(microbatch_tokens|lookahead_steps)|"
+    r"backbone\.(activation_checkpointing|checkpoint_every|sharding|attention|num_cpus|pipeline_schedule|"
+    r"chunks_per_rank)|encoders\.\w+\.(max_batch_patches|segment_nbytes|num_cpus)|"
+    r"pool\.(hbm_segment_nbytes|text_segment_nbytes)"
+)
+"""What decides a plan beside the shapes and samples in the file itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What is to be planned: settings, shapes and data.
+
+    source: where shapes and sizes are from. num_devices: that the configuration's own degrees take, None where it has
+    none. pool_fault: says why a run with these settings could get stuck for want of room in the pool; None where that
+    is not known, as of a model file.
+    """
+
+    config: RunConfig
+    model: ModelSpec
+    workload: Workload
+    source: str
+    num_devices: int | None
+    pool_fault: Callable[[RunConfig], str | None] | None = None
+
+
+def is_model_file(path: str | PathLike[str]) -> bool:
+    """Whether a YAML brings its own workload, as those of ``configs/models`` do; one that cannot be read does not."""
+    try:
+        values = parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))[0]
+    except (OSError, UnicodeDecodeError, YamlError):
+        return False
+    return isinstance(values, dict) and "workload" in values
+
+
+def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Planned:
+    """Read a model file; overrides change what decides its plan beside shapes and samples. Raises ConfigError.
+
+    Settings that the file has not are a run's defaults, but bfloat16, full recomputation and large encode batches.
+    """
+    file = read_model_file(Path(path).expanduser())
+    for text in overrides:
+        if not _MODEL_FILE_KEYS.fullmatch(text.partition("=")[0].strip()):
+            raise ConfigError(
+                f"override {text!r}: a model file takes no such key, only settings that decide its plan, e.g. "
+                f"scheduler.microbatch_tokens or backbone.activation_checkpointing; change {path} itself"
+            )
+    workload, encoder = file.workload, {"config": {}, "max_batch_patches": MODEL_FILE_BATCH_PATCHES}
+    values = {
+        "name": file.name,
+        "model": {"dtype": "bfloat16"},
+        "encoders": dict.fromkeys(file.model.encoders, encoder),
+        "backbone": {"config": {}, "activation_checkpointing": "full"},
+        "data": {"sources": [{"path": str(path)}], "max_seq_len": int(workload.lengths.max())},
+        "training": {"global_batch_size": workload.global_batch_size, "max_steps": 1},
+        "scheduler": {"microbatch_tokens": workload.microbatch_tokens},
+    }
+    try:
+        config = override_config(RunConfig.model_validate(values), overrides, check_paths=False)
+    except ValidationError as error:  # a name or a size that no run takes
+        raise ConfigError(render_validation(Document(str(path), values), error)) from error
+    workload = replace(
+        workload,
+        global_batch_size=config.training.global_batch_size,
+        microbatch_tokens=config.scheduler.microbatch_tokens,
+        freeze=config.model.freeze,
+    )
+    return Planned(config, file.model, workload, f"model file {file.name}", num_devices=None)

@@ -1,0 +1,269 @@
+"""``flowtrain profile``: measures a run's modules on the devices there are, through Ray, and puts them together."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from flowtrain.actors.link import RayLink
+from flowtrain.actors.profiler import DeviceReport, Echo, EncoderTimes, Profiler
+from flowtrain.allocator.degrees import Degrees, degree_faults
+from flowtrain.allocator.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
+from flowtrain.allocator.profile_facts import library_versions, model_facts
+from flowtrain.allocator.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
+from flowtrain.allocator.profile_times import CPU
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import cluster
+from flowtrain.controller.planned_run import planned_samples, workload_of
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
+from flowtrain.training.mesh import LOOPBACK
+from flowtrain.training.profile_backbone import BackboneTimes
+from flowtrain.types import SampleRef, SizedSample
+
+MOST_DEVICES = 8
+"""Measured at once, unless more are asked for."""
+NUM_DECODED = 32
+
+Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """A profile and how it came about. num_devices: that measured side by side. seconds: by what was measured."""
+
+    profile: Profile
+    num_devices: int
+    seconds: Mapping[str, float]
+
+
+class _Clock:
+    """Notes how long each thing took."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        if self._progress is not None:
+            self._progress(what)
+        started_s = time.monotonic()
+        yield
+        self.seconds[what] = time.monotonic() - started_s
+
+
+def measure(config: RunConfig, num_devices: int | None = None, progress: Progress | None = None) -> ProfileReport:
+    """Measure on ``num_devices`` devices of a node, by default on those of the cluster, eight at most.
+
+    All of them measure the same side by side, as they will compute side by side. Raises ConfigError or DataError where
+    the run could not work, ResourceError where devices are missing.
+    """
+    clock = _Clock(progress)
+    with clock("the data's sizes"):
+        prepared = prepare(config, check_pool=False)
+        samples = planned_samples(prepared)
+        mixes = packed_mixes(workload_of(config, samples))
+    with cluster.connected(config):
+        kind, there = _devices(config)
+        count = _count(num_devices, there, kind)
+        found = _Measured(config, kind, there, mixes, clock)
+        found.side_by_side(count, {name: _refs(samples, name) for name in config.encoders})
+        for tp in _tensor_degrees(prepared, count):
+            found.group(tp)
+    return ProfileReport(found.profile(prepared), count, clock.seconds)
+
+
+class _Measured:
+    """What actors report, and the profile that comes of it."""
+
+    def __init__(
+        self, config: RunConfig, kind: str, devices_per_node: int, mixes: tuple[tuple[Mix, ...], ...], clock: _Clock
+    ) -> None:
+        self._config, self._kind, self._per_node = config, kind, devices_per_node
+        self._mixes, self._clock = mixes, clock
+        self._devices: list[DeviceReport] = []
+        self._backbones: dict[int, BackboneTimes] = {}
+        self._encoders: dict[str, EncoderTimes] = {}
+        self._call_s = 0.0
+
+    def side_by_side(self, count: int, refs: Mapping[str, Sequence[SampleRef]]) -> None:
+        """Measure everything without tensor parallelism, on ``count`` devices at once."""
+        with self._actors([(0, Degrees())] * count) as actors:
+            limit_s = self._config.limits.stall_timeout_s
+            with self._clock("devices"):
+                self._devices = self._answers([self._start(actor, "", 0) for actor in actors])
+                self._call_s = self._time_calls(actors[0])
+            for name in refs:
+                with self._clock(f"encoders.{name}"):
+                    times = self._answers([actor.encoder.remote(name, refs[name]) for actor in actors], limit_s)
+                self._encoders[name] = _mean_encoder(times)
+            with self._clock("backbone"):
+                self._backbones[1] = _mean_backbone(
+                    self._answers([actor.backbone.remote(self._mixes) for actor in actors], limit_s)
+                )
+
+    def group(self, tp: int) -> None:
+        """Measure the backbone split over ``tp`` devices, and the links between them."""
+        degrees = Degrees(tp=tp)
+        with self._actors([(rank, degrees) for rank in range(tp)]) as actors, self._clock(f"backbone, tp={tp}"):
+            host = LOOPBACK  # a tensor parallel group stays on its node
+            (port,) = self._answers([actors[0].open_rendezvous.remote(host)])
+            reports = self._answers([self._start(actor, host, port) for actor in actors])
+            link = min(report.facts.link or 0.0 for report in reports)
+            self._devices = [replace(each, facts=replace(each.facts, link=link)) for each in self._devices]
+            times = self._answers(
+                [actor.backbone.remote(self._mixes) for actor in actors], self._config.limits.stall_timeout_s
+            )
+            self._backbones[tp] = _mean_backbone(times)
+
+    def profile(self, prepared: Prepared) -> Profile:
+        """Put everything together."""
+        tokens = packed_lengths(self._config.scheduler.microbatch_tokens)
+        alone = self._backbones[1]
+        # A rank assembles microbatches beside an accelerator; a core that is the device has nothing beside it.
+        assembling_s = alone.assembling_s if self._devices[0].name == CPU else 0.0
+        return Profile(
+            device=self._devices[0].name,
+            facts=_slowest(self._devices),
+            model=model_facts(self._config, prepared.model_spec),
+            versions=library_versions(),
+            layers={tp: LengthTable(tokens, times.layers_s) for tp, times in self._backbones.items()},
+            heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
+            connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
+            encoders={name: {1: times.table} for name, times in self._encoders.items()},
+            images={
+                name: ImageCosts(decode_s=times.decode_s, batch_s=self._call_s)
+                for name, times in self._encoders.items()
+            },
+            # A step begins and ends with a question to the coordinator.
+            steps=StepCosts(alone.step_s + 2.0 * self._call_s, assembling_s, alone.parameter_s),
+        )
+
+    @contextmanager
+    def _actors(self, ranks: Sequence[tuple[int, Degrees]]) -> Iterator[list[ActorHandle]]:
+        """One profiler a device, all on one node."""
+        bundles: list[cluster.Bundle] = [{self._kind: 1.0}] * len(ranks)
+        cluster.check_resources(bundles, 0)
+        remote: Any = ray.remote(Profiler)
+        actors: list[ActorHandle] = []
+        with cluster.placed(bundles, self._config.limits.placement_timeout_s) as group:
+            try:
+                for index, (rank, degrees) in enumerate(ranks):
+                    options = {
+                        "num_cpus": float(self._kind == "CPU"),
+                        "num_gpus": float(self._kind == "GPU"),
+                        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                            group, placement_group_bundle_index=index
+                        ),
+                    }
+                    actors.append(remote.options(**options).remote(self._config, rank, degrees))
+                yield actors
+            finally:
+                for actor in actors:
+                    ray.kill(actor, no_restart=True)
+
+    def _start(self, actor: ActorHandle, host: str, port: int) -> ray.ObjectRef[Any]:
+        return actor.start.remote(host or LOOPBACK, port, self._per_node)
+
+    def _time_calls(self, actor: ActorHandle) -> float:
+        remote: Any = ray.remote(Echo)
+        echo = remote.options(num_cpus=0).remote()
+        try:
+            (seconds,) = self._answers([actor.call_s.remote(RayLink(echo))])
+        finally:
+            ray.kill(echo, no_restart=True)
+        return float(seconds)
+
+    def _answers(self, calls: Sequence[ray.ObjectRef[Any]], limit_s: float | None = None) -> list[Any]:
+        """Wait for actors. Raises ResourceError where one does not answer, and what it raised."""
+        limits = self._config.limits
+        key = "start_timeout_s" if limit_s is None else "stall_timeout_s"
+        limit_s = limits.start_timeout_s if limit_s is None else limit_s
+        try:
+            return ray.get(list(calls), timeout=limit_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ResourceError(
+                f"measuring took longer than limits.{key} ({limit_s:g} s); raise it, or measure smaller microbatches"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, FlowTrainError):
+                raise error.cause from error
+            raise
+        except ray.exceptions.RayError as error:  # it died, or Ray ended it for want of memory
+            raise ResourceError(f"a process that measures was lost: {error}") from error
+
+
+def _devices(config: RunConfig) -> tuple[str, int]:
+    """What Ray calls a device, and how many the fullest node has; on a CPU a core is one."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = 0 if config.model.device == "cpu" else max(int(node.get("GPU", 0)) for node in nodes)
+    return ("GPU", gpus) if gpus else ("CPU", max(int(node.get("CPU", 0)) for node in nodes))
+
+
+def _count(asked: int | None, there: int, kind: str) -> int:
+    if asked is not None and asked > there:
+        what = "accelerators" if kind == "GPU" else "CPU cores"
+        raise ConfigError(f"--devices ({asked}) is more than the {there} {what} of the largest node; take at most that")
+    return asked if asked is not None else min(there, MOST_DEVICES)
+
+
+def _tensor_degrees(prepared: Prepared, count: int) -> list[int]:
+    """Powers of two that split the backbone and have devices."""
+    degrees = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
+    return [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
+
+
+def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:
+    """Samples with images for an encoder: of every size that counts, and more to decode."""
+    patches = {
+        sample.ref: part.num_patches // part.num_items
+        for sample in samples
+        for part in sample.parts
+        if part.name == encoder and part.num_items
+    }
+    sizes = image_sizes(list(patches.values()))
+    of_sizes = [next(ref for ref, size in patches.items() if size == wanted) for wanted in sizes]
+    others = [ref for ref in patches if ref not in of_sizes]
+    return of_sizes + others[: max(0, NUM_DECODED - len(of_sizes))]
+
+
+# --- what several devices measured at once ---------------------------------------------------------------------------
+
+
+def _slowest(devices: Sequence[DeviceReport]) -> DeviceFacts:
+    return min((each.facts for each in devices), key=lambda facts: facts.flops)
+
+
+def _mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
+    def each(name: str) -> tuple[float, ...]:
+        return tuple(np.mean([getattr(one, name) for one in times], axis=0).tolist())
+
+    def mean(name: str) -> float:
+        return statistics.mean(getattr(one, name) for one in times)
+
+    return BackboneTimes(
+        layers_s=each("layers_s"),
+        heads_s=each("heads_s"),
+        connectors_s=each("connectors_s"),
+        assembling_s=mean("assembling_s"),
+        step_s=mean("step_s"),
+        parameter_s=mean("parameter_s"),
+    )
+
+
+def _mean_encoder(times: Sequence[EncoderTimes]) -> EncoderTimes:
+    seconds = np.mean([one.table.seconds for one in times], axis=0).tolist()
+    first = times[0].table
+    table = ImageTable(first.num_patches, first.batch, tuple(tuple(row) for row in seconds))
+    return EncoderTimes(table, statistics.mean(one.decode_s for one in times))

@@ -1,0 +1,152 @@
+"""A model's first weights, read or drawn tensor by tensor, so that a rank never holds more than its shards and one.
+
+What a tensor's values are depends on its name in the whole model and on the seed, not on who asks for which part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.parallel_layers import local_shard
+from flowtrain.models.stage import shallow_copy, tied_names
+from flowtrain.models.weights import seeded
+
+Index = tuple[slice, ...]
+"""Part of a tensor: a slice with both bounds for every dimension."""
+
+
+class InitialWeights(Protocol):
+    """Where the first values of parameters and buffers come from."""
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """Float32 values of part of a parameter or buffer, by its name in the whole model."""
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, device: torch.device, weights: InitialWeights, *, from_checkpoint: bool) -> None:
+    """Give a module on ``meta`` memory on ``device`` for what this rank holds, and its first values.
+
+    Parameters may be DTensors, and wrapped by FSDP2; shared ones stay shared. from_checkpoint: leave out all that a
+    checkpoint has, which is going to be loaded.
+    """
+    shared = _shared_parameters(module)
+    module.to_empty(device=device)
+    for owner, name, first_owner, first_name in shared:
+        owner.register_parameter(name, first_owner.get_parameter(first_name))
+    in_checkpoint = module.state_dict().keys() if from_checkpoint else frozenset()
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if name not in in_checkpoint:
+            index = local_index(tensor)
+            if all(part.start < part.stop for part in index):
+                local_shard(tensor).copy_(weights.read(name, index))
+
+
+def local_index(tensor: Tensor) -> Index:
+    """Which part of the whole tensor this rank holds; all of it where it is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """Each parameter's places behind its first one, with that one: `to_empty` gives plain ones memory of their own."""
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    shared = []
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in first:
+                shared.append((owner, name, *first[parameter]))
+            first.setdefault(parameter, (owner, name))
+    return shared
+
+
+class BuiltWeights:
+    """The weights of a small module that is built whole, once the first is asked for."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self._build = build
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        module = self._build()
+        return {
+            name: tensor.detach()
+            for name, tensor in chain(module.named_parameters(remove_duplicate=False), module.named_buffers())
+        }
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """See ``InitialWeights``."""
+        return self._tensors[name][index]
+
+
+class JoinedWeights:
+    """Weights of several parts, each under its name and a dot."""
+
+    def __init__(self, parts: Mapping[str, InitialWeights]) -> None:
+        self._parts = parts
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """See ``InitialWeights``."""
+        part, _, name_in_part = name.partition(".")
+        return self._parts[part].read(name_in_part, index)
+
+
+class DrawnWeights:
+    """Random weights by the rules of an HF model's class, each tensor from a generator of its own.
+
+    skeleton: the whole model on ``meta``; it is not changed. Tied names share what is drawn for the first. Buffers get
+    the values that the class computes. A part is cut from the whole tensor, which exists for that long.
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, seed: int, module: str) -> None:
+        self._skeleton, self._seed, self._module = skeleton, seed, module
+        self._tied = tied_names(skeleton)
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """See ``InitialWeights``."""
+        return self._draw(self._tied.get(name, name))[index]
+
+    @torch.no_grad()
+    def _draw(self, name: str) -> Tensor:
+        """Let HF initialise a copy of the module in which this one tensor is not on ``meta``."""
+        path, _, attribute = name.rpartition(".")
+        twin = shallow_copy(self._skeleton.get_submodule(path))
+        on_meta = getattr(twin, attribute)
+        assert on_meta.is_floating_point(), name
+        unset = torch.empty(on_meta.shape, dtype=on_meta.dtype)
+        _ends(unset).fill_(torch.nan)
+        setattr(twin, attribute, nn.Parameter(unset, requires_grad=False) if attribute in twin._parameters else unset)
+        with seeded(self._seed, f"{self._module}/{name}"):
+            self._model_of(path)._init_weights(twin)
+        drawn: Tensor = getattr(twin, attribute).detach()
+        if _ends(drawn).isnan().any():
+            raise ConfigError(
+                f"backbone: transformers has no rule to initialise {name} of {type(self._skeleton).__name__}; take a "
+                "pretrained backbone (backbone.path instead of backbone.config)"
+            )
+        return drawn
+
+    def _model_of(self, path: str) -> PreTrainedModel:
+        """The innermost HF model round a module, whose rules hold for it."""
+        model: PreTrainedModel = self._skeleton
+        for end in (match.start() for match in re.finditer(r"\.|$", path)):
+            module = self._skeleton.get_submodule(path[:end])
+            if isinstance(module, PreTrainedModel):
+                model = module
+        return model
+
+
+def _ends(tensor: Tensor) -> Tensor:
+    """The first and the last value, which show whether a tensor was set, without a pass over a large one."""
+    return tensor.view(-1)[:: max(1, tensor.numel() - 1)]

@@ -1,0 +1,127 @@
+"""A model's first weights out of a checkpoint's files, by the names that the model itself has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from flowtrain.errors import ConfigError
+from flowtrain.models.initial_weights import Index, InitialWeights
+from flowtrain.models.stage import tied_names
+from flowtrain.models.weight_files import WeightFiles
+
+_COMPARED_ROWS = 4096
+
+
+class StoredWeights:
+    """Weights out of safetensors files, opened when the first is asked for; of each only what is asked for is read.
+
+    skeleton: the whole model on ``meta``. drawn: what the files need not have: buffers that are not saved, and rows of
+    a vocabulary that has grown beyond ``file_vocab_size``. module_name: gives a stored name as the module's own, None
+    for what belongs elsewhere. Raises ConfigError where weights are missing or of another shape.
+    """
+
+    def __init__(
+        self,
+        open_files: Callable[[], WeightFiles],
+        skeleton: PreTrainedModel,
+        drawn: InitialWeights,
+        *,
+        file_vocab_size: int,
+        module_name: Callable[[str], str | None] = lambda name: name,
+    ) -> None:
+        self._open_files, self._skeleton, self._drawn = open_files, skeleton, drawn
+        self._file_vocab_size, self._module_name = file_vocab_size, module_name
+        self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+        embeddings = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+        may_grow = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
+        every_name = skeleton.named_parameters(remove_duplicate=False)
+        self._may_grow = {name for name, parameter in every_name if parameter in may_grow}
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """See ``InitialWeights``."""
+        if name not in self._shapes:
+            return self._drawn.read(name, index)
+        stored_as, files = self._stored_names[name], self._files
+        num_rows = files.shape(stored_as)[0] if index else 0
+        if not index or index[0].stop <= num_rows:
+            return files.read(stored_as, index)
+        rows, rest = index[0], index[1:]
+        added = self._drawn.read(name, (slice(max(rows.start, num_rows), rows.stop), *rest))
+        if rows.start >= num_rows:
+            return added
+        return torch.cat([files.read(stored_as, (slice(rows.start, num_rows), *rest)), added])
+
+    @cached_property
+    def _files(self) -> WeightFiles:
+        return self._open_files()
+
+    @cached_property
+    def _stored_names(self) -> dict[str, str]:
+        """By a tensor's name in the model the one that it is stored under; tied ones may be stored under either."""
+        found = self._renamed()
+        for name, first in tied_names(self._skeleton).items():
+            if name in found and first in found:
+                self._check_equal(name, found[name], found[first])
+            either = found.get(first, found.get(name))
+            if either is not None:
+                found |= {name: either, first: either}
+        missing = sorted(self._shapes.keys() - found.keys())
+        if missing:
+            raise ConfigError(
+                f"{self._files.key}: {len(missing)} weights of {type(self._skeleton).__name__} are missing in "
+                f"{self._files.path!r}, {missing[0]!r} first; is it the right kind of model?"
+            )
+        for name, stored_as in found.items():
+            self._check_shape(name, stored_as)
+        return found
+
+    def _renamed(self) -> dict[str, str]:
+        """Follow transformers' own renaming of older names, and of models with and without a head."""
+        mapping = get_model_conversion_mapping(self._skeleton)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        prefix, state = self._skeleton.base_model_prefix, self._skeleton.state_dict()
+        found = {}
+        for stored_as in self._files.names():
+            own = self._module_name(stored_as)
+            if own is None:
+                continue
+            name, converted_by = rename_source_key(own, renamings, converters, prefix, state)
+            if converted_by is not None and name in state:
+                raise ConfigError(
+                    f"{self._files.key}: transformers puts {name} of {self._files.path!r} together from several "
+                    "tensors, which FlowTrain does not; save the model again with save_original_format=False"
+                )
+            if name in state:
+                found[name] = stored_as
+        return found
+
+    def _check_shape(self, name: str, stored_as: str) -> None:
+        expected, found = self._shapes[name], self._files.shape(stored_as)
+        before_growth = (self._file_vocab_size, *expected[1:]) if name in self._may_grow else expected
+        if found not in (expected, before_growth):
+            raise ConfigError(
+                f"{self._files.key}: {stored_as} of {self._files.path!r} has shape {list(found)}, the model "
+                f"{list(expected)}; is it the right kind of model?"
+            )
+
+    def _check_equal(self, name: str, stored_as: str, first_stored_as: str) -> None:
+        """Of weights that the configuration ties but the files have twice only one would be taken."""
+        files = self._files
+        shapes = files.shape(stored_as), files.shape(first_stored_as)
+        equal = shapes[0] == shapes[1]
+        for start in range(0, shapes[0][0] if equal else 0, _COMPARED_ROWS):
+            index = (slice(start, min(shapes[0][0], start + _COMPARED_ROWS)), *(slice(0, n) for n in shapes[0][1:]))
+            equal = equal and torch.equal(files.read(stored_as, index), files.read(first_stored_as, index))
+        if not equal:
+            raise ConfigError(
+                f"{files.key}: tie_word_embeddings of {files.path!r} is true, but {stored_as} and {first_stored_as} "
+                "differ; set it to false in its config.json"
+            )

@@ -1,0 +1,95 @@
+"""Reads parts of tensors out of a checkpoint's safetensors files, and no byte more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flowtrain.errors import ConfigError
+
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass
+class WeightFiles:
+    """The tensors of one checkpoint by the names that they are stored under.
+
+    path: directory or hub id. key: configuration key that gave it, for messages. Files stay open as long as this lives,
+    and are not mapped: pages of a mapped file would count as this process's memory. Raises ConfigError for what is
+    unreadable.
+    """
+
+    path: str
+    key: str
+    _readers: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        with self._readable():
+            for file in safetensors_files(self.path, self.key):
+                reader = safe_open(file, framework="pt", backend="pread")
+                self._readers |= dict.fromkeys(reader.keys(), reader)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the stored tensors."""
+        return tuple(self._readers)
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a stored tensor; nothing of it is read. Raises ConfigError where it is quantized."""
+        stored = self._readers[name].get_slice(name)
+        if stored.get_dtype() not in _FLOATING:
+            raise ConfigError(
+                f"{self.key}: {name} of {self.path!r} is stored as {stored.get_dtype()}; FlowTrain trains from "
+                f"{', '.join(sorted(_FLOATING))}: dequantize the checkpoint"
+            )
+        return torch.Size(stored.get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """Part of a stored tensor, one slice a dimension, in float32 on the CPU."""
+        with self._readable():
+            part: Tensor = self._readers[name].get_slice(name)[index or ...]
+        return part.to(torch.float32)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, HfHubHTTPError) as error:
+            raise ConfigError(f"{self.key}: no weights can be read from {self.path!r}: {error}") from error
+
+
+def safetensors_files(path: str, key: str) -> list[Path]:
+    """The files that hold a checkpoint, as transformers chooses them: one file, an index's files, or all there are.
+
+    path: directory or hub id, which is downloaded. Raises ConfigError, naming ``key``, where there is none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", _INDEX_FILE]))
+    if (folder / _SINGLE_FILE).is_file():
+        return [folder / _SINGLE_FILE]
+    if (folder / _INDEX_FILE).is_file():
+        return [folder / name for name in _indexed_files(folder / _INDEX_FILE, key)]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{key}: {path!r} holds no *.safetensors; convert it (pickled weights are not read)")
+    return files
+
+
+def _indexed_files(index: Path, key: str) -> list[str]:
+    try:
+        weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{key}: {index} is no index of safetensors files: {error!r}") from error

@@ -1,0 +1,249 @@
+"""Measures what a backbone's step is made of, on the trainer itself with a few layers of the model."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from flowtrain.config.run import RunConfig
+from flowtrain.models.backbone import Backbone
+from flowtrain.pipeline.actions import Action
+from flowtrain.pipeline.executor import execute
+from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
+from flowtrain.training.chunks import BackboneSource
+from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.profile_device import clock_of
+from flowtrain.training.stages import Stages
+from flowtrain.training.trainer import Trainer
+from flowtrain.types import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+
+WARMUP_STEPS, MEASURED_STEPS = 1, 6
+_LEAST_S = 1e-9
+MOST_LAYERS = 5
+"""A model of no more layers is measured whole: what memory and caches add with depth is then in its times."""
+
+
+class ShallowSource(BackboneSource, Protocol):
+    """What of a model family, with as few layers as ``num_layers_of`` says, is needed here."""
+
+    image_token_id: int
+    text_config: PreTrainedConfig
+
+    def feature_dim(self, encoder: str) -> int:
+        """Width of a feature row."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneTimes:
+    """Medians in seconds over the measured packed lengths, each ``[N]``, and of what every step and parameter takes.
+
+    assembling_s: of putting together the longest microbatch.
+    """
+
+    layers_s: tuple[float, ...]
+    heads_s: tuple[float, ...]
+    connectors_s: tuple[float, ...]
+    assembling_s: float
+    step_s: float
+    parameter_s: float
+
+
+def num_layers_of(config: RunConfig, num_layers: int) -> int:
+    """Return how many layers to measure of a model's ``num_layers``: all of a few, else one and two more.
+
+    With ``every_n`` as many more as have one that is recomputed among them.
+    """
+    if config.backbone.activation_checkpointing == "every_n":
+        return 1 + config.backbone.checkpoint_every
+    return max(num_layers, 2) if num_layers <= MOST_LAYERS else 3
+
+
+class BackboneProfiler:
+    """Runs steps of a shallow model with all its layers, with one of them, and with one and without images.
+
+    What a layer takes is the difference of the first two, the connector that of the last two, the head the rest. Each
+    step runs all lengths in the middle, and a microbatch before and behind: that FSDP gathers with the first and
+    reduces with the last belongs to the step.
+    """
+
+    def __init__(self, config: RunConfig, source: ShallowSource, group: BackboneGroup) -> None:
+        self._config, self._source, self._group = config, source, group
+        self._trainer = Trainer(config, source, group, num_steps=10**6)
+        self._module = next(iter(self._trainer.model.stages.values()))
+        self._layers = self._module.decoder_layers
+        self._now_s = clock_of(group.device, is_alone=group.world_size == 1)
+        self._steps = 0
+
+    def measure(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> BackboneTimes:
+        """Return the medians over steps that take ``mixes[mix][length]`` in turn; collective over a tensor group."""
+        kinds = {"deep": (len(self._layers), True), "one": (1, True), "blind": (1, False)}
+        batches = {
+            sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
+        }
+        found: dict[str, list[_Step]] = {kind: [] for kind in kinds}
+        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+            for kind, (num_layers, sees) in kinds.items():
+                step = self._step(num_layers, batches[sees][number % len(mixes)])
+                if number >= WARMUP_STEPS:
+                    found[kind].append(step)
+        seconds = {kind: np.array([step.microbatches_s for step in steps]) for kind, steps in found.items()}
+        # Differences within a round, which has the same mix, before the median.
+        connectors = np.median(seconds["one"] - seconds["blind"], axis=0).clip(0.0)
+        depth, deep = len(self._layers), np.median(seconds["deep"], axis=0)
+        layers = np.median(seconds["deep"] - seconds["one"], axis=0) / (depth - 1)
+        # The measured whole stays what its parts add up to, also where noise would leave the head less than nothing.
+        layers = np.minimum(layers, (deep - connectors) / depth)
+        heads = deep - depth * layers - connectors
+        step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
+        return BackboneTimes(
+            layers_s=_positive(layers),
+            heads_s=_positive(heads),
+            connectors_s=_positive(connectors),
+            assembling_s=self._assembling_s([by_length[-1] for by_length in mixes]),
+            step_s=step_s,
+            parameter_s=parameter_s,
+        )
+
+    def _step(self, num_layers: int, batches: Sequence[PackedBatch]) -> _Step:
+        with _only_layers(self._module, self._layers[:num_layers]):
+            ends = [batches[-1], *batches, batches[-1]]
+            self._steps += 1
+            runtime = _TimedStages(self._trainer.stages, self._now_s)
+            started_s = self._now_s()
+            actions = self._trainer.begin_unit(_plan_of(ends, self._steps))
+            execute(actions, runtime, ends.__getitem__)
+            self._trainer.finish_unit()
+            total_s = self._now_s() - started_s
+        microbatches_s = [runtime.seconds[number] for number in range(1, len(ends) - 1)]
+        return _Step(microbatches_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
+
+    def _step_costs(self, steps: dict[str, list[_Step]]) -> tuple[float, float]:
+        """Seconds a step and a parameter, from the two depths: a line through both, or through none of them."""
+        shallow, deep = (max(statistics.median(each.beside_s for each in steps[kind]), 0.0) for kind in ("one", "deep"))
+        fewer, more = self._num_parameters(1), self._num_parameters(len(self._layers))
+        parameter_s = (deep - shallow) / max(more - fewer, 1)
+        fixed_s = shallow - parameter_s * fewer
+        if parameter_s >= 0.0 and fixed_s >= 0.0:
+            return fixed_s, parameter_s
+        return 0.0, deep / max(more, 1)
+
+    def _num_parameters(self, num_layers: int) -> int:
+        """Trainable ones of this rank with so many layers."""
+        idle = {parameter for layer in self._layers[num_layers:] for parameter in layer.parameters()}
+        shares = self._group.degrees.tp
+        used = [each for each in self._module.parameters() if each.requires_grad and each not in idle]
+        return sum(each.numel() for each in used) // shares
+
+    def _batch(self, samples: Sequence[PlannedSample], sees: bool = True) -> PackedBatch:
+        return self._assembled([self._arrays(sample, sees) for sample in samples])
+
+    def _assembled(self, arrays: list[SampleArrays]) -> PackedBatch:
+        return build_batch(
+            arrays,
+            image_token_id=self._source.image_token_id,
+            feature_dim=self._feature_dim,
+            dtype=getattr(torch, self._config.model.dtype),
+            loss_normalization="token",
+            device=self._group.device,
+        )
+
+    @property
+    def _feature_dim(self) -> int:
+        return self._source.feature_dim(next(iter(self._config.encoders)))
+
+    def _arrays(self, sample: PlannedSample, sees: bool) -> SampleArrays:
+        """A sample of these sizes: its images' tokens first, loss on its last tokens, else arbitrary."""
+        generator = np.random.default_rng(sample.position)
+        ids = generator.integers(0, self._source.text_config.vocab_size - 1, sample.num_tokens)
+        ids += ids >= self._source.image_token_id  # any token but the image's
+        num_rows = sample.num_vision_tokens if sees else 0
+        ids[:num_rows] = self._source.image_token_id
+        labels = np.full(sample.num_tokens, IGNORED_LABEL)
+        labels[sample.num_tokens - sample.num_target_tokens :] = ids[sample.num_tokens - sample.num_target_tokens :]
+        features = torch.from_numpy(generator.standard_normal((num_rows, self._feature_dim), dtype=np.float32))
+        return SampleArrays(sample.position, np.stack([ids, labels]).astype(np.int32), features if num_rows else None)
+
+    def _assembling_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> float:
+        """Seconds in which the prefetch thread puts a microbatch together."""
+        seconds = []
+        for number in range(MEASURED_STEPS):
+            arrays = [self._arrays(sample, sees=True) for sample in mixes[number % len(mixes)]]
+            started_s = self._now_s()
+            self._assembled(arrays)
+            seconds.append(self._now_s() - started_s)
+        return statistics.median(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One measured step: of its middle microbatches, and what it took beside all of them."""
+
+    microbatches_s: list[float]
+    beside_s: float
+
+
+class _TimedStages:
+    """Hands on to the trainer's stages, and adds up what each microbatch takes."""
+
+    def __init__(self, stages: Stages, now_s: Callable[[], float]) -> None:
+        self._stages, self._now_s = stages, now_s
+        self.seconds: defaultdict[int, float] = defaultdict(float)
+
+    def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
+        """See ``StageRuntime``."""
+        with self._timed(action):
+            self._stages.forward_stage(action, microbatch)
+
+    def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
+        """See ``StageRuntime``."""
+        with self._timed(action):
+            self._stages.backward_stage(action, microbatch, is_last=is_last)
+
+    def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
+        """See ``StageRuntime``."""
+        raise AssertionError(f"one stage has no transfers: {launches}")
+
+    def wait_transfer(self, action: Action) -> None:
+        """See ``StageRuntime``."""
+        raise AssertionError(f"one stage has no transfers: {action}")
+
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        started_s = self._now_s()
+        yield
+        self.seconds[action.microbatch] += self._now_s() - started_s
+
+
+@contextmanager
+def _only_layers(module: Backbone, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Have the model run these layers alone; the others keep their weights and get no gradient."""
+    base = module.language_model.base_model
+    whole = base.layers
+    base.layers = nn.ModuleList(layers)
+    try:
+        yield
+    finally:
+        base.layers = whole
+
+
+def _plan_of(batches: Sequence[PackedBatch], step: int) -> StepPlan:
+    """A plan with as many slots, and as many target tokens, as these batches have."""
+    slots = [
+        [Microbatch(slot, 0, (PlannedSample(slot, batch.num_tokens, 0, batch.num_target_tokens),), 1.0)]
+        for slot, batch in enumerate(batches)
+    ]
+    most = max(batch.num_tokens for batch in batches)
+    return StepPlan.of_slots(Unit(step, UnitKind.TRAIN, step, 0, len(slots)), most, slots, ())
+
+
+def _positive(seconds: np.ndarray) -> tuple[float, ...]:
+    return tuple(max(float(each), _LEAST_S) for each in seconds)

@@ -1,0 +1,70 @@
+"""Measures a device: its memory's bandwidth, and its links to the others of a group."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from flowtrain.mempool.host import host_memory
+from flowtrain.training.mesh import BackboneGroup
+
+_NBYTES = {"cpu": 1 << 26}
+_ACCELERATOR_NBYTES = 1 << 28
+_REPEATS = 5
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Return the memory of one device; of a CPU, a core's share of it."""
+    if device.type == "cpu":
+        memory = host_memory()
+        return (memory.cgroup_nbytes or memory.total_nbytes) // max(os.cpu_count() or 1, 1)
+    _, total = torch.get_device_module(device).mem_get_info(device)
+    return int(total)
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Return bytes/s, read and written, of a large copy on the device."""
+    nbytes = _NBYTES.get(device.type, _ACCELERATOR_NBYTES)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * nbytes / _median_s(clock_of(device), lambda: target.copy_(source))
+
+
+def link_bandwidth(group: BackboneGroup) -> float:
+    """Return bytes/s that a rank sends in a ring all-reduce over the group; collective."""
+    nbytes = _NBYTES.get(group.device.type, _ACCELERATOR_NBYTES)
+    tensor = torch.zeros(nbytes // 4, dtype=torch.float32, device=group.device)
+    seconds = _median_s(
+        clock_of(group.device, is_alone=False), lambda: dist.all_reduce(tensor, group=group.process_group)
+    )
+    return 2 * (group.world_size - 1) / group.world_size * nbytes / seconds
+
+
+def clock_of(device: torch.device, is_alone: bool = True) -> Callable[[], float]:
+    """Return what reads the time in seconds, once the device is done.
+
+    On a CPU it is what this thread computed, since other processes share the cores; not in a group, whose ranks wait
+    for each other.
+    """
+    if device.type == "cpu":
+        return time.thread_time if is_alone else time.perf_counter
+
+    def now_s() -> float:
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return now_s
+
+
+def _median_s(now_s: Callable[[], float], run: Callable[[], object]) -> float:
+    durations_s = []
+    for _ in range(_REPEATS + 1):  # the first one warms up
+        started_s = now_s()
+        run()
+        durations_s.append(now_s() - started_s)
+    return statistics.median(durations_s[1:])

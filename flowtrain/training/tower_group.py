@@ -1,0 +1,175 @@
+"""The processes that hold a split vision tower, and how the first of them has the others forward with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flowtrain.errors import ReplicaLostError, StallError
+from flowtrain.training.mesh import LOOPBACK, TP_AXIS, join_process_group, waiting_for_ranks
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT = timedelta(days=1)
+"""How long a follower asks for the next forward before it asks again; a leader that ends breaks the wait at once."""
+DEATH_S = 3.0
+"""How long after a broken connection to look whether the process behind it has ended."""
+GOODBYE_S = 10.0
+
+
+class TowerGroup:
+    """One rank of a tower's tensor parallel group, all on one node.
+
+    The leader (rank 0) announces every forward in the store by which the ranks met, then sends its batch to all. While
+    nothing is announced nobody is in a collective, so idle time has no limit; within a forward waits end after
+    ``stall_timeout_s``. mesh: of the one axis ``tp``.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        rank: int,
+        device: torch.device,
+        *,
+        port: int = 0,
+        listener: socket.socket | None = None,
+        start_timeout_s: float = 300.0,
+        stall_timeout_s: float = 900.0,
+    ) -> None:
+        """Join; returns when all ranks did. names: of the ranks' processes. port, listener: as for the backbone.
+
+        Raises StallError when not all come within ``start_timeout_s``, ReplicaLostError when the leader, or a process
+        that came, is gone before.
+        """
+        self._names, self._rank, self._device = names, rank, device
+        self._stall_timeout_s = stall_timeout_s
+        self._num_forwards = 0
+        started = time.monotonic()
+        with waiting_for_ranks(names[rank], LOOPBACK, port, start_timeout_s):
+            try:
+                self._join(port, listener, start_timeout_s)
+            except dist.DistNetworkError as error:
+                if rank and time.monotonic() - started < start_timeout_s:  # it listened, else there were no port
+                    raise ReplicaLostError(f"{names[rank]} lost {names[0]} at the start") from error
+                raise
+
+    def _join(self, port: int, listener: socket.socket | None, start_timeout_s: float) -> None:
+        self._store = join_process_group(
+            self._rank,
+            len(self._names),
+            self._device,
+            host=LOOPBACK,
+            port=port,
+            listener=listener,
+            start_timeout_s=start_timeout_s,
+            collective_timeout_s=self._stall_timeout_s,
+        )
+        self.mesh = DeviceMesh(self._device.type, torch.arange(len(self._names)), mesh_dim_names=(TP_AXIS,))
+        if self._rank:
+            # A connection of its own: on the group's, a wait would hold up what the group itself asks for.
+            self._store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        self._store.set(f"pid/{self._rank}", str(os.getpid()))
+        self._processes = dict(self._open_process(rank) for rank in range(len(self._names)) if rank != self._rank)
+
+    def _open_process(self, rank: int) -> tuple[int, str]:
+        """A descriptor of another rank's process, which becomes readable when that ends, and its name."""
+        name = self._names[rank]
+        try:
+            return os.pidfd_open(int(self._store.get(f"pid/{rank}"))), name
+        except ProcessLookupError as error:
+            raise ReplicaLostError(f"{self._names[self._rank]} lost {name} at the start") from error
+
+    # --- forwards -----------------------------------------------------------------------------------------------
+
+    def send(self, batch: Tensor) -> None:
+        """The leader: have the others forward this batch too. To be called within ``forwarding``, as what follows."""
+        self._announce(list(batch.shape))
+        dist.broadcast(batch, src=0)
+
+    def receive(self, dtype: torch.dtype) -> Tensor | None:
+        """A follower: wait, as long as it takes, for the next batch; None when the leader wants no more.
+
+        Raises ReplicaLostError when the leader is gone.
+        """
+        shape = self._next_announced()
+        if shape is None:
+            self._store.set(f"stopped/{self._rank}", "")
+            return None
+        batch = torch.empty(shape, dtype=dtype, device=self._device)
+        with self.forwarding():
+            dist.broadcast(batch, src=0)
+        return batch
+
+    @contextmanager
+    def forwarding(self) -> Iterator[None]:
+        """Within it, say what became of the others where a collective fails: ReplicaLostError, or StallError."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:  # what collectives raise, and the tower's own faults
+            if lost := self._lost(DEATH_S):
+                raise ReplicaLostError(f"{self._names[self._rank]} lost {', '.join(lost)} in a forward") from error
+            waited_s = time.monotonic() - started
+            if waited_s >= self._stall_timeout_s:
+                others = ", ".join(self._processes.values())
+                raise StallError(
+                    f"{self._names[self._rank]} waited {waited_s:.0f} s in a forward for {others}, which live but do "
+                    f"not take part; the limit is limits.stall_timeout_s ({self._stall_timeout_s:g} s)"
+                ) from error
+            raise
+
+    def _announce(self, shape: list[int] | None) -> None:
+        number = self._num_forwards
+        self._num_forwards += 1
+        self._store.set(f"forward/{number}", json.dumps(shape))
+        if number:  # its sums are done, so all have read it
+            self._store.delete_key(f"forward/{number - 1}")
+
+    def _next_announced(self) -> list[int] | None:
+        key = f"forward/{self._num_forwards}"
+        self._num_forwards += 1
+        while True:
+            try:
+                self._store.wait([key], IDLE_WAIT)
+                shape: list[int] | None = json.loads(self._store.get(key))
+                return shape
+            except dist.DistStoreError:
+                continue
+            except dist.DistNetworkError as error:
+                raise ReplicaLostError(f"{self._names[self._rank]} lost {self._names[0]}") from error
+
+    def _lost(self, wait_s: float) -> list[str]:
+        """Names of ranks whose processes have ended, by then."""
+        poll = select.poll()
+        for descriptor in self._processes:
+            poll.register(descriptor, select.POLLIN)
+        return [self._processes[descriptor] for descriptor, _ in poll.poll(1000 * wait_s)]
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def dismiss(self) -> None:
+        """The leader: end the others' loops, and wait a moment until they have left."""
+        self._announce(None)
+        try:
+            self._store.wait([f"stopped/{rank}" for rank in range(1, len(self._names))], timedelta(seconds=GOODBYE_S))
+        except dist.DistStoreError:
+            logger.warning("not all of %s have stopped within %g s", ", ".join(self._processes.values()), GOODBYE_S)
+
+    def close(self) -> None:
+        """Leave the group. Not after an error: others would take it for the cause."""
+        for descriptor in self._processes:
+            os.close(descriptor)
+        self._processes = {}
+        dist.destroy_process_group()

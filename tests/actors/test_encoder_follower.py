@@ -1,0 +1,186 @@
+"""Encoder replicas of several processes: the same features, and an end for all when one of them ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowtrain.actors.encoder import Encoder
+from flowtrain.actors.encoder_follower import EncoderFollower, rank_name
+from flowtrain.config.load import override_config
+from flowtrain.config.run import RunConfig
+from flowtrain.errors import ReplicaLostError, StallError
+from flowtrain.models.encoder import VisionEncoder
+from flowtrain.types import EncodeBatch, EncoderReport, Extent, Lease, LeaseOrder, SampleRef
+from tests.actors.scripted import ScriptedLink, new_run_id, reader_of
+
+NAME, VISION, DIM = "encoder-0", "vision", 32
+STOP = LeaseOrder(None, (), blocked=False, stop=True)
+NOTHING = LeaseOrder(None, (), blocked=True, stop=False)
+STALL_S, LIMIT_S = 3.0, 90.0
+TORN = 3
+"""Row whose image is bad (conftest.py)."""
+
+Features = dict[int, np.ndarray]
+
+
+def lease(number: int, positions: Sequence[int]) -> LeaseOrder:
+    batch = EncodeBatch(0, number, VISION, tuple(positions), 4, 4096 * len(positions))
+    refs = tuple(SampleRef(position, 0, position, 0) for position in positions)
+    order = Lease(number, number, batch, refs, tuple(positions), batch.nbytes)
+    return LeaseOrder(order, (), blocked=False, stop=False)
+
+
+def idle(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
+    """No work for longer than ranks wait for each other."""
+    time.sleep(1.2 * STALL_S)
+    return NOTHING
+
+
+def lead(end: Connection, config: RunConfig, orders: Sequence[Any]) -> Features:
+    """An encoder that follows a script; it tells its port, then of every report. Returns what it put into the pool."""
+    link, run_id, features = ScriptedLink(), new_run_id(), {}
+    pool = reader_of(config, link, run_id)
+
+    def keep(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        for part in report.ready:
+            features[part.position] = pool.get(part.extents).view(np.float32).reshape(-1, DIM).copy()
+        end.send(len(features))
+        return ()
+
+    link.answers("lease", *orders)
+    link.answers("hand_in", *[keep] * len(orders))
+    encoder = Encoder(config, VISION, NAME, run_id)
+    end.send(encoder.open_rendezvous())
+    encoder.run(link)
+    return features
+
+
+def follow(end: Connection, config: RunConfig, rank: int, port: int, deed: Callable[[], Any] | None = None) -> None:
+    """A follower that does something in its first forward."""
+
+    class Follower(EncoderFollower):
+        def forward(self, module: VisionEncoder, batch: torch.Tensor) -> None:
+            if deed is not None:
+                deed()
+            super().forward(module, batch)
+
+    Follower(config, VISION, NAME, rank).run(port)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(LIMIT_S)
+
+
+def _main(end: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        end.send(function(end, *arguments))
+    except Exception as error:  # the test looks at it
+        end.send(error)
+
+
+class Process:
+    """A function in a process of its own."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._end, other_end = context.Pipe(duplex=False)
+        self._process = context.Process(target=_main, args=(other_end, function, arguments), daemon=True)
+        self._process.start()
+        other_end.close()
+
+    def said(self) -> Any:
+        """The next thing that it sends."""
+        assert self._end.poll(LIMIT_S), f"nothing came in {LIMIT_S:g} s"
+        return self._end.recv()
+
+    def result(self) -> Any:
+        """What it returned or raised."""
+        while isinstance(last := self.said(), int):
+            pass
+        return last
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(LIMIT_S)
+
+
+@contextmanager
+def replica(config: RunConfig, orders: Sequence[Any], deed: Callable[[], Any] | None = None) -> Iterator[list[Process]]:
+    """The processes of a replica, the leader first."""
+    processes = [Process(lead, config, orders)]
+    try:
+        port = processes[0].said()
+        size = config.encoders[VISION].tensor_parallel_size
+        processes += [Process(follow, config, rank, port, deed) for rank in range(1, size)]
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def split(config: RunConfig, size: int, *overrides: str) -> RunConfig:
+    return override_config(config, [f"encoders.vision.tensor_parallel_size={size}", *overrides])
+
+
+def test_a_replica_of_two_makes_the_features_of_one(config: RunConfig) -> None:
+    orders = [lease(1, [0, 2, TORN]), lease(2, [TORN]), idle, lease(3, [4, 5, 7]), STOP]
+    with replica(split(config, 2, f"limits.stall_timeout_s={STALL_S}"), orders) as processes:
+        found, ended = [process.result() for process in processes]
+    assert ended is None, "the follower ends with its leader"
+    with replica(config, [order for order in orders if order is not idle]) as (lone,):
+        expected = lone.result()
+    assert list(found) == list(expected) == [0, 2, 4, 5, 7]
+    for position, features in expected.items():
+        difference = np.linalg.norm(found[position] - features) / np.linalg.norm(features)
+        assert difference < 1e-5, (position, difference)
+
+
+def test_batches_in_half_precision_travel_too(config: RunConfig) -> None:
+    with replica(split(config, 2, "model.dtype=bfloat16"), [lease(1, [0, 2]), STOP]) as processes:
+        found, ended = [process.result() for process in processes]
+    assert list(found) == [0, 2] and ended is None
+
+
+def test_a_leader_names_the_follower_that_died(config: RunConfig) -> None:
+    with replica(split(config, 2), [lease(1, [0, 2]), STOP], die) as (leader, _):
+        error = leader.result()
+    assert isinstance(error, ReplicaLostError) and str(error) == f"{NAME} lost {rank_name(NAME, 1)} in a forward"
+
+
+def test_an_idle_follower_ends_when_its_leader_died(config: RunConfig) -> None:
+    with replica(split(config, 2), [lease(1, [0]), *[idle] * 100]) as (leader, follower):
+        assert leader.said() == 1
+        leader.kill()
+        error = follower.result()
+    assert isinstance(error, ReplicaLostError) and str(error) == f"encoder-0-tp1 lost {NAME}", repr(error)
+
+
+def test_a_follower_that_does_not_take_part_is_not_waited_for_forever(config: RunConfig) -> None:
+    with replica(split(config, 2, "limits.stall_timeout_s=2"), [lease(1, [0, 2]), STOP], hang) as (leader, _):
+        error = leader.result()
+    assert isinstance(error, StallError), repr(error)
+    assert "in a forward for encoder-0-tp1" in str(error) and "limits.stall_timeout_s (2 s)" in str(error)
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_forever(config: RunConfig) -> None:
+    waiting = split(config, 2, "limits.start_timeout_s=1")
+    process = Process(lead, waiting, [STOP])
+    process.said()
+    error = process.result()
+    process.kill()
+    assert isinstance(error, StallError) and "encoder-0 waited 1 s (limits.start_timeout_s)" in str(error)

@@ -1,0 +1,118 @@
+"""What measures a run's modules, on a tiny model and without Ray: what it reports, not how long anything takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.profiler import Profiler
+from flowtrain.allocator.degrees import Degrees
+from flowtrain.allocator.profile_shapes import packed_lengths, packed_mixes
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.planned_run import planned_samples, workload_of
+from flowtrain.controller.prepare import prepare
+from flowtrain.controller.profiling import _refs
+from flowtrain.errors import DataError
+from flowtrain.models.families.registry import family_from_config
+from flowtrain.training import profile_backbone
+from flowtrain.training.mesh import LOOPBACK
+from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
+from tests.e2e.worlds import World, tiny_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    world = World(seed=3)
+    world.add_mixed(16)
+    return tiny_config(tmp_path, world.write(tmp_path / "train.parquet"))
+
+
+@pytest.fixture
+def profiler(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Profiler]:
+    monkeypatch.setattr(profile_backbone, "MEASURED_STEPS", 2)
+    threads = torch.get_num_threads()
+    found = Profiler(config, 0, Degrees())
+    report = found.start(LOOPBACK, 0, devices_per_node=3)
+    assert report.name == "cpu" and report.facts.devices_per_node == 3 and report.facts.link is None
+    yield found
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: RunConfig) -> None:
+    samples = planned_samples(prepare(config, check_pool=False))
+    refs = _refs(samples, "vision")
+    assert refs and len({ref.position for ref in refs}) == len(refs)
+    found = profiler.encoder("vision", refs)
+    assert found.table.num_patches == (4,), "28 pixels in patches of 14"
+    assert found.table.batch == (1, 3) and found.decode_s > 0, "at most 12 patches a batch"
+    mixes = packed_mixes(workload_of(config, samples))
+    times = profiler.backbone(mixes)
+    lengths = packed_lengths(config.scheduler.microbatch_tokens)
+    for seconds in (times.layers_s, times.heads_s, times.connectors_s):
+        assert len(seconds) == len(lengths)
+    assert all(0 < each < 60 for table in (times.layers_s, times.heads_s, times.connectors_s) for each in table)
+    for amount in (times.assembling_s, times.step_s, times.parameter_s):
+        assert amount >= 0 and math.isfinite(amount)
+
+
+def test_samples_without_images_cannot_measure_an_encoder(profiler: Profiler) -> None:
+    with pytest.raises(DataError, match=r"encoders.vision: none of 0 samples has an image"):
+        profiler.encoder("vision", [])
+
+
+def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler, config: RunConfig) -> None:
+    source = family_from_config(config).shallow(3)
+    measuring = BackboneProfiler(config, source, profiler._group)
+    layers = measuring._layers
+    assert len(layers) == 3
+    ran: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
+    batches = [measuring._batch(mix) for mix in mixes[0]]
+    measuring._step(1, batches)
+    assert set(ran) == {0} and len(ran) == len(batches) + 2
+    ran.clear()
+    measuring._step(3, batches)
+    assert ran == [0, 1, 2] * (len(batches) + 2)
+    assert measuring._module.decoder_layers == layers
+    whole = sum(each.numel() for each in measuring._module.parameters())
+    assert measuring._num_parameters(3) == whole > measuring._num_parameters(1)
+
+
+def test_a_shallow_model_is_the_runs_own_but_for_its_depth(config: RunConfig) -> None:
+    family = family_from_config(config)
+    shallow = family.shallow(5)
+    assert shallow.text_config.num_hidden_layers == 5 and family.text_config.num_hidden_layers == 2
+    assert len(shallow.load_backbone().decoder_layers) == 5
+    assert shallow.text_config.hidden_size == family.text_config.hidden_size
+
+
+def test_few_layers_are_measured_whole_and_many_by_their_kinds(config: RunConfig) -> None:
+    assert [num_layers_of(config, depth) for depth in (1, 2, 5, 6, 80)] == [2, 2, 5, 3, 3]
+    section = {"activation_checkpointing": "every_n", "checkpoint_every": 3}
+    every = config.model_copy(update={"backbone": config.backbone.model_copy(update=section)})
+    assert num_layers_of(every, 80) == 4
+
+
+def test_calls_are_timed_through_the_link() -> None:
+    calls: list[str] = []
+
+    class Link(CoordinatorLink):
+        @property
+        def node_id(self) -> str:
+            return "here"
+
+        def call(self, method: str, *args: Any) -> Any:
+            calls.append(method)
+
+    assert Profiler.call_s(Profiler.__new__(Profiler), Link()) >= 0
+    assert set(calls) == {"ping"}

@@ -1,0 +1,90 @@
+"""Interleaved 1F1B: the surrogate's fill and the memory in flight are those of the action lists that ranks run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowtrain.allocator.candidates import Candidate, PruneReason
+from flowtrain.allocator.degrees import Degrees, degree_faults, layers_by_rank, split_layers
+from flowtrain.allocator.memory import in_flight_by_chunk
+from flowtrain.allocator.request import enumerate_module
+from flowtrain.allocator.surrogate import Surrogate, fill_slots
+from flowtrain.pipeline.actions import ActionKind
+from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
+from tests.allocator.worlds import BACKBONE, cluster, request, roofline_surrogate
+from tests.pipeline.test_schedules import makespan
+
+SLOT_S = 3.0
+"""Forward 1 and backward 2, as ``makespan`` has it."""
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 4))
+def test_the_fill_is_that_of_the_action_lists(pp: int, num_microbatches: int, chunks: int) -> None:
+    chunks = 1 if pp == 1 else chunks
+    fill = float(fill_slots(np.array([pp]), np.array([float(num_microbatches)]), chunks)[0])
+    lists = one_f_one_b(pp, num_microbatches, chunks_per_rank=chunks)
+    assert makespan(lists, num_microbatches, chunks) == pytest.approx(SLOT_S * (num_microbatches + fill))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 4))
+def test_what_a_rank_keeps_is_what_its_list_keeps(pp: int, num_microbatches: int, chunks: int) -> None:
+    chunks = 1 if pp == 1 else chunks
+    for rank, actions in enumerate(one_f_one_b(pp, num_microbatches, chunks_per_rank=chunks)):
+        first: Counter[int] = Counter()
+        for action in actions:
+            if action.kind is ActionKind.BACKWARD_STAGE:
+                break
+            first[action.segment] += action.kind is ActionKind.FORWARD_STAGE
+        assert in_flight_by_chunk(pp, rank, num_microbatches, chunks) == [first[chunk] for chunk in range(chunks)]
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(24, 60))
+def test_a_rank_has_the_layers_of_all_its_stages(pp: int, chunks: int, num_layers: int) -> None:
+    layers, stages = layers_by_rank(num_layers, pp, chunks), split_layers(num_layers, pp * chunks)
+    assert sum(layers) == num_layers and len(layers) == pp
+    assert layers[0] == sum(len(stages[stage]) for stage in range(0, pp * chunks, pp))
+
+
+def surrogate(chunks: int) -> Surrogate:
+    asked = request(cluster(h200=64))
+    plain = roofline_surrogate(asked)
+    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, plain._times, 0.8, chunks)
+
+
+def test_chunks_divide_the_fill_and_multiply_the_transfers() -> None:
+    candidate = Candidate("backbone", "h200", Degrees(4, 4, 1))
+    plain, interleaved = (surrogate(chunks).step_time(candidate) for chunks in (1, 2))
+    assert interleaved.computing == pytest.approx(plain.computing)
+    assert interleaved.transfers == pytest.approx(2 * plain.transfers)
+    slots = {1: plain, 2: interleaved}
+    for chunks, step in slots.items():
+        busy = step.computing + step.transfers + step.gathering
+        assert step.fill == pytest.approx(3 / chunks / step.num_microbatches * busy)
+
+
+def test_only_what_a_run_takes_is_a_candidate() -> None:
+    asked = request(cluster(h200=24))
+    every, chunked = (
+        enumerate_module(replace(asked, chunks_per_rank=chunks), "backbone", asked.cluster["h200"]) for chunks in (1, 3)
+    )
+    degrees = [Degrees(*each) for each in zip(chunked.columns.dp, chunked.columns.pp, chunked.columns.tp, strict=True)]
+    assert degrees and all(not degree_faults(each, BACKBONE, chunks_per_rank=3) for each in degrees)
+    assert max(each.pp for each in degrees) == 10 and min(each.pp for each in degrees) == 2
+    assert chunked.pruned[PruneReason.CHUNKS] > 0 and PruneReason.CHUNKS not in every.pruned
+    assert chunked.pruned[PruneReason.LAYERS] > every.pruned.get(PruneReason.LAYERS, 0)
+
+
+def test_interleaving_keeps_more_in_memory() -> None:
+    asked = request(cluster(h200=64))
+    plain, interleaved = (
+        replace(asked, chunks_per_rank=chunks).peak_nbytes("backbone", Degrees(1, 4, 1)) for chunks in (1, 2)
+    )
+    assert interleaved > plain

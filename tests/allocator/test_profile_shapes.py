@@ -1,0 +1,69 @@
+"""What a profile measures: packed lengths that are full to the token, of the data's samples, and batches of images."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.allocator.profile_shapes import (
+    NUM_MIXES,
+    batch_sizes,
+    image_sizes,
+    packed_lengths,
+    packed_mix,
+    packed_mixes,
+)
+from flowtrain.allocator.workload import Workload
+
+SAMPLES = st.lists(
+    st.tuples(st.integers(2, 60), st.floats(0, 1), st.floats(0, 1)).map(
+        lambda drawn: (drawn[0], int(drawn[1] * drawn[0]), int(drawn[2] * (drawn[0] - 1)))
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def workload_of(samples: list[tuple[int, int, int]], microbatch_tokens: int = 64) -> Workload:
+    lengths, vision, targets = (np.array(column) for column in zip(*samples, strict=True))
+    return Workload(8, microbatch_tokens, lengths, vision, targets, {})
+
+
+@given(SAMPLES, st.integers(2, 500), st.integers(0, 40))
+def test_a_mix_is_full_and_can_be_trained_on(samples: list[tuple[int, int, int]], num_tokens: int, first: int) -> None:
+    mix = packed_mix(workload_of(samples), num_tokens, first)
+    assert sum(sample.num_tokens for sample in mix) == num_tokens
+    assert any(sample.num_target_tokens for sample in mix) or max(sample.num_tokens for sample in mix) < 2
+    for number, sample in enumerate(mix):
+        whole = samples[(first + number) % len(samples)]
+        assert sample.num_vision_tokens <= sample.num_tokens
+        assert sample.num_target_tokens < sample.num_tokens or sample.num_tokens == 1
+        if number < len(mix) - 1:
+            assert (sample.num_tokens, sample.num_vision_tokens) == whole[:2]
+        else:
+            assert sample.num_tokens <= whole[0] and sample.num_vision_tokens <= whole[1]
+
+
+@given(SAMPLES, st.integers(60, 5000))
+def test_lengths_ascend_to_the_full_microbatch(samples: list[tuple[int, int, int]], microbatch_tokens: int) -> None:
+    lengths = packed_lengths(microbatch_tokens)
+    assert list(lengths) == sorted(set(lengths)) and lengths[-1] == microbatch_tokens
+    mixes = packed_mixes(workload_of(samples, microbatch_tokens))
+    assert len(mixes) == NUM_MIXES
+    for by_length in mixes:
+        assert [sum(sample.num_tokens for sample in mix) for mix in by_length] == list(lengths)
+
+
+@given(st.integers(1, 10**5), st.integers(1, 10**4))
+def test_batches_ascend_to_the_largest_that_a_run_forwards(max_batch_patches: int, patches: int) -> None:
+    batches = batch_sizes(max_batch_patches, patches)
+    assert list(batches) == sorted(set(batches)) and batches[0] == 1
+    assert batches[-1] == max(1, max_batch_patches // patches)
+
+
+@given(st.lists(st.integers(1, 50)))
+def test_image_sizes_span_those_that_there_are(patches: list[int]) -> None:
+    sizes = image_sizes(patches)
+    assert list(sizes) == sorted(set(sizes)) and set(sizes) <= set(patches) and len(sizes) <= 4
+    assert not patches or (sizes[0], sizes[-1]) == (min(patches), max(patches))

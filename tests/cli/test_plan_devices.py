@@ -1,0 +1,151 @@
+"""``flowtrain plan`` on several types of devices, of several encoders, on one device; and its plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import flowtrain
+from flowtrain import api
+from flowtrain.allocator.plan import fixed_plan, read_plan
+from flowtrain.errors import ConfigError
+from tests.cli.test_plan import MODELS, PAPER, QUICKSTART, plan, record_of, refused
+
+SMALL = str(MODELS / "vlm_6b.yaml")
+BOTH = ("--device", "h200=64", "--device", "910b=4x8")
+
+
+def modules_of(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {module["name"]: module for module in record["allocation"]["modules"]}
+
+
+def test_several_types_are_planned_together(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    # 240 samples leave the backbone 60 of the fast devices, too few others for encoders: they go to the slow ones.
+    arguments = (SMALL, "training.global_batch_size=240", *BOTH)
+    record = record_of(*arguments, "--save", str(saved))
+    assert [(each["name"], each["count"], each["devices_per_node"]) for each in record["devices"]] == [
+        ("h200", 64, 8),
+        ("910b", 32, 8),
+    ]
+    found = modules_of(record)
+    assert found["backbone"]["device_type"] == "h200" and found["vision@910b"]["device_type"] == "910b"
+    text = plan(*arguments).stdout
+    assert f"{found['vision@910b']['devices']} 910b" in text and f"{found['backbone']['devices']} h200" in text
+    chosen = read_plan(saved)
+    assert (chosen.encoders["vision"].accelerator_type, chosen.backbone.accelerator_type) == ("Ascend910B", "H200")
+    assert "backbone.accelerator_type=H200" in record["overrides"]
+    assert record["allocation"]["rate"] > record_of(*arguments[:2], "--device", "h200=64")["allocation"]["rate"]
+
+
+def test_an_encoder_over_two_types_is_said_and_not_saved(tmp_path: Path) -> None:
+    heavy = tmp_path / "heavy.yaml"
+    values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
+    for sample in values["workload"]["samples"]:
+        sample["text_tokens"] = 64
+    heavy.write_text(yaml.safe_dump(values))
+    arguments = (str(heavy), "--device", "h200=16", "--device", "a100=2")
+    record = record_of(*arguments)
+    assert {"vision@h200", "vision@a100"} < set(modules_of(record)), "the test's sizes"
+    (note,) = [note for note in record["notes"] if "several types" in note]
+    assert note.startswith("no run can start this plan yet: the replicas of encoders.vision lie on")
+    assert record["overrides"] == [] and record["pool"] is None
+    saved = tmp_path / "plan.yaml"
+    assert "no run can start this plan yet" in refused(*arguments, "--save", str(saved))
+    assert not saved.exists()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path, count: int) -> None:
+    values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
+    names = ["near", "wide", "dots"][:count]
+    values["encoders"] = dict.fromkeys(names, values["encoders"]["vision"])
+    for sample in values["workload"]["samples"]:
+        sample["images"] = dict.fromkeys(names, sample["images"]["vision"][:1])
+        sample["text_tokens"] = 256
+    values["workload"]["microbatch_tokens"] = 16384
+    file = tmp_path / "several.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    record = record_of(str(file), "--devices", "64")
+    assert list(modules_of(record)) == [*names, "backbone"]
+    assert any(f"a run refuses this plan: encoders has {count} entries" in note for note in record["notes"])
+
+
+def test_a_run_with_several_encoders_is_refused_before_it_starts() -> None:
+    config = api.resolve(QUICKSTART)
+    encoder = config.encoders["vision"].model_dump()
+    several = type(config).model_validate(config.model_dump() | {"encoders": {"vision": encoder, "sound": encoder}})
+    message = r"encoders has 2 entries \(vision, sound\); family 'llava' has exactly one encoder"
+    for start in (flowtrain.train, flowtrain.plan, flowtrain.allocate):
+        with pytest.raises(ConfigError, match=message):
+            start(several)
+
+
+def test_one_device_is_shared_and_a_run_takes_its_half(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    record = record_of(QUICKSTART, "--devices", "1", "--save", str(saved))
+    found = record["allocation"]
+    assert found["shared"] is True and found["devices"] == 1 and found["rate_apart"] > found["rate"]
+    text = plan(QUICKSTART, "--devices", "1").stdout
+    assert "on 1 of 1 device, shared" in text and "encoders and backbone share the one device" in text
+    chosen = read_plan(saved)
+    assert chosen.is_shared and chosen.encoders["vision"].num_devices == chosen.backbone.num_devices == 0.5
+    assert fixed_plan(api.resolve(QUICKSTART, plan=saved), use_devices=True) == chosen
+    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"]), use_devices=True) == chosen
+    # What a cluster without accelerators sees of it is what it sees of the configuration.
+    assert fixed_plan(api.resolve(QUICKSTART, plan=saved)).backbone.num_devices == 0.0
+
+
+def test_a_cpu_is_shared_by_its_cores_time(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    record_of(QUICKSTART, "--devices", "1", "model.device=cpu", "encoders.vision.num_cpus=1", "--save", str(saved))
+    chosen = read_plan(saved)
+    assert chosen.encoders["vision"].num_cpus == chosen.backbone.num_cpus == 0.5
+    assert chosen.backbone.num_devices == 0.0
+
+
+def test_plain_replication_is_always_compared() -> None:
+    replication = record_of(*PAPER)["replication"]
+    assert replication["devices"] == 256 and replication["imbalance"] == 0.0
+    assert f"{replication['rate']:.4g} samples/s" in plan(*PAPER).stdout
+    few = (PAPER[0], "--devices", "64", "--device", "910b")
+    assert record_of(*few)["replication"]["rate"] is None
+    assert "plain replication on 64 910b does not fit: the whole model takes" in plan(*few).stdout
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
+    picture = tmp_path / f"rate.{ending}"
+    result = plan(*PAPER, "--plot", str(picture))
+    assert (result.exit_code, result.stderr) == (0, f"plot: {picture}\n")
+    content = picture.read_bytes()
+    if ending == "png":
+        assert content.startswith(b"\x89PNG")
+    else:
+        again = tmp_path / "again.svg"
+        plan(*PAPER, "--plot", str(again))
+        assert b"<svg" in content and content == again.read_bytes(), "the same plan is the same picture"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "h200", "--device", "910b"), "--device names several types (h200, 910b): give each its number"),
+        (("--device", "h200=8", "--device", "910b"), "--device (910b) has no number beside others that have one"),
+        (("--device", "h200=0"), "give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1"),
+        (("--device", "h200=8x"), "give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1"),
+        (("--device", "h200=8", "--devices", "8"), "says how many there are, and so does --devices; drop one"),
+        (("--device", "h200=8", "--nodes", "1"), "says how many there are, and so does --nodes; drop one"),
+        (("--device", "h200=8", "--device", "h200=4"), "--device names h200 more than once"),
+        (("--device", "h200=8", "--device", "h20o=4"), "--device (h20o) is not in the table of devices"),
+        (("--device", "h200=8", "--plot", "rate.jpg"), "--plot rate.jpg: the ending must be .png or .svg"),
+        (("--device", "h200=8", "--plot", "none/rate.png"), "--plot none/rate.png: there is no directory none"),
+        ((*BOTH, "--plot", "rate.png"), "--plot rate.png: there is no choice of splits to draw"),
+    ],
+)
+def test_devices_that_make_no_sense_are_one_message(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(SMALL, *arguments)
+    assert not Path("rate.png").exists()

@@ -1,0 +1,42 @@
+"""A tiny run is profiled through Ray, and planned from the file that came of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flowtrain import api
+from flowtrain.allocator.profile import read_profile
+from flowtrain.cli.app import app
+from flowtrain.config.yaml_text import dump_yaml
+from flowtrain.errors import ConfigError
+from tests.e2e.worlds import World, tiny_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def test_a_profile_is_measured_and_planned_from(ray_cluster: None, tmp_path: Path) -> None:
+    world = World(seed=7)
+    world.add_mixed(32)
+    config = tiny_config(tmp_path, world.write(tmp_path / "train.parquet"))
+    path, saved = tmp_path / "tiny.yaml", tmp_path / "profile.json"
+    path.write_text(dump_yaml(config.model_dump(mode="json")))
+
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(
+        app, ["profile", str(path), "--save", str(saved), "--devices", "2"]
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "2 x cpu" in result.stdout and "backbone, ms a microbatch, tp=2" in result.stdout
+    profile = read_profile(saved)
+    assert set(profile.layers) == set(profile.heads) == set(profile.connectors) == {1, 2}
+    assert profile.layers[1].num_tokens[-1] == config.scheduler.microbatch_tokens
+    assert profile.facts.link is not None and profile.facts.devices_per_node == 4
+
+    result = CliRunner().invoke(app, ["plan", str(path), "--profile", str(saved), "--devices", "3", "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["allocation"]["rate"] > 0
+    with pytest.raises(ConfigError, match=r"--devices \(9\) is more than the 4 CPU cores"):
+        api.profile(config, devices=9)

@@ -10,6 +10,7 @@ from flowtrain.allocator.degrees import Degrees, split_layers
 from flowtrain.allocator.workload import Workload
 from flowtrain.costs.memory import Chunk, MicrobatchSize, TrainingSetup, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +48,12 @@ def backbone_peak_nbytes(
             Chunk(lengths[stage], stage == 0, stage == num_stages - 1, in_flight)
             for stage, in_flight in zip(
                 range(rank, num_stages, pp),
-                in_flight_by_chunk(pp, rank, num_microbatches, chunks_per_rank),
+                in_flight_by_chunk(pp, rank, num_microbatches, chunks_per_rank=chunks_per_rank),
                 strict=True,
             )
         )
         peak = max(peak, predict_step_memory(model.backbone, model.connector, held, at, size).peak)
     return peak
-
-
-def in_flight_by_chunk(pp: int, rank: int, num_microbatches: int, chunks_per_rank: int) -> list[int]:
-    """Return for each chunk of a pipeline rank how many microbatches it keeps when the first backward starts.
-
-    Later the rank keeps as many in all. 1F1B: one for each rank from it on. Interleaved, microbatches go through a
-    chunk by the group (as ``flowtrain.pipeline.schedules`` has it), and a rank is ahead by all chunks of a group.
-    """
-    if chunks_per_rank == 1:
-        return [min(pp - rank, num_microbatches)]
-    num_groups = max(1, num_microbatches // pp)
-    group = -(-num_microbatches // num_groups)
-    ahead = 2 * (pp - 1 - rank) + (chunks_per_rank - 1) * group + 1
-    in_flight = [0] * chunks_per_rank
-    left = min(ahead, num_microbatches * chunks_per_rank)
-    while left:
-        for chunk in range(chunks_per_rank):
-            taken = min(left, group)
-            in_flight[chunk] += taken
-            left -= taken
-    return in_flight
 
 
 def encoder_peak_nbytes(

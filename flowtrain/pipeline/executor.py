@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Schedule, StageModule
 from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
+from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
 from flowtrain.pipeline.validate import validate
 
 MicrobatchT = TypeVar("MicrobatchT", contravariant=True)
@@ -109,7 +110,10 @@ def checked_schedule(
     chunks_per_rank: int = 1,
     memory: MemoryStrategy = MemoryStrategy.KEEP,
 ) -> Schedule:
-    """Lists of all ranks by `build_schedule`, validated; built once for a shape and a number of microbatches."""
+    """Lists of all ranks by `build_schedule`, validated; built once for a shape and a number of microbatches.
+
+    Raises ScheduleError also where a rank would keep more microbatches at once than memory was predicted for.
+    """
     schedule = build_schedule(
         name,
         pp_size=pp_size,
@@ -118,5 +122,9 @@ def checked_schedule(
         chunks_per_rank=chunks_per_rank,
         memory=memory,
     )
-    validate(schedule, training=training, num_microbatches=num_microbatches)
+    in_flight = (
+        in_flight_by_chunk(pp_size, rank, num_microbatches, chunks_per_rank=chunks_per_rank) for rank in range(pp_size)
+    )
+    limits = [sum(by_chunk) for by_chunk in in_flight]
+    validate(schedule, training=training, num_microbatches=num_microbatches, held=lambda _: 1, limits=limits)
     return schedule

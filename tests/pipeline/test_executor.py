@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, MemoryStrategy, parse_actions
+from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, parse_actions
 from flowtrain.pipeline.executor import checked_schedule, execute
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
@@ -146,3 +146,13 @@ def test_a_schedule_that_does_not_validate_is_not_given_out(monkeypatch):
     monkeypatch.setattr("flowtrain.pipeline.executor.build_schedule", lambda *_, **__: (lists[0], lists[1][:-1]))
     with pytest.raises(ScheduleError, match="without its wait_isend"):
         checked_schedule("1f1b", pp_size=2, num_microbatches=3, training=True)
+
+
+def test_a_schedule_that_keeps_more_than_was_predicted_is_not_given_out(monkeypatch):
+    checked_schedule.cache_clear()
+    (actions,) = one_f_one_b(1, 3)
+    forwards = [action for action in actions if action.kind is ActionKind.FORWARD_STAGE]
+    backwards = [action for action in actions if action.kind is ActionKind.BACKWARD_STAGE]
+    monkeypatch.setattr("flowtrain.pipeline.executor.build_schedule", lambda *_, **__: ((*forwards, *backwards),))
+    with pytest.raises(ScheduleError, match="holds 2 after .*more than its limit of 1"):
+        checked_schedule("1f1b", pp_size=1, num_microbatches=3, training=True)

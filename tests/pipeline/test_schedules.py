@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -13,7 +14,7 @@ from flowtrain.errors import ScheduleError
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy
 from flowtrain.pipeline.flow import trace_flow
 from flowtrain.pipeline.schedules.build import build_schedule
-from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
+from flowtrain.pipeline.schedules.one_f_one_b import forward_only, in_flight_by_chunk, one_f_one_b
 from flowtrain.pipeline.transfers import insert_transfers, run_orders
 from flowtrain.pipeline.validate import validate
 from tests.pipeline.random_schedules import random_schedule, stage_ranks
@@ -100,10 +101,8 @@ def test_every_size_is_valid(pp_size, chunks_per_rank, training):
             training=training,
             memory=MemoryStrategy.SELECTIVE,
         )
-        first_group = num_microbatches // max(1, num_microbatches // pp_size)
-        first_group += num_microbatches > first_group * max(1, num_microbatches // pp_size)
         limits = [
-            pp_size - rank if chunks_per_rank == 1 else 2 * (pp_size - rank) - 1 + (chunks_per_rank - 1) * first_group
+            sum(in_flight_by_chunk(pp_size, rank, num_microbatches, chunks_per_rank=chunks_per_rank))
             for rank in range(pp_size)
         ]
         validate(lists, training=training, num_microbatches=num_microbatches, held=lambda _: 1, limits=limits)
@@ -119,6 +118,20 @@ def test_1f1b_holds_no_more_than_the_depth_asks(pp_size, num_microbatches):
     assert [most_in_flight(actions) for actions in lists] == [
         min(pp_size - rank, num_microbatches) for rank in range(pp_size)
     ]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 4))
+def test_what_a_chunk_keeps_is_what_its_list_keeps(pp_size: int, num_microbatches: int, chunks: int) -> None:
+    for rank, actions in enumerate(one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)):
+        first: Counter[int] = Counter()
+        for action in actions:
+            if action.kind is ActionKind.BACKWARD_STAGE:
+                break
+            first[action.segment] += action.kind is ActionKind.FORWARD_STAGE
+        kept = in_flight_by_chunk(pp_size, rank, num_microbatches, chunks_per_rank=chunks)
+        assert kept == [first[chunk] for chunk in range(chunks)]
+        assert most_in_flight(actions) == sum(kept)
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(0, 40))

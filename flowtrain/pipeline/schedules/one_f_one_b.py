@@ -26,16 +26,38 @@ def one_f_one_b(
     backwards = [(chunk, k) for group in groups for chunk in reversed(chunks) for k in group]
     orders = []
     for rank in range(pp_size):
-        num_warmup = pp_size - 1 - rank
-        if chunks_per_rank > 1:
-            num_warmup = 2 * num_warmup + (chunks_per_rank - 1) * (len(groups[0]) if groups else 0)
-        num_warmup = min(num_warmup, len(forwards))
+        group = len(groups[0]) if groups else 0
+        num_warmup = min(_num_warmup(pp_size, rank, chunks_per_rank, group), len(forwards))
         num_steady = len(forwards) - num_warmup
         ahead = [_compute(ActionKind.FORWARD_STAGE, pp_size, rank, *work, memory) for work in forwards]
         back = [_compute(ActionKind.BACKWARD_STAGE, pp_size, rank, *work, memory) for work in backwards]
         steady = (action for pair in zip(ahead[num_warmup:], back, strict=False) for action in pair)
         orders.append([*ahead[:num_warmup], *steady, *back[num_steady:]])
     return insert_transfers(orders, training=True, num_microbatches=num_microbatches)
+
+
+def in_flight_by_chunk(pp_size: int, rank: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> list[int]:
+    """Return for each chunk of a pipeline rank how many microbatches it keeps when the first backward starts.
+
+    Later the rank keeps as many in all, and never more. It is ahead by its warm-up and the forward that follows it;
+    interleaved, microbatches go through a chunk by the group. Raises as `one_f_one_b` does.
+    """
+    groups = _groups(pp_size, num_microbatches, chunks_per_rank)
+    group = len(groups[0]) if groups else 0
+    ahead = _num_warmup(pp_size, rank, chunks_per_rank, group) + 1
+    in_flight = [0] * chunks_per_rank
+    left = min(ahead, num_microbatches * chunks_per_rank)
+    while left:
+        for chunk in range(chunks_per_rank):
+            taken = min(left, group)
+            in_flight[chunk] += taken
+            left -= taken
+    return in_flight
+
+
+def _num_warmup(pp_size: int, rank: int, chunks_per_rank: int, group: int) -> int:
+    behind = pp_size - 1 - rank
+    return behind if chunks_per_rank == 1 else 2 * behind + (chunks_per_rank - 1) * group
 
 
 def forward_only(pp_size: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> Schedule:

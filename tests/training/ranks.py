@@ -50,7 +50,7 @@ def make_config(**sections: Any) -> RunConfig:
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """Qwen3 of two layers and a connector, seeded."""
+    """Qwen3 of two layers and a connector, seeded. compile_with: torch.compile's backend; none: not compiled."""
 
     freeze: tuple[str, ...] = ()
     tied: bool = True
@@ -58,10 +58,14 @@ class TinyFamily:
     num_layers: int = 2
     num_heads: int = 2
     num_kv_heads: int = 1
+    compile_with: str | None = None
 
     def backbone_skeleton(self) -> Backbone:
         with torch.device("meta"):
-            return self.load_backbone()
+            skeleton = self.load_backbone()
+        if self.compile_with is not None:
+            skeleton.compile_layers(self.compile_with)
+        return skeleton
 
     def backbone_weights(self) -> BuiltWeights:
         return BuiltWeights(self.load_backbone)

@@ -75,6 +75,13 @@ def test_shapes_equal_a_plain_loop(degrees: Degrees) -> None:
     assert_equal_training(merged(outcomes), oracle_of(family), 1e-4)
 
 
+@pytest.mark.slow
+def test_compiled_layers_split_over_tensors_equal_a_plain_loop() -> None:
+    family, steps = TinyFamily(num_kv_heads=2), steps_for(1)[:2]  # to compile is what takes long
+    outcomes = run_ranks(Degrees(tp=2), Job(CONFIG, steps, replace(family, compile_with="aot_eager")))
+    assert_equal_training(merged(outcomes), run_oracle(Job(CONFIG, steps, family)), 1e-4)
+
+
 # --- what a shape meets besides plain steps ---------------------------------------------------------------------------
 
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "chunks_per_rank": 2}

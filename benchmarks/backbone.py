@@ -170,7 +170,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="steps beside full batches, one more to warm up")
     parser.add_argument("--padded-repeats", type=int, default=2, help="those of them that run beside padded ones too")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.longest > args.capacity:
+        parser.error(f"--longest ({args.longest}) must be at most --capacity ({args.capacity}), which holds it whole")
+    return args
 
 
 def main() -> None:

@@ -200,6 +200,8 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be a multiple of {PERIOD_STEPS}, after which data repeat")
     if arguments.devices is not None and not MIN_DEVICES <= arguments.devices <= MAX_DEVICES:
         parser.error(f"--devices ({arguments.devices}) must be from {MIN_DEVICES} to {MAX_DEVICES}")
+    if not set(arguments.only or ()) <= set(range(arguments.profiles)):
+        parser.error(f"--only ({arguments.only}) must be numbers from 0 to {arguments.profiles - 1}, of --profiles")
     return arguments
 
 

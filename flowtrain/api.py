@@ -89,8 +89,10 @@ def allocate(
     from flowtrain.controller.planned import is_model_file, planned_model
     from flowtrain.controller.planning import make_report
 
+    for name, count in (("devices", devices), ("nodes", nodes)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name} (--{name}) is {count}; it must be at least 1")
     measured = read_profile(profile) if profile is not None else None
-
     if not isinstance(config, RunConfig) and is_model_file(config):
         planned = planned_model(config, overrides)
     else:

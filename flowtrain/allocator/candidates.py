@@ -185,7 +185,7 @@ def _least_data_degrees(
     least_peak: int | None = None
     order = np.lexsort((dp, which_shape))
     starts = np.flatnonzero(np.diff(which_shape[order], prepend=-1))
-    for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
+    for start, stop in zip(starts, np.append(starts, len(order))[1:], strict=True):
         shape = which_shape[order[start]]
         tp, pp = shapes[shape].tolist()
         choices: Sequence[int] = dp[order[start:stop]].tolist()

@@ -60,12 +60,13 @@ def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: i
             f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's intermediate_size "
             f"({spec.intermediate_size})"
         )
-    if degrees.dp > 1 and spec.vocab_size % degrees.tp:
-        # Shards of unequal shards: DTensor's bookkeeping of them, which checkpoints go by, is wrong.
-        faults.append(
-            f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's vocab_size "
-            f"({spec.vocab_size}), which it must with backbone.data_parallel_size ({degrees.dp}) above 1"
-        )
+    for name, count in (("vocab_size", spec.vocab_size), ("hidden_size", spec.hidden_size)):
+        if degrees.dp > 1 and count % degrees.tp:
+            # Shards of unequal shards: DTensor's bookkeeping of them, which weights and checkpoints go by, is wrong.
+            faults.append(
+                f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's {name} ({count}), which "
+                f"it must with backbone.data_parallel_size ({degrees.dp}) above 1"
+            )
     if chunks_per_rank > 1 and degrees.pp == 1:
         faults.append(
             f"backbone.chunks_per_rank ({chunks_per_rank}) needs backbone.pipeline_parallel_size of at least 2 (now 1)"

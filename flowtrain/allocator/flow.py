@@ -13,7 +13,8 @@ class Module:
     """Who chooses one configuration.
 
     work: what it produces; rates of modules with the same work add, others are matched to the consumer one by one.
-    optional: it may also take none at all, as where an encoder's replicas may lie on several types of devices.
+    optional: it may also take none at all, as where an encoder's replicas may lie on several types of devices, but of
+    each work somebody takes one.
     """
 
     name: str

@@ -88,15 +88,15 @@ def _ways_out(request: Request, module: str) -> Iterator[str]:
     if smaller is not None:
         yield smaller
         found = True
-    larger = _fewest_devices(request)
+    larger = _smallest_cluster(request)
     if larger is not None:
-        yield f"{larger} devices"
+        yield _named(larger)
         found = True
     if found or not may_recompute:
         return
-    larger = _fewest_devices(recomputed)
+    larger = _smallest_cluster(recomputed)
     if larger is not None:
-        yield f"backbone.activation_checkpointing=full on {larger} devices"
+        yield f"backbone.activation_checkpointing=full on {_named(larger)}"
 
 
 def _divisible_batches(request: Request, module: str) -> Iterator[Request]:
@@ -123,15 +123,15 @@ def _smaller_batches(request: Request, module: str) -> Iterator[tuple[str, Reque
         patches //= 2
 
 
-def _fewest_devices(request: Request) -> int | None:
-    """Devices of the smallest feasible cluster: several times this one, then in whole nodes where it has one type."""
+def _smallest_cluster(request: Request) -> Cluster | None:
+    """The smallest feasible cluster: several times this one, then in whole nodes where it has one type."""
     factor = 2
     while not _is_feasible(larger := _times(request, factor)):
         factor *= 2
         if factor * request.cluster.num_devices > MAX_DEVICES:
             return None
     if len(request.cluster.device_types) > 1:
-        return larger.cluster.num_devices
+        return larger.cluster
     (device_type,) = request.cluster.device_types
     grain = device_type.devices_per_node if factor * device_type.count > FINE_GRAINED_DEVICES else 1
     low, high = factor // 2 * device_type.count // grain, -(-factor * device_type.count // grain)
@@ -139,7 +139,13 @@ def _fewest_devices(request: Request) -> int | None:
         middle = (low + high) // 2
         sized = replace(request, cluster=Cluster((replace(device_type, count=middle * grain),)))
         low, high = (low, middle) if _is_feasible(sized) else (middle, high)
-    return high * grain
+    return Cluster((replace(device_type, count=high * grain),))
+
+
+def _named(cluster: Cluster) -> str:
+    if len(cluster.device_types) == 1:
+        return f"{cluster.num_devices} devices"
+    return " and ".join(f"{count} {name}" for name, count in cluster.counts.items())
 
 
 def _times(request: Request, factor: int) -> Request:

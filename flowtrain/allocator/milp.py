@@ -82,6 +82,8 @@ class _Program:
         for module, binaries in zip(problem.producers, self._producers, strict=True):
             chosen = _sum(binaries, _one)
             self._lp += chosen <= 1 if module.optional else chosen == 1
+        for work in problem.shares:
+            self._lp += _sum(self._pairs(work), _one) >= 1
         self.missing = {
             name: self._lp.add_variable(f"missing{k}", 0, cat="Integer")
             for k, name in enumerate(problem.devices)
@@ -149,9 +151,11 @@ class _Program:
         return _sum(self._consumer, lambda candidate: candidate.rate / self._scale)
 
     def _made(self, work: str, cap: float = float("inf")) -> pulp.LpAffineExpression:
+        return _sum(self._pairs(work), lambda candidate: min(candidate.rate / self._scale, cap))
+
+    def _pairs(self, work: str) -> _Pairs:
         makers = zip(self._problem.producers, self._producers, strict=True)
-        pairs = [pair for module, binaries in makers if module.work == work for pair in binaries]
-        return _sum(pairs, lambda candidate: min(candidate.rate / self._scale, cap))
+        return [pair for module, binaries in makers if module.work == work for pair in binaries]
 
 
 _Pairs = list[tuple[pulp.LpVariable, Candidate]]

@@ -21,6 +21,7 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
         "freeze": list(config.model.freeze),
         "optimizer": config.training.optimizer,
         "attention": backbone.attention,
+        "sharding": backbone.sharding,
         "activation_checkpointing": backbone.activation_checkpointing,
         "checkpoint_every": backbone.checkpoint_every,
         "compile": backbone.compile,

@@ -61,6 +61,17 @@ class Workload:
         """Share of tokens that images fill."""
         return float(self.vision_lengths.sum() / self.lengths.sum())
 
+    def to_dict(self) -> dict[str, int | float]:
+        """Return what sums it up, as plain values for JSON."""
+        return {
+            "num_samples": len(self.lengths),
+            "global_batch_size": self.global_batch_size,
+            "microbatch_tokens": self.microbatch_tokens,
+            "tokens_per_sample": self.tokens_per_sample,
+            "vision_share": self.vision_share,
+            "target_share": self.target_share,
+        }
+
     def share(self, encoder: str) -> float:
         """Share of samples that have something for an encoder."""
         return float((self.images[encoder][0] > 0).mean())

@@ -13,8 +13,8 @@ from rich.console import Console
 from flowtrain import api
 from flowtrain.allocator.plan import to_yaml
 from flowtrain.allocator.solvers import SolverName
+from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.plan_tables import plan_report_tables
-from flowtrain.cli.plot_path import check_plot_path
 from flowtrain.controller.planning import PlanReport
 from flowtrain.errors import ConfigError
 
@@ -35,7 +35,9 @@ def plan(
     asked: devices and profile, as keyword arguments of that.
     """
     if plot is not None:
-        check_plot_path(plot, PLOT_ENDINGS)
+        check_output_path("--plot", plot, PLOT_ENDINGS)
+    if save is not None:
+        check_output_path("--save", save)
     # An unknown solver is refused by its name, as one that is not installed.
     report = api.allocate(config, overrides, solver=cast(SolverName, solver), **asked)
     if plot is not None:

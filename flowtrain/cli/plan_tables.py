@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +11,7 @@ from rich.table import Table
 from flowtrain.allocator.allocation import Allocation, Alternative
 from flowtrain.allocator.cluster import DeviceType
 from flowtrain.cli.pack_tables import counted
-from flowtrain.cli.tables import nbytes_text
+from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.planning import PlanReport
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -21,9 +21,9 @@ _MAX_BARS = 64
 def plan_report_tables(report: PlanReport, saved: Path | None = None) -> tuple[Table, ...]:
     """What was asked, the plan, what was left out, what lost, and what all of it rests on."""
     found = report.allocation
-    asked = _facts([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
-    result = _facts(_result_rows(report))
-    rest = _facts([*_assumption_rows(report), *_start_rows(report, saved)])
+    asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
+    result = facts_table(_result_rows(report))
+    rest = facts_table([*_assumption_rows(report), *_start_rows(report, saved)])
     tables = [asked, _modules(found), result, _left_out(found)]
     if found.alternatives:
         tables.append(_alternatives(found))
@@ -160,7 +160,7 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     times = found.timings
     yield (
         "search",
-        f"{found.num_combinations:,} combinations in {1e3 * times.total_s:.0f} ms: enumeration "
+        f"{counted(found.num_combinations, 'combination')} in {1e3 * times.total_s:.0f} ms: enumeration "
         f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}",
     )
 
@@ -208,15 +208,6 @@ def _start_rows(report: PlanReport, saved: Path | None) -> Iterator[tuple[str, s
         yield "overrides", " ".join(report.overrides)
     if saved is not None:
         yield "saved", f"{saved}; start it with flowtrain train CONFIG --plan {saved}"
-
-
-def _facts(rows: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, text)
-    return table
 
 
 def _table(first: str, *headings: str) -> Table:

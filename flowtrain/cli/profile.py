@@ -11,15 +11,15 @@ from rich.table import Table
 
 from flowtrain import api
 from flowtrain.allocator.profile import Profile
-from flowtrain.cli.tables import nbytes_text
+from flowtrain.cli.output_path import check_output_path
+from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
 from flowtrain.errors import ConfigError
 
 
 def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | None) -> None:
     """Measure as ``api.profile`` does, show it and write it; ConfigError where it cannot be written."""
-    if not save.parent.is_dir():  # before minutes are spent
-        raise ConfigError(f"--save {save}: there is no directory {save.parent}; make it, or name another")
+    check_output_path("--save", save)  # before minutes are spent
     console = Console(stderr=True)
     report = api.profile(config, overrides, devices=devices, progress=lambda what: console.print(f"measuring {what}"))
     try:
@@ -33,30 +33,33 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
     """What was measured on, the encoders' and the backbone's times, and what else takes time."""
     profile, facts = report.profile, report.profile.facts
     link = "" if facts.link is None else f", {facts.link / 1e9:.3g} GB/s to the others"
-    yield _facts(
-        ("device", f"{report.num_devices} x {profile.device} side by side, {facts.devices_per_node} on the node"),
-        (
-            "each",
-            f"{facts.flops / 1e12:.4g} TFLOP/s in {profile.model['dtype']}, {nbytes_text(facts.memory_nbytes)} at "
-            f"{facts.bandwidth / 1e9:.4g} GB/s{link}",
-        ),
+    yield facts_table(
+        [
+            ("device", f"{report.num_devices} x {profile.device} side by side, {facts.devices_per_node} on the node"),
+            (
+                "each",
+                f"{facts.flops / 1e12:.4g} TFLOP/s in {profile.model['dtype']}, {nbytes_text(facts.memory_nbytes)} at "
+                f"{facts.bandwidth / 1e9:.4g} GB/s{link}",
+            ),
+        ]
     )
     yield from (_images(name, profile) for name in profile.encoders)
     yield from (_lengths(profile, tp) for tp in profile.layers)
     steps = profile.steps
-    yield _facts(
-        *(
-            (
-                f"an image for {name}",
-                f"{1e3 * costs.decode_s:.3g} ms to read and decode; {1e3 * costs.batch_s:.3g} a batch",
-            )
-            for name, costs in profile.images.items()
-        ),
+    images = [
+        (
+            f"an image for {name}",
+            f"{1e3 * costs.decode_s:.3g} ms to read and decode; {1e3 * costs.batch_s:.3g} a batch",
+        )
+        for name, costs in profile.images.items()
+    ]
+    rest = [
         ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms beside its layers, head and connector"),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
-    )
+    ]
+    yield facts_table([*images, *rest])
 
 
 def _images(name: str, profile: Profile) -> Table:
@@ -83,13 +86,4 @@ def _lengths(profile: Profile, tp: int) -> Table:
 def _table(first: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
-    return table
-
-
-def _facts(*rows: tuple[str, str]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, text)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -109,6 +110,16 @@ def _order(config: RunConfig) -> str:
 def _cost(prepared: Prepared) -> str:
     label, profile = cost_label(prepared.config, prepared.cost), prepared.cost_profile
     return label if profile is None else f"{label} (R2 {profile.fitted.r2:.3f}): {profile.source}"
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """A name and a text a row, without borders; long texts are folded."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
 
 
 def nbytes_text(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -46,6 +47,7 @@ class RunConfig(ConfigModel):
             _encoder_names,
             _not_yet_parallel,
             _split_encoders_have_a_place,
+            _ranks_have_whole_devices,
             _schedule_has_its_chunks,
             _segments_fit_the_space,
             _hbm_has_a_device,
@@ -105,6 +107,23 @@ def _split_encoders_have_a_place(config: RunConfig) -> None:
                 f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 needs "
                 f"encoders.{name}.num_cpus (0) above 0: by what its actors reserve they come to lie on one node; a "
                 "fraction is enough"
+            )
+
+
+def _ranks_have_whole_devices(config: RunConfig) -> None:
+    if config.model.device == "cpu":
+        return
+    backbone = config.backbone
+    sizes = (backbone.data_parallel_size, backbone.tensor_parallel_size, backbone.pipeline_parallel_size)
+    found: dict[str, tuple[float, int]] = {"backbone": (backbone.num_devices, prod(sizes))}
+    found |= {
+        f"encoders.{name}": (each.num_devices, each.tensor_parallel_size) for name, each in config.encoders.items()
+    }
+    for key, (num_devices, num_ranks) in found.items():
+        if num_ranks > 1 and num_devices < 1:
+            raise ValueError(
+                f"{key}.num_devices ({num_devices:g}) below 1 would have several of {num_ranks} ranks on one "
+                "accelerator, where NCCL does not join them; set it to 1, or the parallel sizes to 1"
             )
 
 

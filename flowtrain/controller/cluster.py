@@ -86,7 +86,7 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
     have = ray.cluster_resources()
     lacking = []
     for resource, need in _total(bundles).items():
-        if not resource.startswith(ACCELERATOR_TYPE) and need > have.get(resource, 0.0) + 1e-9:
+        if not _is_type(resource) and need > have.get(resource, 0.0) + 1e-9:
             lacking.append(f"{resource}: {need:g} needed, {have.get(resource, 0.0):g} in the cluster")
     lacking += _lacking_types(bundles)
     why_one = None
@@ -178,13 +178,19 @@ def _has_nixl(answer: Any) -> bool:
 def _lacking_types(bundles: Sequence[Bundle]) -> list[str]:
     """Types of accelerators of which there are too few; the resource of a type does not count them, its nodes do."""
     lacking = []
-    for resource in sorted({name for bundle in bundles for name in bundle if name.startswith(ACCELERATOR_TYPE)}):
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    there = sorted({name.removeprefix(ACCELERATOR_TYPE) for node in nodes for name in node if _is_type(name)})
+    for resource in sorted({name for bundle in bundles for name in bundle if _is_type(name)}):
         need = sum(bundle.get("GPU", 0.0) for bundle in bundles if resource in bundle)
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and resource in node["Resources"]]
-        have = sum(node.get("GPU", 0.0) for node in nodes)
+        have = sum(node.get("GPU", 0.0) for node in nodes if resource in node)
         if need > have + 1e-9:
-            lacking.append(f"GPU of {resource}: {need:g} needed, {have:g} in the cluster")
+            known = f" (accelerator_type can be {' or '.join(there)} here)" if there and not have else ""
+            lacking.append(f"GPU of {resource}: {need:g} needed, {have:g} in the cluster{known}")
     return lacking
+
+
+def _is_type(resource: str) -> bool:
+    return resource.startswith(ACCELERATOR_TYPE)
 
 
 def _total(bundles: Sequence[Bundle]) -> Bundle:

@@ -26,7 +26,6 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.types import Tier
 
 DOCTOR_SCHEMA = 1
-_ACCELERATOR = "accelerator_type:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ def _probes(nodes: Sequence[dict[str, Any]], timeout_s: float, network: bool) ->
 def _describe(nodes: Sequence[dict[str, Any]], probes: Sequence[Pair], timeout_s: float) -> tuple[NodeReport, ...]:
     answers = _answers([first.describe.remote() for first, _ in probes], timeout_s)
     names = [name for name, _ in answers]
-    reports = []
+    prefix, reports = cluster.ACCELERATOR_TYPE, []
     for node, (name, memory) in zip(nodes, answers, strict=True):
         resources = node["Resources"]
         reports.append(
@@ -189,7 +188,7 @@ def _describe(nodes: Sequence[dict[str, Any]], probes: Sequence[Pair], timeout_s
                 node_id=node["NodeID"],
                 num_cpus=resources.get("CPU", 0.0),
                 num_devices=resources.get("GPU", 0.0),
-                devices=tuple(key.removeprefix(_ACCELERATOR) for key in resources if key.startswith(_ACCELERATOR)),
+                devices=tuple(key.removeprefix(prefix) for key in resources if key.startswith(prefix)),
                 ray_memory_nbytes=int(resources.get("memory", 0.0)),
                 memory=memory,
             )

@@ -111,9 +111,10 @@ def _node_shape(asked: AskedDevices, planned: Planned, per_node: int) -> tuple[i
     if nodes is None or devices is None:
         return devices or (nodes or 0) * per_node, per_node
     if devices % nodes:
+        fewer, more = devices - devices % nodes, devices + nodes - devices % nodes
         raise ConfigError(
             f"--devices ({devices}) is no multiple of --nodes ({nodes}): nodes have equally many devices; take "
-            f"{devices - devices % nodes} or {devices + nodes - devices % nodes} devices"
+            f"{f'{fewer} or ' if fewer else ''}{more} devices"
         )
     return devices, devices // nodes
 

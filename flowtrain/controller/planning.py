@@ -71,6 +71,7 @@ class PlanReport:
         return {
             "schema": PLANNING_SCHEMA,
             "source": self.planned.source,
+            "workload": self.planned.workload.to_dict(),
             "devices": [asdict(each) for each in self.cluster.device_types],
             "allocation": self.allocation.to_dict(),
             "replication": asdict(self.replication),
@@ -148,7 +149,8 @@ def _plan(config: RunConfig, allocation: Allocation, cluster: Cluster) -> Plan |
             module = replace(module, accelerator_type=accelerator_type(chosen.device_type))
         if on_cpu:
             return replace(module, num_cpus=_part(module.num_cpus, sharing))
-        return replace(module, num_devices=_part(module.num_devices, sharing))
+        # A rank has the whole device that its rate is of, whatever share the configuration gave it.
+        return replace(module, num_devices=_part(1.0, sharing))
 
     *encoders, backbone = allocation.modules
     return replace(

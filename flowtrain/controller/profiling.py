@@ -26,6 +26,8 @@ from flowtrain.controller import cluster
 from flowtrain.controller.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
+from flowtrain.models.families.base import Family
+from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.training.profile_backbone import BackboneTimes
 from flowtrain.types import SampleRef, SizedSample
@@ -79,7 +81,7 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
         count = _count(num_devices, there, kind)
         found = _Measured(config, kind, there, mixes, clock)
         found.side_by_side(count, {name: _refs(samples, name) for name in config.encoders})
-        for tp in _tensor_degrees(prepared, count):
+        for tp in _tensor_degrees(prepared, family_from_config(config), count):
             found.group(tp)
     return ProfileReport(found.profile(prepared), count, clock.seconds)
 
@@ -218,10 +220,19 @@ def _count(asked: int | None, there: int, kind: str) -> int:
     return asked if asked is not None else min(there, MOST_DEVICES)
 
 
-def _tensor_degrees(prepared: Prepared, count: int) -> list[int]:
+def _tensor_degrees(prepared: Prepared, family: Family, count: int) -> list[int]:
     """Powers of two that split the backbone and have devices."""
     degrees = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    return [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
+    fitting = [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
+    return [tp for tp in fitting if _splits(family, tp)]
+
+
+def _splits(family: Family, tp: int) -> bool:
+    try:
+        family.check_tensor_parallel(tp)
+    except ConfigError:  # transformers' plan of the model asks for more than there is here, for one
+        return False
+    return True
 
 
 def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:

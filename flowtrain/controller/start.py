@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def foresee_resume(prepared: Prepared) -> Resumption:
     if checkpoint is None:
         return Resumption(files.root, None, changed, ())
     meta = checkpoint_store.read_meta(checkpoint)
-    return Resumption(files.root, meta.step, changed, tuple(_inexact(meta, prepared)))
+    return Resumption(files.root, meta.step, changed, (*_inexact(meta, prepared), *_other_features(changed)))
 
 
 def _inexact(meta: checkpoint_store.CheckpointMeta, prepared: Prepared) -> Iterator[str]:
@@ -108,3 +109,10 @@ def _inexact(meta: checkpoint_store.CheckpointMeta, prepared: Prepared) -> Itera
     ):
         if then != now:
             yield f"the checkpoint was written with {name} {then}, now {now}: losses agree only closely"
+
+
+def _other_features(changed: Sequence[Change]) -> Iterator[str]:
+    """Say which changes make encoders' features, of which a checkpoint knows nothing, others by their last bits."""
+    for each in changed:
+        if fnmatchcase(each.key, "encoders.*.tensor_parallel_size"):
+            yield f"{each.key} was {each.old}, is now {each.new}: losses agree only closely"

@@ -36,7 +36,7 @@ class WeightFiles:
     _readers: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        with self._readable():
+        with reading(self.path, self.key):
             for file in safetensors_files(self.path, self.key):
                 reader = safe_open(file, framework="pt", backend="pread")
                 self._readers |= dict.fromkeys(reader.keys(), reader)
@@ -57,16 +57,18 @@ class WeightFiles:
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Part of a stored tensor, one slice a dimension, in float32 on the CPU."""
-        with self._readable():
+        with reading(self.path, self.key):
             part: Tensor = self._readers[name].get_slice(name)[index or ...]
         return part.to(torch.float32)
 
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError, HfHubHTTPError) as error:
-            raise ConfigError(f"{self.key}: no weights can be read from {self.path!r}: {error}") from error
+
+@contextmanager
+def reading(path: str, key: str) -> Iterator[None]:
+    """Within it, what a checkpoint's files cannot give is a ConfigError that names ``key``."""
+    try:
+        yield
+    except (OSError, SafetensorError, HfHubHTTPError) as error:
+        raise ConfigError(f"{key}: no weights can be read from {path!r}: {error}") from error
 
 
 def safetensors_files(path: str, key: str) -> list[Path]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.errors import ConfigError
-from flowtrain.models.weight_files import safetensors_files
+from flowtrain.models.weight_files import reading, safetensors_files
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -154,14 +154,15 @@ def checkpoint_state(checkpoint: str, module: str) -> Iterator[tuple[str, Tensor
     """Weights of one module of a whole HF Llava checkpoint, under the module's own names; others are not read.
 
     Both layouts are understood: the one that HF writes (``language_model.model.*``) and that of the class in memory
-    (``model.language_model.*`` beside ``lm_head.*``).
+    (``model.language_model.*`` beside ``lm_head.*``). Raises ConfigError for files that cannot be read.
     """
-    for file in safetensors_files(checkpoint, "model.path"):
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (no mapping)
-                name = name_in_module(key, module)
-                if name is not None:
-                    yield name, tensors.get_tensor(key)
+    with reading(checkpoint, "model.path"):
+        for file in safetensors_files(checkpoint, "model.path"):
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 (no mapping)
+                    name = name_in_module(key, module)
+                    if name is not None:
+                        yield name, tensors.get_tensor(key)
 
 
 def name_in_module(key: str, module: str) -> str | None:

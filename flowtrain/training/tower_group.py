@@ -131,19 +131,20 @@ class TowerGroup:
             raise
 
     def _announce(self, shape: list[int] | None) -> None:
-        number = self._num_forwards
+        self._store.set(f"forward/{self._num_forwards}", json.dumps(shape))
         self._num_forwards += 1
-        self._store.set(f"forward/{number}", json.dumps(shape))
-        if number:  # its sums are done, so all have read it
-            self._store.delete_key(f"forward/{number - 1}")
 
     def _next_announced(self) -> list[int] | None:
-        key = f"forward/{self._num_forwards}"
+        key, read_key = f"forward/{self._num_forwards}", f"read/{self._num_forwards}"
         self._num_forwards += 1
         while True:
             try:
                 self._store.wait([key], IDLE_WAIT)
                 shape: list[int] | None = json.loads(self._store.get(key))
+                # The last to read it clears it away. Not the leader, which an accelerator lets run ahead of the others.
+                if self._store.add(read_key, 1) == len(self._names) - 1:
+                    self._store.delete_key(key)
+                    self._store.delete_key(read_key)
                 return shape
             except dist.DistStoreError:
                 continue

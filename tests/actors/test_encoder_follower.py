@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.encoder_follower import EncoderFollower, rank_name
@@ -20,6 +22,8 @@ from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ReplicaLostError, StallError
 from flowtrain.models.encoder import VisionEncoder
+from flowtrain.training.mesh import open_listener
+from flowtrain.training.tower_group import TowerGroup
 from flowtrain.types import EncodeBatch, EncoderReport, Extent, Lease, LeaseOrder, SampleRef
 from tests.actors.scripted import ScriptedLink, new_run_id, reader_of
 
@@ -184,3 +188,36 @@ def test_ranks_that_do_not_come_are_not_waited_for_forever(config: RunConfig) ->
     error = process.result()
     process.kill()
     assert isinstance(error, StallError) and "encoder-0 waited 1 s (limits.start_timeout_s)" in str(error)
+
+
+def run_ahead(end: Connection, names: Sequence[str], has_sent: Event, port: int = 0) -> list[list[int]]:
+    """A rank whose collectives wait for nobody, as an accelerator's; followers receive once all is sent."""
+    dist.broadcast = lambda *arguments, **options: None
+    rank, cpu = (1 if port else 0), torch.device("cpu")
+    if rank:
+        group = TowerGroup(names, rank, cpu, port=port)
+        assert has_sent.wait(LIMIT_S)
+        shapes = []
+        while (batch := group.receive(torch.float32)) is not None:
+            shapes.append(list(batch.shape))
+        return shapes
+    listener = open_listener()
+    end.send(listener.getsockname()[1])
+    group = TowerGroup(names, rank, cpu, listener=listener)
+    for rows in (1, 2, 3):
+        group.send(torch.zeros(rows, 4))
+    has_sent.set()
+    group.dismiss()
+    return []
+
+
+def test_a_leader_may_run_ahead_of_its_followers() -> None:
+    has_sent = multiprocessing.get_context("forkserver").Event()
+    processes = [Process(run_ahead, ("lead", "follow"), has_sent)]
+    try:
+        processes.append(Process(run_ahead, ("lead", "follow"), has_sent, processes[0].said()))
+        assert processes[1].result() == [[1, 4], [2, 4], [3, 4]]
+        assert processes[0].result() == []
+    finally:
+        for process in processes:
+            process.kill()

@@ -18,7 +18,7 @@ from flowtrain.allocator.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import prepare
-from flowtrain.controller.profiling import _refs
+from flowtrain.controller.profiling import _refs, _tensor_degrees
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training import profile_backbone
@@ -66,6 +66,15 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
 def test_samples_without_images_cannot_measure_an_encoder(profiler: Profiler) -> None:
     with pytest.raises(DataError, match=r"encoders.vision: none of 0 samples has an image"):
         profiler.encoder("vision", [])
+
+
+def test_groups_are_measured_that_can_split_the_backbone(config: RunConfig) -> None:
+    prepared = prepare(config)
+    assert _tensor_degrees(prepared, family_from_config(config), 7) == [2], "4 does not divide the heads"
+    text = {key: value for key, value in config.backbone.config.items() if key != "head_dim"}
+    text["model_type"] = "olmo2"  # transformers' plan of it asks for styles that FlowTrain does not have
+    other = config.model_copy(update={"backbone": config.backbone.model_copy(update={"config": text})})
+    assert _tensor_degrees(prepared, family_from_config(other), 7) == []
 
 
 def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler, config: RunConfig) -> None:

@@ -42,6 +42,7 @@ def test_stages_cover_the_layers_evenly_and_the_ends_are_not_the_longest(num_sta
         (Degrees(tp=8), 1, SPEC, "key-value heads (4)"),
         (Degrees(tp=4), 1, replace(SPEC, intermediate_size=26), "intermediate_size (26)"),
         (Degrees(dp=2, tp=2), 1, replace(SPEC, vocab_size=65), "vocab_size (65)"),
+        (Degrees(dp=2, tp=4), 1, replace(SPEC, hidden_size=18), "hidden_size (18)"),
         (Degrees(), 2, SPEC, "backbone.chunks_per_rank (2) needs"),
         (Degrees(pp=3), 2, SPEC, "layers (4)"),
     ],

@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn) -> FlowProblem:
         name = f"encoder{number}"
         work = draw(st.sampled_from(["encoder0", name]))
         device_type = draw(st.sampled_from(types))
-        optional = work != name and draw(st.booleans())
+        optional = (work != name or len(types) > 1) and draw(st.booleans())
         producers.append(Module(name, work, front_of(name, device_type, draw(points)), optional))
     consumer = sum((front_of("backbone", each, draw(points)) for each in types), ())
     return FlowProblem(
@@ -73,7 +73,9 @@ def every_choice(problem: FlowProblem) -> Iterator[Choice]:
     for consumer, *made in product(problem.consumer, *options):
         names = [module.name for module in problem.producers]
         choice = Choice({name: each for name, each in zip(names, made, strict=True) if each is not None}, consumer)
-        if all(taken <= problem.devices[each] for each, taken in devices_by_type(choice).items()):
+        made_works = {module.work for module in problem.producers if module.name in choice.producers}
+        fits = all(taken <= problem.devices[each] for each, taken in devices_by_type(choice).items())
+        if fits and made_works == set(problem.shares):
             yield choice
 
 

@@ -58,6 +58,14 @@ def test_an_encoder_over_two_types_is_said_and_not_saved(tmp_path: Path) -> None
     assert not saved.exists()
 
 
+def test_a_level_keeps_the_solution_of_the_level_before() -> None:
+    """Of these devices HiGHS called the last level infeasible, with tolerances as wide as the pins."""
+    chunked = ("backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2")
+    devices = ("--device", "h20=7x16", "--device", "l4=5", "--device", "h100=2x1")
+    record = record_of(str(MODELS / "omnibal_6b_20b.yaml"), *chunked, *devices, "--solver", "highs")
+    assert len(record["allocation"]["alternatives"]) == 3
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path, count: int) -> None:
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
@@ -97,6 +105,13 @@ def test_one_device_is_shared_and_a_run_takes_its_half(tmp_path: Path) -> None:
     assert fixed_plan(api.resolve(QUICKSTART, record["overrides"]), use_devices=True) == chosen
     # What a cluster without accelerators sees of it is what it sees of the configuration.
     assert fixed_plan(api.resolve(QUICKSTART, plan=saved)).backbone.num_devices == 0.0
+
+
+@pytest.mark.parametrize(("devices", "share"), [(1, 0.5), (3, 1.0)])
+def test_shares_of_the_configuration_are_not_shared_again(devices: int, share: float) -> None:
+    shared = ("encoders.vision.num_devices=0.5", "backbone.num_devices=0.5")
+    plan = api.allocate(QUICKSTART, shared, devices=devices).plan
+    assert plan is not None and (plan.encoders["vision"].num_devices, plan.backbone.num_devices) == (share, share)
 
 
 def test_a_cpu_is_shared_by_its_cores_time(tmp_path: Path) -> None:
@@ -143,9 +158,20 @@ def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
         (("--device", "h200=8", "--device", "h20o=4"), "--device (h20o) is not in the table of devices"),
         (("--device", "h200=8", "--plot", "rate.jpg"), "--plot rate.jpg: the ending must be .png or .svg"),
         (("--device", "h200=8", "--plot", "none/rate.png"), "--plot none/rate.png: there is no directory none"),
+        (("--device", "l4=1", "--device", "a100=1"), "feasible with 2 l4 and 2 a100"),
+        (
+            ("--device", "h200=1", "--device", "l4=1", "encoders.vision.max_batch_patches=1000000"),
+            "(1 h200, 1 l4) hold each module alone but not all of them together; the nearest that is feasible: 1 h200",
+        ),
         ((*BOTH, "--plot", "rate.png"), "--plot rate.png: there is no choice of splits to draw"),
     ],
 )
 def test_devices_that_make_no_sense_are_one_message(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(SMALL, *arguments)
     assert not Path("rate.png").exists()
+
+
+@pytest.mark.parametrize("asked", [{"devices": 0}, {"devices": 8, "nodes": 0}, {"nodes": -1}])
+def test_no_devices_at_all_are_refused(asked: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"(devices|nodes) \(--\1\) is (0|-1); it must be at least 1"):
+        flowtrain.allocate(SMALL, **asked)  # type: ignore[arg-type]

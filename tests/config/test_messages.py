@@ -99,6 +99,16 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "actors reserve they come to lie on one node; a fraction is enough",
         ),
         (
+            ["encoders.vision.tensor_parallel_size=2", "encoders.vision.num_devices=0.5"],
+            "encoders.vision.num_devices (0.5) below 1 would have several of 2 ranks on one accelerator, where NCCL "
+            "does not join them; set it to 1, or the parallel sizes to 1",
+        ),
+        (
+            ["backbone.data_parallel_size=2", "backbone.num_devices=0.5"],
+            "backbone.num_devices (0.5) below 1 would have several of 2 ranks on one accelerator, where NCCL does not "
+            "join them; set it to 1, or the parallel sizes to 1",
+        ),
+        (
             ["backbone.pipeline_parallel_size=2", "backbone.pipeline_schedule=interleaved_1f1b"],
             "backbone.pipeline_schedule ('interleaved_1f1b') needs backbone.chunks_per_rank (1) of at least 2; raise "
             "it, or set the schedule to '1f1b'",

@@ -90,6 +90,9 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(dat
     assert longer.step == 2 and sorted(root.rglob("*")) == before
     assert Change("training.num_epochs", 1.0, 2.0) in longer.changes and len(longer.changes) == 3
     assert any("degrees" in line and "losses agree only closely" in line for line in longer.inexact)
+    (encoder,) = first.config.encoders
+    split = foresee_resume(config(1, f"encoders.{encoder}.tensor_parallel_size=2"))
+    assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"
     with pytest.raises(ConfigError, match="seed was 0, is now 5"):
         foresee_resume(config(1, "seed=5"))
     checkpointed(first, root, 3, NUM_ROWS)

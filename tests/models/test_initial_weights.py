@@ -33,6 +33,7 @@ from flowtrain.models.stage import take_stage
 from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import parallelize
 from flowtrain.models.weight_files import WeightFiles
+from flowtrain.models.weights import checkpoint_state
 from tests.models.ranks import FEATURE_DIM, QWEN3, full, run_ranks
 
 CPU = torch.device("cpu")
@@ -187,6 +188,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"weight": "gone.safetensors"}}))
     with pytest.raises(ConfigError, match="backbone.path: no weights can be read from"):
         WeightFiles(str(tmp_path), "backbone.path")
+    with pytest.raises(ConfigError, match="model.path: no weights can be read from"):
+        list(checkpoint_state(str(tmp_path), "vision"))
     (tmp_path / "gone.safetensors").write_bytes(b"no header")
     with pytest.raises(ConfigError, match="backbone.path: no weights can be read from"):
         WeightFiles(str(tmp_path), "backbone.path")

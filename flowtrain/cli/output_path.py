@@ -1,0 +1,22 @@
+"""Where a command may write, so that it is refused before the work and not behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowtrain.errors import ConfigError
+
+
+def check_output_path(option: str, path: Path, endings: Sequence[str] = ()) -> None:
+    """Raise ConfigError unless a file can be written there, with one of the endings where there are some.
+
+    option: that names the file, for messages.
+    """
+    if endings and path.suffix.lower() not in endings:
+        raise ConfigError(f"{option} {path}: the ending must be {' or '.join(endings)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no directory {path.parent}; make it or choose another place")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: no file can be written there; choose another place")

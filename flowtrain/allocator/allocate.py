@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation, SplitPoint, Timings
 from flowtrain.allocator.candidates import Candidate, Enumeration
-from flowtrain.allocator.flow import Choice, FlowProblem, Levels, levels, production
+from flowtrain.allocator.flow import Choice, FlowProblem, Levels, adds_up, levels, production
 from flowtrain.allocator.infeasible import infeasible
 from flowtrain.allocator.milp import Solution, solve
 from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem, front
@@ -35,11 +36,18 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
     solution = _shared(request, problem, fronts) if shared else solve(problem, solver)
     if solution is None:
         raise infeasible(request, enumerations, problem, solver)
+    rate_added = None
+    if adds_up(problem, solution.choice):
+        rate_added, problem = solution.levels.rate, replace(problem, one_maker=True)
+        solution = solve(problem, solver)
+        assert solution is not None, "one maker of each work is feasible where several are"
     solved = time.perf_counter()
-    timings = Timings(enumerated - started, predicted - enumerated, solved - predicted)
     splits = best_splits(problem)
     search = not splits and not shared
     others = rivals(problem, solution.choice.consumer, solver, NUM_ALTERNATIVES) if search else ()
+    alternatives = _alternatives(solution, splits or others, len(request.cluster.device_types) > 1)
+    compared = time.perf_counter()
+    timings = Timings(enumerated - started, predicted - enumerated, solved - predicted, compared - solved)
     return Allocation(
         modules=_modules(request, surrogate, problem, solution),
         rate=solution.levels.rate,
@@ -54,13 +62,14 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
         num_front={_label(request, key): len(each) for key, each in fronts.items()},
         num_combinations=_num_combinations(enumerations),
         num_variables=solution.num_variables,
-        alternatives=_alternatives(solution, splits or others, len(request.cluster.device_types) > 1),
+        alternatives=alternatives,
         split_curve=tuple(_point(split) for split in splits),
         production_curve=production_curve(problem),
         solver=solution.solver,
         timings=timings,
         shared=shared,
         rate_apart=levels(problem, solution.choice).rate if shared else None,
+        rate_added=rate_added if rate_added is not None and rate_added > solution.levels.rate * (1.0 + _SAME) else None,
     )
 
 
@@ -88,7 +97,7 @@ def _modules(
             rate=candidate.rate,
             production=keeps_up_with,
             peak_nbytes=request.peak_nbytes(candidate.module, candidate.degrees),
-            memory_nbytes=request.memory_nbytes(candidate.device_type),
+            memory_nbytes=request.memory_nbytes(candidate.module, candidate.device_type),
             mfu=surrogate.mfu(candidate),
             waiting=starved_share(rate, consumed) if is_consumer else blocked_share(keeps_up_with, rate),
         )

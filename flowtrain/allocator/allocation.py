@@ -70,16 +70,17 @@ class SplitPoint:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of each part of the search."""
+    """Seconds of each part of the search; alternatives_s: to find those that lost."""
 
     enumeration_s: float
     surrogate_s: float
     solve_s: float
+    alternatives_s: float
 
     @property
     def total_s(self) -> float:
         """Seconds in all."""
-        return self.enumeration_s + self.surrogate_s + self.solve_s
+        return self.enumeration_s + self.surrogate_s + self.solve_s + self.alternatives_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class Allocation:
     module, configurations that are feasible, and those of them that are worth choosing. num_combinations: of feasible
     configurations over all modules. num_variables: of the program. split_curve: for one type of devices;
     production_curve: then, devices of all encoders and the samples/s that they make on these. shared: all modules take
-    turns on one device; rate_apart: samples/s with a device for each of them, None where nothing is shared.
+    turns on one device; rate_apart: samples/s with a device for each of them, None where nothing is shared. rate_added:
+    samples/s with an encoder's replicas on several types of devices, where that is more; no run can start it yet.
     """
 
     modules: tuple[ModuleAllocation, ...]
@@ -113,18 +115,13 @@ class Allocation:
     timings: Timings
     shared: bool = False
     rate_apart: float | None = None
+    rate_added: float | None = None
     schema: int = ALLOCATION_SCHEMA
 
     @property
     def devices(self) -> int:
         """Devices that are taken."""
         return 1 if self.shared else sum(module.devices for module in self.modules)
-
-    @property
-    def split_modules(self) -> tuple[str, ...]:
-        """Encoders whose replicas lie on several types of devices, which no run can start yet."""
-        names = [module.encoder for module in self.modules]
-        return tuple(name for name in dict.fromkeys(names) if names.count(name) > 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or YAML."""

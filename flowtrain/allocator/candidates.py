@@ -30,6 +30,7 @@ class PruneReason(enum.StrEnum):
     NODE_GRAIN = "more than 64 devices that are not whole nodes"
     CROSSES_NODES = "tensor parallel group does not divide a node"
     HEADS = "tensor parallel degree does not divide heads or widths"
+    WHOLE = "no plan to split its layers by tensor parallelism"
     LAYERS = "more pipeline stages than layers"
     CHUNKS = "no pipeline, which several chunks a rank need"
     FACTORS = "degrees do not factorise the module's devices"
@@ -106,16 +107,22 @@ def enumerate_backbone(
     peak_nbytes: PeakMemory,
     memory_nbytes: int,
     chunks_per_rank: int = 1,
+    splits_tensors: bool = True,
     module: str = "backbone",
 ) -> Enumeration:
-    """Return all (dp, tp, pp) of the backbone; memory_nbytes: what a device has for it beside its share of the pool."""
+    """Return all (dp, tp, pp) of the backbone; memory_nbytes: what a device has for it.
+
+    splits_tensors: whether its layers can be split by tensor parallelism at all.
+    """
     counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
     most = min(device_type.count, spec.num_layers // chunks_per_rank)
     pps = range(1 if chunks_per_rank == 1 else 2, most + 1)
-    tps = _tensor_degrees(
-        device_type, spec.num_heads, lambda tp: not degree_faults(Degrees(tp=tp), spec), len(pps), counts, pruned
-    )
+
+    def is_even(tp: int) -> bool:
+        return not degree_faults(Degrees(tp=tp), spec)
+
+    tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, len(pps), counts, pruned)
     pruned[PruneReason.LAYERS] += (device_type.count - most) * len(tps) * len(counts)
     pruned[PruneReason.CHUNKS] += (most - len(pps)) * len(tps) * len(counts)
     shapes = np.array([(tp, pp) for tp in tps for pp in pps], dtype=np.int64).reshape(-1, 2)
@@ -127,6 +134,11 @@ def enumerate_backbone(
     divides = global_batch_size % dp == 0
     pruned[PruneReason.BATCH] += int(len(dp) - divides.sum())
     dp, which_shape = dp[divides], which_shape[divides]
+    # What a single replica may split unevenly, several may not.
+    is_even_sharded = np.array([not degree_faults(Degrees(2, tp=tp), spec) for tp in shapes[:, 0].tolist()], dtype=bool)
+    shards = (dp == 1) | is_even_sharded[which_shape]
+    pruned[PruneReason.HEADS] += int(len(dp) - shards.sum())
+    dp, which_shape = dp[shards], which_shape[shards]
     least_dp, least_peak = _least_data_degrees(shapes, which_shape, dp, peak_nbytes, memory_nbytes)
     fits = dp >= least_dp[which_shape]
     pruned[PruneReason.MEMORY] += int(len(dp) - fits.sum())
@@ -136,16 +148,25 @@ def enumerate_backbone(
 
 
 def enumerate_encoder(
-    device_type: DeviceType, spec: VisionSpec, *, module: str, peak_nbytes: PeakMemory, memory_nbytes: int
+    device_type: DeviceType,
+    spec: VisionSpec,
+    *,
+    module: str,
+    peak_nbytes: PeakMemory,
+    memory_nbytes: int,
+    splits_tensors: bool = True,
 ) -> Enumeration:
-    """Return all (dp, tp) of an encoder; its dp need not divide the batch, since encoders lease what is next."""
+    """Return all (dp, tp) of an encoder; its dp need not divide the batch, since encoders lease what is next.
+
+    splits_tensors: as of ``enumerate_backbone``.
+    """
     counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
 
     def is_even(tp: int) -> bool:
         return not encoder_degree_faults(module, tp, spec) and spec.intermediate_size % tp == 0
 
-    tps = _tensor_degrees(device_type, spec.num_heads, is_even, 1, counts, pruned)
+    tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, 1, counts, pruned)
     factorises = counts[:, None] % np.array(tps, dtype=np.int64)[None, :] == 0
     pruned[PruneReason.FACTORS] += int(factorises.size - factorises.sum())
     # Frozen and without gradients, an encoder's replicas share nothing: its memory does not depend on dp.
@@ -163,6 +184,7 @@ def _tensor_degrees(
     device_type: DeviceType,
     num_heads: int,
     is_even: Callable[[int], bool],
+    splits_tensors: bool,
     num_pipeline_degrees: int,
     counts: IntArray,
     pruned: Counter[PruneReason],
@@ -171,10 +193,12 @@ def _tensor_degrees(
     tps = range(1, min(num_heads, device_type.count) + 1)
     inside = [tp for tp in tps if device_type.devices_per_node % tp == 0]
     even = [tp for tp in inside if is_even(tp)]
-    pruned[PruneReason.NODE_GRAIN] += (device_type.count - len(counts)) * len(even) * num_pipeline_degrees
+    split = even if splits_tensors else even[:1]
+    pruned[PruneReason.NODE_GRAIN] += (device_type.count - len(counts)) * len(split) * num_pipeline_degrees
     pruned[PruneReason.CROSSES_NODES] += (len(tps) - len(inside)) * num_pipeline_degrees * len(counts)
     pruned[PruneReason.HEADS] += (len(inside) - len(even)) * num_pipeline_degrees * len(counts)
-    return even
+    pruned[PruneReason.WHOLE] += (len(even) - len(split)) * num_pipeline_degrees * len(counts)
+    return split
 
 
 def _least_data_degrees(

@@ -27,13 +27,15 @@ class Module:
 class FlowProblem:
     """Eq. 1 and 2 of FlowTrain 3.3 in numbers.
 
-    shares: of each work, the part of all samples that need it, above 0 and at most 1. devices: of each type.
+    shares: of each work, the part of all samples that need it, above 0 and at most 1. devices: of each type. one_maker:
+    of each work one module alone takes a configuration, as a run can start it, and at most one must.
     """
 
     producers: tuple[Module, ...]
     consumer: tuple[Candidate, ...]
     shares: Mapping[str, float]
     devices: Mapping[str, int]
+    one_maker: bool = False
 
     def __post_init__(self) -> None:
         works = {module.work for module in self.producers}
@@ -85,6 +87,11 @@ def levels(problem: FlowProblem, choice: Choice) -> Levels:
         imbalance=sum(abs(each) for each in surplus.values()),
         devices=choice.consumer.devices + sum(each.devices for each in choice.producers.values()),
     )
+
+
+def adds_up(problem: FlowProblem, choice: Choice) -> bool:
+    """Whether several modules do the same work."""
+    return any(len(_made(problem, choice, work)) > 1 for work in problem.shares)
 
 
 def devices_by_type(choice: Choice) -> dict[str, int]:

@@ -26,6 +26,8 @@ MAX_DEVICES = 1 << 14
 MIN_BATCH_PATCHES = 256
 """Nor smaller batches of an encoder: one image of 224 pixels at patch 14."""
 
+_BATCH = "training.global_batch_size"
+
 
 def infeasible(
     request: Request, enumerations: Mapping[Key, Enumeration], problem: FlowProblem, solver: Solver
@@ -47,11 +49,12 @@ def infeasible(
 
 def _no_configuration(request: Request, module: str, found: Mapping[str, Enumeration]) -> ConfigError:
     label = module if module == BACKBONE else f"encoders.{module}"
-    reasons = [
-        f"on {request.cluster.counts[device_type]} {device_type}: {_last_reason(request, device_type, each)}"
-        for device_type, each in found.items()
-    ]
     ways = list(_ways_out(request, module))
+    batch_decides = any(way.startswith(_BATCH) for way in ways)
+    reasons = [
+        f"on {request.cluster.counts[name]} {name}: {_last_reason(request, module, name, each, batch_decides)}"
+        for name, each in found.items()
+    ]
     way = f"feasible with {'; or with '.join(ways)}"
     if not ways:
         way = (
@@ -61,14 +64,14 @@ def _no_configuration(request: Request, module: str, found: Mapping[str, Enumera
     return ConfigError(f"{label} has no feasible configuration ({'; '.join(reasons)}); {way}")
 
 
-def _last_reason(request: Request, device_type: str, found: Enumeration) -> str:
+def _last_reason(request: Request, module: str, device_type: str, found: Enumeration, batch_decides: bool) -> str:
     if found.least_peak_nbytes is not None:
         reason = (
             f"{PruneReason.MEMORY}, the least that any takes is {found.least_peak_nbytes / 2**30:.1f} GiB of "
-            f"{request.memory_nbytes(device_type) / 2**30:.1f} GiB"
+            f"{request.memory_nbytes(module, device_type) / 2**30:.1f} GiB"
         )
         batch = request.workload.global_batch_size
-        return f"{reason}, and {PruneReason.BATCH} ({batch})" if PruneReason.BATCH in found.pruned else reason
+        return f"{reason}, and {PruneReason.BATCH} ({batch})" if batch_decides else reason
     return ", ".join(str(reason) for reason in found.pruned)
 
 
@@ -82,7 +85,7 @@ def _ways_out(request: Request, module: str) -> Iterator[str]:
         found = True
     batch = next((changed for changed in _divisible_batches(request, module) if _is_feasible(changed)), None)
     if batch is not None:
-        yield f"training.global_batch_size={batch.workload.global_batch_size}"
+        yield f"{_BATCH}={batch.workload.global_batch_size}"
         found = True
     smaller = next((key for key, changed in _smaller_batches(request, module) if _is_feasible(changed)), None)
     if smaller is not None:

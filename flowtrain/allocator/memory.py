@@ -18,15 +18,15 @@ class MemoryBudget:
     """What of a device's memory a module may take.
 
     usable: share that a process gets, the rest being the driver's, the communication libraries' and fragmentation.
-    pool_nbytes: what a device gives to the memory pool.
+    pool_nbytes: what an encoder's device gives to the memory pool.
     """
 
     usable: float = 0.92
     pool_nbytes: int = 0
 
-    def module_nbytes(self, device_type: DeviceType) -> int:
+    def module_nbytes(self, device_type: DeviceType, *, is_encoder: bool) -> int:
         """Return what is left for a module on each device."""
-        return int(device_type.memory_nbytes * self.usable) - self.pool_nbytes
+        return int(device_type.memory_nbytes * self.usable) - (self.pool_nbytes if is_encoder else 0)
 
 
 def backbone_peak_nbytes(

@@ -83,7 +83,8 @@ class _Program:
             chosen = _sum(binaries, _one)
             self._lp += chosen <= 1 if module.optional else chosen == 1
         for work in problem.shares:
-            self._lp += _sum(self._pairs(work), _one) >= 1
+            makers = _sum(self._pairs(work), _one)
+            self._lp += makers == 1 if problem.one_maker else makers >= 1
         self.missing = {
             name: self._lp.add_variable(f"missing{k}", 0, cat="Integer")
             for k, name in enumerate(problem.devices)

@@ -50,7 +50,7 @@ def _on(request: Request, surrogate: Surrogate, device_type: str) -> Replication
     # Encoders are whole on every device, and take nothing from what dp shares out.
     encoders = sum(request.peak_nbytes(name, Degrees()) for name in request.model.encoders)
     peak = encoders + request.peak_nbytes(BACKBONE, Degrees(dp))
-    memory = request.memory_nbytes(device_type)
+    memory = request.memory_nbytes(BACKBONE, device_type)
     if peak > memory:
         return Replication(device_type, dp, None, 0.0, peak, memory)
     step = surrogate.step_time(Candidate(BACKBONE, device_type, Degrees(dp)))

@@ -32,7 +32,7 @@ class Request:
     """What is to be allocated.
 
     max_batch_patches: of each encoder, patches of its largest batch. chunks_per_rank: slices of the backbone's layers
-    that each pipeline rank holds.
+    that each pipeline rank holds. whole: modules whose layers nothing splits by tensor parallelism.
     """
 
     cluster: Cluster
@@ -42,6 +42,7 @@ class Request:
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
     chunks_per_rank: int = 1
+    whole: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
@@ -51,9 +52,9 @@ class Request:
                     "leave the encoder out"
                 )
 
-    def memory_nbytes(self, device_type: str) -> int:
+    def memory_nbytes(self, module: str, device_type: str) -> int:
         """Bytes that a module may take on each device."""
-        return self.budget.module_nbytes(self.cluster[device_type])
+        return self.budget.module_nbytes(self.cluster[device_type], is_encoder=module != BACKBONE)
 
     def peak_nbytes(self, module: str, degrees: Degrees) -> int:
         """Predicted peak on a module's fullest device."""
@@ -74,7 +75,7 @@ def enumerate_module(request: Request, module: str, device_type: DeviceType) -> 
     def peak_nbytes(degrees: Degrees) -> int:
         return request.peak_nbytes(module, degrees)
 
-    memory_nbytes = request.memory_nbytes(device_type.name)
+    memory_nbytes = request.memory_nbytes(module, device_type.name)
     if module == BACKBONE:
         return enumerate_backbone(
             device_type,
@@ -83,9 +84,16 @@ def enumerate_module(request: Request, module: str, device_type: DeviceType) -> 
             peak_nbytes=peak_nbytes,
             memory_nbytes=memory_nbytes,
             chunks_per_rank=request.chunks_per_rank,
+            splits_tensors=module not in request.whole,
         )
-    spec = request.model.encoders[module]
-    return enumerate_encoder(device_type, spec, module=module, peak_nbytes=peak_nbytes, memory_nbytes=memory_nbytes)
+    return enumerate_encoder(
+        device_type,
+        request.model.encoders[module],
+        module=module,
+        peak_nbytes=peak_nbytes,
+        memory_nbytes=memory_nbytes,
+        splits_tensors=module not in request.whole,
+    )
 
 
 def enumerate_all(request: Request) -> dict[Key, Enumeration]:

@@ -21,7 +21,7 @@ def shared_rate(*rates: float) -> float:
 
 def fits_shared(request: Request) -> bool:
     """Whether one device holds all modules at once; each fits it alone."""
-    return sum(_peaks(request).values()) <= request.memory_nbytes(_device_type(request))
+    return sum(_peaks(request).values()) <= _memory_nbytes(request)
 
 
 def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Choice:
@@ -35,7 +35,7 @@ def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]])
         taken = " and ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in peaks.items())
         raise ConfigError(
             f"the device (1 {device_type}) holds each module alone but not all of them together ({taken} of "
-            f"{request.memory_nbytes(device_type) / _GIB:.1f} GiB); the nearest that is feasible: "
+            f"{_memory_nbytes(request) / _GIB:.1f} GiB); the nearest that is feasible: "
             f"{len(peaks) - 1} {device_type} more"
         )
     producers = {name: fronts[name, device_type][0] for name in request.model.encoders}
@@ -51,6 +51,11 @@ def can_share(request: Request, problem: FlowProblem) -> bool:
 
 def _device_type(request: Request) -> str:
     return next(each.name for each in request.cluster.device_types if each.count)
+
+
+def _memory_nbytes(request: Request) -> int:
+    """Bytes for all modules together, the pool's share taken off."""
+    return min(request.memory_nbytes(name, _device_type(request)) for name in (*request.model.encoders, BACKBONE))
 
 
 def _peaks(request: Request) -> dict[str, int]:

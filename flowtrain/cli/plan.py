@@ -53,12 +53,6 @@ def plan(
 
 
 def _save(report: PlanReport, path: Path) -> None:
-    if report.plan is None:
-        split = ", ".join(f"encoders.{name}" for name in report.allocation.split_modules)
-        raise ConfigError(
-            f"--save {path}: no run can start this plan yet, since the replicas of {split} lie on several types of "
-            "devices; plan with fewer types"
-        )
     try:
         path.write_text(to_yaml(report.plan), encoding="utf-8")
     except OSError as error:

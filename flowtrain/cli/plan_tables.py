@@ -81,15 +81,13 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         "bottleneck",
         f"{found.bottleneck}; backbone starved {found.starved:.1%} of its time, encoders blocked {blocked:.1%}",
     )
-    if report.pool is not None:
-        pool = report.pool
-        holds = "holds it" if pool.segments_nbytes >= pool.features_nbytes else "is less"
-        yield (
-            "memory pool",
-            f"{nbytes_text(pool.features_nbytes)} of features at most, of mean samples; what encoders give, "
-            f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host "
-            "memory",
-        )
+    pool = report.pool
+    holds = "holds it" if pool.segments_nbytes >= pool.features_nbytes else "is less"
+    yield (
+        "memory pool",
+        f"{nbytes_text(pool.features_nbytes)} of features at most, of mean samples; what encoders give, "
+        f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host memory",
+    )
     if len(found.split_curve) > 1:
         yield "splits", _curve(found)
 
@@ -161,7 +159,8 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield (
         "search",
         f"{counted(found.num_combinations, 'combination')} in {1e3 * times.total_s:.0f} ms: enumeration "
-        f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}",
+        f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}, "
+        f"alternatives {1e3 * times.alternatives_s:.0f}",
     )
 
 

@@ -14,6 +14,8 @@ from flowtrain.errors import ConfigError
 
 DEVICES_PER_NODE = 8
 DEFAULT_DEVICE = "h200"
+MOST_DEVICES = 1 << 20
+"""More would only take long to enumerate: the largest clusters have a tenth of that."""
 
 _COUNTED = re.compile(r"(?P<name>.+)=(?:(?P<nodes>[1-9]\d*)x)?(?P<count>[1-9]\d*)")
 
@@ -47,6 +49,8 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
     """
     per_node = DEVICES_PER_NODE if profile is None else profile.facts.devices_per_node
     sized = _sized(asked, planned, per_node)
+    if (total := sum(each.count for each in sized)) > MOST_DEVICES:
+        raise ConfigError(f"--devices, --nodes or --device ask for {total} devices; plan at most {MOST_DEVICES}")
     if profile is None:
         types = [
             data_sheet_device_type(

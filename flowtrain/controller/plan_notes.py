@@ -19,9 +19,9 @@ def notes(
     allocation: Allocation,
     replication: Replication,
     overrides: Sequence[str],
-    pool: PoolNeed | None,
+    pool: PoolNeed,
 ) -> Iterator[str]:
-    """Yield them, one sentence each; overrides, pool: of the plan, empty and None where there is none to start."""
+    """Yield them, one sentence each; overrides, pool: of the plan."""
     idle = sum(allocation.budget.values()) - allocation.devices
     if idle:
         yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no faster choice takes them"
@@ -36,14 +36,14 @@ def notes(
             f"plain replication of the whole model {compared}: {replication.rate:.4g} samples/s on "
             f"{replication.devices} devices, {replication.rate / allocation.rate:.0%} of the plan"
         )
-    for name in allocation.split_modules:
+    if allocation.rate_added is not None:
         yield (
-            f"no run can start this plan yet: the replicas of encoders.{name} lie on several types of devices; plan "
-            "with fewer types to get one that starts"
+            "with an encoder's replicas on several types of devices at once it would be "
+            f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; no "
+            "run can start that yet"
         )
     yield from (f"a run refuses this plan: {fault}" for fault in _faults(planned, allocation, overrides))
-    if pool is not None:
-        yield from _pool_notes(pool)
+    yield from _pool_notes(pool)
 
 
 def _faults(planned: Planned, allocation: Allocation, overrides: Sequence[str]) -> list[str]:

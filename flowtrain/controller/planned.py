@@ -37,7 +37,7 @@ class Planned:
 
     source: where shapes and sizes are from. num_devices: that the configuration's own degrees take, None where it has
     none. pool_fault: says why a run with these settings could get stuck for want of room in the pool; None where that
-    is not known, as of a model file.
+    is not known, as of a model file. whole: modules whose layers FlowTrain cannot split by tensor parallelism.
     """
 
     config: RunConfig
@@ -46,6 +46,7 @@ class Planned:
     source: str
     num_devices: int | None
     pool_fault: Callable[[RunConfig], str | None] | None = None
+    whole: frozenset[str] = frozenset()
 
 
 def is_model_file(path: str | PathLike[str]) -> bool:

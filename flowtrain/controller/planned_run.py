@@ -10,7 +10,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
 from flowtrain.controller.planned import Planned
 from flowtrain.controller.predict import sized_units
-from flowtrain.controller.prepare import Prepared, check_memory, prepare
+from flowtrain.controller.prepare import Prepared, check_memory, prepare, unsplittable
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.sample_sizes import SampleSizes
@@ -33,7 +33,8 @@ def planned_run(config: RunConfig) -> Planned:
             return str(error)
         return None
 
-    return Planned(config, prepared.model_spec, workload, source, num_devices, pool_fault)
+    whole = unsplittable(family, prepared.model_spec)
+    return Planned(config, prepared.model_spec, workload, source, num_devices, pool_fault, whole)
 
 
 def planned_samples(prepared: Prepared) -> list[SizedSample]:

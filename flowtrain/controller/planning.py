@@ -29,13 +29,15 @@ from flowtrain.costs.memory import TrainingSetup
 
 PLANNING_SCHEMA = 1
 
+_OF_A_CHOICE = ("dp", "tp", "accumulates")
+"""What each configuration decides for itself of a ``TrainingSetup``."""
+
 
 @dataclass(frozen=True)
 class PlanReport:
     """An allocation, what it rests on, and the plan that starts it.
 
-    replication: the whole model on every device instead. plan: None where no run can be started like that. profile:
-    None where rates are by data sheet.
+    replication: the whole model on every device instead. profile: None where rates are by data sheet.
     """
 
     planned: Planned
@@ -45,19 +47,17 @@ class PlanReport:
     efficiency: Efficiency
     allocation: Allocation
     replication: Replication
-    plan: Plan | None
+    plan: Plan
     profile: Profile | None = None
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The plan as changes to a configuration; empty without a plan."""
-        return plan_changes(self.planned.config, self.plan) if self.plan is not None else ()
+        """The plan as changes to a configuration."""
+        return plan_changes(self.planned.config, self.plan)
 
     @cached_property
-    def pool(self) -> PoolNeed | None:
-        """What the memory pool is asked for; None without a plan."""
-        if self.plan is None:
-            return None
+    def pool(self) -> PoolNeed:
+        """What the memory pool is asked for."""
         per_node = max(each.devices_per_node for each in self.cluster.device_types)
         return pool_need(self.planned, self.plan, self.overrides, per_node)
 
@@ -80,10 +80,10 @@ class PlanReport:
                 "efficiency": asdict(self.efficiency) if self.profile is None else None,
                 "memory": asdict(self.budget),
                 "fill": self.planned.workload.fill,
-                "setup": asdict(self.setup),
+                "setup": {key: value for key, value in asdict(self.setup).items() if key not in _OF_A_CHOICE},
                 "chunks_per_rank": self.planned.config.backbone.chunks_per_rank,
             },
-            "pool": asdict(self.pool) if self.pool is not None else None,
+            "pool": asdict(self.pool),
             "overrides": list(self.overrides),
             "notes": list(self.notes),
         }
@@ -99,7 +99,7 @@ def make_report(
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     chunks = config.backbone.chunks_per_rank
-    request = Request(cluster, planned.model, planned.workload, setup, budget, limits, chunks)
+    request = Request(cluster, planned.model, planned.workload, setup, budget, limits, chunks, planned.whole)
     # What was measured is what is reached.
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
@@ -133,10 +133,8 @@ def _setup(config: RunConfig) -> TrainingSetup:
     )
 
 
-def _plan(config: RunConfig, allocation: Allocation, cluster: Cluster) -> Plan | None:
+def _plan(config: RunConfig, allocation: Allocation, cluster: Cluster) -> Plan:
     """What the configuration says of actors, with the allocation's degrees, types and shares of devices."""
-    if allocation.split_modules:
-        return None
     fixed = fixed_plan(config, use_devices=True)
     several = len(cluster.device_types) > 1
     sharing = len(allocation.modules) if allocation.shared else 1

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
+from flowtrain.allocator.degrees import Degrees, degree_faults, encoder_degree_faults
 from flowtrain.allocator.plan import Plan, fixed_plan
+from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
@@ -116,6 +117,22 @@ def check_degrees(config: RunConfig, spec: ModelSpec, tower_type: str) -> None:
         faults += encoder_degree_faults(name, tp, spec.encoders[name], tower_type, TOWER_PLANS)
     if faults:
         raise ConfigError(refusal(f"run {config.name!r}", faults))
+
+
+def unsplittable(family: Family, spec: ModelSpec) -> frozenset[str]:
+    """Return the modules that no tensor parallel degree splits, for the kind of their layers."""
+    towers = [] if family.vision_config.model_type in TOWER_PLANS else family.encoder_names
+    heads = range(2, spec.backbone.num_heads + 1)
+    even = next((tp for tp in heads if not degree_faults(Degrees(tp=tp), spec.backbone)), None)
+    return frozenset(towers) | ({BACKBONE} if even is not None and not _splits(family, even) else frozenset())
+
+
+def _splits(family: Family, tensor_parallel_size: int) -> bool:
+    try:
+        family.check_tensor_parallel(tensor_parallel_size)
+    except ConfigError:  # no plan for its type, or one with layers that are split in no way known here
+        return False
+    return True
 
 
 def check_memory(

@@ -21,10 +21,11 @@ from flowtrain.allocator.profile import DeviceFacts, ImageCosts, ImageTable, Len
 from flowtrain.allocator.profile_facts import library_versions, model_facts
 from flowtrain.allocator.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
 from flowtrain.allocator.profile_times import CPU
+from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planned_run import planned_samples, workload_of
-from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.prepare import Prepared, prepare, unsplittable
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
@@ -222,17 +223,11 @@ def _count(asked: int | None, there: int, kind: str) -> int:
 
 def _tensor_degrees(prepared: Prepared, family: Family, count: int) -> list[int]:
     """Powers of two that split the backbone and have devices."""
+    spec = prepared.model_spec
+    if BACKBONE in unsplittable(family, spec):
+        return []
     degrees = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    fitting = [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
-    return [tp for tp in fitting if _splits(family, tp)]
-
-
-def _splits(family: Family, tp: int) -> bool:
-    try:
-        family.check_tensor_parallel(tp)
-    except ConfigError:  # transformers' plan of the model asks for more than there is here, for one
-        return False
-    return True
+    return [tp for tp in degrees if not degree_faults(Degrees(tp=tp), spec.backbone)]
 
 
 def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:

@@ -55,6 +55,8 @@ def reason_against(
     dp = count // (tp * pp)
     if batch % dp:
         return PruneReason.BATCH
+    if degree_faults(Degrees(dp, tp=tp), spec):
+        return PruneReason.HEADS
     return PruneReason.MEMORY if peak(Degrees(dp, pp, tp)) > memory else None
 
 
@@ -66,12 +68,13 @@ def reason_against(
     memory=st.integers(1, 40_000),
     num_layers=st.integers(1, 12),
     num_heads=st.sampled_from([2, 4, 12]),
+    vocab_size=st.sampled_from([1000, 1001]),
 )
 def test_the_backbones_configurations_are_all_that_keep_the_rules(
-    count: int, devices_per_node: int, batch: int, memory: int, num_layers: int, num_heads: int
+    count: int, devices_per_node: int, batch: int, memory: int, num_layers: int, num_heads: int, vocab_size: int
 ) -> None:
     kind = device_type(count, devices_per_node)
-    spec = replace(BACKBONE, num_layers=num_layers, num_heads=num_heads, num_kv_heads=2)
+    spec = replace(BACKBONE, num_layers=num_layers, num_heads=num_heads, num_kv_heads=2, vocab_size=vocab_size)
     found = enumerate_backbone(kind, spec, global_batch_size=batch, peak_nbytes=peak, memory_nbytes=memory)
     feasible, pruned = [], Counter[PruneReason]()
     for devices in range(1, count + 1):
@@ -94,6 +97,19 @@ def test_an_encoders_dp_need_not_divide_the_batch_and_its_tp_divides_heads_and_n
     assert sorted(map(str, degrees_of(found.columns))) == sorted(map(str, expected))
     assert found.pruned[PruneReason.CROSSES_NODES] == 12 * len({3, 5, 6, 7, 9, 10, 11, 12})
     assert set(found.pruned) == {PruneReason.CROSSES_NODES, PruneReason.FACTORS}
+
+
+def test_a_module_that_nothing_splits_stays_whole() -> None:
+    encoder = enumerate_encoder(
+        device_type(8), VISION, module="vision", peak_nbytes=lambda _: 1, memory_nbytes=1, splits_tensors=False
+    )
+    assert degrees_of(encoder.columns) == [Degrees(n) for n in range(1, 9)]
+    assert encoder.pruned[PruneReason.WHOLE] == 8 * len({2, 4, 8})
+    backbone = enumerate_backbone(
+        device_type(8), BACKBONE, global_batch_size=64, peak_nbytes=peak, memory_nbytes=1 << 30, splits_tensors=False
+    )
+    assert {each.tp for each in degrees_of(backbone.columns)} == {1}
+    assert {each.pp for each in degrees_of(backbone.columns)} == set(range(1, 9))
 
 
 def test_an_encoder_that_does_not_fit_says_by_how_much() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
@@ -59,12 +60,14 @@ def problems(draw: st.DrawFn) -> FlowProblem:
         device_type = draw(st.sampled_from(types))
         optional = (work != name or len(types) > 1) and draw(st.booleans())
         producers.append(Module(name, work, front_of(name, device_type, draw(points)), optional))
+    required = Counter(module.work for module in producers if not module.optional)
     consumer = sum((front_of("backbone", each, draw(points)) for each in types), ())
     return FlowProblem(
         tuple(producers),
         consumer,
         {work: draw(shares) for work in sorted({module.work for module in producers})},
         {each: draw(st.sampled_from([6, 24, 48, MAX_DEVICES])) for each in types},
+        one_maker=max(required.values(), default=0) <= 1 and draw(st.booleans()),
     )
 
 
@@ -73,9 +76,10 @@ def every_choice(problem: FlowProblem) -> Iterator[Choice]:
     for consumer, *made in product(problem.consumer, *options):
         names = [module.name for module in problem.producers]
         choice = Choice({name: each for name, each in zip(names, made, strict=True) if each is not None}, consumer)
-        made_works = {module.work for module in problem.producers if module.name in choice.producers}
+        makers = Counter(module.work for module in problem.producers if module.name in choice.producers)
         fits = all(taken <= problem.devices[each] for each, taken in devices_by_type(choice).items())
-        if fits and made_works == set(problem.shares):
+        is_made = set(makers) == set(problem.shares) and not (problem.one_maker and max(makers.values()) > 1)
+        if fits and is_made:
             yield choice
 
 

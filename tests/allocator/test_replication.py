@@ -74,7 +74,7 @@ def test_the_batch_decides_how_many_replicas_there_are() -> None:
 def test_what_does_not_fit_says_by_how_much() -> None:
     asked = request(cluster(l4=1))
     found = replicate(asked, roofline_surrogate(asked))
-    assert found.rate is None and found.peak_nbytes > found.memory_nbytes == asked.memory_nbytes("l4")
+    assert found.rate is None and found.peak_nbytes > found.memory_nbytes == asked.memory_nbytes("backbone", "l4")
 
 
 def test_the_best_type_of_devices_is_taken_and_all_encoders_count() -> None:

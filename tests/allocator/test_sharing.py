@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.cluster import Cluster
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.sharing import shared_rate
 from flowtrain.errors import ConfigError
-from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, several, workload
+from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, several, with_memory, workload
 
 TINY = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2))
 RATES = st.floats(0.01, 1e6)
@@ -50,12 +51,6 @@ def test_several_encoders_share_with_the_backbone() -> None:
     assert found.rate == pytest.approx(shared_rate(*(module.production for module in found.modules)))
 
 
-def with_memory(asked: Request, nbytes: int) -> Request:
-    """The same on devices that have so much for a module."""
-    budget = MemoryBudget(pool_nbytes=asked.memory_nbytes(asked.cluster.device_types[0].name) - nbytes)
-    return replace(asked, budget=budget)
-
-
 def test_what_fits_alone_but_not_together_is_refused() -> None:
     asked = request(cluster(h200=1), TINY)
     peaks = [asked.peak_nbytes(name, Degrees()) for name in ("vision", "backbone")]
@@ -64,7 +59,16 @@ def test_what_fits_alone_but_not_together_is_refused() -> None:
     message = r"\(1 h200\) holds each module alone but not all of them together \(vision .*: 1 h200 more$"
     with pytest.raises(ConfigError, match=message):
         allocated(asked)
-    assert allocated(replace(asked, cluster=cluster(h200=2))).devices == 2
+    types = tuple(replace(each, count=2) for each in asked.cluster.device_types)
+    assert allocated(replace(asked, cluster=Cluster(types))).devices == 2
+
+
+def test_what_the_encoder_gives_to_the_pool_is_taken_off_the_shared_device() -> None:
+    asked = request(cluster(h200=1), TINY)
+    asked = with_memory(asked, sum(asked.peak_nbytes(name, Degrees()) for name in ("vision", "backbone")))
+    assert allocated(asked).shared
+    with pytest.raises(ConfigError, match="holds each module alone but not all of them together"):
+        allocated(replace(asked, budget=MemoryBudget(usable=1.0, pool_nbytes=1)))
 
 
 def test_what_makes_one_device_enough_is_suggested() -> None:

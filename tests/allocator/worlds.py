@@ -66,6 +66,12 @@ def request(
     )
 
 
+def with_memory(asked: Request, nbytes: int) -> Request:
+    """The same on devices that have so much for a module."""
+    types = tuple(replace(each, memory_nbytes=nbytes) for each in asked.cluster.device_types)
+    return replace(asked, budget=MemoryBudget(usable=1.0), cluster=Cluster(types))
+
+
 def roofline_surrogate(asked: Request) -> Surrogate:
     times = {each.name: Roofline(each, asked.model, asked.workload, asked.setup) for each in asked.cluster.device_types}
     return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, times)

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.allocator.candidates import PruneReason
 from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.plan_devices import AskedDevices
+from flowtrain.controller.planned_run import planned_run
+from flowtrain.controller.planning import make_report
 from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.mempool.capacity import check_capacity
@@ -181,6 +185,12 @@ def test_a_type_that_tensor_parallel_ranks_cannot_share_is_refused_before_anythi
     olmo = {"config": {**config_of(data).backbone.config, "model_type": "olmo2"}}
     olmo["config"].pop("head_dim", None)
     prepare(config_of(data, backbone=olmo))
+    assert planned_run(config_of(data)).whole == frozenset()
+    planned = planned_run(config_of(data, backbone=olmo))
+    assert planned.whole == {"backbone"}
+    choice = make_report(planned, AskedDevices(devices=8)).allocation
+    assert choice.modules[-1].degrees.tp == 1
+    assert choice.pruned["backbone"][PruneReason.WHOLE] > 0
     with pytest.raises(ConfigError) as caught:
         prepare(config_of(data, "backbone.tensor_parallel_size=2", backbone=olmo))
     assert str(caught.value) == (

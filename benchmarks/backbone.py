@@ -164,7 +164,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=1536, help="longer samples are cut")
     parser.add_argument("--scale", type=float, default=0.5, help="of the lengths")
     parser.add_argument("--samples", type=int, default=10, help="of a step")
-    parser.add_argument("--padded-batch", type=int, default=8, help="rows of a padded batch")
+    parser.add_argument("--padded-batch", type=int, default=4, help="rows of a padded batch")
     parser.add_argument("--target-share", type=float, default=1.0, help="of a sample's tokens that carries loss")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7, help="steps beside full batches, one more to warm up")

@@ -182,10 +182,27 @@ def resolve(
     plan: a ``plan.yaml`` that is applied before the overrides.
     """
     if plan is not None:
-        overrides = [*plan_overrides(read_plan(plan)), *overrides]
+        planned = plan_overrides(read_plan(plan))
+        try:
+            return resolve(config, [*planned, *overrides], check_paths)
+        except ConfigError as error:
+            raise ConfigError(f"with the plan {plan}: {error}") from error
     if isinstance(config, RunConfig):
         resolved = override_config(config, overrides, check_paths)
     else:
-        resolved = load_config(config, overrides, check_paths)
+        resolved = _loaded(config, overrides, check_paths)
     check_startable(resolved)
     return resolved
+
+
+def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bool) -> RunConfig:
+    try:
+        return load_config(path, overrides, check_paths)
+    except ConfigError as error:
+        from flowtrain.controller.planned import is_model_file
+
+        if not is_model_file(path):
+            raise
+        raise ConfigError(
+            f"{path} is a model file, for flowtrain plan alone; give a run's configuration, as configs/quickstart.yaml"
+        ) from error

@@ -79,6 +79,10 @@ def data_sheet_device_type(
     """
     spec = device_spec(name)
     if spec is None:
+        if name.lower() == "cpu":
+            raise ConfigError(
+                "--device (cpu) has no data sheet here; measure it by flowtrain profile, plan by --profile"
+            )
         keys = [each.key for each in DEVICES]
         near = difflib.get_close_matches(name.lower(), keys, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""

@@ -147,7 +147,9 @@ def _smallest_cluster(request: Request) -> Cluster | None:
 
 def _named(cluster: Cluster) -> str:
     if len(cluster.device_types) == 1:
-        return f"{cluster.num_devices} devices"
+        nodes, rest = divmod(cluster.num_devices, cluster.device_types[0].devices_per_node)
+        in_nodes = cluster.num_devices > FINE_GRAINED_DEVICES and not rest
+        return f"{cluster.num_devices} devices{f' ({nodes} nodes)' if in_nodes else ''}"
     return " and ".join(f"{count} {name}" for name, count in cluster.counts.items())
 
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from flowtrain.allocator.degrees import Degrees
+from flowtrain.config.messages import Document, render_validation
 from flowtrain.config.run import RunConfig
-from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
+from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
 from flowtrain.types import PLAN_SCHEMA
 
@@ -178,12 +179,16 @@ def from_yaml(text: str, label: str = "plan.yaml") -> Plan:
             raise ConfigError(
                 f"{label}: schema ({found!r}) is not the one that this version reads ({PLAN_SCHEMA}); make a new plan"
             )
+        if not {"encoders", "backbone", "feeder"} <= values.keys():
+            raise ConfigError(
+                f"{label}: this is no plan, which has encoders, backbone and feeder; make one by flowtrain plan CONFIG "
+                "--save"
+            )
         return TypeAdapter(Plan).validate_python(values)
     except YamlError as error:
         raise ConfigError(f"{label}: {error}") from error
     except ValidationError as error:
-        faults = [f"{dotted(fault['loc'])} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()]
-        raise ConfigError(f"{label}: {'; '.join(faults)}") from error
+        raise ConfigError(render_validation(Document(label, values), error)) from error
 
 
 def read_plan(path: str | PathLike[str]) -> Plan:

@@ -27,7 +27,7 @@ PROFILE_SCHEMA = 1
 MAX_EXTRAPOLATION = 1.25
 """Lengths and sizes up to this many times the largest that was measured are extrapolated in proportion."""
 
-MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan with --device"
+MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds

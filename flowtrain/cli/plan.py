@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from flowtrain.allocator.plan import to_yaml
 from flowtrain.allocator.solvers import SolverName
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.plan_tables import plan_report_tables
+from flowtrain.controller.planned import is_model_file
 from flowtrain.controller.planning import PlanReport
 from flowtrain.errors import ConfigError
 
@@ -30,9 +32,9 @@ def plan(
     save: Path | None,
     plot: Path | None,
 ) -> None:
-    """Allocate as ``api.allocate`` does, show, save and draw it; ConfigError where that cannot be, before it prints.
+    """Allocate as ``api.allocate`` does, save, show and draw it; raises ConfigError.
 
-    asked: devices and profile, as keyword arguments of that.
+    asked: devices and profile, as keyword arguments of that. What cannot be drawn is refused behind all else.
     """
     if plot is not None:
         check_output_path("--plot", plot, PLOT_ENDINGS)
@@ -40,15 +42,17 @@ def plan(
         check_output_path("--save", save)
     # An unknown solver is refused by its name, as one that is not installed.
     report = api.allocate(config, overrides, solver=cast(SolverName, solver), **asked)
-    if plot is not None:
-        _draw(report, plot)
+    start = None
     if save is not None:
         _save(report, save)
+        file = "CONFIG" if is_model_file(config) else str(config)
+        start = shlex.join(["flowtrain", "train", file, *overrides, "--plan", str(save)])
     if as_json:
         print(json.dumps(report.as_record(), allow_nan=False))
     else:
-        Console().print(*plan_report_tables(report, save), sep="\n")
+        Console().print(*plan_report_tables(report, start), sep="\n")
     if plot is not None:
+        _draw(report, plot)
         print(f"plot: {plot}", file=sys.stderr)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -12,18 +11,22 @@ from flowtrain.allocator.allocation import Allocation, Alternative
 from flowtrain.allocator.cluster import DeviceType
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
+from flowtrain.controller.plan_notes import REFUSED
 from flowtrain.controller.planning import PlanReport
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64
 
 
-def plan_report_tables(report: PlanReport, saved: Path | None = None) -> tuple[Table, ...]:
-    """What was asked, the plan, what was left out, what lost, and what all of it rests on."""
+def plan_report_tables(report: PlanReport, start: str | None = None) -> tuple[Table, ...]:
+    """What was asked, the plan, what was left out, what lost, and what all of it rests on.
+
+    start: the command that starts the saved plan; None where it was not saved.
+    """
     found = report.allocation
     asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
     result = facts_table(_result_rows(report))
-    rest = facts_table([*_assumption_rows(report), *_start_rows(report, saved)])
+    rest = facts_table([*_assumption_rows(report), *_start_rows(report, start)])
     tables = [asked, _modules(found), result, _left_out(found)]
     if found.alternatives:
         tables.append(_alternatives(found))
@@ -201,12 +204,13 @@ def _solving(found: Allocation) -> str:
     return f"{found.solver} {1e3 * found.timings.solve_s:.0f} ({found.num_variables} variables)"
 
 
-def _start_rows(report: PlanReport, saved: Path | None) -> Iterator[tuple[str, str]]:
+def _start_rows(report: PlanReport, start: str | None) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in report.notes)
     if report.overrides:
         yield "overrides", " ".join(report.overrides)
-    if saved is not None:
-        yield "saved", f"{saved}; start it with flowtrain train CONFIG --plan {saved}"
+    if start is not None:
+        refused = any(note.startswith(REFUSED) for note in report.notes)
+        yield "saved", f"{'once what the notes say is mended, ' if refused else ''}start it with {start}"
 
 
 def _table(first: str, *headings: str) -> Table:

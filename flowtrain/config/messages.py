@@ -101,7 +101,7 @@ def _fault(document: Document, details: ErrorDetails) -> str:
         return fault_line(document, path, str(context["error"]))
     if kind == "missing":
         return fault_line(document, path[:-1], f"{key} is missing; it is required")
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):  # of models and of dataclasses
         return fault_line(document, path, _unknown_key(document, path, value))
     if kind in _NEEDS_ITEMS:
         count = _NEEDS_ITEMS[kind].format(**context)

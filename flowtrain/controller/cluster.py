@@ -104,9 +104,9 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
         lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
         raise ResourceError(
-            "the cluster lacks resources: " + "; ".join(lacking) + ". Lower encoders.*.data_parallel_size, the "
-            "backbone's parallel sizes (backbone.tensor_parallel_size ranks share a node), their num_cpus or the "
-            "segment sizes, or use a larger node"
+            "the cluster lacks resources: " + "; ".join(lacking) + ". Lower data_parallel_size, "
+            "tensor_parallel_size (whose ranks share a node) or pipeline_parallel_size of encoders.* or backbone, "
+            "their num_cpus or the segment sizes, or use a larger node"
         )
     return "PACK" if why_one is None else "STRICT_PACK"
 

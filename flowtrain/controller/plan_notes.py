@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.degrees import degree_faults
+from flowtrain.allocator.plan import Plan, plan_changes
 from flowtrain.allocator.replication import AS_GOOD, Replication
 from flowtrain.config.load import override_config
 from flowtrain.config.startable import startable_faults
-from flowtrain.controller.plan_pool import PoolNeed
+from flowtrain.controller.plan_pool import PoolNeed, segment_overrides
 from flowtrain.controller.planned import Planned
 from flowtrain.errors import ConfigError
+
+REFUSED = "a run refuses this plan"
+"""How a note begins that says why the plan cannot be started as it is."""
 
 
 def notes(
     planned: Planned,
     allocation: Allocation,
     replication: Replication,
-    overrides: Sequence[str],
+    plan: Plan,
     pool: PoolNeed,
 ) -> Iterator[str]:
-    """Yield them, one sentence each; overrides, pool: of the plan."""
+    """Yield them, one sentence each; plan, pool: what of the allocation is started."""
     idle = sum(allocation.budget.values()) - allocation.devices
     if idle:
         yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no faster choice takes them"
@@ -34,7 +38,8 @@ def notes(
         compared = "would be faster" if replication.rate > allocation.rate / AS_GOOD else "would do as well"
         yield (
             f"plain replication of the whole model {compared}: {replication.rate:.4g} samples/s on "
-            f"{replication.devices} devices, {replication.rate / allocation.rate:.0%} of the plan"
+            f"{replication.devices} devices, {replication.rate / allocation.rate:.0%} of the plan; "
+            "FlowTrain does not train like that, other trainers do"
         )
     if allocation.rate_added is not None:
         yield (
@@ -42,25 +47,35 @@ def notes(
             f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; no "
             "run can start that yet"
         )
-    yield from (f"a run refuses this plan: {fault}" for fault in _faults(planned, allocation, overrides))
+    yield from (f"{REFUSED}: {fault}" for fault in _faults(planned, allocation, plan))
+    for name, module in plan.encoders.items():
+        if module.segment_nbytes > (given := planned.config.encoders[name].segment_nbytes):
+            yield (
+                f"encoders.{name}.segment_nbytes is raised from {given} to {module.segment_nbytes}: a run with less of "
+                "a pool is refused"
+            )
     yield from _pool_notes(pool)
 
 
-def _faults(planned: Planned, allocation: Allocation, overrides: Sequence[str]) -> list[str]:
+def _faults(planned: Planned, allocation: Allocation, plan: Plan) -> list[str]:
     config, backbone = planned.config, allocation.modules[-1]
     faults = degree_faults(
         backbone.degrees, planned.model.backbone, chunks_per_rank=config.backbone.chunks_per_rank
     ) + startable_faults(config)
     try:
-        override_config(config, overrides, check_paths=False)
+        override_config(config, plan_changes(config, plan), check_paths=False)
     except ConfigError as error:
         faults.append(str(error))
     return faults
 
 
 def _pool_notes(pool: PoolNeed) -> Iterator[str]:
-    remedy = f"{' '.join(pool.remedy)} holds it" if pool.remedy else "no encoders.*.segment_nbytes alone mends that"
+    remedy = (
+        f"{' '.join(segment_overrides(pool.remedy))} holds it"
+        if pool.remedy
+        else "no encoders.*.segment_nbytes alone mends that"
+    )
     if pool.fault is not None:
-        yield f"a run refuses this plan: {pool.fault}; {remedy}"
+        yield f"{REFUSED}: {pool.fault}; {remedy}"
     elif pool.segments_nbytes < pool.features_nbytes:
         yield f"the pool holds less than scheduler.lookahead_steps ask for, so encoders wait for room; {remedy}"

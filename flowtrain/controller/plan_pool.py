@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from flowtrain.allocator.plan import Plan
+from flowtrain.allocator.plan import Plan, plan_changes
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planned import Planned
@@ -20,20 +20,33 @@ class PoolNeed:
 
     features: when encoders are as far ahead as ``scheduler.lookahead_steps`` lets them, of mean samples. segments: that
     all encoders of the plan give. node: that encoders give on a node, where as many as fit lie on one. fault: why a run
-    with these segments is refused, None where it is not or that is not known. remedy: changes to a configuration that
-    hold the features and are not refused, empty where nothing lacks.
+    with these segments is refused, None where it is not or that is not known. remedy: segments of each encoder that
+    hold the features and are not refused; empty where nothing lacks, or where no segments do.
     """
 
     features_nbytes: int
     segments_nbytes: int
     node_nbytes: int
     fault: str | None
-    remedy: tuple[str, ...]
+    remedy: dict[str, int]
 
 
-def pool_need(planned: Planned, plan: Plan, overrides: Sequence[str], devices_per_node: int) -> PoolNeed:
-    """Return what the pool is asked for; overrides: the plan's changes to the configuration."""
+def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
+    """Return the plan with segments that no run is refused for, where larger ones alone are what it takes."""
+    need = pool_need(planned, plan, devices_per_node)
+    if need.fault is None:
+        return plan
+    encoders = {
+        name: replace(module, segment_nbytes=need.remedy.get(name, module.segment_nbytes))
+        for name, module in plan.encoders.items()
+    }
+    return replace(plan, encoders=encoders)
+
+
+def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:
+    """Return what the pool is asked for."""
     workload, config = planned.workload, planned.config
+    overrides = plan_changes(config, plan)
     rows = workload.global_batch_size * float(workload.vision_lengths.mean())
     row_nbytes = planned.model.connector.feature_dim * {"bfloat16": 2, "float32": 4}[config.model.dtype]
     features = int((1 + config.scheduler.lookahead_steps) * rows * row_nbytes)
@@ -42,29 +55,34 @@ def pool_need(planned: Planned, plan: Plan, overrides: Sequence[str], devices_pe
     num_actors = sum(module.num_actors for module in plan.encoders.values())
     fault = _fault(planned, config, overrides)
     is_enough = fault is None and segments >= features
-    remedy = () if is_enough else _remedy(planned, plan, overrides, features)
+    remedy = {} if is_enough else _remedy(planned, plan, overrides, features)
     return PoolNeed(features, segments, int(min(num_actors, devices_per_node) * largest), fault, remedy)
 
 
-def _remedy(planned: Planned, plan: Plan, overrides: Sequence[str], features: int) -> tuple[str, ...]:
+def _remedy(planned: Planned, plan: Plan, overrides: Sequence[str], features: int) -> dict[str, int]:
     """The smallest segments that hold the features and that no run is refused for; empty where none are."""
     least = -(-features // sum(module.data_parallel_size for module in plan.encoders.values()))
 
-    def changes(nbytes: int) -> tuple[str, ...]:
-        sizes = {name: max(nbytes, module.segment_nbytes) for name, module in plan.encoders.items()}
-        return tuple(f"encoders.{name}.segment_nbytes={size}" for name, size in sizes.items())
+    def sizes(nbytes: int) -> dict[str, int]:
+        return {name: max(nbytes, module.segment_nbytes) for name, module in plan.encoders.items()}
 
     def is_enough(nbytes: int) -> bool:
-        return _fault(planned, planned.config, [*overrides, *changes(nbytes)]) is None
+        changes = segment_overrides(sizes(nbytes))
+        return _fault(planned, planned.config, [*overrides, *changes]) is None
 
     enough = next((least << k for k in range(_DOUBLINGS) if is_enough(least << k)), None)
     if enough is None:
-        return ()
+        return {}
     low, high = (enough // 2, enough) if enough > least else (least - 1, least)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return changes(high)
+    return sizes(high)
+
+
+def segment_overrides(sizes: Mapping[str, int]) -> list[str]:
+    """Return encoders' segments, in bytes, as changes to a configuration."""
+    return [f"encoders.{name}.segment_nbytes={size}" for name, size in sizes.items()]
 
 
 def _fault(planned: Planned, config: RunConfig, overrides: Sequence[str]) -> str | None:

@@ -64,12 +64,6 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
     Settings that the file has not are a run's defaults, but bfloat16, full recomputation and large encode batches.
     """
     file = read_model_file(Path(path).expanduser())
-    for text in overrides:
-        if not _MODEL_FILE_KEYS.fullmatch(text.partition("=")[0].strip()):
-            raise ConfigError(
-                f"override {text!r}: a model file takes no such key, only settings that decide its plan, e.g. "
-                f"scheduler.microbatch_tokens or backbone.activation_checkpointing; change {path} itself"
-            )
     workload, encoder = file.workload, {"config": {}, "max_batch_patches": MODEL_FILE_BATCH_PATCHES}
     values = {
         "name": file.name,
@@ -81,9 +75,17 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         "scheduler": {"microbatch_tokens": workload.microbatch_tokens},
     }
     try:
-        config = override_config(RunConfig.model_validate(values), overrides, check_paths=False)
+        base = RunConfig.model_validate(values)
     except ValidationError as error:  # a name or a size that no run takes
         raise ConfigError(render_validation(Document(str(path), values), error)) from error
+    for text in overrides:
+        if not _MODEL_FILE_KEYS.fullmatch(text.partition("=")[0].strip()):
+            override_config(base, [text], check_paths=False)  # a key that is none at all is refused with the nearest
+            raise ConfigError(
+                f"override {text!r}: a model file takes no such key, only settings that decide its plan, e.g. "
+                f"scheduler.microbatch_tokens or backbone.activation_checkpointing; change {path} itself"
+            )
+    config = override_config(base, overrides, check_paths=False)
     workload = replace(
         workload,
         global_batch_size=config.training.global_batch_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
@@ -23,7 +23,7 @@ from flowtrain.allocator.times import ModuleTimes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.plan_devices import AskedDevices, cluster_of
 from flowtrain.controller.plan_notes import notes
-from flowtrain.controller.plan_pool import PoolNeed, pool_need
+from flowtrain.controller.plan_pool import PoolNeed, pool_need, with_pool
 from flowtrain.controller.planned import Planned
 from flowtrain.costs.memory import TrainingSetup
 
@@ -58,13 +58,12 @@ class PlanReport:
     @cached_property
     def pool(self) -> PoolNeed:
         """What the memory pool is asked for."""
-        per_node = max(each.devices_per_node for each in self.cluster.device_types)
-        return pool_need(self.planned, self.plan, self.overrides, per_node)
+        return pool_need(self.planned, self.plan, _devices_per_node(self.cluster))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know before starting it."""
-        return tuple(notes(self.planned, self.allocation, self.replication, self.overrides, self.pool))
+        return tuple(notes(self.planned, self.allocation, self.replication, self.plan, self.pool))
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -94,8 +93,8 @@ def make_report(
 ) -> PlanReport:
     """Choose the degrees by Eq. 2 of FlowTrain 3.3, at rates by data sheets or a profile; ConfigError if none fits."""
     config = planned.config
-    setup, efficiency = _setup(config), Efficiency()
     cluster = cluster_of(asked, planned, profile)
+    setup, efficiency = _setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     chunks = config.backbone.chunks_per_rank
@@ -106,7 +105,7 @@ def make_report(
     surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, chunks)
     allocation = allocate(request, surrogate, Solver(solver))
     replication = replicate(request, surrogate)
-    plan = _plan(config, allocation, cluster)
+    plan = with_pool(planned, _plan(config, allocation, cluster), _devices_per_node(cluster))
     return PlanReport(planned, cluster, setup, budget, efficiency, allocation, replication, plan, profile)
 
 
@@ -121,15 +120,21 @@ def _times(
     return ProfileTimes(profile, workload, communication, request.max_batch_patches, threads)
 
 
-def _setup(config: RunConfig) -> TrainingSetup:
+def _devices_per_node(cluster: Cluster) -> int:
+    """Of the largest nodes."""
+    return max(each.devices_per_node for each in cluster.device_types)
+
+
+def _setup(config: RunConfig, on_cpu: bool) -> TrainingSetup:
     backbone = config.backbone
+    fastest: Literal["sdpa", "flash_attn"] = "sdpa" if on_cpu else "flash_attn"
     return TrainingSetup(
         dtype=config.model.dtype,
         sharding=backbone.sharding,
         activation_checkpointing=backbone.activation_checkpointing,
         checkpoint_every=backbone.checkpoint_every,
         optimizer=config.training.optimizer,
-        attention="flash_attn" if backbone.attention == "auto" else backbone.attention,
+        attention=fastest if backbone.attention == "auto" else backbone.attention,
     )
 
 

@@ -135,6 +135,9 @@ def check_run_dir(config: RunConfig, resume: bool) -> None:
     run = run_dir(config)
     if run.root.exists() and not run.root.is_dir():
         raise ConfigError(f"{run.root} is a file; the run's directory goes there, so move the file away or change name")
+    there = next(path for path in (run.root, *run.root.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"runs_dir ({config.runs_dir}): no directory can be made in {there}; choose another place")
     if not run.root.is_dir() or all(path.name == _LOCK for path in run.root.iterdir()):
         return
     if not resume:

@@ -153,7 +153,7 @@ def test_waiting_shares() -> None:
     assert blocked_share(10.0, 5.0) == 0.5 and blocked_share(5.0, 10.0) == 0.0
 
 
-@pytest.mark.parametrize("name", ["h300", "cpu", "NVIDIA H200 MIG 1g.18gb"])
+@pytest.mark.parametrize("name", ["h300", "NVIDIA H200 MIG 1g.18gb"])
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"--device \(.*\) is not in the table of devices; take one of b200, "):
         data_sheet_device_type(name, 8)

@@ -141,21 +141,21 @@ def test_notes_say_what_a_run_would_refuse_or_wait_for() -> None:
     enough = int(note.split("segment_nbytes=")[1].split()[0])
     report = flowtrain.allocate(QUICKSTART, [*ahead, f"encoders.vision.segment_nbytes={enough}"], devices=2)
     assert not [note for note in report.notes if note.startswith("the pool")]
-    assert report.pool is not None and report.pool.segments_nbytes >= report.pool.features_nbytes
+    assert report.pool.segments_nbytes >= report.pool.features_nbytes
 
 
-def test_a_pool_that_a_run_refuses_is_said_with_what_it_takes() -> None:
+def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes() -> None:
     overrides = ["encoders.vision.segment_nbytes=65536", "scheduler.lookahead_steps=1", "data.max_seq_len=512"]
     report = flowtrain.allocate(QUICKSTART, overrides, devices=2)
-    assert report.pool is not None and report.pool.fault is not None
-    (note,) = [note for note in report.notes if "the pool" in note or "no segment" in note]
-    assert note.startswith("a run refuses this plan: ") and note.endswith(f"{' '.join(report.pool.remedy)} holds it")
-    # What it suggests is taken, and nothing smaller is.
-    changes = [*overrides, *report.overrides, *report.pool.remedy]
-    assert flowtrain.plan(QUICKSTART, [*changes, "runs_dir=/tmp/none"]).num_steps == 240
-    ((key, nbytes),) = [change.split("=") for change in report.pool.remedy]
+    nbytes = report.plan.encoders["vision"].segment_nbytes
+    assert report.pool.fault is None and report.pool.remedy == {}
+    (note,) = [note for note in report.notes if "segment_nbytes" in note]
+    assert note.startswith(f"encoders.vision.segment_nbytes is raised from 65536 to {nbytes}: ")
+    # What it says is taken, and nothing smaller is.
+    changes = [*overrides, *report.overrides]
+    assert flowtrain.plan(QUICKSTART, changes).num_steps == 240
     with pytest.raises(ConfigError, match="segment_nbytes to at least"):
-        flowtrain.plan(QUICKSTART, [*changes, f"{key}={int(nbytes) - 1}"])
+        flowtrain.plan(QUICKSTART, [*changes, f"encoders.vision.segment_nbytes={nbytes - 1}"])
 
 
 def test_interleaved_pipelines_are_planned_as_they_run() -> None:
@@ -185,6 +185,8 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
         ),
         ((QUICKSTART, "--device", "910b"), "no public peak for model.dtype (float32)"),
         ((QUICKSTART, "training.learning_rat=1"), "did you mean training.learning_rate?"),
+        ((*PAPER, "training.global_batch_sizes=128"), "did you mean training.global_batch_size?"),
+        ((*PAPER, "training.learning_rate=1"), "a model file takes no such key, only settings that decide its plan"),
         (("none.yaml",), "none.yaml: the configuration cannot be read"),
         ((*PAPER, "--save", "nowhere/plan.yaml"), "--save nowhere/plan.yaml: there is no directory nowhere; make it"),
         (
@@ -202,6 +204,30 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"plan.yaml: the plan cannot be read"):
         api.resolve(QUICKSTART, plan=saved)
     record_of(str(MODELS / "vlm_6b.yaml"), "--devices", "16", "--save", str(saved))
-    saved.write_text(saved.read_text().replace("vision:", "sound:"))
-    with pytest.raises(ConfigError, match="encoders"):
+    text = saved.read_text()
+    saved.write_text(text.replace("vision:", "sound:"))
+    with pytest.raises(ConfigError, match=rf"with the plan {saved}: .*encoders"):
         api.resolve(QUICKSTART, plan=saved)
+    saved.write_text(text.replace("num_cpus", "num_cpu", 1))
+    with pytest.raises(
+        ConfigError, match=r"plan.yaml: .*num_cpu = .*: unknown key; did you mean encoders.vision.num_cpus"
+    ):
+        api.resolve(QUICKSTART, plan=saved)
+    saved.write_text('{"schema": 1, "device": "cpu"}')
+    with pytest.raises(ConfigError, match=r"plan.yaml: this is no plan, which has encoders, backbone and feeder"):
+        api.resolve(QUICKSTART, plan=saved)
+
+
+def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    given = ("--devices", "4", "--save", str(saved))
+    wide = CliRunner(env={"COLUMNS": "400"})
+    shown = wide.invoke(app, ["plan", QUICKSTART, "scheduler.lookahead_steps=2", *given]).stdout
+    assert f"start it with flowtrain train {QUICKSTART} scheduler.lookahead_steps=2 --plan {saved}" in shown
+    shown = wide.invoke(app, ["plan", PAPER[0], "--devices", "256", "--save", str(saved)]).stdout
+    assert f"start it with flowtrain train CONFIG --plan {saved}" in shown
+
+
+def test_a_model_file_cannot_be_trained() -> None:
+    with pytest.raises(ConfigError, match="vlm_72b.yaml is a model file, for flowtrain plan alone"):
+        flowtrain.train(PAPER[0])

@@ -112,7 +112,7 @@ def test_one_device_is_shared_and_a_run_takes_its_half(tmp_path: Path) -> None:
 def test_shares_of_the_configuration_are_not_shared_again(devices: int, share: float) -> None:
     shared = ("encoders.vision.num_devices=0.5", "backbone.num_devices=0.5")
     plan = api.allocate(QUICKSTART, shared, devices=devices).plan
-    assert plan is not None and (plan.encoders["vision"].num_devices, plan.backbone.num_devices) == (share, share)
+    assert (plan.encoders["vision"].num_devices, plan.backbone.num_devices) == (share, share)
 
 
 def test_a_cpu_is_shared_by_its_cores_time(tmp_path: Path) -> None:
@@ -165,12 +165,23 @@ def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
             "(1 h200, 1 l4) hold each module alone but not all of them together; the nearest that is feasible: 1 h200",
         ),
         (("--device", "h200=2000000"), "ask for 2000000 devices; plan at most 1048576"),
-        ((*BOTH, "--plot", "rate.png"), "--plot rate.png: there is no choice of splits to draw"),
+        (
+            ("--device", "cpu", "--devices", "2"),
+            "--device (cpu) has no data sheet here; measure it",
+        ),
     ],
 )
 def test_devices_that_make_no_sense_are_one_message(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(SMALL, *arguments)
     assert not Path("rate.png").exists()
+
+
+def test_what_cannot_be_drawn_is_shown_and_saved_all_the_same(tmp_path: Path) -> None:
+    picture, saved = tmp_path / "rate.png", tmp_path / "plan.yaml"
+    result = plan(SMALL, *BOTH, "--plot", str(picture), "--save", str(saved))
+    assert result.exit_code == 2 and "samples/s" in result.stdout
+    assert "there is no choice of splits to draw" in result.stderr
+    assert read_plan(saved).backbone.num_actors > 1 and not picture.exists()
 
 
 @pytest.mark.parametrize("asked", [{"devices": 0}, {"devices": 8, "nodes": 0}, {"nodes": -1}])

@@ -94,7 +94,7 @@ def test_the_profiled_device_may_be_named(saved: Path) -> None:
     )
 
 
-AGAIN = "run flowtrain profile again on these devices, or plan with --device"
+AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
 
 
 @pytest.mark.parametrize(

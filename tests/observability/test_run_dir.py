@@ -11,7 +11,7 @@ import pytest
 from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir, run_dir
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -67,6 +67,9 @@ def test_a_file_in_the_way_and_a_directory_that_is_no_run(config: RunConfig, tmp
     (tmp_path / "runs" / "quickstart").touch()
     with pytest.raises(ConfigError, match=r"quickstart is a file; the run's directory goes there"):
         open_run_dir(config, resume=True)
+    within = config.model_copy(update={"runs_dir": str(tmp_path / "runs" / "quickstart" / "deep")})
+    with pytest.raises(ConfigError, match=r"runs_dir \(.*deep\): no directory can be made in .*quickstart; choose"):
+        check_run_dir(within, resume=False)
     with pytest.raises(ConfigError, match=r"not a run's directory \(it has no config.yaml\)"):
         RunDir(tmp_path).load_config()
 

@@ -21,13 +21,13 @@ def one_f_one_b(
     Raises ValueError for fewer than one rank or chunk, or a negative number of microbatches.
     """
     groups = _groups(pp_size, num_microbatches, chunks_per_rank)
+    largest = _largest_group(pp_size, num_microbatches, chunks_per_rank)
     chunks = range(chunks_per_rank)
     forwards = [(chunk, k) for group in groups for chunk in chunks for k in group]
     backwards = [(chunk, k) for group in groups for chunk in reversed(chunks) for k in group]
     orders = []
     for rank in range(pp_size):
-        group = len(groups[0]) if groups else 0
-        num_warmup = min(_num_warmup(pp_size, rank, chunks_per_rank, group), len(forwards))
+        num_warmup = min(_num_warmup(pp_size, rank, chunks_per_rank, largest), len(forwards))
         num_steady = len(forwards) - num_warmup
         ahead = [_compute(ActionKind.FORWARD_STAGE, pp_size, rank, *work, memory) for work in forwards]
         back = [_compute(ActionKind.BACKWARD_STAGE, pp_size, rank, *work, memory) for work in backwards]
@@ -42,8 +42,7 @@ def in_flight_by_chunk(pp_size: int, rank: int, num_microbatches: int, *, chunks
     Later the rank keeps as many in all, and never more. It is ahead by its warm-up and the forward that follows it;
     interleaved, microbatches go through a chunk by the group. Raises as `one_f_one_b` does.
     """
-    groups = _groups(pp_size, num_microbatches, chunks_per_rank)
-    group = len(groups[0]) if groups else 0
+    group = _largest_group(pp_size, num_microbatches, chunks_per_rank)
     ahead = _num_warmup(pp_size, rank, chunks_per_rank, group) + 1
     in_flight = [0] * chunks_per_rank
     left = min(ahead, num_microbatches * chunks_per_rank)
@@ -77,17 +76,26 @@ def forward_only(pp_size: int, num_microbatches: int, *, chunks_per_rank: int = 
 
 def _groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> list[range]:
     """The microbatches in even groups of at least pp_size, larger groups first; one group where there are fewer."""
+    num_groups = _num_groups(pp_size, num_microbatches, chunks_per_rank)
+    if num_microbatches == 0:
+        return []
+    size, num_larger = divmod(num_microbatches, num_groups)
+    starts = [index * size + min(index, num_larger) for index in range(num_groups + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
+def _largest_group(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> int:
+    """Microbatches of the first of ``_groups``, without making them: the allocator asks for thousands."""
+    return -(-num_microbatches // _num_groups(pp_size, num_microbatches, chunks_per_rank))
+
+
+def _num_groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> int:
     if pp_size < 1 or chunks_per_rank < 1 or num_microbatches < 0:
         raise ValueError(
             f"pp_size ({pp_size}) and chunks_per_rank ({chunks_per_rank}) must be at least 1, num_microbatches "
             f"({num_microbatches}) at least 0"
         )
-    if num_microbatches == 0:
-        return []
-    num_groups = max(1, num_microbatches // pp_size)
-    size, num_larger = divmod(num_microbatches, num_groups)
-    starts = [index * size + min(index, num_larger) for index in range(num_groups + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
+    return max(1, num_microbatches // pp_size)
 
 
 def _compute(kind: ActionKind, pp_size: int, rank: int, chunk: int, microbatch: int, memory: MemoryStrategy) -> Action:

@@ -37,8 +37,8 @@ SHAPES: list[Shape] = [
     *((3, 1, 1), (1, 3, 1), (1, 1, 3)),
     *((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)),
 ]
-INTERLEAVED: list[Shape] = [(1, 2, 1), (2, 2, 1)]
-"""Beside the one that runs by arrival; tests/training has all."""
+INTERLEAVED: list[Shape] = [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1)]
+"""All with a pipeline but (1, 2, 2), which runs interleaved by arrival below."""
 CASES = [(shape, 1) for shape in SHAPES] + [(shape, 2) for shape in INTERLEAVED]
 
 

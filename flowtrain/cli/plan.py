@@ -12,7 +12,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from flowtrain import api
-from flowtrain.allocator.plan import to_yaml
+from flowtrain.allocator.plan import plan_overrides, to_yaml
 from flowtrain.allocator.solvers import SolverName
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.plan_tables import plan_report_tables
@@ -45,8 +45,7 @@ def plan(
     start = None
     if save is not None:
         _save(report, save)
-        file = "CONFIG" if is_model_file(config) else str(config)
-        start = shlex.join(["flowtrain", "train", file, *overrides, "--plan", str(save)])
+        start = shlex.join(_start(config, overrides, report, save))
     if as_json:
         print(json.dumps(report.as_record(), allow_nan=False))
     else:
@@ -54,6 +53,13 @@ def plan(
     if plot is not None:
         _draw(report, plot)
         print(f"plot: {plot}", file=sys.stderr)
+
+
+def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> list[str]:
+    """The command that trains by the plan; overrides of what is in it would undo it."""
+    decided = {change.partition("=")[0] for change in plan_overrides(report.plan)}
+    others = [text for text in overrides if text.partition("=")[0].strip() not in decided]
+    return ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
 
 
 def _save(report: PlanReport, path: Path) -> None:

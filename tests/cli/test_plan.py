@@ -222,7 +222,8 @@ def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
     given = ("--devices", "4", "--save", str(saved))
     wide = CliRunner(env={"COLUMNS": "400"})
-    shown = wide.invoke(app, ["plan", QUICKSTART, "scheduler.lookahead_steps=2", *given]).stdout
+    changed = ("backbone.data_parallel_size=4", "scheduler.lookahead_steps=2", "encoders.vision.segment_nbytes=65536")
+    shown = wide.invoke(app, ["plan", QUICKSTART, *changed, *given]).stdout
     assert f"start it with flowtrain train {QUICKSTART} scheduler.lookahead_steps=2 --plan {saved}" in shown
     shown = wide.invoke(app, ["plan", PAPER[0], "--devices", "256", "--save", str(saved)]).stdout
     assert f"start it with flowtrain train CONFIG --plan {saved}" in shown

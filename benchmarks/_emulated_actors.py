@@ -20,7 +20,7 @@ import torch
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
 from flowtrain.allocator.degrees import Degrees, split_layers
-from flowtrain.allocator.profile import Profile
+from flowtrain.allocator.profiles.profile import Profile
 from flowtrain.config.run import RunConfig
 from flowtrain.models.families.base import Family
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload

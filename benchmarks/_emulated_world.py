@@ -21,13 +21,13 @@ from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.cluster import Cluster, DeviceType, Links
 from flowtrain.allocator.communication import TensorCommunication
 from flowtrain.allocator.memory import MemoryBudget
-from flowtrain.allocator.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
-from flowtrain.allocator.profile_times import ProfileTimes
+from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
+from flowtrain.allocator.profiles.times import ProfileTimes
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.workload import Workload
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.planned_run import planned_run
+from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
 

@@ -24,9 +24,9 @@ from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.cluster import Cluster, data_sheet_device_type
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import ModelFile, read_model_file
+from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.roofline import Roofline
-from flowtrain.allocator.solvers import Solver
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.costs.memory import TrainingSetup
 

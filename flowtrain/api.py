@@ -15,10 +15,10 @@ from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
 
 if TYPE_CHECKING:
-    from flowtrain.allocator.solvers import SolverName
+    from flowtrain.allocator.program.solvers import SolverName
     from flowtrain.controller.doctor import DoctorReport
     from flowtrain.controller.pack import PackReport, Progress
-    from flowtrain.controller.planning import PlanReport
+    from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.prepare import Prepared
     from flowtrain.controller.profiling import ProfileReport
     from flowtrain.controller.run import RunSummary
@@ -84,10 +84,10 @@ def allocate(
     default as many as the run's own degrees take. nodes: that they are spread over; by default 8 devices a node. Starts
     nothing. Raises ConfigError, DataError.
     """
-    from flowtrain.allocator.profile import read_profile
-    from flowtrain.controller.plan_devices import AskedDevices
-    from flowtrain.controller.planned import is_model_file, planned_model
-    from flowtrain.controller.planning import make_report
+    from flowtrain.allocator.profiles.profile import read_profile
+    from flowtrain.controller.planning.devices import AskedDevices
+    from flowtrain.controller.planning.planned import is_model_file, planned_model
+    from flowtrain.controller.planning.report import make_report
 
     for name, count in (("devices", devices), ("nodes", nodes)):
         if count is not None and count < 1:
@@ -97,7 +97,7 @@ def allocate(
         planned = planned_model(config, overrides)
     else:
         resolved = resolve(config, overrides)
-        from flowtrain.controller.planned_run import planned_run
+        from flowtrain.controller.planning.planned_run import planned_run
 
         planned = planned_run(resolved)
     types = (device,) if isinstance(device, str) else tuple(device)
@@ -199,7 +199,7 @@ def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bo
     try:
         return load_config(path, overrides, check_paths)
     except ConfigError as error:
-        from flowtrain.controller.planned import is_model_file
+        from flowtrain.controller.planning.planned import is_model_file
 
         if not is_model_file(path):
             raise

@@ -24,7 +24,7 @@ from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.run import RunConfig
 from flowtrain.config.schema import ANY, key_patterns
 from flowtrain.config.yaml_text import parse_yaml
-from flowtrain.controller.planned import is_model_file, planned_model
+from flowtrain.controller.planning.planned import is_model_file, planned_model
 from flowtrain.data.sources.registry import open_source
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.types import RejectReason

@@ -13,8 +13,8 @@ import torch
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.profile import DeviceFacts, ImageTable
-from flowtrain.allocator.profile_shapes import Mix, batch_sizes, image_sizes
+from flowtrain.allocator.profiles.profile import DeviceFacts, ImageTable
+from flowtrain.allocator.profiles.shapes import Mix, batch_sizes, image_sizes
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation, SplitPoint, Timings
 from flowtrain.allocator.candidates import Candidate, Enumeration
-from flowtrain.allocator.flow import Choice, FlowProblem, Levels, adds_up, levels, production
 from flowtrain.allocator.infeasible import infeasible
-from flowtrain.allocator.milp import Solution, solve
+from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, adds_up, levels, production
+from flowtrain.allocator.program.milp import Solution, solve
+from flowtrain.allocator.program.rivals import rivals
+from flowtrain.allocator.program.solvers import Solver
+from flowtrain.allocator.program.splits import Split, best_splits, production_curve
 from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem, front
-from flowtrain.allocator.rivals import rivals
 from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
-from flowtrain.allocator.solvers import Solver
-from flowtrain.allocator.splits import Split, best_splits, production_curve
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
 
 NUM_ALTERNATIVES = 3

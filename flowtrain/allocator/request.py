@@ -14,9 +14,9 @@ from flowtrain.allocator.candidates import (
 )
 from flowtrain.allocator.cluster import Cluster, DeviceType
 from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.flow import FlowProblem, Module
 from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes, encoder_peak_nbytes
 from flowtrain.allocator.pareto import pareto_front
+from flowtrain.allocator.program.flow import FlowProblem, Module
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.allocator.workload import Workload
 from flowtrain.costs.memory import TrainingSetup

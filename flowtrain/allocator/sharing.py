@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.flow import Choice, FlowProblem
+from flowtrain.allocator.program.flow import Choice, FlowProblem
 from flowtrain.allocator.request import Key, Request
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.errors import ConfigError

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from flowtrain import api
 from flowtrain.allocator.plan import plan_overrides, to_yaml
-from flowtrain.allocator.solvers import SolverName
+from flowtrain.allocator.program.solvers import SolverName
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.plan_tables import plan_report_tables
-from flowtrain.controller.planned import is_model_file
-from flowtrain.controller.planning import PlanReport
+from flowtrain.controller.planning.planned import is_model_file
+from flowtrain.controller.planning.report import PlanReport
 from flowtrain.errors import ConfigError
 
 PLOT_ENDINGS = (".png", ".svg")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.controller.planning import PlanReport
+from flowtrain.controller.planning.report import PlanReport
 
 CONSUMPTION_COLOR, PRODUCTION_COLOR, RATE_COLOR, REPLICATION_COLOR = "#c4570a", "#7b3fa0", "#1668a8", "#6f767f"
 STYLE: Any = {"font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "plan"}

@@ -11,8 +11,8 @@ from flowtrain.allocator.allocation import Allocation, Alternative
 from flowtrain.allocator.cluster import DeviceType
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
-from flowtrain.controller.plan_notes import REFUSED
-from flowtrain.controller.planning import PlanReport
+from flowtrain.controller.planning.notes import REFUSED
+from flowtrain.controller.planning.report import PlanReport
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64

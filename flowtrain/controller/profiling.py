@@ -17,14 +17,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flowtrain.actors.link import RayLink
 from flowtrain.actors.profiler import DeviceReport, Echo, EncoderTimes, Profiler
 from flowtrain.allocator.degrees import Degrees, degree_faults
-from flowtrain.allocator.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
-from flowtrain.allocator.profile_facts import library_versions, model_facts
-from flowtrain.allocator.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
-from flowtrain.allocator.profile_times import CPU
+from flowtrain.allocator.profiles.facts import library_versions, model_facts
+from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
+from flowtrain.allocator.profiles.shapes import Mix, image_sizes, packed_lengths, packed_mixes
+from flowtrain.allocator.profiles.times import CPU
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
-from flowtrain.controller.planned_run import planned_samples, workload_of
+from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import Prepared, prepare, unsplittable
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.models.families.base import Family

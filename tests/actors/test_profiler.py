@@ -14,9 +14,9 @@ import torch.distributed as dist
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.profiler import Profiler
 from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.profile_shapes import packed_lengths, packed_mixes
+from flowtrain.allocator.profiles.shapes import packed_lengths, packed_mixes
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.planned_run import planned_samples, workload_of
+from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import _refs, _tensor_degrees
 from flowtrain.errors import DataError

@@ -18,8 +18,8 @@ from flowtrain.allocator.cluster import Cluster
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import read_model_file
+from flowtrain.allocator.program.solvers import Solver, installed_solvers
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.solvers import Solver, installed_solvers
 from flowtrain.errors import ConfigError
 from tests.allocator.worlds import (
     MODEL,
@@ -189,7 +189,7 @@ def test_clusters_are_looked_up_by_name() -> None:
 
 def test_planning_imports_neither_torch_nor_ray() -> None:
     program = (
-        "import sys, flowtrain.allocator.allocate, flowtrain.allocator.model_file, flowtrain.allocator.profile_times\n"
+        "import sys, flowtrain.allocator.allocate, flowtrain.allocator.model_file, flowtrain.allocator.profiles.times\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'pandas', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run(

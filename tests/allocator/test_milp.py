@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.flow import Choice, FlowProblem, Levels, Module, devices_by_type, levels, production
-from flowtrain.allocator.milp import fewest_missing_devices, solve
 from flowtrain.allocator.pareto import pareto_front
-from flowtrain.allocator.reduction import fast_enough, reduce
-from flowtrain.allocator.rivals import rivals
-from flowtrain.allocator.solvers import Solver, installed_solvers
-from flowtrain.allocator.splits import best_splits
+from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, Module, devices_by_type, levels, production
+from flowtrain.allocator.program.milp import fewest_missing_devices, solve
+from flowtrain.allocator.program.reduction import fast_enough, reduce
+from flowtrain.allocator.program.rivals import rivals
+from flowtrain.allocator.program.solvers import Solver, installed_solvers
+from flowtrain.allocator.program.splits import best_splits
 from flowtrain.errors import ConfigError
 
 MAX_DEVICES = 64
@@ -212,7 +212,7 @@ def test_modalities_are_matched_by_their_share() -> None:
 
 
 def test_a_solver_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.allocator.solvers.installed_solvers", lambda: ("cbc",))
+    monkeypatch.setattr("flowtrain.allocator.program.solvers.installed_solvers", lambda: ("cbc",))
     assert Solver().name == "cbc"
     with pytest.raises(ConfigError, match=r"--solver \(highs\) is not installed; installed: cbc"):
         Solver("highs")
@@ -234,7 +234,7 @@ def test_gurobi_beyond_its_licence_is_a_clear_error_or_the_next_solver(monkeypat
     )
     with pytest.raises(ConfigError, match=r"its licence here does not cover \d+ variables; take highs"):
         solve(problem, Solver("gurobi"))
-    monkeypatch.setattr("flowtrain.allocator.solvers.installed_solvers", lambda: ("gurobi", "cbc"))
+    monkeypatch.setattr("flowtrain.allocator.program.solvers.installed_solvers", lambda: ("gurobi", "cbc"))
     solution = solve(problem, Solver())
     assert solution is not None and solution.solver == "cbc" and solution.levels == Levels(4.0, 1.0, 3)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.cluster import DeviceType, Links
 from flowtrain.allocator.communication import TensorCommunication
-from flowtrain.allocator.profile import (
+from flowtrain.allocator.profiles.profile import (
     DeviceFacts,
     ImageCosts,
     ImageTable,
@@ -23,7 +23,7 @@ from flowtrain.allocator.profile import (
     StepCosts,
     read_profile,
 )
-from flowtrain.allocator.profile_times import ProfileTimes
+from flowtrain.allocator.profiles.times import ProfileTimes
 from flowtrain.errors import ConfigError
 from tests.allocator.worlds import MODEL, SETUP, workload
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.profile_shapes import (
+from flowtrain.allocator.profiles.shapes import (
     NUM_MIXES,
     batch_sizes,
     image_sizes,

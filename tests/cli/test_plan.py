@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 import flowtrain
 from flowtrain import api
 from flowtrain.allocator.plan import fixed_plan, read_plan
-from flowtrain.allocator.solvers import installed_solvers
+from flowtrain.allocator.program.solvers import installed_solvers
 from flowtrain.cli.app import app
 from flowtrain.errors import ConfigError
 from tests.cli.test_cli import flowtrain_command

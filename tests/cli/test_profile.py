@@ -13,8 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowtrain import api
-from flowtrain.allocator.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
-from flowtrain.allocator.profile_facts import library_versions, model_facts
+from flowtrain.allocator.profiles.facts import library_versions, model_facts
+from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
 from flowtrain.cli.app import app
 from flowtrain.cli.profile import profile_tables
 from flowtrain.controller.prepare import prepare

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from flowtrain.actors.make_flow import make_flow
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.degrees import Degrees, split_layers
-from flowtrain.allocator.profile import ImageCosts, read_profile
+from flowtrain.allocator.profiles.profile import ImageCosts, read_profile
 from flowtrain.controller.prepare import prepare
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types import UnitDone

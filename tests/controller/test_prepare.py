@@ -9,9 +9,9 @@ import pytest
 from flowtrain.allocator.candidates import PruneReason
 from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.plan_devices import AskedDevices
-from flowtrain.controller.planned_run import planned_run
-from flowtrain.controller.planning import make_report
+from flowtrain.controller.planning.devices import AskedDevices
+from flowtrain.controller.planning.planned_run import planned_run
+from flowtrain.controller.planning.report import make_report
 from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.mempool.capacity import check_capacity

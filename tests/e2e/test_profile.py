@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flowtrain import api
-from flowtrain.allocator.profile import read_profile
+from flowtrain.allocator.profiles.profile import read_profile
 from flowtrain.cli.app import app
 from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.errors import ConfigError

@@ -8,7 +8,7 @@ from flowtrain.allocator.plan import fixed_plan
 from flowtrain.allocator.workload import Workload
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
-from flowtrain.controller.planned import Planned
+from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.predict import sized_units
 from flowtrain.controller.prepare import Prepared, check_memory, prepare, unsplittable
 from flowtrain.errors import ConfigError, DataError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.flow import FlowProblem, production
-from flowtrain.allocator.milp import solve
-from flowtrain.allocator.reduction import reduce
-from flowtrain.allocator.solvers import Solver
-from flowtrain.allocator.splits import Split
+from flowtrain.allocator.program.flow import FlowProblem, production
+from flowtrain.allocator.program.milp import solve
+from flowtrain.allocator.program.reduction import reduce
+from flowtrain.allocator.program.solvers import Solver
+from flowtrain.allocator.program.splits import Split
 
 
 def rivals(problem: FlowProblem, chosen: Candidate, solver: Solver, count: int) -> tuple[Split, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.flow import FlowProblem, Module
+from flowtrain.allocator.program.flow import FlowProblem, Module
 
 
 def reduce(problem: FlowProblem) -> FlowProblem:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain.allocator.communication import TensorCommunication
 from flowtrain.allocator.pareto import FloatArray
-from flowtrain.allocator.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
+from flowtrain.allocator.profiles.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
 from flowtrain.allocator.workload import Workload
 from flowtrain.errors import ConfigError
 

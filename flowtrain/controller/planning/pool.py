@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from flowtrain.allocator.plan import Plan, plan_changes
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.planned import Planned
+from flowtrain.controller.planning.planned import Planned
 from flowtrain.errors import ConfigError
 
 _DOUBLINGS = 32

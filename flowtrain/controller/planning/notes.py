@@ -10,8 +10,8 @@ from flowtrain.allocator.plan import Plan, plan_changes
 from flowtrain.allocator.replication import AS_GOOD, Replication
 from flowtrain.config.load import override_config
 from flowtrain.config.startable import startable_faults
-from flowtrain.controller.plan_pool import PoolNeed, segment_overrides
-from flowtrain.controller.planned import Planned
+from flowtrain.controller.planning.planned import Planned
+from flowtrain.controller.planning.pool import PoolNeed, segment_overrides
 from flowtrain.errors import ConfigError
 
 REFUSED = "a run refuses this plan"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import pulp
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.flow import Choice, FlowProblem, Levels, levels
-from flowtrain.allocator.reduction import fast_enough, reduce
-from flowtrain.allocator.solvers import Solver
+from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, levels
+from flowtrain.allocator.program.reduction import fast_enough, reduce
+from flowtrain.allocator.program.solvers import Solver
 
 PIN_TOLERANCE = 1e-6
 """By how much, relative to the consumer's largest rate, a later level may miss an earlier one: as the solvers do."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowtrain.allocator.cluster import Cluster, DeviceType, data_sheet_device_type
-from flowtrain.allocator.profile import Profile
-from flowtrain.allocator.profile_facts import library_versions, model_facts
-from flowtrain.controller.planned import Planned
+from flowtrain.allocator.profiles.facts import library_versions, model_facts
+from flowtrain.allocator.profiles.profile import Profile
+from flowtrain.controller.planning.planned import Planned
 from flowtrain.errors import ConfigError
 
 DEVICES_PER_NODE = 8

@@ -29,7 +29,7 @@ from flowtrain.controller.crew import ActorClasses, Crew
 from flowtrain.controller.posts import Post, bundles_of, posts_of
 from flowtrain.controller.prepare import Prepared, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.start import Start, check_goes_on, find_start
+from flowtrain.controller.start import Start, changed_since, check_goes_on, find_start
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.data.feed import sampler_from_config
@@ -98,9 +98,10 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         prepared = replace(prepared, config=cluster.with_network(config, group))
         # Only now, so that a run which the cluster has no room for is not one that was begun.
         stack.enter_context(held_run_dir(config))
+        changed = changed_since(run_dir(config), config)
         files = open_run_dir(config, resume)
         files.write_plan(asdict(prepared.plan))
-        start = find_start(files, prepared) if resume else Start()
+        start = find_start(files, prepared, changed) if resume else Start()
         display.expect(prepared.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes its time
         has_device = any(post.plan.num_devices for post in posts)

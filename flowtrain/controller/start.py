@@ -13,6 +13,7 @@ import torch
 
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.resume import Change, changes
+from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.consumed import ConsumedPositions
@@ -58,15 +59,23 @@ def check_goes_on(files: RunDir, prepared: Prepared) -> None:
     )
 
 
-def find_start(files: RunDir, prepared: Prepared) -> Start:
-    """Look for the last complete checkpoint, and say where the run will not be exact to the bit."""
+def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
+    """What of the configuration differs from the one that the run was last started with; nothing where it was not."""
+    return changes(files.load_config(), config) if files.config.is_file() else ()
+
+
+def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> Start:
+    """Look for the last complete checkpoint, and say where the run will not be exact to the bit.
+
+    changed: of the configuration, as ``changed_since`` says before it is written anew.
+    """
     checkpoint_store.remove_temporaries(files.checkpoints)
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
         logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
         return Start()
     meta = checkpoint_store.read_meta(checkpoint)
-    for line in _inexact(meta, prepared):
+    for line in (*_inexact(meta, prepared), *_other_features(changed)):
         logger.warning("%s", line)
     cost = meta.state.get("cost")  # the first version's checkpoints have none
     return Start(meta.step, checkpoint, meta.state["sampler"], CostModel(**cost) if cost else None)
@@ -91,7 +100,7 @@ def foresee_resume(prepared: Prepared) -> Resumption:
     check_run_dir(prepared.config, resume=True)
     files = run_dir(prepared.config)
     check_goes_on(files, prepared)
-    changed = changes(files.load_config(), prepared.config) if files.config.is_file() else ()
+    changed = changed_since(files, prepared.config)
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
         return Resumption(files.root, None, changed, ())

@@ -35,7 +35,7 @@ def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[Start, Pre
         (directory / "shard").write_bytes(b"weights")
         commit(directory, meta, keep=1)
     prepared = prepare(config)
-    return find_start(files, prepared), prepared
+    return find_start(files, prepared, ()), prepared
 
 
 def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,7 +56,7 @@ def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Pat
     files = checkpointed(first, tmp_path, 3, NUM_ROWS)
     longer = prepare(config_of(data, 2, order))
     upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
-    start = find_start(files, longer)
+    start = find_start(files, longer, ())
     assert start.sampler_state is not None and upcoming.first_position != start.sampler_state["next_position"]
     with pytest.raises(
         ConfigError, match=r"20 positions are trained, step 4 begins at position 24.*num_epochs \(now 2"
@@ -74,7 +74,9 @@ def test_all_others_go_on(data: Path, tmp_path: Path) -> None:
     check_goes_on(checkpointed(even, tmp_path / "even", 2, 2 * BATCH), longer)
 
 
-def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(data: Path, tmp_path: Path) -> None:
+def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def config(num_epochs: float, *overrides: str) -> Prepared:
         values = config_of(data, num_epochs, "deterministic").model_dump()
         return prepare(override_config(RunConfig.model_validate(values), [f"runs_dir={tmp_path}", *overrides]))
@@ -93,6 +95,8 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(dat
     (encoder,) = first.config.encoders
     split = foresee_resume(config(1, f"encoders.{encoder}.tensor_parallel_size=2"))
     assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"
+    find_start(RunDir(root), first, split.changes)
+    assert split.inexact[-1] in caplog.messages
     with pytest.raises(ConfigError, match="seed was 0, is now 5"):
         foresee_resume(config(1, "seed=5"))
     checkpointed(first, root, 3, NUM_ROWS)

@@ -186,6 +186,7 @@ def resolve(
         try:
             return resolve(config, [*planned, *overrides], check_paths)
         except ConfigError as error:
+            resolve(config, overrides, check_paths)  # a fault that is there without the plan is not the plan's
             raise ConfigError(f"with the plan {plan}: {error}") from error
     if isinstance(config, RunConfig):
         resolved = override_config(config, overrides, check_paths)

@@ -36,15 +36,14 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
     solution = _shared(request, problem, fronts) if shared else solve(problem, solver)
     if solution is None:
         raise infeasible(request, enumerations, problem, solver)
-    rate_added = None
+    startable, rate_added = replace(problem, one_maker=True), None
     if adds_up(problem, solution.choice):
-        rate_added, problem = solution.levels.rate, replace(problem, one_maker=True)
-        solution = solve(problem, solver)
+        rate_added, solution = solution.levels.rate, solve(startable, solver)
         assert solution is not None, "one maker of each work is feasible where several are"
     solved = time.perf_counter()
     splits = best_splits(problem)
     search = not splits and not shared
-    others = rivals(problem, solution.choice.consumer, solver, NUM_ALTERNATIVES) if search else ()
+    others = rivals(startable, solution.choice.consumer, solver, NUM_ALTERNATIVES) if search else ()
     alternatives = _alternatives(solution, splits or others, len(request.cluster.device_types) > 1)
     compared = time.perf_counter()
     timings = Timings(enumerated - started, predicted - enumerated, solved - predicted, compared - solved)

@@ -71,7 +71,8 @@ def _last_reason(request: Request, module: str, device_type: str, found: Enumera
             f"{request.memory_nbytes(module, device_type) / 2**30:.1f} GiB"
         )
         batch = request.workload.global_batch_size
-        return f"{reason}, and {PruneReason.BATCH} ({batch})" if batch_decides else reason
+        decides = batch_decides and PruneReason.BATCH in found.pruned
+        return f"{reason}, and {PruneReason.BATCH} ({batch})" if decides else reason
     return ", ".join(str(reason) for reason in found.pruned)
 
 

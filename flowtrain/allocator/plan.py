@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -13,6 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.messages import Document, render_validation
 from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import Path as KeyPath
 from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
 from flowtrain.types import PLAN_SCHEMA
@@ -188,7 +190,14 @@ def from_yaml(text: str, label: str = "plan.yaml") -> Plan:
     except YamlError as error:
         raise ConfigError(f"{label}: {error}") from error
     except ValidationError as error:
-        raise ConfigError(render_validation(Document(label, values), error)) from error
+        raise ConfigError(render_validation(Document(label, values, nearest=_nearest_key), error)) from error
+
+
+def _nearest_key(path: KeyPath, values: Any) -> str | None:
+    *section, name = map(str, path)
+    known = [each.name for each in fields(ModulePlan if section else Plan)]
+    near = difflib.get_close_matches(name, known, n=1)
+    return ".".join([*section, *near]) if near else None
 
 
 def read_plan(path: str | PathLike[str]) -> Plan:

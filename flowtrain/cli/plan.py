@@ -16,6 +16,7 @@ from flowtrain.allocator.plan import plan_overrides, to_yaml
 from flowtrain.allocator.program.solvers import SolverName
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.plan_tables import plan_report_tables
+from flowtrain.controller.planning.notes import REFUSED
 from flowtrain.controller.planning.planned import is_model_file
 from flowtrain.controller.planning.report import PlanReport
 from flowtrain.errors import ConfigError
@@ -42,14 +43,16 @@ def plan(
         check_output_path("--save", save)
     # An unknown solver is refused by its name, as one that is not installed.
     report = api.allocate(config, overrides, solver=cast(SolverName, solver), **asked)
-    start = None
     if save is not None:
         _save(report, save)
-        start = shlex.join(_start(config, overrides, report, save))
     if as_json:
         print(json.dumps(report.as_record(), allow_nan=False))
     else:
-        Console().print(*plan_report_tables(report, start), sep="\n")
+        Console().print(*plan_report_tables(report), sep="\n")
+        if save is not None:
+            refused = any(note.startswith(REFUSED) for note in report.notes)
+            print(f"\nsaved; {'once what the notes say is mended, ' if refused else ''}start it with")
+            print(shlex.join(_start(config, overrides, report, save)))  # a line that can be copied, however long
     if plot is not None:
         _draw(report, plot)
         print(f"plot: {plot}", file=sys.stderr)
@@ -57,8 +60,12 @@ def plan(
 
 def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> list[str]:
     """The command that trains by the plan; overrides of what is in it would undo it."""
-    decided = {change.partition("=")[0] for change in plan_overrides(report.plan)}
-    others = [text for text in overrides if text.partition("=")[0].strip() not in decided]
+    changes = plan_overrides(report.plan)
+    decided = {change.partition("=")[0] for change in changes}
+    keys = {text: text.partition("=")[0].strip() for text in overrides}
+    others = [text for text, key in keys.items() if key not in decided]
+    if any(one.startswith(f"{keys[text]}.") for text in others for one in decided):  # a whole section
+        others += changes
     return ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
 
 

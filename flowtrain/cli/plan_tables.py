@@ -11,22 +11,18 @@ from flowtrain.allocator.allocation import Allocation, Alternative
 from flowtrain.allocator.cluster import DeviceType
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
-from flowtrain.controller.planning.notes import REFUSED
 from flowtrain.controller.planning.report import PlanReport
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64
 
 
-def plan_report_tables(report: PlanReport, start: str | None = None) -> tuple[Table, ...]:
-    """What was asked, the plan, what was left out, what lost, and what all of it rests on.
-
-    start: the command that starts the saved plan; None where it was not saved.
-    """
+def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
+    """What was asked, the plan, what was left out, what lost, and what all of it rests on."""
     found = report.allocation
     asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
     result = facts_table(_result_rows(report))
-    rest = facts_table([*_assumption_rows(report), *_start_rows(report, start)])
+    rest = facts_table([*_assumption_rows(report), *_start_rows(report)])
     tables = [asked, _modules(found), result, _left_out(found)]
     if found.alternatives:
         tables.append(_alternatives(found))
@@ -204,13 +200,9 @@ def _solving(found: Allocation) -> str:
     return f"{found.solver} {1e3 * found.timings.solve_s:.0f} ({found.num_variables} variables)"
 
 
-def _start_rows(report: PlanReport, start: str | None) -> Iterator[tuple[str, str]]:
+def _start_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield from (("note", note) for note in report.notes)
-    if report.overrides:
-        yield "overrides", " ".join(report.overrides)
-    if start is not None:
-        refused = any(note.startswith(REFUSED) for note in report.notes)
-        yield "saved", f"{'once what the notes say is mended, ' if refused else ''}start it with {start}"
+    yield "overrides", " ".join(report.overrides)
 
 
 def _table(first: str, *headings: str) -> Table:

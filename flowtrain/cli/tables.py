@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.plan import fixed_plan, requirements
@@ -118,7 +119,7 @@ def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, text)
+        table.add_row(name, Text(text))  # brackets in it are no markup
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,13 +45,14 @@ class Document:
     """A configuration before validation, with what is needed to say where a value came from.
 
     label: the file as the user named it. lines: line of every value in the file. overrides: text of the override that
-    set a value.
+    set a value. nearest: the valid key most like an unknown one, of the document's values, or None.
     """
 
     label: str
     values: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
     overrides: Mapping[Path, str] = field(default_factory=dict)
+    nearest: Callable[[Path, Any], str | None] = nearest_key
 
     def place(self, path: Path) -> str | None:
         """``line 12`` or ``override 'a.b=1'`` for the innermost known value on ``path``."""
@@ -113,7 +114,7 @@ def _fault(document: Document, details: ErrorDetails) -> str:
 
 
 def _unknown_key(document: Document, path: Path, value: Any) -> str:
-    near = nearest_key(path, document.values)
+    near = document.nearest(path, document.values)
     way_out = f"did you mean {near}?" if near else "remove it"
     return f"{dotted(path)} = {show_value(value)}: unknown key; {way_out}"
 

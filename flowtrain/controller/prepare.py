@@ -124,10 +124,11 @@ def unsplittable(family: Family, spec: ModelSpec) -> frozenset[str]:
     towers = [] if family.vision_config.model_type in TOWER_PLANS else family.encoder_names
     heads = range(2, spec.backbone.num_heads + 1)
     even = next((tp for tp in heads if not degree_faults(Degrees(tp=tp), spec.backbone)), None)
-    return frozenset(towers) | ({BACKBONE} if even is not None and not _splits(family, even) else frozenset())
+    return frozenset(towers) | ({BACKBONE} if even is not None and not splits_tensors(family, even) else frozenset())
 
 
-def _splits(family: Family, tensor_parallel_size: int) -> bool:
+def splits_tensors(family: Family, tensor_parallel_size: int) -> bool:
+    """Whether a family's backbone can be split like that, as far as the kind of its layers goes."""
     try:
         family.check_tensor_parallel(tensor_parallel_size)
     except ConfigError:  # no plan for its type, or one with layers that are split in no way known here

@@ -21,11 +21,10 @@ from flowtrain.allocator.profiles.facts import library_versions, model_facts
 from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
 from flowtrain.allocator.profiles.shapes import Mix, image_sizes, packed_lengths, packed_mixes
 from flowtrain.allocator.profiles.times import CPU
-from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
-from flowtrain.controller.prepare import Prepared, prepare, unsplittable
+from flowtrain.controller.prepare import Prepared, prepare, splits_tensors
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
@@ -223,11 +222,9 @@ def _count(asked: int | None, there: int, kind: str) -> int:
 
 def _tensor_degrees(prepared: Prepared, family: Family, count: int) -> list[int]:
     """Powers of two that split the backbone and have devices."""
-    spec = prepared.model_spec
-    if BACKBONE in unsplittable(family, spec):
-        return []
     degrees = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    return [tp for tp in degrees if not degree_faults(Degrees(tp=tp), spec.backbone)]
+    even = [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
+    return [tp for tp in even if splits_tensors(family, tp)]
 
 
 def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:

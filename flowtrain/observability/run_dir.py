@@ -133,9 +133,10 @@ def open_run_dir(config: RunConfig, resume: bool) -> RunDir:
 def check_run_dir(config: RunConfig, resume: bool) -> None:
     """Raise ConfigError unless ``open_run_dir`` would succeed; writes nothing."""
     run = run_dir(config)
-    if run.root.exists() and not run.root.is_dir():
+    if os.path.exists(run.root) and not run.root.is_dir():
         raise ConfigError(f"{run.root} is a file; the run's directory goes there, so move the file away or change name")
-    there = next(path for path in (run.root, *run.root.parents) if path.exists())
+    # Path.exists raises below a directory that only others may enter.
+    there = next(path for path in (run.root, *run.root.parents) if os.path.exists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"runs_dir ({config.runs_dir}): no directory can be made in {there}; choose another place")
     if not run.root.is_dir() or all(path.name == _LOCK for path in run.root.iterdir()):

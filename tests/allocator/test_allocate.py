@@ -87,6 +87,7 @@ def test_an_encoder_lies_on_one_type_of_devices_and_what_several_would_add_is_sa
     assert found.rate_added is not None and found.rate_added > 1.2 * found.rate
     alone = allocated(request(cluster(h200=8), data=heavy))
     assert found.rate_added > found.rate >= alone.rate and alone.rate_added is None
+    assert found.alternatives and all(len(each.degrees) == 2 for each in found.alternatives), "nor do those that lost"
 
 
 def test_the_papers_setting_is_planned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,8 @@ def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes() -> None:
     overrides = ["encoders.vision.segment_nbytes=65536", "scheduler.lookahead_steps=1", "data.max_seq_len=512"]
     report = flowtrain.allocate(QUICKSTART, overrides, devices=2)
     nbytes = report.plan.encoders["vision"].segment_nbytes
-    assert report.pool.fault is None and report.pool.remedy == {}
-    (note,) = [note for note in report.notes if "segment_nbytes" in note]
+    assert report.pool.fault is None
+    note = next(note for note in report.notes if "segment_nbytes" in note)
     assert note.startswith(f"encoders.vision.segment_nbytes is raised from 65536 to {nbytes}: ")
     # What it says is taken, and nothing smaller is.
     changes = [*overrides, *report.overrides]
@@ -221,12 +222,21 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
 def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
     given = ("--devices", "4", "--save", str(saved))
-    wide = CliRunner(env={"COLUMNS": "400"})
-    changed = ("backbone.data_parallel_size=4", "scheduler.lookahead_steps=2", "encoders.vision.segment_nbytes=65536")
-    shown = wide.invoke(app, ["plan", QUICKSTART, *changed, *given]).stdout
-    assert f"start it with flowtrain train {QUICKSTART} scheduler.lookahead_steps=2 --plan {saved}" in shown
-    shown = wide.invoke(app, ["plan", PAPER[0], "--devices", "256", "--save", str(saved)]).stdout
-    assert f"start it with flowtrain train CONFIG --plan {saved}" in shown
+    changed = ("backbone.data_parallel_size=4", "model.freeze=[connector]", "encoders.vision.segment_nbytes=65536")
+    *_, line = plan(QUICKSTART, *changed, *given).stdout.splitlines()
+    assert line == f"flowtrain train {QUICKSTART} 'model.freeze=[connector]' --plan {saved}", "one line, as it is typed"
+    *_, line = plan(PAPER[0], "--devices", "256", "--save", str(saved)).stdout.splitlines()
+    assert line == f"flowtrain train CONFIG --plan {saved}"
+
+
+def test_an_override_of_a_whole_section_does_not_undo_the_plan(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    backbone = api.resolve(QUICKSTART).backbone.model_dump(mode="json") | {"data_parallel_size": 4}
+    section = f"backbone={json.dumps(backbone)}"
+    *_, line = plan(QUICKSTART, section, "--devices", "4", "--save", str(saved)).stdout.splitlines()
+    _, _, _, *overrides = shlex.split(line.split(" --plan ")[0])
+    assert overrides[0] == section and overrides[1].startswith("encoders.vision.data_parallel_size=")
+    assert fixed_plan(api.resolve(QUICKSTART, overrides, plan=saved), use_devices=True) == read_plan(saved)
 
 
 def test_a_model_file_cannot_be_trained() -> None:

@@ -28,7 +28,7 @@ class FlowProblem:
     """Eq. 1 and 2 of FlowTrain 3.3 in numbers.
 
     shares: of each work, the part of all samples that need it, above 0 and at most 1. devices: of each type. one_maker:
-    of each work one module alone takes a configuration, as a run can start it, and at most one must.
+    of each work one module alone takes a configuration, as a run can start it; at most one of them is not optional.
     """
 
     producers: tuple[Module, ...]

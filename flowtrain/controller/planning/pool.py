@@ -36,8 +36,9 @@ def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
     need = pool_need(planned, plan, devices_per_node)
     if need.fault is None:
         return plan
+    raised = _remedy(planned, plan, plan_changes(planned.config, plan), need.segments_nbytes)
     encoders = {
-        name: replace(module, segment_nbytes=need.remedy.get(name, module.segment_nbytes))
+        name: replace(module, segment_nbytes=raised.get(name, module.segment_nbytes))
         for name, module in plan.encoders.items()
     }
     return replace(plan, encoders=encoders)
@@ -59,9 +60,9 @@ def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:
     return PoolNeed(features, segments, int(min(num_actors, devices_per_node) * largest), fault, remedy)
 
 
-def _remedy(planned: Planned, plan: Plan, overrides: Sequence[str], features: int) -> dict[str, int]:
-    """The smallest segments that hold the features and that no run is refused for; empty where none are."""
-    least = -(-features // sum(module.data_parallel_size for module in plan.encoders.values()))
+def _remedy(planned: Planned, plan: Plan, overrides: Sequence[str], nbytes: int) -> dict[str, int]:
+    """The smallest segments that hold so many bytes together and that no run is refused for; empty where none are."""
+    least = -(-nbytes // sum(module.data_parallel_size for module in plan.encoders.values()))
 
     def sizes(nbytes: int) -> dict[str, int]:
         return {name: max(nbytes, module.segment_nbytes) for name, module in plan.encoders.items()}

@@ -27,7 +27,7 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.costs.memory import TrainingSetup
 
-PLANNING_SCHEMA = 1
+PLANNING_SCHEMA = 2
 
 _OF_A_CHOICE = ("dp", "tp", "accumulates")
 """What each configuration decides for itself of a ``TrainingSetup``."""

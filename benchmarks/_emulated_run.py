@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +24,8 @@ from _emulated_world import BATCH, PATCH_SIZE, VISION, World
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.make_flow import FlowSettings, make_flow
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.flow_settings import first_settings
 from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.data.feed import sampler_from_config
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types import UnitDone
 
@@ -144,22 +144,7 @@ def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
 
 def settings_of(prepared: Prepared, split: Split) -> FlowSettings:
     """What the run's flow starts from."""
-    config = prepared.config
-    return FlowSettings(
-        config=config,
-        model_spec=prepared.model_spec,
-        dp_size=split.backbone.dp,
-        num_steps=prepared.num_steps,
-        total_positions=prepared.total_positions,
-        eval_every=None,
-        num_eval=0,
-        start_step=0,
-        sampler_state=sampler_from_config(config, prepared.source_sizes).state().to_dict(),
-        cost=prepared.cost,
-        num_rejected=0,
-        num_seen=0,
-        replica_size=split.backbone.replica_size,
-    )
+    return replace(first_settings(prepared), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
 
 
 @contextmanager

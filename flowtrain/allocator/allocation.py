@@ -14,9 +14,9 @@ ALLOCATION_SCHEMA = 1
 class ModuleAllocation:
     """One module's configuration.
 
-    name: an encoder's, followed by ``@`` and the type of devices where it lies on several, or ``backbone``. share: of
+    name: an encoder's, followed by ``@`` and its type of devices where there are several, or ``backbone``. share: of
     the samples that it has work for. rate: samples/s of those; production: samples/s of the whole data that this rate
-    keeps up with, together with modules of the same work. peak_nbytes: predicted, of memory_nbytes that a device has
+    keeps up with. peak_nbytes: predicted, of memory_nbytes that a device has
     for it. mfu: of its own devices, while it never waits. waiting: expected share of its time, starved or blocked.
     """
 

@@ -26,13 +26,13 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.crew import ActorClasses, Crew
+from flowtrain.controller.flow_settings import first_settings
 from flowtrain.controller.posts import Post, bundles_of, posts_of
 from flowtrain.controller.prepare import Prepared, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.start import Start, changed_since, check_goes_on, find_start
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
-from flowtrain.data.feed import sampler_from_config
 from flowtrain.errors import CheckpointError
 from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
@@ -201,22 +201,14 @@ class Controller:
             actors.run(name, first_unit, self._start.step, str(self._files.checkpoints))
 
     def _flow_settings(self) -> FlowSettings:
-        config, prepared = self._config, self._prepared
-        sampler = sampler_from_config(config, prepared.source_sizes)
-        return FlowSettings(
-            config=config,
-            model_spec=prepared.model_spec,
-            dp_size=prepared.plan.backbone.data_parallel_size,
-            num_steps=prepared.num_steps,
-            total_positions=prepared.total_positions,
-            eval_every=prepared.eval_every,
-            num_eval=prepared.num_eval,
+        settings = first_settings(self._prepared)
+        return replace(
+            settings,
             start_step=self._start.step,
-            sampler_state=self._start.sampler_state or sampler.state().to_dict(),
+            sampler_state=self._start.sampler_state or settings.sampler_state,
             cost=self._costs.in_use,
             num_rejected=self._recorder.num_rejected,
             num_seen=self._recorder.num_seen,
-            replica_size=prepared.plan.backbone.degrees.replica_size,
         )
 
     @contextmanager

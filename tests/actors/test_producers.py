@@ -12,14 +12,15 @@ import torch
 
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.feeder import Feeder
-from flowtrain.actors.make_flow import FlowSettings, make_flow
+from flowtrain.actors.make_flow import make_flow
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.data.feed import Feed, sampler_from_config
+from flowtrain.controller.flow_settings import first_settings
+from flowtrain.controller.prepare import prepare
+from flowtrain.data.feed import Feed
 from flowtrain.data.images import decode_image
 from flowtrain.data.sizing import SizedResult
 from flowtrain.data.sources.source_set import SourceSet
@@ -48,24 +49,6 @@ def encoders_load_one_by_one() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlavaFamily, "load_encoder", load_alone)
         yield
-
-
-def settings_of(prepared: Prepared) -> FlowSettings:
-    config = prepared.config
-    return FlowSettings(
-        config=config,
-        model_spec=prepared.model_spec,
-        dp_size=1,
-        num_steps=prepared.num_steps,
-        total_positions=prepared.total_positions,
-        eval_every=None,
-        num_eval=0,
-        start_step=0,
-        sampler_state=sampler_from_config(config, prepared.source_sizes).state().to_dict(),
-        cost=prepared.cost,
-        num_rejected=0,
-        num_seen=0,
-    )
 
 
 class Rank:
@@ -128,7 +111,7 @@ def run_everybody(
     meanwhile: Callable[[Rank], None] = lambda rank: None,
 ) -> tuple[Rank, list[LedgerRow], list[int], int]:
     """Returns the rank, the ledger, the rejected rows and how many units ran; calls ``meanwhile`` while they do."""
-    settings = settings_of(prepare(config))
+    settings = first_settings(prepare(config))
     with local_coordinator(lambda: make_flow(settings)) as link:
         run_id = new_run_id()
         producers = [Background(Feeder(config, run_id).run, link)]
@@ -153,7 +136,7 @@ def expected(config: RunConfig) -> dict[int, SampleArrays]:
     feed, family, sources = Feed.from_config(config), family_from_config(config), SourceSet.from_config(config.data)
     module = family.load_encoder(VISION)
     samples = {}
-    for unit in settings_of(prepare(config)).units():
+    for unit in first_settings(prepare(config)).units():
         for result in feed.next_unit(unit):
             if not isinstance(result, SizedResult) or result.sample.ref.row == TORN_ROW:
                 continue

@@ -19,6 +19,7 @@ from flowtrain.cli.app import app
 from flowtrain.cli.profile import profile_tables
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import ProfileReport
+from tests.cli.test_plan import record_of
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 LENGTHS = LengthTable((128, 512), (0.01, 0.02))
@@ -51,14 +52,6 @@ def saved(profile: Profile, tmp_path: Path) -> Path:
 
 def plan(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["plan", *arguments])
-
-
-def record_of(*arguments: str) -> dict[str, Any]:
-    result = plan(*arguments, "--json")
-    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
-    record = json.loads(result.stdout)
-    assert isinstance(record, dict)
-    return record
 
 
 def test_a_plan_takes_device_and_rates_from_the_profile(saved: Path) -> None:
@@ -130,10 +123,11 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(tmp_
 
 
 def test_tables_show_what_was_measured_and_how_long_it_took(profile: Profile) -> None:
-    console = Console(width=120, file=StringIO())
+    shown = StringIO()
+    console = Console(width=120, file=shown)
     several = replace(profile, layers={1: LENGTHS, 2: LENGTHS}, heads={1: LENGTHS, 2: LENGTHS})
     several = replace(several, connectors={1: LENGTHS, 2: LENGTHS})
     console.print(*profile_tables(ProfileReport(several, 2, {"backbone": 1.25}), Path("here.json")))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown.getvalue()
     for expected in ("2 x cpu", "49 patches", "8 a batch", "512 tokens", "tp=2", "backbone 1.2 s", "here.json"):
         assert expected in text

@@ -16,7 +16,8 @@ from flowtrain.data.lengths_file import LengthsFile
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch, SampleArrays, build_batch
-from flowtrain.types import SampleRef, SizedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.samples import SampleRef, SizedSample
 
 IMAGE_TOKEN_ID = 0
 """Never drawn: the benchmarks' samples are text alone, as the backbone sees features and text alike."""

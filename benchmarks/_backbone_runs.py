@@ -12,7 +12,6 @@ from _backbone_data import FEATURE_DIM, PlainBatch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
@@ -24,7 +23,7 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import IGNORED_LABEL, PackedBatch
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
 from flowtrain.training.trainer import Trainer
-from flowtrain.types import StepPlan
+from flowtrain.types.plan import Degrees, StepPlan
 
 LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, NUM_STEPS = 1e-4, 1.0, 0.1, 1000
 

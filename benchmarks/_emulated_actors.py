@@ -19,16 +19,16 @@ import torch
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
-from flowtrain.allocator.degrees import Degrees, split_layers
-from flowtrain.allocator.profiles.profile import Profile
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.profile import Profile
 from flowtrain.models.families.base import Family
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload
 from flowtrain.pipeline.executor import checked_schedule
+from flowtrain.pipeline.partition import split_layers
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.trainer import StepResult, Trainer
-from flowtrain.types import StepPlan, UnitKind
+from flowtrain.types.plan import Degrees, StepPlan, UnitKind
 
 LIMIT_S = 60.0
 FORWARD_SHARE = 1.0 / 3.0

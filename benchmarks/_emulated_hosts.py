@@ -26,9 +26,9 @@ from _emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTim
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.types.plan import Degrees
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that wakes up gets its turn as soon; by default it is 5 ms."""

@@ -27,7 +27,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.flow_settings import first_settings
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.training.checkpoint_store import probe_directory
-from flowtrain.types import UnitDone
+from flowtrain.types.events import UnitDone
 
 WARM_UP_STEPS = 2
 LONGEST_STEP_S = 0.4

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.request import Request, enumerate_module
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
+from flowtrain.types.plan import Degrees
 
 
 @dataclass(frozen=True, slots=True)

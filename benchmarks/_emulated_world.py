@@ -18,18 +18,18 @@ from PIL import Image
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.cluster import Cluster, DeviceType, Links
-from flowtrain.allocator.communication import TensorCommunication
 from flowtrain.allocator.memory import MemoryBudget
-from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
-from flowtrain.allocator.profiles.times import ProfileTimes
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
-from flowtrain.allocator.workload import Workload
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_run
+from flowtrain.costs.cluster import Cluster, DeviceType, Links
+from flowtrain.costs.communication import TensorCommunication
 from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
+from flowtrain.costs.profiled_times import ProfileTimes
+from flowtrain.costs.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 VISION = "vision"

@@ -19,7 +19,7 @@ import torch
 
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import Extent, SegmentExport
+from flowtrain.types.memory import Extent, SegmentExport
 
 ROTATED_NBYTES = 256 << 20
 """Payloads kept alive on each side before the oldest is let go, so that no copy goes where the last one went."""

@@ -11,8 +11,9 @@ from statistics import fmean, median
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.data.lengths_file import LengthsFile
-from flowtrain.scheduler.packing.base import IntArray, Lengths
+from flowtrain.scheduler.packing.base import Lengths
 
 STEP_SAMPLES = 256
 TOKENS_PER_IMAGE = 576

@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.transports.nixl_export import NetworkExport
-from flowtrain.types import Extent, SegmentExport
+from flowtrain.types.memory import Extent, SegmentExport
 
 MIB = 1 << 20
 SEGMENT_NBYTES = 96 * MIB

@@ -10,7 +10,7 @@ from _contenders import DEFAULT, DP_SIZE, Outcome, check, rules_of
 from _lengths import Workload
 from _report import Figure, at_most
 
-from flowtrain.scheduler.packing.base import IntArray
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.packing.isf import isf
 from flowtrain.scheduler.summary import dist_ratio
 

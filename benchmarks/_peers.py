@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.scheduler.packing.base import Bins, IntArray, Lengths, PackingRules
+from flowtrain.costs.flops import IntArray
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 
 AXOLOTL_GROUP = 100_000
 """Samples that Axolotl packs together: the default of its ``sample_packing_group_size``."""

@@ -17,7 +17,8 @@ from flowtrain.scheduler.packing.base import Lengths
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import slot_costs, step_imbalance
 from flowtrain.training.batch import SampleArrays, build_batch
-from flowtrain.types import TEXT_PART, PartSize, SampleRef, SizedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SizedSample
 
 ENCODER = "vision"
 PATCHES_PER_IMAGE = 1024

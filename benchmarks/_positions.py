@@ -9,22 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowtrain.actors.link import CoordinatorLink
-from flowtrain.types import (
-    TEXT_PART,
-    EncoderReport,
-    Extent,
-    FeedReport,
-    Joined,
-    Lease,
-    LeaseOrder,
-    PartReady,
-    PartSize,
-    PoolStats,
-    RankReport,
-    SampleRef,
-    SizedSample,
-    Unit,
-)
+from flowtrain.types.memory import Extent, PoolStats
+from flowtrain.types.messages import EncoderReport, FeedReport, Joined, Lease, LeaseOrder, PartReady, RankReport
+from flowtrain.types.plan import Unit
+from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SizedSample
 
 VISION = "vision"
 NUM_PATCHES, VISION_TOKENS = 1024, 256

@@ -49,7 +49,9 @@ from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.capacity import check_capacity
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import Extent, FeedOrder, MicrobatchLocation, PoolStats, UnitDone
+from flowtrain.types.events import UnitDone
+from flowtrain.types.memory import Extent, PoolStats
+from flowtrain.types.messages import FeedOrder, MicrobatchLocation
 
 STALL_S, END_S, KILL_DELAY_S = 60.0, 20.0, 0.03
 AIMED_EVERY = 4

@@ -19,21 +19,10 @@ from flowtrain.errors import OutOfPoolMemory
 from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import (
-    TEXT_PART,
-    EncoderReport,
-    Extent,
-    FeedOrder,
-    FeedReport,
-    Lease,
-    LeaseOrder,
-    PartReady,
-    PartSize,
-    PoolStats,
-    SampleRef,
-    SizedSample,
-    Unit,
-)
+from flowtrain.types.memory import Extent, PoolStats
+from flowtrain.types.messages import EncoderReport, FeedOrder, FeedReport, Lease, LeaseOrder, PartReady
+from flowtrain.types.plan import Unit
+from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SizedSample
 
 VISION = "vision"
 NODE = "node"

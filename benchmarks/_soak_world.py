@@ -22,7 +22,9 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.step_planner import StepPlanner
-from flowtrain.types import TEXT_PART, MicrobatchLocation, RankReport, Unit
+from flowtrain.types.messages import MicrobatchLocation, RankReport
+from flowtrain.types.plan import Unit
+from flowtrain.types.samples import TEXT_PART
 
 NUM_ENCODERS, DP_SIZE, POOL_SHARE = 3, 2, 20
 MICROBATCH_TOKENS = 4096

@@ -21,14 +21,14 @@ from _report import Figure, at_most, emit
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.cluster import Cluster, data_sheet_device_type
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import ModelFile, read_model_file
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.roofline import Roofline
 from flowtrain.allocator.surrogate import Surrogate
+from flowtrain.costs.cluster import Cluster, data_sheet_device_type
 from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.roofline import Roofline
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_DEVICES = (64, 256, 1024, 16384)

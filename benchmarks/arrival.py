@@ -29,7 +29,7 @@ from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import read_metrics
-from flowtrain.types import StepPlan
+from flowtrain.types.plan import StepPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 

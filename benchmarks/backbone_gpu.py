@@ -29,7 +29,7 @@ from flowtrain.costs.memory import Chunk, MicrobatchSize, StepMemory, TrainingSe
 from flowtrain.models.attention import resolve_attention
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.peak import device_peak
-from flowtrain.types import StepPlan
+from flowtrain.types.plan import StepPlan
 
 TARGET_MFU, TARGET_MEMORY_ERROR = 0.55, 0.10
 NUM_WARMUP_STEPS = 3

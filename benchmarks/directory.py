@@ -43,7 +43,9 @@ from flowtrain.config.load import load_config
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.directory import Directory
-from flowtrain.types import SizedSample, Tier, UnitDone
+from flowtrain.types.events import UnitDone
+from flowtrain.types.memory import Tier
+from flowtrain.types.samples import SizedSample
 
 ROOT = Path(__file__).resolve().parents[1]
 POSITIONS_PER_UNIT = 512

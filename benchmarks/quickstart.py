@@ -18,7 +18,7 @@ from _report import Figure, at_least, at_most, emit
 
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.trace import read_spans
-from flowtrain.types import Span
+from flowtrain.types.messages import Span
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -26,7 +26,6 @@ from _report import Figure, at_most, emit
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
@@ -37,6 +36,7 @@ from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.training.chunks import build_chunks
 from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.types.plan import Degrees
 
 FILES, DRAWN, WHOLE = "files", "drawn", "whole"
 FEATURE_DIM, SEED = 64, 7

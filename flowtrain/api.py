@@ -84,10 +84,10 @@ def allocate(
     default as many as the run's own degrees take. nodes: that they are spread over; by default 8 devices a node. Starts
     nothing. Raises ConfigError, DataError.
     """
-    from flowtrain.allocator.profiles.profile import read_profile
     from flowtrain.controller.planning.devices import AskedDevices
     from flowtrain.controller.planning.planned import is_model_file, planned_model
     from flowtrain.controller.planning.report import make_report
+    from flowtrain.costs.profile import read_profile
 
     for name, count in (("devices", devices), ("nodes", nodes)):
         if count is not None and count < 1:

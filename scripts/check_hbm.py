@@ -35,7 +35,7 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.mempool.tiers.hbm import why_absent
 from flowtrain.mempool.watermarks import Watermarks
-from flowtrain.types import Extent, SegmentExport, Tier
+from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 MIB = 1 << 20
 HBM_NBYTES, DRAM_NBYTES, PART_NBYTES = 256 * MIB, 256 * MIB, 16 * MIB

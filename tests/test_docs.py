@@ -27,7 +27,7 @@ from flowtrain.config.yaml_text import parse_yaml
 from flowtrain.controller.planning.planned import is_model_file, planned_model
 from flowtrain.data.sources.registry import open_source
 from flowtrain.observability.metrics import StepMetrics
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

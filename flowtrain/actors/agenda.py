@@ -12,7 +12,8 @@ from flowtrain.costs.flops import SampleFlops
 from flowtrain.mempool.directory import Directory
 from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.scheduler.step_planner import StepPlanner
-from flowtrain.types import SizedSample, StepPlan, Unit
+from flowtrain.types.plan import StepPlan, Unit
+from flowtrain.types.samples import SizedSample
 
 FlopsOf = Callable[[SampleSizes], SampleFlops]
 

@@ -18,7 +18,6 @@ from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Fetched, Prefetcher
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.pool import Pool
@@ -32,7 +31,8 @@ from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.trainer import StepResult, Trainer
-from flowtrain.types import DevicePeak, RankReport, StepPlan, UnitKind
+from flowtrain.types.messages import RankReport
+from flowtrain.types.plan import Degrees, DevicePeak, StepPlan, UnitKind
 
 T = TypeVar("T")
 

@@ -12,20 +12,19 @@ from dataclasses import replace
 
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.signals import Signal
-from flowtrain.types import (
+from flowtrain.types.events import Event
+from flowtrain.types.memory import Extent, SegmentExport
+from flowtrain.types.messages import (
     EncoderReport,
-    Event,
-    Extent,
     FeedOrder,
     FeedReport,
     Joined,
     LeaseOrder,
     MicrobatchLocation,
     RankReport,
-    SegmentExport,
     Span,
-    StepPlan,
 )
+from flowtrain.types.plan import StepPlan
 
 NOTHING_TO_LEASE = LeaseOrder(None, (), blocked=True, stop=False)
 NOTHING_TO_FEED = FeedOrder(None, (), (), stop=False)

@@ -29,7 +29,9 @@ from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
-from flowtrain.types import EncoderReport, Extent, Lease, LeaseOrder, PartReady, Rejection, SampleRef
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import EncoderReport, Lease, LeaseOrder, PartReady
+from flowtrain.types.samples import Rejection, SampleRef
 
 PixelValues = list[np.ndarray]
 

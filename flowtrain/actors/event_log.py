@@ -9,19 +9,10 @@ from flowtrain.actors.order import SamplerState
 from flowtrain.actors.readers import of_replicas
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.types import (
-    EVAL_POSITION_BASE,
-    CheckpointWritten,
-    Event,
-    LedgerRow,
-    PoolStats,
-    RankReport,
-    Rejected,
-    Rejection,
-    Span,
-    SpansRecorded,
-    UnitDone,
-)
+from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.memory import PoolStats
+from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
 
 
 class EventLog:

@@ -11,7 +11,9 @@ from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed
 from flowtrain.data.sizing import SizedResult
 from flowtrain.errors import OutOfPoolMemory
-from flowtrain.types import TEXT_PART, FeedOrder, FeedReport, PartReady, Rejection, SampleRef, Span, Unit
+from flowtrain.types.messages import FeedOrder, FeedReport, PartReady, Span
+from flowtrain.types.plan import Unit
+from flowtrain.types.samples import TEXT_PART, Rejection, SampleRef
 
 NAME = "feeder-0"
 

@@ -14,24 +14,20 @@ from flowtrain.actors.turns import Turns
 from flowtrain.errors import StaleLeaseError
 from flowtrain.mempool.directory import Directory
 from flowtrain.scheduler.refit import CostRefitter
-from flowtrain.types import (
+from flowtrain.types.events import Event
+from flowtrain.types.memory import Extent, SegmentExport, Tier
+from flowtrain.types.messages import (
     EncoderReport,
-    Event,
-    Extent,
     FeedOrder,
     FeedReport,
     Joined,
     LeaseOrder,
     MicrobatchLocation,
     RankReport,
-    Rejection,
-    SegmentExport,
     Span,
-    StepPlan,
-    Tier,
-    Unit,
-    UnitKind,
 )
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.samples import Rejection
 
 ASK_AGAIN = LeaseOrder(None, (), blocked=True, stop=False)
 """For an encoder that waits: say anew what room there is."""

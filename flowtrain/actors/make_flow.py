@@ -19,14 +19,13 @@ from flowtrain.data.units import unit_sequence
 from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.run_cost import is_refitted
 from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.window import ArrivalWindow
-from flowtrain.types import Unit, UnitKind
+from flowtrain.types.plan import CostModel, Unit, UnitKind
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowtrain.errors import ResourceError
 from flowtrain.mempool.page_table import SegmentKey
-from flowtrain.types import SegmentExport, Tier
+from flowtrain.types.memory import SegmentExport, Tier
 
 
 class Membership:

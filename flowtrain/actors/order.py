@@ -9,7 +9,8 @@ from typing import Protocol
 
 from flowtrain.mempool.directory import Directory
 from flowtrain.scheduler.window import ArrivalWindow
-from flowtrain.types import EncodeBatch, SizedSample, Unit, UnitKind
+from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
+from flowtrain.types.samples import SizedSample
 
 SamplerState = dict[str, int | list[int]]
 MakeBatches = Callable[[int, Sequence[SizedSample]], tuple[EncodeBatch, ...]]

@@ -15,7 +15,7 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.tiers.hbm import why_absent
 from flowtrain.mempool.watermarks import Watermarks
-from flowtrain.types import Joined
+from flowtrain.types.messages import Joined
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")

@@ -21,7 +21,9 @@ from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.training.batch import PackedBatch, SampleArrays
-from flowtrain.types import TEXT_PART, MicrobatchLocation, PartLocation, StepPlan
+from flowtrain.types.messages import MicrobatchLocation, PartLocation
+from flowtrain.types.plan import StepPlan
+from flowtrain.types.samples import TEXT_PART
 
 Part = np.ndarray | torch.Tensor
 """A part's bytes, uint8: on the host, or on the rank's accelerator."""

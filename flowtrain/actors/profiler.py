@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from flowtrain.actors.link import CoordinatorLink
-from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.profiles.profile import DeviceFacts, ImageTable
-from flowtrain.allocator.profiles.shapes import Mix, batch_sizes, image_sizes
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.profile import DeviceFacts, ImageTable
+from flowtrain.costs.profile_shapes import Mix, batch_sizes, image_sizes
 from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample
 from flowtrain.data.sources.source_set import SourceSet
@@ -27,7 +26,8 @@ from flowtrain.training.peak import device_peak
 from flowtrain.training.profile_backbone import BackboneProfiler, BackboneTimes, num_layers_of
 from flowtrain.training.profile_device import link_bandwidth, memory_bandwidth, memory_nbytes
 from flowtrain.training.profile_encoder import measure_encoder
-from flowtrain.types import SampleRef
+from flowtrain.types.plan import Degrees
+from flowtrain.types.samples import SampleRef
 
 _CALLS = 50
 

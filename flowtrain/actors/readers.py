@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from flowtrain.errors import DataError, PoolError
 from flowtrain.mempool.directory import Directory
-from flowtrain.types import MicrobatchLocation, RankReport, StepPlan
+from flowtrain.types.messages import MicrobatchLocation, RankReport
+from flowtrain.types.plan import StepPlan
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from flowtrain.types import Span
+from flowtrain.types.messages import Span
 
 
 class SpanLog:

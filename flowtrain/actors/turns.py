@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowtrain.actors.agenda import Agenda
-from flowtrain.types import Unit, UnitKind
+from flowtrain.types.plan import Unit, UnitKind
 
 
 class Turns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flowtrain.allocator.degrees import Degrees
+from flowtrain.types.plan import Degrees
 
 ALLOCATION_SCHEMA = 1
 

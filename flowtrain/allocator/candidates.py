@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flowtrain.allocator.cluster import DeviceType
-from flowtrain.allocator.degrees import Degrees, degree_faults, encoder_degree_faults
-from flowtrain.allocator.pareto import IntArray
+from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
+from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.flops import IntArray
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+from flowtrain.types.plan import Degrees
 
 FINE_GRAINED_DEVICES = 64
 

@@ -1,47 +1,11 @@
-"""Parallel degrees: how a module's ranks are numbered, and which degrees its layers allow."""
+"""Which parallel degrees the layers of a module allow."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from itertools import pairwise
 
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Data x pipeline x tensor parallel degrees.
-
-    Ranks are numbered with the tensor axis fastest, then the pipeline's, so that a tensor parallel group is a run of
-    neighbouring ranks and fits on one node.
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.dp * self.pp * self.tp
-
-    @property
-    def replica_size(self) -> int:
-        """Ranks of one data parallel replica; they all work on the same microbatches."""
-        return self.pp * self.tp
-
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return (dp, pp, tp) of a rank."""
-        replica, member = divmod(rank, self.replica_size)
-        return replica, member // self.tp, member % self.tp
-
-    def rank(self, dp_rank: int, pp_rank: int, tp_rank: int) -> int:
-        """Inverse of ``coordinates``."""
-        return (dp_rank * self.pp + pp_rank) * self.tp + tp_rank
-
-    def __str__(self) -> str:
-        return f"dp={self.dp} pp={self.pp} tp={self.tp}"
+from flowtrain.types.plan import Degrees
 
 
 def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: int = 1) -> list[str]:
@@ -79,12 +43,6 @@ def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: i
     return faults
 
 
-def layers_by_rank(num_layers: int, pp: int, chunks_per_rank: int = 1) -> list[int]:
-    """Return how many layers each pipeline rank has; rank r holds the stages r, r + pp, r + 2 pp and so on."""
-    stages = [len(stage) for stage in split_layers(num_layers, pp * chunks_per_rank)]
-    return [sum(stages[rank::pp]) for rank in range(pp)]
-
-
 def encoder_degree_faults(
     name: str, tp: int, spec: VisionSpec, tower_type: str | None = None, splittable: Collection[str] = ()
 ) -> list[str]:
@@ -103,17 +61,3 @@ def encoder_degree_faults(
     if spec.num_heads % tp:
         faults.append(f"{key} does not divide the tower's attention heads ({spec.num_heads})")
     return faults
-
-
-def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """Return the layers of each pipeline stage: contiguous runs whose lengths differ by at most one.
-
-    Stages in the middle get the extra layers: the first also embeds, the last also computes the loss.
-    """
-    assert 1 <= num_stages <= num_layers, (num_stages, num_layers)
-    each, extra = divmod(num_layers, num_stages)
-    first_longer = (num_stages - extra) // 2
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + each + (first_longer <= stage < first_longer + extra))
-    return tuple(range(start, stop) for start, stop in pairwise(bounds))

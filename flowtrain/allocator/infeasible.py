@@ -12,13 +12,13 @@ from flowtrain.allocator.candidates import (
     Enumeration,
     PruneReason,
 )
-from flowtrain.allocator.cluster import Cluster
 from flowtrain.allocator.program.flow import FlowProblem
 from flowtrain.allocator.program.milp import fewest_missing_devices
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem
 from flowtrain.allocator.sharing import can_share, fits_shared
 from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.costs.cluster import Cluster
 from flowtrain.errors import ConfigError
 
 MAX_DEVICES = 1 << 14

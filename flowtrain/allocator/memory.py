@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from flowtrain.allocator.cluster import DeviceType
-from flowtrain.allocator.degrees import Degrees, split_layers
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.memory import Chunk, MicrobatchSize, TrainingSetup, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.workload import Workload
+from flowtrain.pipeline.partition import split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
+from flowtrain.types.plan import Degrees
 
 
 @dataclass(frozen=True, slots=True)

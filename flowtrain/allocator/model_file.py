@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from flowtrain.allocator.pareto import IntArray
-from flowtrain.allocator.workload import Workload
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.yaml_text import YamlError, dotted, parse_yaml
+from flowtrain.costs.flops import IntArray
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
 MODEL_FILE_SCHEMA = 1

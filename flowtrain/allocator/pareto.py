@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
+from flowtrain.costs.flops import FloatArray, IntArray
 
 SAME_RATE = 1e-9
 """Rates closer than this, relatively, count as one: they differ by rounding."""

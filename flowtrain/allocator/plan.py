@@ -11,13 +11,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.messages import Document, render_validation
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import Path as KeyPath
 from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
-from flowtrain.types import PLAN_SCHEMA
+from flowtrain.types.plan import PLAN_SCHEMA, Degrees
 
 _Degree = Annotated[int, Field(ge=1)]
 _Amount = Annotated[float, Field(ge=0)]

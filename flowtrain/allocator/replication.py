@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, device_counts
-from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.pareto import FloatArray
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
+from flowtrain.costs.flops import FloatArray
+from flowtrain.types.plan import Degrees
 
 AS_GOOD = 0.97
 """From this share of the plan's rate on, replication does as well, for what predictions are worth."""

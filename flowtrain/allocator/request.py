@@ -12,16 +12,16 @@ from flowtrain.allocator.candidates import (
     enumerate_backbone,
     enumerate_encoder,
 )
-from flowtrain.allocator.cluster import Cluster, DeviceType
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes, encoder_peak_nbytes
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.cluster import Cluster, DeviceType
 from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
+from flowtrain.types.plan import Degrees
 
 Key = tuple[str, str]
 """Module and type of devices."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.program.flow import Choice, FlowProblem
 from flowtrain.allocator.request import Key, Request
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.errors import ConfigError
+from flowtrain.types.plan import Degrees
 
 _GIB = 2**30
 

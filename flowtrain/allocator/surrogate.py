@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
-from flowtrain.allocator.cluster import Cluster, DeviceType
-from flowtrain.allocator.degrees import layers_by_rank
-from flowtrain.allocator.pareto import FloatArray, IntArray
-from flowtrain.allocator.times import ModuleTimes
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.cluster import Cluster, DeviceType
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.costs.workload import Workload
+from flowtrain.pipeline.partition import layers_by_rank
 
 BACKBONE = "backbone"
 

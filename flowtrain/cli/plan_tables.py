@@ -8,10 +8,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flowtrain.allocator.allocation import Allocation, Alternative
-from flowtrain.allocator.cluster import DeviceType
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.planning.report import PlanReport
+from flowtrain.costs.cluster import DeviceType
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64

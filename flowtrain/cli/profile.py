@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flowtrain import api
-from flowtrain.allocator.profiles.profile import Profile
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
+from flowtrain.costs.profile import Profile
 from flowtrain.errors import ConfigError
 
 

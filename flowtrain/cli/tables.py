@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.plan import fixed_plan, requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.run_cost import cost_label
+from flowtrain.types.plan import Degrees
 
 if TYPE_CHECKING:
     from flowtrain.controller.prepare import Prepared

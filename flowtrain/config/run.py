@@ -12,7 +12,7 @@ from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
-from flowtrain.types import TEXT_PART
+from flowtrain.types.samples import TEXT_PART
 
 
 class RunConfig(ConfigModel):

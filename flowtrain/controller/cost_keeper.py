@@ -9,10 +9,10 @@ from importlib.metadata import version
 from flowtrain.controller.prepare import Prepared
 from flowtrain.observability.files import replace_text
 from flowtrain.observability.run_dir import RunDir
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
 from flowtrain.scheduler.run_cost import is_refitted, profiled_model
-from flowtrain.types import CostFitted
+from flowtrain.types.events import CostFitted
+from flowtrain.types.plan import CostModel
 
 logger = logging.getLogger(__name__)
 

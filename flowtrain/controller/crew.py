@@ -26,7 +26,7 @@ from flowtrain.controller.posts import Post, bundle_indices
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.types import DevicePeak
+from flowtrain.types.plan import DevicePeak
 
 logger = logging.getLogger(__name__)
 

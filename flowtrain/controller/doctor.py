@@ -23,7 +23,7 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.host import HostMemory, host_memory
 from flowtrain.mempool.probe import SEGMENT_NBYTES, Link, Probe, slow_links
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 DOCTOR_SCHEMA = 1
 

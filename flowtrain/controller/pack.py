@@ -8,11 +8,11 @@ from typing import Any
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, step_figures
 from flowtrain.scheduler.run_cost import cost_label
+from flowtrain.types.plan import CostModel
 
 PACK_SCHEMA = 1
 DEFAULT_STEPS = 50

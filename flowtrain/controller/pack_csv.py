@@ -16,9 +16,10 @@ from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep, fir
 from flowtrain.data.lengths_file import LengthsFile
 from flowtrain.data.units import num_steps_of, unit_sequence
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.cost import CostModel, make_cost_model
+from flowtrain.scheduler.cost import make_cost_model
 from flowtrain.scheduler.cost_profile import CostProfile, read_cost_profile
-from flowtrain.types import RejectReason
+from flowtrain.types.plan import CostModel
+from flowtrain.types.samples import RejectReason
 
 _ALONE = RunConfig(
     name="lengths",

@@ -14,12 +14,12 @@ from flowtrain.controller.prepare import Prepared, model_spec, prepare
 from flowtrain.data.feed import Feed
 from flowtrain.data.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.packing.base import Lengths
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.types import Rejection, SizedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
+from flowtrain.types.samples import Rejection, SizedSample
 
 
 @dataclass(frozen=True, slots=True)

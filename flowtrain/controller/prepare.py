@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain.allocator.degrees import Degrees, degree_faults, encoder_degree_faults
+from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.allocator.plan import Plan, fixed_plan
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
@@ -22,9 +22,9 @@ from flowtrain.mempool.capacity import check_capacity, check_scattered_capacity
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.types.plan import CostModel, Degrees
 
 
 @dataclass(frozen=True)

@@ -16,21 +16,30 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flowtrain.actors.link import RayLink
 from flowtrain.actors.profiler import DeviceReport, Echo, EncoderTimes, Profiler
-from flowtrain.allocator.degrees import Degrees, degree_faults
-from flowtrain.allocator.profiles.facts import library_versions, model_facts
-from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
-from flowtrain.allocator.profiles.shapes import Mix, image_sizes, packed_lengths, packed_mixes
-from flowtrain.allocator.profiles.times import CPU
+from flowtrain.allocator.degrees import degree_faults
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import Prepared, prepare, splits_tensors
+from flowtrain.costs.profile import (
+    DeviceFacts,
+    ImageCosts,
+    ImageTable,
+    LengthTable,
+    Profile,
+    StepCosts,
+    library_versions,
+    model_facts,
+)
+from flowtrain.costs.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
+from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.training.profile_backbone import BackboneTimes
-from flowtrain.types import SampleRef, SizedSample
+from flowtrain.types.plan import Degrees
+from flowtrain.types.samples import SampleRef, SizedSample
 
 MOST_DEVICES = 8
 """Measured at once, unless more are asked for."""

@@ -15,19 +15,10 @@ from flowtrain.observability.progress import ProgressDisplay, ProgressState
 from flowtrain.observability.quarantine import QuarantineWriter
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import TraceWriter
-from flowtrain.types import (
-    EVAL_POSITION_BASE,
-    CheckpointWritten,
-    CostFitted,
-    DevicePeak,
-    Event,
-    Rejected,
-    Rejection,
-    SpansRecorded,
-    UnitDone,
-    UnitKind,
-)
-from flowtrain.types import LedgerRow as RowMessage
+from flowtrain.types.events import CheckpointWritten, CostFitted, Event, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import LedgerRow as RowMessage
+from flowtrain.types.plan import DevicePeak, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
 
 MetricsSink = Callable[[StepMetrics], None]
 

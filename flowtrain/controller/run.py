@@ -42,7 +42,7 @@ from flowtrain.observability.ray_sink import RayMetricsSink
 from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
-from flowtrain.types import CheckpointWritten, CostFitted, Event
+from flowtrain.types.events import CheckpointWritten, CostFitted, Event
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.resume import Change, changes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared
 from flowtrain.errors import ConfigError
 from flowtrain.mempool.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, check_run_dir, run_dir
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.training import checkpoint_store
+from flowtrain.types.plan import CostModel, Degrees
 
 logger = logging.getLogger(__name__)
 

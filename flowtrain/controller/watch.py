@@ -15,7 +15,7 @@ from flowtrain.controller.crew import Crew
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
 from flowtrain.controller.state import Abandon, Decision, Fail, Phase, RequestStop, Restart, RunState
 from flowtrain.errors import FlowTrainError, StallError
-from flowtrain.types import Event, Rejected
+from flowtrain.types.events import Event, Rejected
 
 logger = logging.getLogger(__name__)
 

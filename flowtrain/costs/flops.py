@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec, VisionSpec
-from flowtrain.types import Flops
+from flowtrain.types.plan import Flops
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from flowtrain.data.sources.base import IMAGE_PLACEHOLDER, BadSample, Turn
 from flowtrain.errors import ConfigError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

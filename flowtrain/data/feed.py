@@ -11,7 +11,8 @@ from flowtrain.data.sources.base import BadSample
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.types import Rejection, SampleRef, Unit, UnitKind
+from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import Rejection, SampleRef
 
 
 class Feed:

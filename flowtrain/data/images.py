@@ -12,7 +12,7 @@ from functools import cache
 from PIL import Image, UnidentifiedImageError
 
 from flowtrain.data.sources.base import BadSample
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 

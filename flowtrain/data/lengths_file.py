@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain.config.data import DataConfig
+from flowtrain.costs.flops import IntArray
 from flowtrain.data.sampler import Sampler
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.packing.base import IntArray, Lengths
+from flowtrain.scheduler.packing.base import Lengths
 
 TILES, TOKENS = "num_image_tiles", "num_tokens"
 MOST = (1 << 31) - 1

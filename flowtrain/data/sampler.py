@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from flowtrain.data.permutation import Permutation
 from flowtrain.errors import CheckpointError
-from flowtrain.types import SampleRef
+from flowtrain.types.samples import SampleRef
 
 PlainState = dict[str, int | list[int]]
 """A sampler's state as a checkpoint holds it."""

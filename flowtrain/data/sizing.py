@@ -12,7 +12,7 @@ from flowtrain.config.data import DataConfig
 from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.images import image_size
 from flowtrain.data.sources.base import BadSample, RawSample
-from flowtrain.types import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
+from flowtrain.types.samples import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

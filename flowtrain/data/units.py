@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from flowtrain.config.training import TrainingConfig
-from flowtrain.types import EVAL_POSITION_BASE, Unit, UnitKind
+from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE
 
 
 def unit_sequence(

@@ -16,7 +16,7 @@ from flowtrain.mempool.transports.base import Distance
 from flowtrain.mempool.transports.device_ipc import DeviceIpcTransport, HbmLocalTransport
 from flowtrain.mempool.transports.registry import TransportRegistry
 from flowtrain.mempool.watermarks import TierPolicy, Watermarks
-from flowtrain.types import Extent, SegmentExport, Tier
+from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 
 class DeviceSide:

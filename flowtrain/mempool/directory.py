@@ -19,21 +19,11 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.lease_book import LeaseBook
 from flowtrain.mempool.part_book import PartBook
 from flowtrain.mempool.unit_book import UnitBook
-from flowtrain.types import (
-    EVAL_POSITION_BASE,
-    EncodeBatch,
-    Extent,
-    Lease,
-    LedgerRow,
-    MicrobatchLocation,
-    PartReady,
-    Rejection,
-    SampleRef,
-    SizedSample,
-    StepPlan,
-    Tier,
-    UnitKind,
-)
+from flowtrain.types.events import LedgerRow
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, MicrobatchLocation, PartReady
+from flowtrain.types.plan import EncodeBatch, StepPlan, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SampleRef, SizedSample
 
 
 class Directory:

@@ -7,7 +7,8 @@ from itertools import product
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.directory_records import BatchRecord, MicrobatchRecord, PositionRecord, UnitRecord
-from flowtrain.types import TEXT_PART, EncodeBatch, StepPlan
+from flowtrain.types.plan import EncodeBatch, StepPlan
+from flowtrain.types.samples import TEXT_PART
 
 Known = Callable[[int], PositionRecord]
 

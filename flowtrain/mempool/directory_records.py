@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 
 from flowtrain.errors import PoolError
-from flowtrain.types import EncodeBatch, Extent, LedgerRow, SampleRef, SizedSample, Tier, Unit
+from flowtrain.types.events import LedgerRow
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.plan import EncodeBatch, Unit
+from flowtrain.types.samples import SampleRef, SizedSample
 
 NOBODY = -1
 

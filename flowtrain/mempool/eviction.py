@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from flowtrain.mempool.directory_records import BatchRecord, PartRecord
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 _UNPLANNED = 1 << 62
 

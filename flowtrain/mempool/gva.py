@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flowtrain.errors import AddressError, ConfigError
-from flowtrain.types import Extent, Tier
+from flowtrain.types.memory import Extent, Tier
 
 HBM_BASE = 1 << 56
 """Default first address of the HBM region; address 0 belongs to nobody, so that a zeroed address is never valid."""

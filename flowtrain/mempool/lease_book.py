@@ -10,7 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from flowtrain.mempool.directory_records import NOBODY, BatchRecord, PartRecord, PartState, PositionRecord
-from flowtrain.types import TEXT_PART, Lease, SampleRef
+from flowtrain.types.messages import Lease
+from flowtrain.types.samples import TEXT_PART, SampleRef
 
 BatchKey = tuple[int, int]
 """(unit, batch index): the order in which batches are leased."""

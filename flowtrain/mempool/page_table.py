@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from flowtrain.errors import AddressError
 from flowtrain.mempool.gva import AddressSpace
-from flowtrain.types import Extent, SegmentExport, Tier
+from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 SegmentKey = tuple[Tier, int]
 """(tier, process index): names a segment for the whole run, since an index is never used again."""

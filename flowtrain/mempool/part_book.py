@@ -13,7 +13,8 @@ from flowtrain.mempool.directory_records import BatchRecord, PartRecord, PartSta
 from flowtrain.mempool.eviction import farthest_parts
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.lease_book import LeaseBook
-from flowtrain.types import Extent, Lease, Tier
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease
 
 
 class PartBook:

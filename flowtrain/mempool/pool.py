@@ -20,7 +20,7 @@ from flowtrain.mempool.transports.local import LocalTransport
 from flowtrain.mempool.transports.nixl import NixlTransport
 from flowtrain.mempool.transports.registry import TransportRegistry
 from flowtrain.mempool.transports.shared_memory import SharedMemoryTransport
-from flowtrain.types import Extent, PoolStats, SegmentExport, Tier
+from flowtrain.types.memory import Extent, PoolStats, SegmentExport, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor

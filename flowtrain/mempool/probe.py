@@ -18,7 +18,7 @@ from flowtrain.mempool.transports.base import Transport
 from flowtrain.mempool.transports.local import LocalTransport
 from flowtrain.mempool.transports.nixl import NixlTransport
 from flowtrain.mempool.transports.shared_memory import SharedMemoryTransport
-from flowtrain.types import SegmentExport, Tier
+from flowtrain.types.memory import SegmentExport, Tier
 
 SMALL_NBYTES = 4 << 10
 LARGE_NBYTES = 16 << 20

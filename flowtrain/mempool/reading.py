@@ -14,7 +14,7 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.page_table import Mapping, PageTable
 from flowtrain.mempool.transports.base import Arrival, Distance, Transport, slices
 from flowtrain.mempool.transports.registry import TransportRegistry
-from flowtrain.types import Extent, SegmentExport, Tier
+from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 if TYPE_CHECKING:
     from torch import Tensor

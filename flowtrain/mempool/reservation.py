@@ -10,7 +10,7 @@ import numpy as np
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.arena import Hold, Run
-from flowtrain.types import Extent
+from flowtrain.types.memory import Extent
 
 _NEW = Extent.__new__
 _SET_GVA: Callable[[Extent, int], None] = Extent.gva.__set__  # type: ignore[attr-defined]

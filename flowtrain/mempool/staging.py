@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import Extent, Tier
+from flowtrain.types.memory import Extent, Tier
 
 
 class DeviceStaging:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.directory_records import MicrobatchRecord, UnitRecord
-from flowtrain.types import MicrobatchLocation, PartLocation
+from flowtrain.types.messages import MicrobatchLocation, PartLocation
 
 
 class UnitBook:

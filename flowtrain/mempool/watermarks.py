@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.errors import ConfigError
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 
 class Occupied(Protocol):

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from flowtrain.errors import CheckpointError
 from flowtrain.observability.files import PRIVATE_DIRECTORY, open_private, sync_directory
-from flowtrain.types import LEDGER_SCHEMA
+from flowtrain.types.events import LEDGER_SCHEMA
 
 SCHEMA = pa.schema(
     [

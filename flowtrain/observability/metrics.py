@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.observability.files import JsonLines, read_json_lines
-from flowtrain.types import METRICS_SCHEMA
+from flowtrain.types.events import METRICS_SCHEMA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.observability.files import JsonLines
-from flowtrain.types import EVAL_POSITION_BASE, Rejection
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
 
 QUARANTINE_SCHEMA = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ray.util.metrics import Gauge
 
 from flowtrain.observability.metrics import StepMetrics
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 
 class RayMetricsSink:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.observability.files import open_private
-from flowtrain.types import Span
+from flowtrain.types.messages import Span
 
 _HEAD = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
 _TAIL = b"\n]}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowtrain.scheduler.packing.base import FloatArray, IntArray
+from flowtrain.costs.flops import FloatArray, IntArray
 
 ALIKE = 1e-3
 """Share of the mean cost by which microbatches may differ and count as alike."""

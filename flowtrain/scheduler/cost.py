@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
 
 from flowtrain.costs.flops import backbone_training_flops
 from flowtrain.costs.model_spec import TransformerSpec
 from flowtrain.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Cost of a microbatch: ``constant + per_token * tokens + per_longest * longest**2 + per_square * sum(len**2)``.
-
-    All four kinds of cost have this form, so one compiled search serves them all. tokens: of the microbatch; longest:
-    of its longest sub-sequence; sum(len**2): over its sub-sequences, what packed attention computes. The unit depends
-    on the kind (capacities, FLOPs, seconds). A microbatch without samples costs nothing.
-    """
-
-    name: str
-    per_token: float
-    per_longest: float = 0.0
-    per_square: float = 0.0
-    constant: float = 0.0
-
-    def __call__(self, lengths: Sequence[int]) -> float:
-        """Return the cost of one microbatch; lengths: tokens of its sub-sequences."""
-        if not lengths:
-            return 0.0
-        return float(self.of_sums(sum(lengths), max(lengths), sum(length**2 for length in lengths)))
-
-    def of_sums(self, tokens: Any, longest: Any, squares: Any) -> Any:
-        """Return the cost from the three sums, numbers or arrays."""
-        return self.constant + self.per_token * tokens + self.per_longest * longest**2 + self.per_square * squares
+from flowtrain.types.plan import CostModel
 
 
 def eq3(capacity: int) -> CostModel:

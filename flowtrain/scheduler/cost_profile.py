@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from flowtrain.costs.flops import FloatArray
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.cost import CostModel
+from flowtrain.types.plan import CostModel
 
 logger = logging.getLogger(__name__)
 
 Form = Literal["longest", "squares"]
-FloatArray = npt.NDArray[np.float64]
 
 COST_PROFILE_SCHEMA = 1
 

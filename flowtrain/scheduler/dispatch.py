@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.errors import ConfigError
 from flowtrain.scheduler.buckets import ALIKE
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import FloatArray, IntArray
 
 MAX_SWAPS_PER_RANK = 4
 EVEN = 1e-5

@@ -7,10 +7,11 @@ from operator import itemgetter
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import IntArray
 from flowtrain.scheduler.sample_sizes import SampleSizes
-from flowtrain.types import EncodeBatch, SizedSample
+from flowtrain.types.plan import EncodeBatch
+from flowtrain.types.samples import SizedSample
 
 _Batch = tuple[int, int, str, list[int], int, int]
 """First place in the order of need, rank of the encoder, its name; positions, patches, bytes."""

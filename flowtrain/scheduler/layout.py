@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.scheduler.buckets import bucket_of
 from flowtrain.scheduler.dispatch import get_dispatcher
 from flowtrain.scheduler.equal_counts import with_equal_counts
-from flowtrain.scheduler.packing.base import Bins, FloatArray, IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import get_packer
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Protocol
 
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.cost_profile import FittedCost, Measured, fit_cost
-from flowtrain.types import CostFitted, RankReport, StepPlan, UnitKind
+from flowtrain.types.events import CostFitted
+from flowtrain.types.messages import RankReport
+from flowtrain.types.plan import CostModel, StepPlan, UnitKind
 
 MAX_ROWS = 4096
 """Measured microbatches that are kept: the latest."""

@@ -9,7 +9,6 @@ from statistics import fmean, median
 
 import numpy as np
 
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.layout import Layout, lay_out
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.summary import (
@@ -20,6 +19,7 @@ from flowtrain.scheduler.summary import (
     step_cost_bound,
     step_imbalance,
 )
+from flowtrain.types.plan import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.scheduler.cost import CostModel, eq3, make_cost_model
+from flowtrain.scheduler.cost import eq3, make_cost_model
 from flowtrain.scheduler.cost_profile import CostProfile, read_cost_profile
+from flowtrain.types.plan import CostModel
 
 
 def is_refitted(config: RunConfig) -> bool:

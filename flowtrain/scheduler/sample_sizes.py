@@ -9,9 +9,9 @@ from operator import attrgetter, gt
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.packing.base import IntArray
-from flowtrain.types import TEXT_PART, PartSize, SizedSample
+from flowtrain.types.samples import TEXT_PART, PartSize, SizedSample
 
 _position = attrgetter("ref.position")
 _sizes = attrgetter("num_tokens", "num_vision_tokens", "num_target_tokens")

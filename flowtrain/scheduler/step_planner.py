@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.errors import ConfigError
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.dispatch import get_dispatcher
 from flowtrain.scheduler.encode_batches import cut_encode_batches
 from flowtrain.scheduler.layout import Layout, lay_out
-from flowtrain.scheduler.packing.base import IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import get_packer
 from flowtrain.scheduler.sample_sizes import SampleSizes
-from flowtrain.types import PartSize, SampleRef, SizedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
+from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 
 _UNITS_PER_SEED = 1_000_003
 

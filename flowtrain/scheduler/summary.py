@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from flowtrain.scheduler.packing.base import FloatArray
-from flowtrain.types import StepPlan
+from flowtrain.costs.flops import FloatArray
+from flowtrain.types.plan import StepPlan
 
 
 def slot_costs(plan: StepPlan) -> FloatArray:

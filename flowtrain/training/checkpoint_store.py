@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.errors import CheckpointError
-from flowtrain.types import CHECKPOINT_SCHEMA
+from flowtrain.types.events import CHECKPOINT_SCHEMA
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from flowtrain.allocator.degrees import split_layers
 from flowtrain.config.run import RunConfig
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.models.stage import take_stage, tied_names
 from flowtrain.models.tensor_parallel import parallelize
+from flowtrain.pipeline.partition import split_layers
 from flowtrain.training.mesh import DP_AXIS, TP_AXIS, BackboneGroup
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from flowtrain.training.batch import LossNormalization, PackedBatch
-from flowtrain.types import StepPlan
+from flowtrain.types.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

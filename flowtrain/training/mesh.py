@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import StallError
+from flowtrain.types.plan import Degrees
 
 DP_AXIS, PP_AXIS, TP_AXIS = "dp", "pp", "tp"
 LOOPBACK = "127.0.0.1"

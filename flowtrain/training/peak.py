@@ -9,7 +9,7 @@ import torch
 
 from flowtrain.costs.devices import device_spec
 from flowtrain.models.device import device_name
-from flowtrain.types import DevicePeak
+from flowtrain.types.plan import DevicePeak
 
 _REPEATS = 5
 

@@ -24,7 +24,7 @@ from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import clock_of
 from flowtrain.training.stages import Stages
 from flowtrain.training.trainer import Trainer
-from flowtrain.types import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 _LEAST_S = 1e-9

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flowtrain.allocator.profiles.profile import ImageTable
+from flowtrain.costs.profile import ImageTable
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.training.profile_device import clock_of
 

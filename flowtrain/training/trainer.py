@@ -33,7 +33,7 @@ from flowtrain.training.optimizer import (
 )
 from flowtrain.training.stages import SpanRecorder, Stages
 from flowtrain.training.tied import TiedEmbeddings
-from flowtrain.types import StepPlan, UnitKind
+from flowtrain.types.plan import StepPlan, UnitKind
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.run import RunConfig
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import Joined, SegmentExport
+from flowtrain.types.memory import SegmentExport
+from flowtrain.types.messages import Joined
 
 INDEX = 0
 

@@ -25,26 +25,18 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.window import ArrivalWindow
-from flowtrain.types import (
-    TEXT_PART,
+from flowtrain.types.memory import Extent, PoolStats, Tier
+from flowtrain.types.messages import (
     EncoderReport,
-    Extent,
     FeedReport,
     Lease,
     LeaseOrder,
     MicrobatchLocation,
     PartReady,
-    PartSize,
-    PoolStats,
     RankReport,
-    Rejection,
-    RejectReason,
-    SampleRef,
-    SizedSample,
-    Tier,
-    Unit,
-    UnitKind,
 )
+from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 ALIGNMENT = 64
 SPACE = AddressSpace(num_processes=4000, segment_nbytes=1 << 20)

@@ -11,17 +11,9 @@ import pytest
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.signals import Signal
-from flowtrain.types import (
-    EncoderReport,
-    Extent,
-    FeedOrder,
-    FeedReport,
-    LeaseOrder,
-    MicrobatchLocation,
-    PartReady,
-    Tier,
-    UnitDone,
-)
+from flowtrain.types.events import UnitDone
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import EncoderReport, FeedOrder, FeedReport, LeaseOrder, MicrobatchLocation, PartReady
 from tests.actors.simulation import (
     ENCODER_NBYTES,
     LEASE_TIMEOUT_S,

@@ -22,15 +22,10 @@ from flowtrain.data.sources.base import BadSample, RawImage, RawSample
 from flowtrain.errors import OutOfPoolMemory, SourceReadError, StaleLeaseError, WorkerLostError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import (
-    EncodeBatch,
-    EncoderReport,
-    Extent,
-    Lease,
-    LeaseOrder,
-    RejectReason,
-    SampleRef,
-)
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import EncoderReport, Lease, LeaseOrder
+from flowtrain.types.plan import EncodeBatch
+from flowtrain.types.samples import RejectReason, SampleRef
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
 
 NAME, VISION, DIM, ROWS = "encoder-0", "vision", 8, 2

@@ -24,7 +24,10 @@ from flowtrain.errors import ReplicaLostError, StallError
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
-from flowtrain.types import EncodeBatch, EncoderReport, Extent, Lease, LeaseOrder, SampleRef
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import EncoderReport, Lease, LeaseOrder
+from flowtrain.types.plan import EncodeBatch
+from flowtrain.types.samples import SampleRef
 from tests.actors.scripted import ScriptedLink, new_run_id, reader_of
 
 NAME, VISION, DIM = "encoder-0", "vision", 32

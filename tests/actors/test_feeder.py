@@ -14,7 +14,9 @@ from flowtrain.data.feed import Feed, sampler_from_config
 from flowtrain.data.sizing import SizedResult
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import SourceReadError
-from flowtrain.types import FeedOrder, FeedReport, Joined, PartReady, Rejection, Unit, UnitKind
+from flowtrain.types.messages import FeedOrder, FeedReport, Joined, PartReady
+from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import Rejection
 from tests.actors.conftest import BATCH, OVERSIZED_ROW
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
 

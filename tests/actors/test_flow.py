@@ -15,18 +15,9 @@ from flowtrain.actors.order import SamplerState
 from flowtrain.data.units import unit_sequence
 from flowtrain.errors import PoolError
 from flowtrain.mempool.consumed import ConsumedPositions
-from flowtrain.types import (
-    CheckpointWritten,
-    EncoderReport,
-    Flops,
-    MicrobatchLocation,
-    Rejected,
-    Span,
-    SpansRecorded,
-    Unit,
-    UnitDone,
-    UnitKind,
-)
+from flowtrain.types.events import CheckpointWritten, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.messages import EncoderReport, MicrobatchLocation, Span
+from flowtrain.types.plan import Flops, Unit, UnitKind
 from tests.actors.simulation import (
     ARRIVAL_NBYTES,
     BATCH,

@@ -9,7 +9,8 @@ import pytest
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.flow import Flow
 from flowtrain.mempool.directory import Directory
-from flowtrain.types import MicrobatchLocation, UnitDone
+from flowtrain.types.events import UnitDone
+from flowtrain.types.messages import MicrobatchLocation
 from tests.actors.simulation import (
     BATCH,
     ENCODER_NBYTES,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flowtrain.actors.membership import Membership
 from flowtrain.errors import ResourceError
-from flowtrain.types import SegmentExport, Tier
+from flowtrain.types.memory import SegmentExport, Tier
 
 PER_NODE, MAX_PROCESSES = 3, 6
 

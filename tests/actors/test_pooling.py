@@ -15,7 +15,7 @@ from flowtrain.actors.pooling import hbm_offer, join_pool
 from flowtrain.config.flow import PoolConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
-from flowtrain.types import Extent
+from flowtrain.types.memory import Extent
 from tests.actors.scripted import ScriptedLink, new_run_id
 
 SKIPPED = "memory pool: the hbm tier is skipped "

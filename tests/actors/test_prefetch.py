@@ -19,7 +19,10 @@ from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import AddressError, OwnerLostError, StallError
-from flowtrain.types import TEXT_PART, Extent, MicrobatchLocation, PartLocation, StepPlan
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import MicrobatchLocation, PartLocation
+from flowtrain.types.plan import StepPlan
+from flowtrain.types.samples import TEXT_PART
 from tests.mempool.building import VISION, plan, sized
 
 DIM = 4

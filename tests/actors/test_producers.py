@@ -28,7 +28,8 @@ from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.batch import SampleArrays
-from flowtrain.types import LedgerRow, RankReport, Rejected, UnitDone
+from flowtrain.types.events import LedgerRow, Rejected, UnitDone
+from flowtrain.types.messages import RankReport
 from tests.actors.conftest import BATCH, NUM_STEPS, OVERSIZED_ROW, TORN_ROW
 from tests.actors.local import LIMIT_S, Background, LocalLink, local_coordinator
 from tests.actors.scripted import new_run_id

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.profiler import Profiler
-from flowtrain.allocator.degrees import Degrees
-from flowtrain.allocator.profiles.shapes import packed_lengths, packed_mixes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import _refs, _tensor_degrees
+from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training import profile_backbone
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
+from flowtrain.types.plan import Degrees
 from tests.e2e.worlds import World, tiny_config
 
 

@@ -9,7 +9,9 @@ import pytest
 from flowtrain.actors.flow import Flow
 from flowtrain.actors.readers import of_replicas
 from flowtrain.errors import DataError, PoolError
-from flowtrain.types import CheckpointWritten, EncoderReport, StepPlan, Unit, UnitDone, UnitKind
+from flowtrain.types.events import CheckpointWritten, UnitDone
+from flowtrain.types.messages import EncoderReport
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
 from tests.actors.simulation import (
     VISION,
     SimulatedEncoder,

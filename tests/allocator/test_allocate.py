@@ -14,13 +14,13 @@ import pytest
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.cluster import Cluster
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import read_model_file
 from flowtrain.allocator.program.solvers import Solver, installed_solvers
 from flowtrain.allocator.request import Request
+from flowtrain.costs.cluster import Cluster
 from flowtrain.errors import ConfigError
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import (
     MODEL,
     MODELS,
@@ -190,7 +190,7 @@ def test_clusters_are_looked_up_by_name() -> None:
 
 def test_planning_imports_neither_torch_nor_ray() -> None:
     program = (
-        "import sys, flowtrain.allocator.allocate, flowtrain.allocator.model_file, flowtrain.allocator.profiles.times\n"
+        "import sys, flowtrain.allocator.allocate, flowtrain.allocator.model_file, flowtrain.costs.profiled_times\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'pandas', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -18,10 +18,11 @@ from flowtrain.allocator.candidates import (
     enumerate_backbone,
     enumerate_encoder,
 )
-from flowtrain.allocator.cluster import DeviceType, Links
-from flowtrain.allocator.degrees import Degrees, degree_faults
+from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.pareto import pareto_front
+from flowtrain.costs.cluster import DeviceType, Links
 from flowtrain.costs.model_spec import TransformerSpec
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import BACKBONE, VISION
 
 

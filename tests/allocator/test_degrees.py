@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.degrees import Degrees, degree_faults, encoder_degree_faults, split_layers
+from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+from flowtrain.pipeline.partition import split_layers
+from flowtrain.types.plan import Degrees
 
 SPEC = TransformerSpec(
     num_layers=4, hidden_size=16, intermediate_size=24, num_heads=8, num_kv_heads=4, head_dim=8, vocab_size=64

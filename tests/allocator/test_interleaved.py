@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate, PruneReason
-from flowtrain.allocator.degrees import Degrees, degree_faults, layers_by_rank, split_layers
+from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.request import enumerate_module
 from flowtrain.allocator.surrogate import Surrogate, fill_slots
+from flowtrain.pipeline.partition import layers_by_rank, split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import BACKBONE, cluster, request, roofline_surrogate
 from tests.pipeline.test_schedules import makespan
 

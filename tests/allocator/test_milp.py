@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, Module, devices_by_type, levels, production
 from flowtrain.allocator.program.milp import fewest_missing_devices, solve
@@ -21,6 +20,7 @@ from flowtrain.allocator.program.rivals import rivals
 from flowtrain.allocator.program.solvers import Solver, installed_solvers
 from flowtrain.allocator.program.splits import best_splits
 from flowtrain.errors import ConfigError
+from flowtrain.types.plan import Degrees
 
 MAX_DEVICES = 64
 ABSOLUTE = 1e-6

@@ -21,7 +21,7 @@ from flowtrain.allocator.plan import (
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.types import PLAN_SCHEMA
+from flowtrain.types.plan import PLAN_SCHEMA
 
 
 def make_config(**model: Any) -> RunConfig:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.cluster import Cluster
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.replication import replicate
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.sharing import shared_rate
+from flowtrain.costs.cluster import Cluster
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, cluster, request, roofline_surrogate, several, workload
 
 EVEN = workload(

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.cluster import Cluster
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.sharing import shared_rate
+from flowtrain.costs.cluster import Cluster
 from flowtrain.errors import ConfigError
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, several, with_memory, workload
 
 TINY = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2))

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
-from flowtrain.allocator.cluster import Cluster, Links, data_sheet_device_type
-from flowtrain.allocator.degrees import Degrees, split_layers
 from flowtrain.allocator.memory import backbone_peak_nbytes, encoder_peak_nbytes
-from flowtrain.allocator.roofline import Efficiency, Roofline
 from flowtrain.allocator.surrogate import Surrogate, blocked_share, starved_share
+from flowtrain.costs.cluster import Cluster, Links, data_sheet_device_type
 from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.errors import ConfigError
+from flowtrain.pipeline.partition import split_layers
+from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
 
 PERFECT = Efficiency(1.0, 1.0, 1.0, 1.0)

@@ -21,10 +21,10 @@ from flowtrain.cli.pack_plot import draw
 from flowtrain.config.load import load_config
 from flowtrain.controller.predict import predict_plans
 from flowtrain.data.sampler import Sampler
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.types.plan import CostModel
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")

@@ -13,12 +13,20 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowtrain import api
-from flowtrain.allocator.profiles.facts import library_versions, model_facts
-from flowtrain.allocator.profiles.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
 from flowtrain.cli.app import app
 from flowtrain.cli.profile import profile_tables
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import ProfileReport
+from flowtrain.costs.profile import (
+    DeviceFacts,
+    ImageCosts,
+    ImageTable,
+    LengthTable,
+    Profile,
+    StepCosts,
+    library_versions,
+    model_facts,
+)
 from tests.cli.test_plan import record_of
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from flowtrain.controller.state import Role
-from flowtrain.types import Event
+from flowtrain.types.events import Event
 
 MAX_IDLE = 50
 """Waits that bring nothing before a test counts as hung."""

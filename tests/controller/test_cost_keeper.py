@@ -13,10 +13,11 @@ from flowtrain.controller.prepare import Prepared
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import RunDir
-from flowtrain.scheduler.cost import CostModel, eq3
+from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.cost_profile import CostProfile, FittedCost, read_cost_profile
 from flowtrain.scheduler.run_cost import profiled_model
-from flowtrain.types import CostFitted
+from flowtrain.types.events import CostFitted
+from flowtrain.types.plan import CostModel
 from tests.training.ranks import make_config
 
 SPEC = ModelSpec({}, ConnectorSpec(8, 16, 16), TransformerSpec(2, 16, 32, 4, 2, 4, 128))

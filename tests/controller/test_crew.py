@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import ray
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import crew as crew_module
@@ -22,7 +21,7 @@ from flowtrain.controller.crew import (
 from flowtrain.controller.posts import posts_of
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
-from flowtrain.types import DevicePeak
+from flowtrain.types.plan import Degrees, DevicePeak
 from tests.training.ranks import make_config
 
 

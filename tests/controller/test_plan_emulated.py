@@ -30,11 +30,12 @@ from hypothesis import strategies as st
 
 from flowtrain.actors.make_flow import make_flow
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.degrees import Degrees, split_layers
-from flowtrain.allocator.profiles.profile import ImageCosts, read_profile
 from flowtrain.controller.prepare import prepare
+from flowtrain.costs.profile import ImageCosts, read_profile
+from flowtrain.pipeline.partition import split_layers
 from flowtrain.training.checkpoint_store import probe_directory
-from flowtrain.types import UnitDone
+from flowtrain.types.events import UnitDone
+from flowtrain.types.plan import Degrees
 from tests.actors.local import Background, local_coordinator
 
 NUM_DEVICES, RATIO = 9, 0.7

@@ -17,7 +17,7 @@ from flowtrain.errors import ConfigError, DataError
 from flowtrain.mempool.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.encode_batches import make_encode_batches
-from flowtrain.types import PartSize, SampleRef, SizedSample
+from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 from tests.e2e.worlds import World, tiny_config
 
 NUM_ROWS, NUM_EVAL_ROWS = 20, 5

@@ -21,24 +21,10 @@ from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import read_spans
 from flowtrain.scheduler.cost import eq3
-from flowtrain.types import (
-    EVAL_POSITION_BASE,
-    CheckpointWritten,
-    DevicePeak,
-    Event,
-    Flops,
-    LedgerRow,
-    RankReport,
-    Rejected,
-    Rejection,
-    RejectReason,
-    SampleRef,
-    Span,
-    SpansRecorded,
-    Unit,
-    UnitDone,
-    UnitKind,
-)
+from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
 from tests.training.ranks import make_config
 
 BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2

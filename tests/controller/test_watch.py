@@ -14,7 +14,7 @@ from flowtrain.controller import watch
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
-from flowtrain.types import CheckpointWritten, Event, Rejected
+from flowtrain.types.events import CheckpointWritten, Event, Rejected
 from tests.controller.fake_ray import FakeCrew, FakeRay, Ref, died, not_constructed, task_error
 
 ROLES = {

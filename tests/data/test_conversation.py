@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from flowtrain.data.conversation import ConversationEncoder, EncodedText, encode_conversation
 from flowtrain.data.sources.base import BadSample, Turn
 from flowtrain.errors import ConfigError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 MakeTokenizer = Callable[[str | None], PreTrainedTokenizerFast]
 TURNS = (Turn("user", "<image>\nWhat?"), Turn("assistant", "Grüße 猫"), Turn("user", "More"), Turn("assistant", "ok"))

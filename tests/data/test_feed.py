@@ -16,7 +16,8 @@ from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.data.units import unit_sequence
 from flowtrain.errors import DataError
-from flowtrain.types import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, Unit, UnitKind
+from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from PIL import Image
 
 from flowtrain.data.images import decode_image, image_size
 from flowtrain.data.sources.base import BadSample
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 Encode = Callable[..., bytes]
 

@@ -9,7 +9,7 @@ import pytest
 from flowtrain.data.sources.base import BadSample, Turn
 from flowtrain.data.sources.llava import LlavaSource
 from flowtrain.errors import DataError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 WriteJson = Callable[[Path, list[Any]], Path]
 ASK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]

@@ -14,7 +14,7 @@ from flowtrain.data.sources.base import BadSample, RawImage, Turn
 from flowtrain.data.sources.parquet import ParquetSource
 from flowtrain.data.sources.row_group_cache import RowGroupCache
 from flowtrain.errors import DataError, SourceReadError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 Write = Callable[..., Path]
 TEXTS = [{"user": "q", "assistant": "a"}]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flowtrain.data.permutation import Permutation
 from flowtrain.data.sampler import Sampler, SamplerState
 from flowtrain.errors import CheckpointError
-from flowtrain.types import SampleRef
+from flowtrain.types.samples import SampleRef
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 SEEDS = st.integers(0, 2**31)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from flowtrain.config.data import DataConfig, SourceConfig
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
-from flowtrain.types import PartSize, Rejection, RejectReason, SampleRef
+from flowtrain.types.samples import PartSize, Rejection, RejectReason, SampleRef
 
 REF = SampleRef(5, 0, 3, 1)
 Encode = Callable[..., bytes]

@@ -14,7 +14,7 @@ from flowtrain.data.sources.parquet import ParquetSource
 from flowtrain.data.sources.registry import open_source
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError, SourceReadError
-from flowtrain.types import RejectReason, SampleRef
+from flowtrain.types.samples import RejectReason, SampleRef
 
 ROWS = [{"images": [], "texts": [{"user": f"q{i}", "assistant": f"a{i}"}]} for i in range(3)]
 RECORDS = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}]

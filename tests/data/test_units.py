@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from flowtrain.config.training import TrainingConfig
 from flowtrain.data.units import num_steps_of, unit_sequence
-from flowtrain.types import EVAL_POSITION_BASE, Unit, UnitKind
+from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE
 
 
 def test_steps_and_evaluations_alternate_as_due() -> None:

@@ -14,10 +14,11 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
 from flowtrain.observability.run_dir import run_dir
-from flowtrain.scheduler.cost import CostModel, eq3
+from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.cost_profile import read_cost_profile
 from flowtrain.scheduler.refit import REFIT_STEPS
 from flowtrain.training.checkpoint_store import latest_complete, read_meta
+from flowtrain.types.plan import CostModel
 from tests.e2e.worlds import World, tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -24,7 +24,9 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
 from flowtrain.observability.run_dir import RunDir, run_dir
-from flowtrain.types import EVAL_POSITION_BASE, FeedReport, PartReady, Rejection, SampleRef, Unit
+from flowtrain.types.messages import FeedReport, PartReady
+from flowtrain.types.plan import Unit
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SampleRef
 from tests.e2e.disturbed import BATCH, check_same_end, config_of, json_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a limit of its own

@@ -14,7 +14,7 @@ from flowtrain.actors.prefetch import Fetched
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
-from flowtrain.types import StepPlan
+from flowtrain.types.plan import StepPlan
 from tests.e2e.worlds import World, tiny_config
 
 NUM_SAMPLES = 8

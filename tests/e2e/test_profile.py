@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flowtrain import api
-from flowtrain.allocator.profiles.profile import read_profile
 from flowtrain.cli.app import app
 from flowtrain.config.yaml_text import dump_yaml
+from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
 from tests.e2e.worlds import World, tiny_config
 

@@ -20,7 +20,7 @@ from flowtrain.controller.run import run_training
 from flowtrain.errors import WorkerLostError
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir
-from flowtrain.types import StepPlan
+from flowtrain.types.plan import StepPlan
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 

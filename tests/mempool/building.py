@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.types import (
-    TEXT_PART,
-    EncodeBatch,
-    Microbatch,
-    PartSize,
-    PlannedSample,
-    Rejection,
-    RejectReason,
-    SampleRef,
-    SizedSample,
-    StepPlan,
-    Unit,
-    UnitKind,
-)
+from flowtrain.types.plan import EncodeBatch, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 ALIGNMENT = 64
 VISION = "vision"

@@ -9,7 +9,7 @@ import pytest
 
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import SegmentExport
+from flowtrain.types.memory import SegmentExport
 
 
 class Peers:

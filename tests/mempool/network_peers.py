@@ -16,7 +16,7 @@ from _hosts import Host
 
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import Extent, SegmentExport
+from flowtrain.types.memory import Extent, SegmentExport
 
 SPACE = AddressSpace(num_processes=16, segment_nbytes=1 << 28)
 PER_NODE = 4

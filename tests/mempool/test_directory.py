@@ -10,17 +10,10 @@ from flowtrain.errors import AddressError, ConfigError, PoolError, StaleLeaseErr
 from flowtrain.mempool.capacity import check_capacity, check_scattered_capacity
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
-from flowtrain.types import (
-    EVAL_POSITION_BASE,
-    TEXT_PART,
-    Extent,
-    Lease,
-    PartReady,
-    SizedSample,
-    StepPlan,
-    Tier,
-    UnitKind,
-)
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, PartReady
+from flowtrain.types.plan import StepPlan, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, TEXT_PART, SizedSample
 from tests.mempool.building import ALIGNMENT, VISION, aligned, plan, ref, rejection, sized
 
 SPACE = AddressSpace(num_processes=32, segment_nbytes=1 << 20)

@@ -18,7 +18,10 @@ from flowtrain.mempool.arena import Arena, Hold
 from flowtrain.mempool.capacity import check_capacity
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
-from flowtrain.types import TEXT_PART, Extent, Lease, MicrobatchLocation, PartReady, SizedSample, StepPlan, Tier
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, MicrobatchLocation, PartReady
+from flowtrain.types.plan import StepPlan
+from flowtrain.types.samples import TEXT_PART, SizedSample
 from tests.mempool.building import ALIGNMENT, VISION, aligned, plan, rejection, sized, vision_nbytes
 
 SPACE = AddressSpace(num_processes=10_000, segment_nbytes=1 << 20)

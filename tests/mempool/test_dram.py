@@ -12,7 +12,7 @@ from flowtrain.errors import OwnerLostError, ResourceError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.tiers import dram, virtual_memory
 from flowtrain.mempool.tiers.dram import DramRegion, DramSegment
-from flowtrain.types import SegmentExport, Tier
+from flowtrain.types.memory import SegmentExport, Tier
 from tests.mempool.conftest import mappings
 
 SPACE = AddressSpace(num_processes=8, segment_nbytes=1 << 20)

@@ -7,7 +7,9 @@ import pytest
 from flowtrain.errors import StaleLeaseError
 from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
-from flowtrain.types import TEXT_PART, Extent, Lease, PartReady, SizedSample, Tier
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, PartReady
+from flowtrain.types.samples import TEXT_PART, SizedSample
 from tests.mempool.building import ALIGNMENT, VISION, plan, sized
 
 SPACE = AddressSpace(num_processes=16, segment_nbytes=1 << 20)

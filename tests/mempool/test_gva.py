@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from flowtrain.errors import AddressError, ConfigError
 from flowtrain.mempool.gva import AddressSpace, Place
 from flowtrain.mempool.page_table import PageTable
-from flowtrain.types import Extent, SegmentExport, Tier
+from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 SPACE = AddressSpace(num_processes=8, segment_nbytes=4096, hbm_base=1 << 20, dram_base=1 << 40)
 

@@ -27,7 +27,7 @@ from flowtrain.mempool.tiers.hbm import HbmRegion, HbmSegment, checked_export, s
 from flowtrain.mempool.transports.base import Distance
 from flowtrain.mempool.transports.registry import TransportRegistry
 from flowtrain.mempool.watermarks import Watermarks
-from flowtrain.types import DeviceExport, Extent, SegmentExport, Tier
+from flowtrain.types.memory import DeviceExport, Extent, SegmentExport, Tier
 from tests.mempool.conftest import Peers
 
 REPOSITORY = Path(__file__).parents[2]

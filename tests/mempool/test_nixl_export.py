@@ -15,7 +15,7 @@ from flowtrain.mempool.transports import nixl_agent
 from flowtrain.mempool.transports.nixl_agent import Agent
 from flowtrain.mempool.transports.nixl_batch import LARGEST_GAP_NBYTES, lay_out
 from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport, Piece
-from flowtrain.types import SegmentExport, Tier
+from flowtrain.types.memory import SegmentExport, Tier
 
 PIECES = st.lists(st.builds(Piece, st.integers(0, 1 << 40), st.integers(1, 1000)), min_size=1, max_size=5)
 RUNS = st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 3000)), min_size=1, max_size=30)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from _hosts import Host, NoHosts, two_hosts
 
-from flowtrain.types import Extent
+from flowtrain.types.memory import Extent
 from tests.mempool.network_peers import net
 
 SIZES = [300, 70_000, 4096, 1 << 20, 999_999]

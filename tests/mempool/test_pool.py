@@ -13,7 +13,7 @@ from flowtrain.errors import AddressError, ConfigError, OutOfPoolMemory, OwnerLo
 from flowtrain.mempool.pool import Data, Pool
 from flowtrain.mempool.transports.base import Distance
 from flowtrain.mempool.transports.registry import TransportRegistry
-from flowtrain.types import Extent, Tier
+from flowtrain.types.memory import Extent, Tier
 from tests.mempool.conftest import Peers, mappings
 
 NBYTES = 1 << 16

@@ -16,7 +16,7 @@ from flowtrain.mempool import probe
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.host import host_memory
 from flowtrain.mempool.probe import SEGMENT_NBYTES, Link, Probe, slow_links
-from flowtrain.types import SegmentExport
+from flowtrain.types.memory import SegmentExport
 from tests.mempool.conftest import traces
 
 SPACE = AddressSpace(num_processes=4, segment_nbytes=SEGMENT_NBYTES)

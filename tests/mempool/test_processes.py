@@ -15,7 +15,7 @@ import pytest
 from flowtrain.errors import AddressError, OwnerLostError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types import Extent, SegmentExport
+from flowtrain.types.memory import Extent, SegmentExport
 from tests.mempool.conftest import traces
 
 SPACE = AddressSpace(num_processes=64, segment_nbytes=1 << 26)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flowtrain.errors import ConfigError, OutOfPoolMemory
 from flowtrain.mempool.arena import Arena, Run
 from flowtrain.mempool.watermarks import TierPolicy, Watermarks
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 ALIGNMENT = 1
 BOUND = {Tier.HBM: 100, Tier.DRAM: 60}

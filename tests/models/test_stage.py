@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from flowtrain.allocator.degrees import split_layers
 from flowtrain.costs.memory import LOSS_CHUNK_TOKENS
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.loss import CHUNK_TOKENS
 from flowtrain.models.stage import take_stage, tied_names
+from flowtrain.pipeline.partition import split_layers
 
 TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.quarantine import QuarantineWriter
-from flowtrain.types import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
 
 
 def rejection(position: int, source: int = 0) -> Rejection:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.observability.trace import TraceWriter, read_spans
-from flowtrain.types import Span
+from flowtrain.types.messages import Span
 
 T0 = 1_700_000_000.0
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from flowtrain.scheduler.cost import CostModel, eq3, tokens
+from flowtrain.scheduler.cost import eq3, tokens
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
+from flowtrain.types.plan import CostModel
 
 PROFILE = CostModel("profile", per_token=3.0, per_longest=0.5, per_square=0.25, constant=40.0)
 """All four coefficients; sums of them are exact in floating point, so that ties are ties."""

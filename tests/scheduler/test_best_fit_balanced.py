@@ -7,12 +7,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.scheduler.cost import CostModel, eq3, tokens
+from flowtrain.scheduler.cost import eq3, tokens
 from flowtrain.scheduler.layout import lay_out
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.best_fit_balanced import best_fit_balanced
 from flowtrain.scheduler.packing.best_fit_decreasing import best_fit_decreasing
 from flowtrain.scheduler.summary import slot_imbalances, step_cost, step_imbalance
+from flowtrain.types.plan import CostModel
 
 CAPACITY = 40
 COSTS = {

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.cost_profile import (
     COST_PROFILE_SCHEMA,
     MIN_ROWS,
@@ -21,6 +20,7 @@ from flowtrain.scheduler.cost_profile import (
     fit_cost,
     read_cost_profile,
 )
+from flowtrain.types.plan import CostModel
 
 CAPACITY = 2048
 TRUE = {

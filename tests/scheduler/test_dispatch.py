@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.costs.flops import backbone_training_flops
+from flowtrain.costs.flops import FloatArray, backbone_training_flops
 from flowtrain.costs.model_spec import TransformerSpec
 from flowtrain.errors import ConfigError
 from flowtrain.scheduler.buckets import ALIKE, bucket_of
-from flowtrain.scheduler.cost import CostModel, make_cost_model
+from flowtrain.scheduler.cost import make_cost_model
 from flowtrain.scheduler.dispatch import DISPATCHERS, get_dispatcher, lpt, zigzag
-from flowtrain.scheduler.packing.base import Bins, FloatArray, Lengths
+from flowtrain.scheduler.packing.base import Bins, Lengths
+from flowtrain.types.plan import CostModel
 
 costs_of_one = st.integers(0, 4_000_000).map(lambda millionths: millionths / 1e6)
 cost_lists = st.lists(costs_of_one, max_size=40)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.packing.balanced import balanced
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import get_packer
+from flowtrain.types.plan import CostModel
 from tests.scheduler.packing_problems import COSTS, optimum, packing_problems
 
 # Most bins where k is the fewest possible. Best fit: 17/10 of it, a theorem. Sorted: 11/9 and the constant that is

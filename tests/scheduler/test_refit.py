@@ -11,11 +11,13 @@ import pytest
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec
 from flowtrain.errors import ConfigError
-from flowtrain.scheduler.cost import CostModel, eq3
+from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.cost_profile import MIN_ROWS, CostProfile, FittedCost
 from flowtrain.scheduler.refit import MAX_ROWS, REFIT_STEPS, WARM_UP_STEPS, CostRefitter
 from flowtrain.scheduler.run_cost import configured_profile, first_cost, profiled_model
-from flowtrain.types import CostFitted, Microbatch, PlannedSample, RankReport, StepPlan, Unit, UnitKind
+from flowtrain.types.events import CostFitted
+from flowtrain.types.messages import RankReport
+from flowtrain.types.plan import CostModel, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 
 CAPACITY = 1024
 TRUE = CostModel("true", per_token=1e-4, per_square=2e-7, constant=0.01)

@@ -12,7 +12,8 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.types import EVAL_POSITION_BASE, PartSize, SampleRef, SizedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, PartSize, SampleRef, SizedSample
 
 CAPACITY = 64
 ALIGNMENT = 256

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
@@ -28,7 +27,7 @@ from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.trainer import StepResult, Trainer
-from flowtrain.types import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 
 IMAGE_TOKEN, FEATURE_DIM, VOCAB = 3, 6, 32

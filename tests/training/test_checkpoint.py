@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import CheckpointError
 from flowtrain.training import checkpoint, checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.trainer import Trainer
+from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_oracle, run_ranks
 from tests.training.test_trainer import STEPS_DP1, STEPS_DP2, assert_equal_training
 

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.errors import StallError
 from flowtrain.training.mesh import _interface_of, _local_address, init_backbone_group, open_listener
+from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, make_config, run_ranks
 
 

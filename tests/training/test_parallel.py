@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.training.checkpoint import load_backbone_state
+from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_oracle, run_ranks
 from tests.training.test_trainer import assert_equal_training
 

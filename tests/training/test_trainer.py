@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from flowtrain.allocator.degrees import Degrees
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.trainer import Trainer
+from flowtrain.types.plan import Degrees
 from tests.training.ranks import (
     CPU,
     Job,

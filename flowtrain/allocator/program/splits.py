@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain.allocator.candidates import Candidate
-from flowtrain.allocator.pareto import FloatArray, IntArray
 from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, levels
+from flowtrain.costs.flops import FloatArray, IntArray
 
 _USEFUL = 2.0
 """Production up to so many times the fastest consumer is worth showing."""

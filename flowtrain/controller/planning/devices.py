@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowtrain.allocator.cluster import Cluster, DeviceType, data_sheet_device_type
-from flowtrain.allocator.profiles.facts import library_versions, model_facts
-from flowtrain.allocator.profiles.profile import Profile
 from flowtrain.controller.planning.planned import Planned
+from flowtrain.costs.cluster import Cluster, DeviceType, data_sheet_device_type
+from flowtrain.costs.profile import Profile, library_versions, model_facts
 from flowtrain.errors import ConfigError
 
 DEVICES_PER_NODE = 8

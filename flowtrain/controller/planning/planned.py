@@ -11,12 +11,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flowtrain.allocator.model_file import read_model_file
-from flowtrain.allocator.workload import Workload
 from flowtrain.config.load import override_config
 from flowtrain.config.messages import Document, render_validation
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import YamlError, parse_yaml
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
 MODEL_FILE_BATCH_PATCHES = 16384

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowtrain.allocator.plan import fixed_plan
-from flowtrain.allocator.workload import Workload
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.predict import sized_units
 from flowtrain.controller.prepare import Prepared, check_memory, prepare, unsplittable
+from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.sample_sizes import SampleSizes
-from flowtrain.types import SizedSample
+from flowtrain.types.samples import SizedSample
 
 
 def planned_run(config: RunConfig) -> Planned:

@@ -8,24 +8,24 @@ from typing import Any, Literal
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
-from flowtrain.allocator.cluster import Cluster, DeviceType, accelerator_type
-from flowtrain.allocator.communication import TensorCommunication
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.plan import ModulePlan, Plan, fixed_plan, plan_changes
-from flowtrain.allocator.profiles.profile import Profile
-from flowtrain.allocator.profiles.times import CPU, ProfileTimes
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.allocator.replication import Replication, replicate
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.roofline import Efficiency, Roofline
 from flowtrain.allocator.surrogate import Surrogate
-from flowtrain.allocator.times import ModuleTimes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
 from flowtrain.controller.planning.notes import notes
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
+from flowtrain.costs.cluster import Cluster, DeviceType, accelerator_type
+from flowtrain.costs.communication import TensorCommunication
 from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.costs.profile import Profile
+from flowtrain.costs.profiled_times import CPU, ProfileTimes
+from flowtrain.costs.roofline import Efficiency, Roofline
 
 PLANNING_SCHEMA = 2
 

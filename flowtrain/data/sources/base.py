@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from flowtrain.errors import SourceReadError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 IMAGE_PLACEHOLDER = "<image>"
 """Stands in a turn's text where an image belongs, whatever the tokenizer calls its image token."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from flowtrain.data.sources.base import BadSample, RawImage, RawSample, Role, Turn, normalise, read_with_retries
 from flowtrain.errors import DataError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 _ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistant"}
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from flowtrain.data.sources.base import BadSample, RawImage, RawSample, Turn, normalise, read_with_retries
 from flowtrain.data.sources.row_group_cache import RowGroupCache
 from flowtrain.errors import DataError
-from flowtrain.types import RejectReason
+from flowtrain.types.samples import RejectReason
 
 IMAGES, TEXTS = "images", "texts"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flowtrain.config.data import DataConfig, EvalConfig, SourceConfig
 from flowtrain.data.sources.base import RawSample, Source
 from flowtrain.data.sources.registry import open_sources
-from flowtrain.types import SampleRef
+from flowtrain.types.samples import SampleRef
 
 
 class SourceSet:

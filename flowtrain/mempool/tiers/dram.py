@@ -20,7 +20,7 @@ import numpy as np
 from flowtrain.errors import OwnerLostError, ResourceError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.tiers import virtual_memory
-from flowtrain.types import SegmentExport
+from flowtrain.types.memory import SegmentExport
 
 logger = logging.getLogger(__name__)
 

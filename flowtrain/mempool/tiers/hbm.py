@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from flowtrain.errors import OwnerLostError, PoolError, ResourceError
-from flowtrain.types import DeviceExport, SegmentExport
+from flowtrain.types.memory import DeviceExport, SegmentExport
 
 KNOB = "pool.hbm_segment_nbytes"
 NO_ACCELERATOR = "no accelerator"

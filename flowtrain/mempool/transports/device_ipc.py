@@ -12,7 +12,7 @@ import torch
 from flowtrain.mempool.page_table import Mapping, SegmentKey
 from flowtrain.mempool.tiers.hbm import HbmRegion, HbmSegment
 from flowtrain.mempool.transports.base import Transport
-from flowtrain.types import SegmentExport, Tier
+from flowtrain.types.memory import SegmentExport, Tier
 
 
 class DeviceTransport(Transport):

@@ -21,7 +21,7 @@ from flowtrain.mempool.transports.nixl_agent import Agent, TransferError
 from flowtrain.mempool.transports.nixl_batch import Batch, Peer, Share, key_of, lay_out, requests
 from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport
 from flowtrain.mempool.transports.nixl_offer import NixlOffer
-from flowtrain.types import SegmentExport
+from flowtrain.types.memory import SegmentExport
 
 _SPIN_S = 20e-3
 """A waiting thread yields its core between two looks for so long, then sleeps: where the network cannot read memory

@@ -10,7 +10,7 @@ from flowtrain.mempool.tiers.virtual_memory import PAGE_NBYTES
 from flowtrain.mempool.transports.landing import LandingBuffer
 from flowtrain.mempool.transports.nixl_agent import Descriptor
 from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport
-from flowtrain.types import SegmentExport
+from flowtrain.types.memory import SegmentExport
 
 LARGEST_GAP_NBYTES = PAGE_NBYTES
 """Extents that lie at most this far apart are read as one run: the bytes between cost less than one more request."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from flowtrain.errors import PoolError
 from flowtrain.mempool.transports.base import Distance, Transport
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 Route = tuple[Tier, Tier, Distance]
 """(source tier, destination tier, distance)."""

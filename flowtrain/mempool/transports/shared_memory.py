@@ -9,7 +9,7 @@ import numpy as np
 from flowtrain.mempool.page_table import Mapping, SegmentKey
 from flowtrain.mempool.tiers.dram import DramRegion
 from flowtrain.mempool.transports.base import Transport
-from flowtrain.types import Tier
+from flowtrain.types.memory import Tier
 
 
 class SharedMemoryTransport(Transport):

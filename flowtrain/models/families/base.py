@@ -13,7 +13,7 @@ from PIL import Image
 
 from flowtrain.config.run import RunConfig
 from flowtrain.models.initial_weights import InitialWeights, materialize
-from flowtrain.types import ImageLayout
+from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,7 +37,7 @@ from flowtrain.models.towers import image_size, patch_grid, square_patch_size, t
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
-from flowtrain.types import ImageLayout
+from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

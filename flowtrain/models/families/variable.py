@@ -11,7 +11,7 @@ from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.image_processing import pixel_values, setting
 from flowtrain.models.towers import image_size
-from flowtrain.types import ImageLayout
+from flowtrain.types.samples import ImageLayout
 
 
 class VariableLlavaFamily(LlavaFamily):

@@ -6,8 +6,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import Bins, IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 from flowtrain.scheduler.packing.sorting import descending_order
 
 

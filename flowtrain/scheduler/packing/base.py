@@ -8,14 +8,11 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.cost import CostModel
 from flowtrain.scheduler.packing.sorting import group
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float64]
+from flowtrain.types.plan import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.scheduler.equal_counts import with_equal_counts
-from flowtrain.scheduler.packing.base import Bins, FloatArray, IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 from flowtrain.scheduler.packing.best_fit import best_fit
 from flowtrain.scheduler.packing.best_fit_decreasing import best_fit_decreasing
 from flowtrain.scheduler.packing.even_out import even_out

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import FloatArray, IntArray
 
 TOLERANCE = 5e-4
 """Deviation from the mean cost, as a share of it, below which a bin counts as even."""

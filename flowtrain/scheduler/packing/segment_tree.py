@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import IntArray
 
 Tree = npt.NDArray[np.int32]
 """The residual capacities in ``1..capacity`` that open bins have (FlowTrain 3.4, Algorithm 1, line 1).

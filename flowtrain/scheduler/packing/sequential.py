@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import Bins, IntArray, Lengths, PackingRules
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 
 
 def sequential(lengths: Lengths, rules: PackingRules) -> Bins:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.scheduler.packing.base import IntArray
 
 
 @compiled

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flowtrain.allocator.cluster import DeviceType
-from flowtrain.allocator.pareto import FloatArray
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.workload import Workload
 
 
 class TensorCommunication:

@@ -7,7 +7,10 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from flowtrain.types import Extent, LedgerRow, PartLocation, PartReady, PartSize, SampleRef, SizedSample
+from flowtrain.types.events import LedgerRow
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import PartLocation, PartReady
+from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 
 REF = SampleRef(7, 1, 70, 2)
 EXTENTS = (Extent(1 << 60, 100), Extent((1 << 60) + 4096, 28))

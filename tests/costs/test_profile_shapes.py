@@ -6,15 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.profiles.shapes import (
-    NUM_MIXES,
-    batch_sizes,
-    image_sizes,
-    packed_lengths,
-    packed_mix,
-    packed_mixes,
-)
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.profile_shapes import NUM_MIXES, batch_sizes, image_sizes, packed_lengths, packed_mix, packed_mixes
+from flowtrain.costs.workload import Workload
 
 SAMPLES = st.lists(
     st.tuples(st.integers(2, 60), st.floats(0, 1), st.floats(0, 1)).map(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flowtrain.allocator.pareto import FloatArray
+from flowtrain.costs.flops import FloatArray
 
 
 class ModuleTimes(Protocol):

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.allocator.communication import TensorCommunication
-from flowtrain.allocator.pareto import FloatArray
-from flowtrain.allocator.profiles.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
+from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
 CPU = "cpu"

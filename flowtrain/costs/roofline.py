@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain.allocator.cluster import DeviceType
-from flowtrain.allocator.communication import TensorCommunication, recomputed_share
-from flowtrain.allocator.pareto import FloatArray
-from flowtrain.allocator.workload import Workload
+from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.communication import TensorCommunication, recomputed_share
+from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.workload import Workload
 
 _OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
 """Float32 numbers moved a parameter: weight, gradient and states read, weight and states written."""

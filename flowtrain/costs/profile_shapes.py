@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flowtrain.allocator.workload import Workload
-from flowtrain.types import PlannedSample
+from flowtrain.costs.workload import Workload
+from flowtrain.types.plan import PlannedSample
 
 Mix = tuple[PlannedSample, ...]
 """The sequences of one packed microbatch."""

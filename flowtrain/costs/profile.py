@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -17,12 +18,16 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from flowtrain.allocator.cluster import DeviceType, Links, data_sheet_device_type
-from flowtrain.allocator.pareto import FloatArray
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
+from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.errors import ConfigError
 
 PROFILE_SCHEMA = 1
+
+_LIBRARIES = ("flowtrain", "torch", "transformers")
 
 MAX_EXTRAPOLATION = 1.25
 """Lengths and sizes up to this many times the largest that was measured are extrapolated in proportion."""
@@ -211,6 +216,29 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: the profile cannot be read ({error}); {MEASURE_AGAIN}") from error
+
+
+def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
+    """Return shapes and settings that decide how long a module takes; neither degrees nor data are among them."""
+    backbone = config.backbone
+    return {
+        **asdict(model),
+        "dtype": config.model.dtype,
+        "freeze": list(config.model.freeze),
+        "optimizer": config.training.optimizer,
+        "attention": backbone.attention,
+        "sharding": backbone.sharding,
+        "activation_checkpointing": backbone.activation_checkpointing,
+        "checkpoint_every": backbone.checkpoint_every,
+        "compile": backbone.compile,
+        "threads": {"backbone": backbone.num_threads}
+        | {name: encoder.num_threads for name, encoder in config.encoders.items()},
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute, without what they were built for (``+cu130``)."""
+    return {name: version(name).partition("+")[0] for name in _LIBRARIES}
 
 
 def _check_axis(name: str, values: tuple[int, ...]) -> None:

@@ -8,8 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flowtrain.allocator.pareto import IntArray
-from flowtrain.costs.flops import SampleFlops, sample_flops
+from flowtrain.costs.flops import IntArray, SampleFlops, sample_flops
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.errors import ConfigError
 

@@ -12,18 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.allocator.cluster import DeviceType, Links
-from flowtrain.allocator.communication import TensorCommunication
-from flowtrain.allocator.profiles.profile import (
-    DeviceFacts,
-    ImageCosts,
-    ImageTable,
-    LengthTable,
-    Profile,
-    StepCosts,
-    read_profile,
-)
-from flowtrain.allocator.profiles.times import ProfileTimes
+from flowtrain.costs.cluster import DeviceType, Links
+from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts, read_profile
+from flowtrain.costs.profiled_times import ProfileTimes
 from flowtrain.errors import ConfigError
 from tests.allocator.worlds import MODEL, SETUP, workload
 

@@ -1,0 +1,298 @@
+"""What a unit of the backbone runs, by which degrees and at which cost."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+STEP_PLAN_SCHEMA = 2
+
+
+PLAN_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Data x pipeline x tensor parallel degrees.
+
+    Ranks are numbered with the tensor axis fastest, then the pipeline's, so that a tensor parallel group is a run of
+    neighbouring ranks and fits on one node.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.pp * self.tp
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one data parallel replica; they all work on the same microbatches."""
+        return self.pp * self.tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Return (dp, pp, tp) of a rank."""
+        replica, member = divmod(rank, self.replica_size)
+        return replica, member // self.tp, member % self.tp
+
+    def rank(self, dp_rank: int, pp_rank: int, tp_rank: int) -> int:
+        """Inverse of ``coordinates``."""
+        return (dp_rank * self.pp + pp_rank) * self.tp + tp_rank
+
+    def __str__(self) -> str:
+        return f"dp={self.dp} pp={self.pp} tp={self.tp}"
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Cost of a microbatch: ``constant + per_token * tokens + per_longest * longest**2 + per_square * sum(len**2)``.
+
+    All four kinds of cost have this form, so one compiled search serves them all. tokens: of the microbatch; longest:
+    of its longest sub-sequence; sum(len**2): over its sub-sequences, what packed attention computes. The unit depends
+    on the kind (capacities, FLOPs, seconds). A microbatch without samples costs nothing.
+    """
+
+    name: str
+    per_token: float
+    per_longest: float = 0.0
+    per_square: float = 0.0
+    constant: float = 0.0
+
+    def __call__(self, lengths: Sequence[int]) -> float:
+        """Return the cost of one microbatch; lengths: tokens of its sub-sequences."""
+        if not lengths:
+            return 0.0
+        return float(self.of_sums(sum(lengths), max(lengths), sum(length**2 for length in lengths)))
+
+    def of_sums(self, tokens: Any, longest: Any, squares: Any) -> Any:
+        """Return the cost from the three sums, numbers or arrays."""
+        return self.constant + self.per_token * tokens + self.per_longest * longest**2 + self.per_square * squares
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Model FLOPs of a unit by module, as ``flowtrain.costs.flops`` counts them."""
+
+    encoders: float
+    connector: float
+    backbone: float
+
+    @property
+    def total(self) -> float:
+        """FLOPs over all modules."""
+        return self.encoders + self.connector + self.backbone
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """What one device can do at most in the run's compute type, the denominator of MFU.
+
+    device: its name, as torch has it, or ``cpu``. flops: dense FLOP/s. source: a data sheet, or how it was measured.
+    """
+
+    device: str
+    flops: float
+    source: str
+
+
+class UnitKind(enum.StrEnum):
+    """What the backbone does with a unit."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One turn of the backbone.
+
+    index: place in the run's sequence of units. step: optimizer steps finished once a TRAIN unit is done (so the first
+    is 1); an EVAL unit carries the step that it follows. first_position, num_positions: its contiguous positions.
+    chosen: in ``arrival`` order, as many positions that were taken instead, ascending; empty until then.
+    """
+
+    index: int
+    kind: UnitKind
+    step: int
+    first_position: int
+    num_positions: int
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Positions of this unit, ascending."""
+        return self.chosen or range(self.first_position, self.first_position + self.num_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """A sample's place in a microbatch, with the lengths that give every shape."""
+
+    position: int
+    num_tokens: int
+    num_vision_tokens: int
+    num_target_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A packed sequence for one DP rank. ``samples`` may be empty: the rank then runs one token of zero weight.
+
+    slot: index of the microbatch on its rank; the microbatches of one slot run side by side. cost: as the run's cost
+    model sees it (Eq. 3), unitless.
+    """
+
+    slot: int
+    dp_rank: int
+    samples: tuple[PlannedSample, ...]
+    cost: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Backbone tokens in this microbatch."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Loss-bearing tokens in this microbatch."""
+        return sum(sample.num_target_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBatch:
+    """Positions whose parts one encoder forwards together; a function of positions and sizes, never of arrival.
+
+    nbytes: exact bytes of all its parts in the pool, each part rounded up to the pool's alignment.
+    """
+
+    unit: int
+    index: int
+    encoder: str
+    positions: tuple[int, ...]
+    num_patches: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one unit runs: ``num_slots`` times ``dp_size`` microbatches, as columns over its samples.
+
+    microbatch_tokens: the capacity that was packed to. positions: of the samples, microbatch after microbatch, those of
+    slot 0 first, in a slot those of rank 0 first. lengths, vision_lengths, target_lengths: of the same samples, tokens
+    of the backbone sequence, vision tokens and loss-bearing tokens among them. ends: ``[num_microbatches]``, where each
+    microbatch ends in these columns. costs: of each microbatch, as the run's cost model sees it. All ranks have the
+    same number of microbatches; positions found bad later are subtracted by the backbone.
+    """
+
+    unit: Unit
+    dp_size: int
+    microbatch_tokens: int
+    positions: tuple[int, ...]
+    lengths: tuple[int, ...]
+    vision_lengths: tuple[int, ...]
+    target_lengths: tuple[int, ...]
+    ends: tuple[int, ...]
+    costs: tuple[float, ...]
+    encode_batches: tuple[EncodeBatch, ...]
+    schema: int = STEP_PLAN_SCHEMA
+
+    @classmethod
+    def of_slots(
+        cls,
+        unit: Unit,
+        microbatch_tokens: int,
+        slots: Sequence[Sequence[Microbatch]],
+        encode_batches: Iterable[EncodeBatch],
+    ) -> StepPlan:
+        """Build from ``slots[k][rank]``, whose microbatches say where they stand."""
+        microbatches = [microbatch for slot in slots for microbatch in slot]
+        samples = [sample for microbatch in microbatches for sample in microbatch.samples]
+        return cls(
+            unit=unit,
+            dp_size=len(slots[0]),
+            microbatch_tokens=microbatch_tokens,
+            positions=tuple(sample.position for sample in samples),
+            lengths=tuple(sample.num_tokens for sample in samples),
+            vision_lengths=tuple(sample.num_vision_tokens for sample in samples),
+            target_lengths=tuple(sample.num_target_tokens for sample in samples),
+            ends=tuple(accumulate(len(microbatch.samples) for microbatch in microbatches)),
+            costs=tuple(microbatch.cost for microbatch in microbatches),
+            encode_batches=tuple(encode_batches),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Microbatches of each rank."""
+        return len(self.ends) // self.dp_size
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches over all ranks."""
+        return len(self.ends)
+
+    @property
+    def num_samples(self) -> int:
+        """Planned samples over all ranks."""
+        return len(self.positions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Planned backbone tokens over all ranks."""
+        return sum(self.lengths)
+
+    @property
+    def num_vision_tokens(self) -> int:
+        """Planned vision tokens over all ranks."""
+        return sum(self.vision_lengths)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Planned loss-bearing tokens over all ranks."""
+        return sum(self.target_lengths)
+
+    def microbatch(self, slot: int, dp_rank: int) -> Microbatch:
+        """Return the ``slot``-th microbatch of a rank."""
+        start, end = self._bounds(slot, dp_rank)
+        columns = (self.positions, self.lengths, self.vision_lengths, self.target_lengths)
+        samples = zip(*(column[start:end] for column in columns), strict=True)
+        return Microbatch(
+            slot,
+            dp_rank,
+            tuple(PlannedSample(*sample) for sample in samples),
+            self.costs[slot * self.dp_size + dp_rank],
+        )
+
+    def microbatch_positions(self, slot: int, dp_rank: int) -> tuple[int, ...]:
+        """Return the positions in one microbatch."""
+        start, end = self._bounds(slot, dp_rank)
+        return self.positions[start:end]
+
+    def microbatch_lengths(self, slot: int, dp_rank: int) -> tuple[int, ...]:
+        """Return the backbone tokens of each sample in one microbatch."""
+        start, end = self._bounds(slot, dp_rank)
+        return self.lengths[start:end]
+
+    @property
+    def slots(self) -> tuple[tuple[Microbatch, ...], ...]:
+        """All microbatches, made for this call: ``slots[k][rank]`` is the k-th of a rank."""
+        return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
+
+    def rank_microbatches(self, dp_rank: int) -> tuple[Microbatch, ...]:
+        """Return the microbatches of one rank in the plan's order."""
+        return tuple(self.microbatch(slot, dp_rank) for slot in range(self.num_slots))
+
+    def digest(self) -> str:
+        """Return a hash of the whole plan, 16 hexadecimal digits: equal plans have equal ones, on every machine."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def _bounds(self, slot: int, dp_rank: int) -> tuple[int, int]:
+        assert 0 <= slot < self.num_slots and 0 <= dp_rank < self.dp_size, (slot, dp_rank)
+        number = slot * self.dp_size + dp_rank
+        return self.ends[number - 1] if number else 0, self.ends[number]

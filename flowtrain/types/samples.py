@@ -1,0 +1,91 @@
+"""Samples: where they come from, how large they are, why one is rejected."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from flowtrain.types.wire import message
+
+TEXT_PART = "text"
+"""Name of the part that holds a sample's token ids and labels; every other part is named after its encoder."""
+
+
+EVAL_POSITION_BASE = 1 << 60
+"""Evaluation samples live at positions from here on, so that they never shift the training order."""
+
+
+@message
+class SampleRef:
+    """Where a sample comes from: position in the global order, index of its source, row in it, the source's epoch."""
+
+    position: int
+    source: int
+    row: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """What one image becomes: patches the encoder computes, feature rows it emits, tokens the backbone sees."""
+
+    num_patches: int
+    num_rows: int
+    num_tokens: int
+
+
+@message
+class PartSize:
+    """Size of one part, known before anything is decoded.
+
+    name: ``TEXT_PART`` or an encoder's name. num_items: images (1 for text). num_patches: patches over all images (0
+    for text). num_rows: rows of the array that goes into the pool (feature rows, or tokens for text).
+    nbytes: exact size of that array.
+    """
+
+    name: str
+    num_items: int
+    num_patches: int
+    num_rows: int
+    nbytes: int
+
+
+@message
+class SizedSample:
+    """A sample whose lengths are known.
+
+    num_tokens: length of its backbone sequence, vision tokens included. num_vision_tokens: those among them that
+    images fill. num_target_tokens: tokens that carry loss (after the shift by one).
+    """
+
+    ref: SampleRef
+    num_tokens: int
+    num_vision_tokens: int
+    num_target_tokens: int
+    parts: tuple[PartSize, ...]
+
+    @property
+    def position(self) -> int:
+        """The sample's place in the global order."""
+        return self.ref.position
+
+
+class RejectReason(enum.StrEnum):
+    """Why a sample is quarantined."""
+
+    CORRUPT_IMAGE = "corrupt_image"
+    MISSING_IMAGE = "missing_image"
+    DECOMPRESSION_BOMB = "decompression_bomb"
+    OVERSIZED_SAMPLE = "oversized_sample"
+    PLACEHOLDER_MISMATCH = "placeholder_mismatch"
+    EMPTY_ANSWER = "empty_answer"
+    MALFORMED_SAMPLE = "malformed_sample"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A quarantined sample; ``detail`` says what was seen, with both values where two disagree."""
+
+    ref: SampleRef
+    reason: RejectReason
+    detail: str

@@ -19,7 +19,7 @@ PURE_MODULES = (
     "api",
     "cli.app",
     "pipeline.actions",
-    "pipeline.flow",
+    "pipeline.dataflow",
     "pipeline.grid",
     "pipeline.progress",
     "pipeline.schedules",

@@ -96,7 +96,7 @@ class Profiler:
         seconds = []
         for _ in range(_CALLS):
             started_s = time.perf_counter()
-            link.call("ping")
+            link.ask(Echo.ping)
             seconds.append(time.perf_counter() - started_s)
         return statistics.median(seconds)
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from flowtrain.actors.make_flow import make_planner
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
 from flowtrain.controller.prepare import Prepared, model_spec, prepare
 from flowtrain.data.feed import Feed
-from flowtrain.data.units import unit_sequence
+from flowtrain.flow.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.packing.base import Lengths
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
@@ -98,7 +97,7 @@ def run_cost(config: RunConfig) -> CostModel:
 
 
 def _planner(prepared: Prepared) -> StepPlanner:
-    return make_planner(prepared.config, prepared.plan.backbone.data_parallel_size, prepared.cost)
+    return StepPlanner.from_config(prepared.config, prepared.plan.backbone.data_parallel_size, prepared.cost)
 
 
 def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:

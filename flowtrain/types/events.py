@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import Flops, Unit
-from flowtrain.types.samples import Rejection
+from flowtrain.types.samples import Rejection, SamplerState
 from flowtrain.types.wire import message
 
 METRICS_SCHEMA = 1
@@ -37,10 +37,9 @@ class LedgerRow:
 class UnitDone:
     """All ranks finished a unit. Durations in seconds; blocked_s is summed over encoders since the last unit's end.
 
-    reports: one a data parallel replica, with the times of its slowest rank (``actors/readers.py``).
+    reports: one a data parallel replica, with the times of its slowest rank (``flow/report.py``).
     flops: of the samples that ran, not of those rejected after planning.
-    sampler_state: where a resume goes on behind it: the sampler's, and in ``arrival`` order under ``consumed`` the
-    positions from there on that are consumed already.
+    sampler_state: where a resume goes on after it.
     """
 
     unit: Unit
@@ -57,7 +56,7 @@ class UnitDone:
     pool_dram_nbytes: int
     pool_dram_bound_nbytes: int
     ledger: tuple[LedgerRow, ...]
-    sampler_state: dict[str, int | list[int]]
+    sampler_state: SamplerState
     pool_hbm_nbytes: int = 0
 
 

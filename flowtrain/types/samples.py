@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flowtrain.types.wire import message
 
@@ -23,6 +25,38 @@ class SampleRef:
     source: int
     row: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """Where the order of samples stands: what a feeder continues from, and what a checkpoint keeps."""
+
+    next_position: int
+    """Position that is drawn next."""
+    counts: tuple[int, ...] = ()
+    """Samples drawn so far, by source."""
+    seed: int = 0
+    """What the order was made from, with ``sizes``, so that a state cannot continue another order unnoticed."""
+    sizes: tuple[int, ...] = ()
+    """Rows, by source."""
+    consumed: tuple[int, ...] = ()
+    """Positions from ``next_position`` on that are consumed already, ascending; none unless samples run by arrival."""
+
+    def to_dict(self) -> dict[str, int | list[int]]:
+        """Return plain numbers and lists, for a checkpoint."""
+        return {
+            "next_position": self.next_position,
+            "counts": list(self.counts),
+            "seed": self.seed,
+            "sizes": list(self.sizes),
+            "consumed": list(self.consumed),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> SamplerState:
+        """Read what ``to_dict`` wrote."""
+        columns = {name: tuple(plain.get(name, ())) for name in ("counts", "sizes", "consumed")}
+        return cls(next_position=plain["next_position"], seed=plain["seed"], **columns)
 
 
 @dataclass(frozen=True, slots=True)

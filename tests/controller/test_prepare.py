@@ -14,7 +14,7 @@ from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
 from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
 from flowtrain.errors import ConfigError, DataError
-from flowtrain.mempool.capacity import check_capacity
+from flowtrain.flow.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.types.samples import PartSize, SampleRef, SizedSample

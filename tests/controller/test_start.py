@@ -12,8 +12,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.start import Resumption, check_goes_on, find_start, foresee_resume
 from flowtrain.data.feed import sampler_from_config
-from flowtrain.data.units import unit_sequence
 from flowtrain.errors import ConfigError
+from flowtrain.flow.units import unit_sequence
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training import checkpoint_store
 from tests.e2e.worlds import World, tiny_config
@@ -57,7 +57,7 @@ def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Pat
     longer = prepare(config_of(data, 2, order))
     upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
     start = find_start(files, longer, ())
-    assert start.sampler_state is not None and upcoming.first_position != start.sampler_state["next_position"]
+    assert start.sampler_state is not None and upcoming.first_position != start.sampler_state.next_position
     with pytest.raises(
         ConfigError, match=r"20 positions are trained, step 4 begins at position 24.*num_epochs \(now 2"
     ):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.actors.membership import Membership
 from flowtrain.errors import ResourceError
+from flowtrain.flow.members import Members
 from flowtrain.types.memory import SegmentExport, Tier
 
 PER_NODE, MAX_PROCESSES = 3, 6
@@ -20,7 +20,7 @@ def export(process_index: int, tier: Tier = Tier.DRAM) -> SegmentExport:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["n0", "n1", "n2"])), max_size=20))
 def test_indices_lie_in_their_nodes_block_and_are_never_used_again(joins: list[tuple[str, str]]) -> None:
-    membership = Membership(max_processes=MAX_PROCESSES, processes_per_node=PER_NODE)
+    membership = Members(max_processes=MAX_PROCESSES, processes_per_node=PER_NODE)
     nodes = list(dict.fromkeys(node for _, node in joins))
     current: dict[str, int] = {}
     used: list[int] = []
@@ -40,11 +40,11 @@ def test_indices_lie_in_their_nodes_block_and_are_never_used_again(joins: list[t
 
 
 def test_an_unknown_name_has_no_index() -> None:
-    assert Membership(MAX_PROCESSES, PER_NODE).index_of("nobody") is None
+    assert Members(MAX_PROCESSES, PER_NODE).index_of("nobody") is None
 
 
 def test_a_process_that_is_gone_is_not_read_from_and_cannot_come_back() -> None:
-    membership = Membership(MAX_PROCESSES, PER_NODE)
+    membership = Members(MAX_PROCESSES, PER_NODE)
     first, _ = membership.join("encoder-0", "node")
     second, _ = membership.join("encoder-1", "node")
     for index in (first, second):
@@ -58,7 +58,7 @@ def test_a_process_that_is_gone_is_not_read_from_and_cannot_come_back() -> None:
 
 
 def test_a_process_has_a_segment_in_each_tier_and_takes_both_with_it() -> None:
-    membership = Membership(MAX_PROCESSES, PER_NODE)
+    membership = Members(MAX_PROCESSES, PER_NODE)
     first, _ = membership.join("encoder-0", "node")
     second, _ = membership.join("encoder-1", "node")
     for index in (first, second):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
-STATE_KEY = "consumed"
-"""Where a sampler's state names positions from its ``next_position`` on that are consumed already."""
+from flowtrain.types.samples import SamplerState
 
 
 class ConsumedPositions:
@@ -18,14 +17,14 @@ class ConsumedPositions:
         self.add(position for position in ahead if position >= frontier)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None) -> ConsumedPositions:
-        """Read what ``state_from`` made; the sampler's state of a run in order names no positions, None none at all."""
-        return cls(state["next_position"], state.get(STATE_KEY, ())) if state is not None else cls()
+    def at(cls, state: SamplerState) -> ConsumedPositions:
+        """Return what is consumed where a run goes on from a sampler's state."""
+        return cls(state.next_position, state.consumed)
 
-    def state_from(self, state: Mapping[str, int | list[int]], first: int) -> dict[str, int | list[int]]:
+    def state_from(self, state: SamplerState, first: int) -> SamplerState:
         """Return a sampler's state that stands at position ``first``, with what is consumed from there on."""
         assert first <= self.frontier, (first, self.frontier)
-        return {**state, STATE_KEY: [*range(first, self.frontier), *self.ahead]}
+        return replace(state, consumed=(*range(first, self.frontier), *self.ahead))
 
     @property
     def ahead(self) -> tuple[int, ...]:

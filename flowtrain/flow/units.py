@@ -1,4 +1,4 @@
-"""The run as a sequence of units: training steps, and evaluation rounds where they are due. Pure."""
+"""The run as a sequence of units: training steps, and evaluation rounds where they are due."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from flowtrain.config.training import TrainingConfig
+from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE
+
+NO_UNIT = 1 << 62
+"""Index that no unit has: it lies after the last one."""
 
 
 def unit_sequence(
@@ -34,6 +38,23 @@ def unit_sequence(
             yield Unit(index + 1, UnitKind.EVAL, step, first, num_eval)
 
 
+def units_left(settings: FlowSettings) -> Iterator[Unit]:
+    """Yield the units that a run still has."""
+    return _units(settings, settings.start_step, settings.num_steps)
+
+
+def leftover_units(settings: FlowSettings) -> Iterator[Unit]:
+    """Yield the training units that are done, from the first of whose own positions some are left (``arrival``)."""
+    first_step = 1 + settings.sampler_state.next_position // settings.global_batch_size
+    return (u for u in _units(settings, first_step - 1, settings.start_step) if u.kind is UnitKind.TRAIN)
+
+
+def first_unit(settings: FlowSettings) -> int:
+    """Return the index of the first unit that runs; ``NO_UNIT`` if no step is left."""
+    first = next(units_left(settings), None)
+    return first.index if first is not None else NO_UNIT
+
+
 def num_steps_of(config: TrainingConfig, sizes: Sequence[int]) -> tuple[int, int | None]:
     """Return (steps of the run, positions of the run or None where ``max_steps`` alone ends it).
 
@@ -46,8 +67,19 @@ def num_steps_of(config: TrainingConfig, sizes: Sequence[int]) -> tuple[int, int
     return math.ceil(total_positions / config.global_batch_size), total_positions
 
 
+def _units(settings: FlowSettings, start_step: int, num_steps: int) -> Iterator[Unit]:
+    return unit_sequence(
+        num_steps,
+        settings.global_batch_size,
+        settings.total_positions,
+        settings.eval_every,
+        settings.num_eval,
+        start_step,
+    )
+
+
 def _train_unit(index: int, step: int, batch_size: int, total_positions: int | None) -> Unit:
     first = (step - 1) * batch_size
     end = first + batch_size if total_positions is None else min(first + batch_size, total_positions)
-    assert first < end, f"step {step} lies behind the last of {total_positions} positions"
+    assert first < end, f"step {step} lies after the last of {total_positions} positions"
     return Unit(index, UnitKind.TRAIN, step, first, end - first)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.types.samples import SamplerState
 
 
 @given(st.integers(0, 30), st.sets(st.integers(0, 60)), st.randoms(use_true_random=False))
@@ -25,15 +26,16 @@ def test_it_is_the_set_of_what_was_added(frontier: int, positions: set[int], rng
     assert consumed.frontier not in consumed and all(p > consumed.frontier for p in consumed.ahead)
 
     for first in range(consumed.frontier + 1):
-        state = json.loads(json.dumps(consumed.state_from({"next_position": first, "counts": [3]}, first)))
-        assert state["counts"] == [3]
-        again = ConsumedPositions.from_state(state)
+        state = consumed.state_from(SamplerState(first, counts=(3,)), first)
+        kept = SamplerState.from_dict(json.loads(json.dumps(state.to_dict())))
+        assert kept == state and kept.counts == (3,)
+        again = ConsumedPositions.at(kept)
         assert (again.frontier, again.ahead) == (consumed.frontier, consumed.ahead)
 
 
 def test_a_new_run_has_consumed_nothing_and_a_run_in_order_what_lies_before() -> None:
-    assert len(ConsumedPositions.from_state(None)) == 0
-    assert ConsumedPositions.from_state({"next_position": 8, "counts": [8]}).frontier == 8
+    assert len(ConsumedPositions.at(SamplerState(0))) == 0
+    assert ConsumedPositions.at(SamplerState(8, counts=(8,))).frontier == 8
 
 
 def test_a_position_is_consumed_once() -> None:

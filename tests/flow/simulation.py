@@ -11,20 +11,19 @@ from functools import partial
 
 import numpy as np
 
-from flowtrain.actors.agenda import Agenda
-from flowtrain.actors.flow import Flow
-from flowtrain.actors.membership import Membership
-from flowtrain.actors.order import ByArrival, InOrder, SamplerState
 from flowtrain.costs.flops import SampleFlops
-from flowtrain.data.units import unit_sequence
+from flowtrain.flow.build import assemble_flow
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.flow import Flow
+from flowtrain.flow.members import Members
+from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder
+from flowtrain.flow.parts import Parts
+from flowtrain.flow.units import unit_sequence
 from flowtrain.mempool.arena import Arena, Hold
-from flowtrain.mempool.consumed import ConsumedPositions
-from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.step_planner import StepPlanner
-from flowtrain.scheduler.window import ArrivalWindow
 from flowtrain.types.memory import Extent, PoolStats, Tier
 from flowtrain.types.messages import (
     EncoderReport,
@@ -36,7 +35,7 @@ from flowtrain.types.messages import (
     RankReport,
 )
 from flowtrain.types.plan import Unit, UnitKind
-from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
+from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SamplerState, SizedSample
 
 ALIGNMENT = 64
 SPACE = AddressSpace(num_processes=4000, segment_nbytes=1 << 20)
@@ -93,37 +92,36 @@ def build_flow(
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
     """A flow over ``num_steps`` steps of ``BATCH`` samples; sampler_state: that of ``start_step`` by arrival."""
-    state = sampler_state or {"next_position": start_step * BATCH}
-    directory = Directory(
+    state = sampler_state or SamplerState(start_step * BATCH)
+    parts = Parts(
         SPACE,
         alignment=ALIGNMENT,
         lease_timeout_s=LEASE_TIMEOUT_S,
-        consumed=ConsumedPositions.from_state(state),
+        consumed=ConsumedPositions.at(state),
         clock=clock,
     )
-    next_position = state["next_position"]
-    assert isinstance(next_position, int)
-    before = unit_sequence(start_step, BATCH, None, eval_every, num_eval, next_position // BATCH)
+    before = unit_sequence(start_step, BATCH, None, eval_every, num_eval, state.next_position // BATCH)
     make_batches = partial(make_encode_batches, max_batch_patches=LIMITS, alignment=ALIGNMENT)
     window = ArrivalWindow(lookahead, num_steps, eval_every)
-    agenda = Agenda(
+    return assemble_flow(
+        members=Members(SPACE.num_processes, SPACE.num_processes),
+        parts=parts,
+        order=ByArrival(window, parts, make_batches, state) if arrival else InOrder(),
+        planner=StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT),
         units=unit_sequence(num_steps, BATCH, None, eval_every, num_eval, start_step),
         leftovers=(unit for unit in before if unit.kind is UnitKind.TRAIN),
         lookahead=lookahead,
-        order=ByArrival(window, directory, make_batches, state) if arrival else InOrder(),
-        planner=StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT),
-        directory=directory,
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.ones((3, len(sizes)))),
-    )
-    return Flow(
-        agenda=agenda,
         sampler_state=state,
         dp_size=dp_size,
         replica_size=replica_size,
-        directory=directory,
-        membership=Membership(SPACE.num_processes, SPACE.num_processes),
-        trace_steps=trace_steps,
+        last_traced_step=start_step + trace_steps,
     )
+
+
+def located(flow: Flow, unit: int, slot: int | None, rank: int) -> MicrobatchLocation | None:
+    """Where one microbatch lies, or None while it has to wait."""
+    return next(iter(flow.microbatches.locate(unit, slot, rank)), None)
 
 
 def report_of(unit: Unit, dp_rank: int) -> RankReport:
@@ -180,7 +178,7 @@ class SimulatedFeeder(Owner):
             sized=tuple(sample_of(position) for position in good),
             texts=tuple(self.text(position) for position in good),
             rejections=tuple(rejection_of(position) for position in wanted if is_found_bad_early(position)),
-            sampler_state={"next_position": unit.step * BATCH},
+            sampler_state=SamplerState(unit.step * BATCH),
             remade=remade,
             stats=self.stats,
         )
@@ -239,21 +237,22 @@ class SimulatedRank:
         if self.stopped:
             return False
         if not self.running:
-            self.running = self.answers[self.unit] = self.flow.begin(self.unit)
+            self.running = self.answers[self.unit] = self.flow.steps.begin(self.unit)
             self.stopped = not self.running
             return True
         plan = self.flow.plan_of(self.unit)
         if plan is None:
-            assert not self.flow.is_past_end(self.unit), "a unit that was begun is planned in the end"
+            assert not self.flow.steps.is_past_end(self.unit), "a unit that was begun is planned in the end"
             return False
         if self.located is not None:
             check(self.located)
-            self.flow.release(self.unit, self.located.slot, self.rank)
+            self.flow.microbatches.release(self.unit, (self.located.slot,), self.rank)
             self.ran.append(self.located)
             self.released.add(self.located.slot)
             self.located = None
         elif len(self.released) < len(plan.slots):
-            self.located = self.flow.locate(self.unit, None if self.arrival else len(self.released), self.rank)
+            slot = None if self.arrival else len(self.released)
+            self.located = located(self.flow, self.unit, slot, self.rank)
             if self.located is None:
                 return False
             assert self.located.slot not in self.released

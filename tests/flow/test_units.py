@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.config.training import TrainingConfig
-from flowtrain.data.units import num_steps_of, unit_sequence
+from flowtrain.flow.units import num_steps_of, unit_sequence
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE
 

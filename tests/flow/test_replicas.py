@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.actors.flow import Flow
-from flowtrain.actors.readers import of_replicas
 from flowtrain.errors import DataError, PoolError
+from flowtrain.flow.flow import Flow
+from flowtrain.flow.report import of_replicas
 from flowtrain.types.events import CheckpointWritten, UnitDone
 from flowtrain.types.messages import EncoderReport
 from flowtrain.types.plan import StepPlan, Unit, UnitKind
-from tests.actors.simulation import (
+from tests.flow.simulation import (
     VISION,
     SimulatedEncoder,
     SimulatedFeeder,
     build_flow,
+    located,
     rejection_of,
     report_of,
     sample_of,
@@ -51,25 +52,25 @@ class World:
         return plan
 
     def slot(self, unit: int, slot: int | None, rank: int) -> int | None:
-        location = self.flow.locate(unit, slot, rank)
+        location = located(self.flow, unit, slot, rank)
         return location.slot if location is not None else None
 
     def read_all(self, unit: int, rank: int) -> None:
         for slot in range(self.plan(unit).num_slots):
             assert self.slot(unit, slot, rank) == slot
-            self.flow.release(unit, slot, rank)
+            self.flow.microbatches.release(unit, (slot,), rank)
 
 
 def test_bytes_stay_until_every_rank_of_the_replica_has_read_them() -> None:
     world = World()
     world.feed()
     world.encode()
-    world.flow.release_order(world.feeder.index)  # the text of what was rejected
+    world.flow.room_order(world.feeder.index)  # the text of what was rejected
     for rank in (1, 0):
-        assert world.flow.release_order(world.feeder.index) is None
+        assert world.flow.room_order(world.feeder.index) is None
         assert world.slot(0, 0, rank) == 0
-        assert not world.flow.release(0, 0, rank), "there are other microbatches"
-    order = world.flow.release_order(world.feeder.index)
+        assert not world.flow.microbatches.release(0, (0,), rank), "there are other microbatches"
+    order = world.flow.room_order(world.feeder.index)
     assert order is not None and order.released
 
 
@@ -80,26 +81,28 @@ def test_the_last_rank_to_read_the_last_microbatch_is_known() -> None:
     world.read_all(0, 0)
     slots = world.plan().num_slots
     for slot in range(slots):
-        world.flow.locate(0, slot, 1)
-        assert world.flow.release(0, slot, 1) == (slot == slots - 1)
+        located(world.flow, 0, slot, 1)
+        assert world.flow.microbatches.release(0, (slot,), 1) == (slot == slots - 1)
 
 
 def test_a_microbatch_is_read_once_by_those_who_know_where_it_lies() -> None:
     world = World()
     world.feed()
     world.encode()
-    world.flow.locate(0, 0, 0)
+    located(world.flow, 0, 0, 0)
     with pytest.raises(PoolError, match="slot 0 cannot be released by rank 1"):
-        world.flow.release(0, 0, 1)
-    world.flow.release(0, 0, 0)
+        world.flow.microbatches.release(0, (0,), 1)
+    world.flow.microbatches.release(0, (0,), 0)
     with pytest.raises(PoolError, match="slot 0 cannot be released by rank 0"):
-        world.flow.release(0, 0, 0)
+        world.flow.microbatches.release(0, (0,), 0)
 
 
 def test_in_arrival_order_the_first_to_come_decides_for_its_replica() -> None:
     world = World()
     world.feed()
-    ready_alone = [slot for slot in range(world.plan().num_slots) if world.flow._directory.is_ready(0, slot, 0)]
+    ready_alone = [
+        slot for slot in range(world.plan().num_slots) if slot in world.flow.microbatches._units[0].ready_slots[0]
+    ]
     world.encode(1)
     first = world.slot(0, None, 1)
     assert first is not None and first not in ready_alone[1:]
@@ -121,8 +124,8 @@ def test_each_replica_has_an_order_of_its_own() -> None:
     world.encode()
     taken = {rank: [world.slot(0, None, rank) for _ in range(world.plan().num_slots)] for rank in (0, 2, 1, 3)}
     assert taken[0] == taken[1] and taken[2] == taken[3]
-    assert world.flow.locate(0, 0, 0).dp_rank == 0  # type: ignore[union-attr]  # it is there
-    assert world.flow.locate(0, 0, 3).dp_rank == 1  # type: ignore[union-attr]
+    assert located(world.flow, 0, 0, 0).dp_rank == 0  # type: ignore[union-attr]  # it is there
+    assert located(world.flow, 0, 0, 3).dp_rank == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("arrival", [False, True])
@@ -133,11 +136,11 @@ def test_nobody_reads_ahead_of_a_unit_that_others_still_read(arrival: bool) -> N
         world.encode()
     world.read_all(0, 0)
     slot = None if arrival else 0
-    assert world.flow.locate(1, slot, 0) is None
+    assert located(world.flow, 1, slot, 0) is None
     said = world.flow.describe_wait(1, slot, 0)
     assert said == f"unit 1 comes when all ranks have read unit 0, which lacks {world.plan().num_slots}"
     world.read_all(0, 1)
-    assert world.flow.locate(1, slot, 0) is not None
+    assert located(world.flow, 1, slot, 0) is not None
 
 
 def test_one_rank_alone_reads_ahead() -> None:
@@ -146,7 +149,7 @@ def test_one_rank_alone_reads_ahead() -> None:
         world.feed()
         world.encode()
     world.read_all(0, 0)
-    assert world.flow.locate(1, 0, 0) is not None
+    assert located(world.flow, 1, 0, 0) is not None
 
 
 def lose_and_reject(world: World, rank: int) -> int:
@@ -160,7 +163,7 @@ def lose_and_reject(world: World, rank: int) -> int:
         if sample_of(sample.position).num_vision_tokens
     )
     assert world.slot(0, slot, rank) == slot
-    world.flow.name_lost("encoder-0")
+    world.flow.process_lost("encoder-0")
     world.encoder = SimulatedEncoder(world.flow.join("encoder-0", "node").process_index, 1 << 16)
     world.flow.hand_in(world.encoder.index, EncoderReport(rejections=(rejection_of(position),)))
     world.encode()
@@ -170,9 +173,9 @@ def lose_and_reject(world: World, rank: int) -> int:
 def test_a_rank_whose_microbatch_was_lost_before_anybody_else_came_leaves_out_what_is_bad_now() -> None:
     world = World()
     slot = lose_and_reject(world, rank=0)
-    again = world.flow.locate(0, slot, 0)
+    again = located(world.flow, 0, slot, 0)
     assert again is not None and len(again.rejected) == 1
-    other = world.flow.locate(0, slot, 1)
+    other = located(world.flow, 0, slot, 1)
     assert other is not None and other.rejected == again.rejected
 
 
@@ -180,7 +183,7 @@ def test_no_rank_leaves_out_what_another_may_have_trained_on() -> None:
     world = World()
     slot = lose_and_reject(world, rank=0)
     with pytest.raises(DataError, match=r"positions \[\d+\] were found bad .* other ranks of the replica"):
-        world.flow.locate(0, slot, 1)
+        located(world.flow, 0, slot, 1)
 
 
 def test_what_the_next_microbatch_waits_for_is_said_to_each_rank() -> None:
@@ -190,7 +193,7 @@ def test_what_the_next_microbatch_waits_for_is_said_to_each_rank() -> None:
     assert "slot 0, rank 0" in world.flow.describe_wait(0, None, 1)
     world.encode()
     for _ in range(2):
-        world.flow.locate(0, None, 0)
+        located(world.flow, 0, None, 0)
     assert "slot 1, rank 0" in world.flow.describe_wait(0, 1, 1)
 
 
@@ -200,18 +203,18 @@ def test_a_unit_ends_when_every_rank_of_every_replica_is_done_with_it() -> None:
     world.encode()
     for rank in range(4):
         world.read_all(0, rank)
-    world.flow.take_events()
+    world.flow.log.take()
     unit = world.plan().unit
     finished = [world.flow.finish(report_of(unit, rank // NUM_MEMBERS), ()) for rank in (3, 0, 2, 1)]
     assert finished == [False, False, False, True]
-    (done,) = (event for event in world.flow.take_events() if isinstance(event, UnitDone))
+    (done,) = (event for event in world.flow.log.take() if isinstance(event, UnitDone))
     assert [report.dp_rank for report in done.reports] == [0, 1]
 
 
 def test_a_checkpoint_is_complete_when_every_rank_has_written() -> None:
     flow = World(dp_size=2).flow
-    assert [flow.checkpoint_written(2, rank, "there") for rank in (0, 3, 1, 2)] == [False, False, False, True]
-    assert flow.take_events() == (CheckpointWritten(2, "there"),)
+    assert [flow.log.checkpoint_written(2, rank, "there") for rank in (0, 3, 1, 2)] == [False, False, False, True]
+    assert flow.log.take() == (CheckpointWritten(2, "there"),)
 
 
 def test_a_replicas_times_are_those_of_its_slowest_rank() -> None:

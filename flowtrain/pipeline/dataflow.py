@@ -20,7 +20,7 @@ _MODULE_ORDER = tuple(StageModule)
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class Dataflow:
     """The stages in the order in which a microbatch passes them, and where every computation stands in the lists.
 
     positions: of every (module, stage). ranks: by position. parts: how (position, microbatch) is cut, (WHOLE,) or
@@ -78,7 +78,7 @@ class Flow:
         return (part,) if part in parts else parts
 
 
-def trace_flow(lists: Sequence[Sequence[Action]], *, training: bool, num_microbatches: int) -> Flow:
+def trace_dataflow(lists: Sequence[Sequence[Action]], *, training: bool, num_microbatches: int) -> Dataflow:
     """Read the flow out of the compute actions of all ranks.
 
     Raises ScheduleError unless every stage is on one rank, and runs the forward of every (sub-)microbatch once, and its
@@ -103,7 +103,7 @@ def trace_flow(lists: Sequence[Sequence[Action]], *, training: bool, num_microba
     return flow
 
 
-def _find_stages(lists: Sequence[Sequence[Action]]) -> Flow:
+def _find_stages(lists: Sequence[Sequence[Action]]) -> Dataflow:
     """A flow with its stages alone."""
     seen: dict[tuple[StageModule, int], tuple[int, int, int]] = {}  # rank, segment, index in the list
     for rank, actions in enumerate(lists):
@@ -120,7 +120,7 @@ def _find_stages(lists: Sequence[Sequence[Action]]) -> Flow:
         indices = [index for each, index in stages if each is module]
         if indices != list(range(len(indices))):
             refuse(lists, f"the lists have stages {indices} of the {module}; none may be missing", [])
-    return Flow(
+    return Dataflow(
         positions={stage: position for position, stage in enumerate(stages)},
         ranks=tuple(seen[stage][0] for stage in stages),
         parts={},
@@ -128,7 +128,7 @@ def _find_stages(lists: Sequence[Sequence[Action]]) -> Flow:
     )
 
 
-def _check_complete(lists: Sequence[Sequence[Action]], flow: Flow, num_microbatches: int) -> None:
+def _check_complete(lists: Sequence[Sequence[Action]], flow: Dataflow, num_microbatches: int) -> None:
     """Every stage runs every microbatch, whole or in all parts, and does not cut what came whole."""
     found = sorted({microbatch for _, microbatch in flow.parts})
     if found != list(range(num_microbatches)):
@@ -150,7 +150,7 @@ def _check_complete(lists: Sequence[Sequence[Action]], flow: Flow, num_microbatc
             before = parts
 
 
-def _check_backwards(lists: Sequence[Sequence[Action]], flow: Flow, training: bool) -> None:
+def _check_backwards(lists: Sequence[Sequence[Action]], flow: Dataflow, training: bool) -> None:
     """A backward for each forward if training, with the same memory strategy, else none."""
     for (is_backward, position, microbatch, part), place in flow.places.items():
         action = lists[place[0]][place[1]]
@@ -166,7 +166,7 @@ def _check_backwards(lists: Sequence[Sequence[Action]], flow: Flow, training: bo
             refuse(lists, f"{action} and {other} differ in their memory strategy", [place, other_place])
 
 
-def _stage_name(flow: Flow, position: int) -> str:
+def _stage_name(flow: Dataflow, position: int) -> str:
     module, stage = list(flow.positions)[position]
     return f"stage {stage} of the {module}"
 

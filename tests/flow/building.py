@@ -1,14 +1,21 @@
-"""Small plans for the directory's tests."""
+"""Small plans for the tests of parts and microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
+from flowtrain.flow.microbatches import Microbatches
+from flowtrain.flow.parts import Parts
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.types.events import LedgerRow
+from flowtrain.types.messages import MicrobatchLocation
 from flowtrain.types.plan import EncodeBatch, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 ALIGNMENT = 64
 VISION = "vision"
+Clock = Callable[[], float]
 
 
 def aligned(nbytes: int) -> int:
@@ -72,3 +79,31 @@ def plan(
 def _microbatch(slot: int, rank: int, samples: Sequence[SizedSample]) -> Microbatch:
     planned = tuple(PlannedSample(s.position, s.num_tokens, s.num_vision_tokens, s.num_target_tokens) for s in samples)
     return Microbatch(slot, rank, planned, 1.0)
+
+
+class Tables:
+    """The parts table and the microbatches over it, as a flow owns them; one rank a replica."""
+
+    def __init__(
+        self, space: AddressSpace, lease_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=lease_timeout_s, clock=clock)
+        self.microbatches = Microbatches(self.parts)
+
+    def ready_slots(self, unit: int, rank: int) -> tuple[int, ...]:
+        return tuple(sorted(self.microbatches._units[unit].ready_slots[rank]))
+
+    def is_ready(self, unit: int, slot: int, rank: int) -> bool:
+        return slot in self.ready_slots(unit, rank)
+
+    def locate(self, unit: int, slot: int, rank: int) -> MicrobatchLocation | None:
+        return next(iter(self.microbatches.locate(unit, slot, rank)), None)
+
+    def release(self, unit: int, slot: int, rank: int) -> None:
+        self.microbatches.release(unit, (slot,), rank)
+
+    def consume(self, unit: int) -> tuple[LedgerRow, ...]:
+        return self.parts.consume(self.microbatches.end(unit))
+
+    def describe_positions(self, positions: Iterable[int]) -> str:
+        return self.parts.describe_waits(self.parts[position] for position in positions)

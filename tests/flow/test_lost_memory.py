@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from flowtrain.actors.coordinator import Coordinator
-from flowtrain.actors.flow import Flow
-from flowtrain.mempool.directory import Directory
+from flowtrain.flow.flow import Flow
+from flowtrain.flow.parts import Parts
 from flowtrain.types.events import UnitDone
 from flowtrain.types.messages import MicrobatchLocation
-from tests.actors.simulation import (
+from tests.flow.simulation import (
     BATCH,
     ENCODER_NBYTES,
     SPACE,
@@ -71,7 +71,7 @@ class World:
             for rank in self.ranks:
                 if rank.running or rank.unit <= min(other.unit for other in self.ranks):
                     rank.move(self.check)
-            self.rows += [row.position for e in self.flow.take_events() if isinstance(e, UnitDone) for row in e.ledger]
+            self.rows += [row.position for e in self.flow.log.take() if isinstance(e, UnitDone) for row in e.ledger]
             if all(rank.stopped for rank in self.ranks):
                 return True
         return False
@@ -93,7 +93,7 @@ def lose_the_first_batches(world: World) -> SimulatedEncoder:
     while world.encode(survivor):
         pass
     assert survivor.arena.available_nbytes < 8 * 64, "full of later positions"
-    world.flow.name_lost("encoder-1", for_good=True)
+    world.flow.process_lost("encoder-1", for_good=True)
     del world.encoders[1]
     return survivor
 
@@ -110,7 +110,7 @@ def test_the_survivor_makes_room_and_every_position_is_consumed_once(arrival: bo
 
 
 def test_without_eviction_it_would_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Directory, "make_room", lambda *arguments: False)
+    monkeypatch.setattr(Parts, "make_room", lambda *arguments: False)
     world = World(arrival=False)
     survivor = lose_the_first_batches(world)
     assert not world.run([survivor])
@@ -135,11 +135,11 @@ def test_who_hands_in_the_last_batch_is_asked_for_its_room_anew() -> None:
     async def scenario() -> None:
         coordinator = Coordinator(lambda: flow, FOREVER_S)
         asked = asyncio.ensure_future(coordinator.lease(survivor.index, VISION, survivor.arena.available_nbytes))
-        await coordinator.name_lost("encoder-1", for_good=True)
+        await coordinator.process_lost("encoder-1", for_good=True)
         for _ in range(20):
             await asyncio.sleep(0)
         assert not asked.done() and len(survivor.work) == 1
-        survivor.free(await coordinator.hand_in(survivor.index, survivor.encode()))
+        survivor.free((await coordinator.hand_in(survivor.index, survivor.encode())).refused)
         order = await asyncio.wait_for(asked, HANG_S)
         assert order.lease is None and not order.released and not order.stop
         lease = coordinator.lease(survivor.index, VISION, survivor.arena.available_nbytes)

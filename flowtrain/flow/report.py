@@ -1,18 +1,17 @@
-"""What the driver is told of a run: units done with their figures, rejections, checkpoints, spans."""
+"""What the driver learns of a run: units done with their figures, rejections, checkpoints, spans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from flowtrain.actors.agenda import Planned
-from flowtrain.actors.order import SamplerState
-from flowtrain.actors.readers import of_replicas
+from flowtrain.flow.steps import PlannedUnit
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.memory import PoolStats
 from flowtrain.types.messages import RankReport, Span
-from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
 
 
 class EventLog:
@@ -95,7 +94,7 @@ class EventLog:
 
     def unit_done(
         self,
-        planned: Planned,
+        planned: PlannedUnit,
         rows: tuple[LedgerRow, ...],
         sampler_state: SamplerState,
         num_produced: int,
@@ -128,3 +127,26 @@ class EventLog:
         self._events.extend(self._refitter.take(plan, reports))
         self._produced_mark = num_produced
         self._blocked_s = 0.0
+
+
+def of_replicas(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
+    """Merge the reports of all ranks to one for each replica, in order.
+
+    Each duration is that of the rank that took longest, which the others wait for, microbatch by microbatch; the
+    replica starts with its first rank and finishes with its last.
+    """
+    replicas: dict[int, list[RankReport]] = {}
+    for report in reports:
+        replicas.setdefault(report.dp_rank, []).append(report)
+    return tuple(_merged(replicas[dp_rank]) for dp_rank in sorted(replicas))
+
+
+def _merged(members: Sequence[RankReport]) -> RankReport:
+    return replace(
+        members[0],
+        started_s=min(member.started_s for member in members),
+        finished_s=max(member.finished_s for member in members),
+        starved_s=max(member.starved_s for member in members),
+        fetch_s=max(member.fetch_s for member in members),
+        microbatch_s=tuple(map(max, zip(*(member.microbatch_s for member in members), strict=True))),
+    )

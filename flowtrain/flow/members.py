@@ -1,4 +1,4 @@
-"""Who takes part in the pool: indices in the address space, numbered node by node and never used again in a run."""
+"""Which processes take part in the pool, by indices of its address space, and what they export."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from flowtrain.mempool.page_table import SegmentKey
 from flowtrain.types.memory import SegmentExport, Tier
 
 
-class Membership:
+class Members:
     """Hands out process indices and keeps what the processes export.
 
     A node owns the contiguous block of ``processes_per_node`` indices, so that its part of the DRAM region is one
-    contiguous range (FlowTrain 3.2). A restarted process takes a new index.
+    contiguous range (FlowTrain 3.2). A restarted process takes a new index; indices are never used again in a run.
     """
 
     def __init__(self, max_processes: int, processes_per_node: int) -> None:
         self._max_processes = max_processes
         self._per_node = processes_per_node
         self._nodes: dict[str, int] = {}
-        self._joined: dict[int, int] = {}
+        self._num_joined: dict[int, int] = {}
         self._index_of_name: dict[str, int] = {}
         self._living: set[int] = set()
         self._exports: dict[SegmentKey, SegmentExport] = {}
@@ -29,7 +29,7 @@ class Membership:
         Raises ResourceError, naming the knob, when the node's block or the space is used up.
         """
         node = self._nodes.setdefault(node_id, len(self._nodes))
-        count = self._joined.get(node, 0)
+        count = self._num_joined.get(node, 0)
         index = node * self._per_node + count
         if count >= self._per_node:
             raise ResourceError(
@@ -41,7 +41,7 @@ class Membership:
                 f"{name}: process index {index} is outside the pool's address space of {self._max_processes} "
                 "processes; raise pool.max_processes"
             )
-        self._joined[node] = count + 1
+        self._num_joined[node] = count + 1
         previous = self._index_of_name.get(name)
         self._index_of_name[name] = index
         self._living.add(index)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.mempool.consumed import ConsumedPositions
-from flowtrain.scheduler.window import ArrivalWindow
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.order import ArrivalWindow
 
 Ready = Callable[[int, int], bool]
 """(step, position) -> whether the position is ready when a rank asks for the step, if nothing is waited for."""

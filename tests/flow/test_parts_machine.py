@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowtrain.errors import OutOfPoolMemory, StaleLeaseError
+from flowtrain.flow.capacity import check_capacity
 from flowtrain.mempool.arena import Arena, Hold
-from flowtrain.mempool.capacity import check_capacity
-from flowtrain.mempool.directory import Directory
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease, MicrobatchLocation, PartReady
 from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import TEXT_PART, SizedSample
-from tests.mempool.building import ALIGNMENT, VISION, aligned, plan, rejection, sized, vision_nbytes
+from tests.flow.building import ALIGNMENT, VISION, Tables, aligned, plan, rejection, sized, vision_nbytes
 
 SPACE = AddressSpace(num_processes=10_000, segment_nbytes=1 << 20)
 NUM_ENCODERS, UNIT_SIZE, PER_BATCH, LARGEST, LOOKAHEAD, DP_SIZE = 3, 4, 2, 640, 3, 2
@@ -61,7 +60,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.now = 0.0
-        self.directory = Directory(SPACE, alignment=ALIGNMENT, lease_timeout_s=LEASE_TIMEOUT_S, clock=lambda: self.now)
+        self.tables = Tables(SPACE, lease_timeout_s=LEASE_TIMEOUT_S, clock=lambda: self.now)
         check_capacity([SEGMENT_NBYTES] * (NUM_ENCODERS - 1), PER_BATCH * LARGEST, UNIT_SIZE // PER_BATCH, "knob")
         self.num_owners = 0
         self.encoders = [self.new_owner(SEGMENT_NBYTES) for _ in range(NUM_ENCODERS)]
@@ -97,12 +96,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         samples = []
         for position, nbytes in enumerate(images, first):
             if position - first in bad:
-                assert self.directory.reject(rejection(position))
+                assert self.tables.parts.reject(rejection(position))
                 self.rejected.add(position)
                 continue
             sample = self.samples[position] = sized(position, nbytes, TEXT_NBYTES)
             extents = self.feeder.put(TEXT_NBYTES)
-            self.directory.add_sized(sample, self.feeder.index, PartReady(position, TEXT_PART, 0, extents))
+            self.tables.parts.add_sized([sample], self.feeder.index, [PartReady(position, TEXT_PART, 0, extents)])
             self.ready[position, TEXT_PART] = (self.feeder.index, extents)
             samples.append(sample)
         self.plans[unit] = plan(
@@ -114,7 +113,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             per_microbatch=per_microbatch,
             per_batch=PER_BATCH,
         )
-        self.directory.add_plan(self.plans[unit])
+        self.tables.microbatches.add(self.plans[unit])
 
     @rule()
     def remake_text(self) -> None:
@@ -123,11 +122,11 @@ class DirectoryMachine(RuleBasedStateMachine):
             for position in sorted(self.samples)
             if (position, TEXT_PART) not in self.ready and self.is_wanted(position)
         ]
-        refs = self.directory.lost_text(self.feeder.index)
+        refs = self.tables.parts.leases.grant_lost_text(self.feeder.index)
         assert [ref.position for ref in refs] == missing
         for position in missing:
             extents = self.feeder.put(TEXT_NBYTES)
-            self.directory.text_ready(self.feeder.index, PartReady(position, TEXT_PART, 0, extents))
+            self.tables.parts.text_ready(self.feeder.index, PartReady(position, TEXT_PART, 0, extents))
             self.ready[position, TEXT_PART] = (self.feeder.index, extents)
 
     # --- encoding -----------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def lease(self, which: int) -> None:
         owner = self.encoder(which)
         free = owner.arena.available_nbytes
-        lease = self.directory.lease(owner.index, VISION, free)
+        lease = self.tables.parts.leases.grant(owner.index, VISION, free)
         first = self.first_in_line()
         if lease is None:
             assert first is None or first[2] > free
@@ -150,12 +149,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def make_room(self, owner: Owner, free: int) -> None:
         """As the flow does when nothing could be leased: first what is released, then what may be evicted."""
-        if released := self.directory.take_released(owner.index):
+        if released := self.tables.parts.take_released(owner.index):
             owner.free(released)
             return
         expected = self.evictable(owner, free)
-        assert self.directory.make_room(owner.index, VISION, free) == bool(expected)
-        evicted = self.directory.take_released(owner.index)
+        assert self.tables.parts.make_room(owner.index, VISION, free) == bool(expected)
+        evicted = self.tables.parts.take_released(owner.index)
         where = [self.ready.pop((position, VISION)) for position in expected]
         assert set(evicted) == {extent for _, extents in where for extent in extents}
         owner.free(evicted)
@@ -217,18 +216,18 @@ class DirectoryMachine(RuleBasedStateMachine):
         extents = owner.put(vision_nbytes(self.samples[position]), work.hold)
         report = PartReady(position, VISION, work.lease.epoch, extents)
         if self.leased.get(position) == (owner.index, work.lease.lease_id):
-            self.directory.ready(owner.index, report)
+            self.tables.parts.ready(owner.index, report)
             self.ready[position, VISION] = (owner.index, extents)
             self.made_under[position] = work.lease.lease_id
             del self.leased[position]
         else:
             with pytest.raises(StaleLeaseError):
-                self.directory.ready(owner.index, report)
+                self.tables.parts.ready(owner.index, report)
             owner.free(extents)
 
     def reject(self, position: int) -> None:
         done = position in self.given_up or position in self.rejected or self.is_handed_out(position)
-        assert self.directory.reject(rejection(position)) == (not done)
+        assert self.tables.parts.reject(rejection(position)) == (not done)
         if not done:
             self.rejected.add(position)
             self.forget(position)
@@ -272,21 +271,21 @@ class DirectoryMachine(RuleBasedStateMachine):
         del self.encoders[which]
 
     def lose(self, dead: Owner, for_good: bool = False) -> None:
-        self.directory.owner_lost(dead.index, for_good)
+        self.tables.parts.owner_lost(dead.index, for_good)
         self.ready = {part: where for part, where in self.ready.items() if where[0] != dead.index}
         self.leased = {position: holder for position, holder in self.leased.items() if holder[0] != dead.index}
         for work in dead.work:
             report = PartReady(work.todo[0], VISION, work.lease.epoch, ())
             with pytest.raises(StaleLeaseError):
-                self.directory.ready(dead.index, report)
-        assert self.directory.take_released(dead.index) == ()
-        assert self.directory.lease(dead.index, VISION, 1 << 30) is None
-        assert not self.directory.make_room(dead.index, VISION, 0)
+                self.tables.parts.ready(dead.index, report)
+        assert self.tables.parts.take_released(dead.index) == ()
+        assert self.tables.parts.leases.grant(dead.index, VISION, 1 << 30) is None
+        assert not self.tables.parts.make_room(dead.index, VISION, 0)
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        for lease in self.directory.expire_leases():
+        for lease in self.tables.parts.expire_leases():
             for position, (_, lease_id) in list(self.leased.items()):
                 if lease_id == lease.lease_id:
                     del self.leased[position]
@@ -311,11 +310,11 @@ class DirectoryMachine(RuleBasedStateMachine):
             if position not in self.rejected
             for part in self.samples[position].parts
         }
-        location = self.directory.locate(unit, slot, rank)
-        assert (location is not None) == self.directory.is_ready(unit, slot, rank) == (expected <= set(self.ready))
-        assert (slot in self.directory.ready_slots(unit, rank)) == (location is not None)
+        location = self.tables.locate(unit, slot, rank)
+        assert (location is not None) == self.tables.is_ready(unit, slot, rank) == (expected <= set(self.ready))
+        assert (slot in self.tables.ready_slots(unit, rank)) == (location is not None)
         if location is None:
-            assert "waits for" in self.directory.describe_wait(unit, slot, rank)
+            assert "waits for" in self.tables.microbatches.describe_wait(unit, slot, rank)
             return
         assert {(part.position, part.part) for part in location.parts} == expected
         assert all(self.ready[part.position, part.part][1] == part.extents for part in location.parts)
@@ -327,7 +326,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def release(self, pick: int) -> None:
         running = sorted(key for key in self.located if key not in self.released)
         unit, slot, rank = key = running[pick % len(running)]
-        self.directory.release(unit, slot, rank)
+        self.tables.release(unit, slot, rank)
         self.released.add(key)
         for sample in self.plans[unit].slots[slot][rank].samples:
             self.given_up.add(sample.position)
@@ -336,13 +335,13 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule()
     def take_released(self) -> None:
         for owner in (*self.encoders, self.feeder):
-            owner.free(self.directory.take_released(owner.index))  # the arena refuses what is freed twice
+            owner.free(self.tables.parts.take_released(owner.index))  # the arena refuses what is freed twice
 
     @precondition(lambda self: self.is_over(self.current))
     @rule()
     def consume(self) -> None:
         made = self.plans.pop(self.current)
-        rows = self.directory.consume(self.current)
+        rows = self.tables.consume(self.current)
         self.current += 1
         assert [row.position for row in rows] == list(made.unit.positions)
         for row in rows:
@@ -372,7 +371,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             total += sum(part.nbytes for part in self.samples[position].parts if part.name == name)
             for extent in extents:
                 assert owners[owner].arena.is_used(SPACE.translate(extent.gva).offset, extent.nbytes)
-        assert self.directory.occupancy()[Tier.DRAM] == total
+        assert self.tables.parts.occupancy()[Tier.DRAM] == total
 
     @invariant()
     def a_leaseholder_always_has_its_room(self) -> None:
@@ -400,7 +399,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.take_released()
         for owner in (*self.encoders, self.feeder):
             assert owner.arena.used_nbytes == 0
-        assert self.directory.num_consumed + self.directory.num_rejected == len(self.consumed) == self.next_position
+        assert (
+            self.tables.parts.num_consumed + self.tables.parts.num_rejected == len(self.consumed) == self.next_position
+        )
 
     def run_what_is_ready(self) -> None:
         for slot in range(len(self.plans[self.current].slots)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -10,15 +11,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from flowtrain.actors.flow import ASK_AGAIN, Flow
-from flowtrain.actors.order import SamplerState
-from flowtrain.data.units import unit_sequence
 from flowtrain.errors import PoolError
-from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.flow import ASK_AGAIN, Flow
+from flowtrain.flow.units import unit_sequence
 from flowtrain.types.events import CheckpointWritten, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.messages import EncoderReport, MicrobatchLocation, Span
 from flowtrain.types.plan import Flops, Unit, UnitKind
-from tests.actors.simulation import (
+from flowtrain.types.samples import SamplerState
+from tests.flow.simulation import (
     ARRIVAL_NBYTES,
     BATCH,
     ENCODER_NBYTES,
@@ -32,6 +33,7 @@ from tests.actors.simulation import (
     build_flow,
     is_found_bad_early,
     is_found_bad_late,
+    located,
     rejection_of,
     report_of,
 )
@@ -72,7 +74,7 @@ class FlowMachine(RuleBasedStateMachine):
         self.events: list[UnitDone] = []
         self.rejected: list[int] = []
         self.first_step = start_step
-        self.start_run(start_step, {"next_position": start_step * BATCH})
+        self.start_run(start_step, SamplerState(start_step * BATCH))
 
     def start_run(self, start_step: int, sampler_state: SamplerState) -> None:
         self.flow = build_flow(
@@ -101,9 +103,9 @@ class FlowMachine(RuleBasedStateMachine):
     def join_feeder(self) -> SimulatedFeeder:
         joined = self.flow.join("feeder-0", "node")
         assert joined.sampler_state is not None
-        upcoming = self.flow._agenda.upcoming
+        upcoming = self.flow.steps.upcoming
         if upcoming is not None and upcoming.kind is UnitKind.TRAIN:
-            assert joined.sampler_state["next_position"] == upcoming.first_position
+            assert joined.sampler_state.next_position == upcoming.first_position
         feeder = SimulatedFeeder(joined.process_index)
         self.owners[feeder.index] = feeder
         return feeder
@@ -173,7 +175,7 @@ class FlowMachine(RuleBasedStateMachine):
         dead = self.encoders[which]
         del self.owners[dead.index]
         if is_noticed:
-            self.flow.name_lost(f"encoder-{which}")
+            self.flow.process_lost(f"encoder-{which}")
         self.encoders[which] = self.join_encoder(which)
         for report in self.reports[which] if arrives else ():
             refused = self.flow.hand_in(dead.index, report)
@@ -213,7 +215,7 @@ class FlowMachine(RuleBasedStateMachine):
     @rule()
     def user_stops(self) -> None:
         self.stopped_after = max(rank.unit for rank in self.ranks)
-        self.flow.request_stop()
+        self.flow.steps.request_stop()
 
     @rule(back=st.integers(0, 2))
     def everything_dies(self, back: int) -> None:
@@ -228,12 +230,12 @@ class FlowMachine(RuleBasedStateMachine):
         if steps:
             self.start_run(steps[-1].unit.step, steps[-1].sampler_state)
         else:
-            self.start_run(self.first_step, {"next_position": self.first_step * BATCH})
+            self.start_run(self.first_step, SamplerState(self.first_step * BATCH))
 
     # --- what comes out -----------------------------------------------------------------------------------------
 
     def take_events(self) -> None:
-        for event in self.flow.take_events():
+        for event in self.flow.log.take():
             if isinstance(event, UnitDone):
                 self.events.append(event)
             elif isinstance(event, Rejected):
@@ -300,7 +302,7 @@ class FlowMachine(RuleBasedStateMachine):
     def check_order(self, event: UnitDone, consumed: ConsumedPositions) -> None:
         """A position runs once, by arrival at most so many steps late or early; the state knows which have run."""
         consumed.add(event.unit.positions)
-        state = ConsumedPositions.from_state(event.sampler_state)
+        state = ConsumedPositions.at(event.sampler_state)
         assert (state.frontier, state.ahead) == (consumed.frontier, consumed.ahead)
         step = event.unit.step
         late = [step - (1 + position // BATCH) for position in event.unit.positions]
@@ -376,24 +378,24 @@ def run_unit(flow: Flow, index: int, dp_size: int = 1) -> None:
 def test_a_stop_before_the_first_step_ends_without_sizing_anything() -> None:
     flow = build_flow()
     feeder, _ = joined(flow)
-    flow.request_stop()
+    flow.steps.request_stop()
     assert flow.feed_order(feeder.index) is None
-    assert not flow.begin(0) and not flow.begin(0)
+    assert not flow.steps.begin(0) and not flow.steps.begin(0)
     order = flow.feed_order(feeder.index)
-    assert order is not None and order.stop and flow.is_past_end(0)
+    assert order is not None and order.stop and flow.steps.is_past_end(0)
 
 
 def test_a_unit_that_was_begun_is_sized_and_run_though_the_stop_came_first() -> None:
     flow = build_flow(dp_size=1)
     feeder, encoder = joined(flow)
-    assert flow.begin(0)
-    flow.request_stop()
-    assert flow.begin(0), "another rank gets the same answer"
+    assert flow.steps.begin(0)
+    flow.steps.request_stop()
+    assert flow.steps.begin(0), "another rank gets the same answer"
     feed_next(flow, feeder)
     assert flow.feed_order(feeder.index) is None, "the unit after it is not sized any more"
     encode_all(flow, encoder)
     run_unit(flow, 0)
-    assert not flow.begin(1) and flow.stopped
+    assert not flow.steps.begin(1) and flow.steps.are_over
 
 
 def test_a_stop_waits_for_the_evaluation_of_the_step_that_ran() -> None:
@@ -401,15 +403,15 @@ def test_a_stop_waits_for_the_evaluation_of_the_step_that_ran() -> None:
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
     encode_all(flow, encoder)
-    assert flow.begin(0)
-    flow.request_stop()
+    assert flow.steps.begin(0)
+    flow.steps.request_stop()
     run_unit(flow, 0)
-    assert flow.begin(1), "the evaluation is not planned yet, and belongs to the step"
+    assert flow.steps.begin(1), "the evaluation is not planned yet, and belongs to the step"
     feed_next(flow, feeder)
     encode_all(flow, encoder)
     run_unit(flow, 1)
-    assert not flow.begin(2) and flow.stopped
-    assert [event.unit.kind for event in flow.take_events() if isinstance(event, UnitDone)] == ["train", "eval"]
+    assert not flow.steps.begin(2) and flow.steps.are_over
+    assert [event.unit.kind for event in flow.log.take() if isinstance(event, UnitDone)] == ["train", "eval"]
 
 
 def test_a_feeder_without_room_is_told_when_the_run_ends() -> None:
@@ -417,21 +419,21 @@ def test_a_feeder_without_room_is_told_when_the_run_ends() -> None:
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
     encode_all(flow, encoder)
-    assert flow.release_order(feeder.index) is None
-    assert flow.begin(0)
-    flow.request_stop()
+    assert flow.room_order(feeder.index) is None
+    assert flow.steps.begin(0)
+    flow.steps.request_stop()
     run_unit(flow, 0)
-    order = flow.release_order(feeder.index)
+    order = flow.room_order(feeder.index)
     assert order is not None and order.released and not order.stop, "the run goes on until a rank has asked"
-    assert not flow.begin(1)
-    order = flow.release_order(feeder.index)
+    assert not flow.steps.begin(1)
+    order = flow.room_order(feeder.index)
     assert order is not None and order.stop and not order.released
 
 
 def test_a_finished_run_resumed_has_nothing_to_do() -> None:
     flow = build_flow(num_steps=2, start_step=2)
     feeder, encoder = joined(flow)
-    assert flow.stopped and not flow.begin(1 << 62)
+    assert flow.steps.are_over and not flow.steps.begin(1 << 62)
     order = flow.feed_order(feeder.index)
     assert order is not None and order.stop
     lease_order = flow.lease_order(encoder.index, VISION, 1 << 20)
@@ -446,7 +448,7 @@ def test_the_successor_of_a_dead_feeder_goes_on_behind_what_was_reported() -> No
     assert order is not None and order.unit is not None
     lost = feeder.make(order.unit, ())
     again = flow.join("feeder-0", "node")
-    assert again.sampler_state == {"next_position": BATCH} and again.next_unit == 1
+    assert again.sampler_state == SamplerState(BATCH) and again.next_unit == 1
     flow.feed(feeder.index, lost)
     successor = SimulatedFeeder(again.process_index)
     order = flow.feed_order(successor.index)
@@ -463,12 +465,12 @@ def test_the_dead_do_not_count_in_the_pools_occupancy() -> None:
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
     dead = SimulatedEncoder(flow.join("encoder-1", "node").process_index)
-    flow.name_lost("encoder-1")
-    flow.name_lost("encoder-1")
+    flow.process_lost("encoder-1")
+    flow.process_lost("encoder-1")
     flow.hand_in(dead.index, EncoderReport(stats=dead.stats))
     encode_all(flow, encoder)
     run_unit(flow, 0)
-    (done,) = (event for event in flow.take_events() if isinstance(event, UnitDone))
+    (done,) = (event for event in flow.log.take() if isinstance(event, UnitDone))
     assert done.pool_dram_bound_nbytes == feeder.arena.bound_nbytes + encoder.arena.bound_nbytes
 
 
@@ -479,7 +481,7 @@ def test_reports_add_up_over_a_unit() -> None:
         feed_next(flow, feeder)
         encode_all(flow, encoder)
         run_unit(flow, unit)
-    first, second = (event for event in flow.take_events() if isinstance(event, UnitDone))
+    first, second = (event for event in flow.log.take() if isinstance(event, UnitDone))
     assert first.blocked_s > 0 and second.blocked_s > 0
     good = [p for p in range(2 * BATCH) if not is_found_bad_early(p) and not is_found_bad_late(p)]
     assert first.produced_samples + second.produced_samples == len(good)
@@ -494,7 +496,7 @@ def test_rejections_count_training_samples_alone() -> None:
     feeder, _ = joined(flow)
     for _ in range(4):
         feed_next(flow, feeder)
-    events = [event for event in flow.take_events() if isinstance(event, Rejected)]
+    events = [event for event in flow.log.take() if isinstance(event, Rejected)]
     positions = [rejection.ref.position for event in events for rejection in event.rejections]
     assert any(position >= 1 << 60 for position in positions) and any(position < 1 << 60 for position in positions)
     assert events[-1].num_rejected == sum(position < 1 << 60 for position in positions)
@@ -515,7 +517,7 @@ def test_the_trace_covers_its_steps_and_no_more(start_step: int, trace_steps: in
         encode_all(flow, encoder)
         run_unit(flow, step - 1)
         feeder.free(flow.feed_order(feeder.index).released)  # type: ignore[union-attr]  # a step's text is free now
-        events = flow.take_events()
+        events = flow.log.take()
         recorded += [span.name for event in events if isinstance(event, SpansRecorded) for span in event.spans]
         if step == 5:
             break
@@ -525,10 +527,10 @@ def test_the_trace_covers_its_steps_and_no_more(start_step: int, trace_steps: in
 
 def test_a_checkpoint_is_announced_once_all_ranks_wrote_it() -> None:
     flow = build_flow(dp_size=2)
-    assert not flow.checkpoint_written(2, 1, "there")
-    assert not flow.take_events()
-    assert flow.checkpoint_written(2, 0, "there")
-    assert flow.take_events() == (CheckpointWritten(2, "there"),)
+    assert not flow.log.checkpoint_written(2, 1, "there")
+    assert not flow.log.take()
+    assert flow.log.checkpoint_written(2, 0, "there")
+    assert flow.log.take() == (CheckpointWritten(2, "there"),)
 
 
 def test_what_a_wait_waits_for_is_said() -> None:
@@ -547,9 +549,12 @@ def test_state_does_not_grow_with_the_run() -> None:
         feed_next(flow, feeder)
         encode_all(flow, encoder)
         run_unit(flow, unit)
-        flow.take_events()
-        state = [*vars(flow).values(), *vars(flow._log).values(), *vars(flow._directory._parts).values()]
-        sizes.append(sum(len(value) for value in state if hasattr(value, "__len__")))
+        flow.log.take()
+        books = (flow, flow.log, flow.members, flow.steps, flow.parts, flow.parts.leases, flow.microbatches)
+        held = [
+            value for book in books for value in vars(book).values() if isinstance(value, dict | list | set | deque)
+        ]
+        sizes.append(sum(map(len, held)))
     assert max(sizes[10:]) <= max(sizes[:10])
 
 
@@ -557,11 +562,11 @@ def test_a_sample_that_is_found_bad_again_counts_once() -> None:
     flow = build_flow(dp_size=1)
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
-    flow.take_events()
+    flow.log.take()
     report = EncoderReport(rejections=(rejection_of(2),))
     flow.hand_in(encoder.index, report)
     flow.hand_in(encoder.index, report)
-    assert [event.num_rejected for event in flow.take_events() if isinstance(event, Rejected)] == [1]
+    assert [event.num_rejected for event in flow.log.take() if isinstance(event, Rejected)] == [1]
 
 
 def test_a_unit_is_fed_once_and_ends_when_it_is_released() -> None:
@@ -599,12 +604,12 @@ def test_memory_alone_is_no_order() -> None:
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
     encode_all(flow, encoder)
-    assert flow.begin(0)
+    assert flow.steps.begin(0)
     plan = flow.plan_of(0)
     assert plan is not None
     for slot in range(plan.num_slots):
-        assert flow.locate(0, slot, 0) is not None
-        flow.release(0, slot, 0)
+        assert located(flow, 0, slot, 0) is not None
+        flow.microbatches.release(0, (slot,), 0)
     assert flow.feed_order(feeder.index) is None
     assert flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes) is None
     flow.finish(report_of(plan.unit, 0), ())
@@ -626,11 +631,11 @@ def test_an_encoder_whose_room_grew_meanwhile_is_asked_again() -> None:
 def test_spans_wait_for_news() -> None:
     flow = build_flow(trace_steps=3)
     flow.record((Span("x", "work", 0.0, 1.0),))
-    assert not flow.has_news
+    assert not flow.log.has_news
     flow._reject((rejection_of(2),))
-    assert flow.has_news
-    assert [type(event) for event in flow.take_events()] == [SpansRecorded, Rejected]
-    assert not flow.has_news
+    assert flow.log.has_news
+    assert [type(event) for event in flow.log.take()] == [SpansRecorded, Rejected]
+    assert not flow.log.has_news
 
 
 def test_in_arrival_order_a_rank_takes_each_microbatch_once() -> None:
@@ -640,7 +645,7 @@ def test_in_arrival_order_a_rank_takes_each_microbatch_once() -> None:
     encode_all(flow, encoder)
     plan = flow.plan_of(0)
     assert plan is not None and len(plan.slots) > 1
-    taken = [flow.locate(0, None, 0) for _ in plan.slots]
+    taken = [located(flow, 0, None, 0) for _ in plan.slots]
     assert [location and location.slot for location in taken] == list(range(len(plan.slots)))
-    assert flow.locate(0, None, 0) is None
-    assert flow.locate(0, 0, 0) == taken[0], "by its slot it may be asked for again"
+    assert located(flow, 0, None, 0) is None
+    assert located(flow, 0, 0, 0) == taken[0], "by its slot it may be asked for again"

@@ -29,20 +29,21 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be allocated.
-
-    max_batch_patches: of each encoder, patches of its largest batch. chunks_per_rank: slices of the backbone's layers
-    that each pipeline rank holds. whole: modules whose layers nothing splits by tensor parallelism.
-    """
+    """What is to be allocated."""
 
     cluster: Cluster
+    """The devices that may be used."""
     model: ModelSpec
     workload: Workload
     setup: TrainingSetup
+    """Its dp and tp are not looked at."""
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
+    """Patches of an encoder's largest batch, by encoder."""
     chunks_per_rank: int = 1
+    """Slices of the backbone's layers that each pipeline rank holds."""
     whole: frozenset[str] = frozenset()
+    """Modules whose layers nothing splits by tensor parallelism."""
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:

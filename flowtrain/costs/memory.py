@@ -22,23 +22,23 @@ _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """How the backbone is trained, as far as memory depends on it; names and values as in the configuration.
-
-    dp, tp: degrees. accumulates: several microbatches a step, so that gradients lie whole on every DP rank until the
-    last one's backward. attention: ``sdpa`` keeps its output once more, since it copies the sequences' together.
-    repeats_kv: the attention kernel takes as many heads of keys and values as of queries (an older ``varlen_attn``).
-    """
+    """How the backbone is trained, as far as memory depends on it; names and values as in the configuration."""
 
     dp: int = 1
+    """Data parallel degree."""
     tp: int = 1
+    """Tensor parallel degree."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     sharding: Literal["full", "gradients"] = "full"
     activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
     checkpoint_every: int = 2
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
+    """``sdpa`` keeps its output twice, since it copies the sequences' outputs together."""
     repeats_kv: bool = False
+    """The attention kernel wants as many heads of keys and values as of queries (an older ``varlen_attn``)."""
     accumulates: bool = True
+    """Several microbatches a step: gradients are whole on every DP rank until the last one's backward."""
     loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
 
     @property
@@ -49,16 +49,15 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of decoder layers that a rank holds.
-
-    in_flight: microbatches whose activations it keeps at once, by the schedule (1F1B: pipeline ranks from this one to
-    the last). is_first: with embedding and connector; is_last: with final norm, head and loss.
-    """
+    """A run of decoder layers that a rank holds."""
 
     num_layers: int
     is_first: bool = True
+    """With embedding and connector."""
     is_last: bool = True
+    """With final norm, head and loss."""
     in_flight: int = 1
+    """Microbatches whose activations it keeps at once (1F1B: pipeline ranks from this one to the last)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +71,26 @@ class MicrobatchSize:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes on one rank.
-
-    parameters: float32 master weights, this rank's shard; gradients and optimizer_state likewise. accumulated:
-    gradients of earlier microbatches of the step. gathered: parameters that are whole in the compute type at once.
-    activations: what is kept between forward and backward, over all microbatches in flight. working: on top of that
-    while one layer runs backward, a recomputed layer and the head's gradient included. loss: logits of one chunk and
-    what the loss hands to the backward. reduced: what one gradient reduction needs beside the gradients.
-    """
+    """Bytes on one rank."""
 
     parameters: int
+    """Float32 master weights, this rank's shard."""
     gradients: int
+    """Float32, this rank's shard."""
     optimizer_state: int
+    """Float32, this rank's shard."""
     accumulated: int
+    """Gradients of the step's earlier microbatches."""
     gathered: int
+    """Parameters that are whole in the compute type at once."""
     activations: int
+    """Kept between forward and backward, over all microbatches in flight."""
     working: int
+    """On top while one layer runs backward, a recomputed layer and the head's gradient included."""
     loss: int
+    """Logits of one chunk, and what the loss passes to the backward."""
     reduced: int
+    """What one gradient reduction needs beside the gradients."""
 
     @property
     def peak(self) -> int:

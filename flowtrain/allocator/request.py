@@ -12,12 +12,12 @@ from flowtrain.allocator.candidates import (
     enumerate_backbone,
     enumerate_encoder,
 )
-from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes, encoder_peak_nbytes
+from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.memory import TrainingSetup, encoder_peak_nbytes
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -62,9 +62,8 @@ class Request:
         if module == BACKBONE:
             return backbone_peak_nbytes(self.model, self.workload, self.setup, degrees, self.chunks_per_rank)
         return encoder_peak_nbytes(
-            self.model,
-            module,
-            degrees,
+            self.model.encoders[module],
+            degrees.tp,
             max_batch_patches=self.max_batch_patches[module],
             dtype_nbytes=self.setup.dtype_nbytes,
         )

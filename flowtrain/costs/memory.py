@@ -1,4 +1,4 @@
-"""Peak memory of a training step on one backbone rank, predicted from shapes; pure.
+"""Peak memory of a training step on one backbone rank, and of an encoder, predicted from shapes; pure.
 
 Activations are written out tensor by tensor, as autograd keeps them for the decoder layer that HF's Qwen3, Qwen2, Llama
 and Mistral share (pre-norm, RMSNorm computed in float32, rotary positions, gated MLP, no dropout). Not modelled: what
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
+from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
 
 FLOAT32_NBYTES = 4
 LOSS_CHUNK_TOKENS = 2048
@@ -163,6 +163,18 @@ def chunk_activation_nbytes(
     if chunk.is_first:
         rows_nbytes = dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp))
     return per_token * tokens + rows_nbytes * microbatch.num_rows
+
+
+def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dtype_nbytes: int) -> int:
+    """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
+
+    Without gradients nothing is kept: hidden states, queries, keys and values, attention output and the MLP's widths
+    exist at once; the features of a batch lie beside them until they are in the pool. tp: tensor parallel degree.
+    """
+    weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
+    mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
+    per_patch = 3 * spec.hidden_size + (4 * spec.hidden_size + 2 * mlp) // tp
+    return dtype_nbytes * (weights + per_patch * max_batch_patches)
 
 
 def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:

@@ -16,7 +16,8 @@ FLOAT32_NBYTES = 4
 LOSS_CHUNK_TOKENS = 2048
 """Rows of logits that exist at once; as ``flowtrain.models.loss`` has it."""
 
-_DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
+DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
+"""Bytes of a number, by ``model.dtype``."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
@@ -44,7 +45,7 @@ class TrainingSetup:
     @property
     def dtype_nbytes(self) -> int:
         """Bytes of a number in the compute type."""
-        return _DTYPE_NBYTES[self.dtype]
+        return DTYPE_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,9 @@ def signatures(target: Any) -> Iterator[tuple[str, Any]]:
         if where in IN_PROCESS or (name.startswith("_") and name != "__init__"):
             continue
         hints = get_type_hints(function)
-        for parameter in [*list(inspect.signature(function).parameters)[isinstance(target, type) :], "return"]:
-            if (name, parameter) != ("__init__", "return"):
+        parameters = list(inspect.signature(function).parameters)[isinstance(target, type) :]
+        for parameter in [*parameters, *(() if name == "__init__" else ("return",))]:
+            if parameter != "_ray_trace_ctx":  # Ray adds it to a class that was spawned in this process
                 yield f"{where}.{parameter}", hints.get(parameter, Any)
 
 

@@ -2,9 +2,9 @@
 
 python benchmarks/directory.py [--repeats N] [--units N] [--json]
 
-In-process: the calls on parts and microbatches alone. Through its actor: the run's coordinator behind Ray, which also plans
-every step, with a feeder, two encoders, a backbone rank and a driver, each a process, that say what they say in a run,
-message by message, and do no other work. Exits with 1 where a position is not consumed, or not once.
+In-process: the calls on parts and microbatches alone. Through its actor: the run's coordinator behind Ray, which also
+plans every step, with a feeder, two encoders, a backbone rank and a driver, each a process, that send what they send
+in a run, message by message, and do no other work. Exits with 1 where a position is not consumed, or not once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def samples_of(num_units: int) -> list[list[SizedSample]]:
 
 
 def in_process_rate(prepared: Prepared, num_units: int) -> float:
-    """Positions a second through parts and microbatches in this process, without what others do: their messages and plans."""
+    """Positions a second through parts and microbatches in this process, without others' messages and plans."""
     space = address_space(prepared.config.pool)
     parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
     microbatches = Microbatches(parts)

@@ -27,9 +27,10 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFlops:
-    """Training FLOPs of each sample by module; positions: int64 ``[S]``, the others float64 ``[S]``."""
+    """Training FLOPs of each sample by module; float64 ``[S]``."""
 
     positions: IntArray
+    """Of the samples; int64 ``[S]``."""
     encoders: FloatArray
     connector: FloatArray
     backbone: FloatArray

@@ -1,4 +1,4 @@
-"""The schedule IR: what one rank does, as a list of actions that the executor runs and the simulator times.
+"""The schedule IR: what one rank does, as a list of actions that the executor runs.
 
 The six kinds are PipeWeaver's Table 2. Schedules only produce such lists (1F1B, interleaved, searched ones). An action
 has one text form, a line short enough that hundreds can be read, for logs, golden tests and files::

@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> FlowProblem:
         consumer,
         {work: draw(shares) for work in sorted({module.work for module in producers})},
         {each: draw(st.sampled_from([6, 24, 48, MAX_DEVICES])) for each in types},
-        one_maker=max(required.values(), default=0) <= 1 and draw(st.booleans()),
+        one_producer=max(required.values(), default=0) <= 1 and draw(st.booleans()),
     )
 
 
@@ -78,7 +78,7 @@ def every_choice(problem: FlowProblem) -> Iterator[Choice]:
         choice = Choice({name: each for name, each in zip(names, made, strict=True) if each is not None}, consumer)
         makers = Counter(module.work for module in problem.producers if module.name in choice.producers)
         fits = all(taken <= problem.devices[each] for each, taken in devices_by_type(choice).items())
-        is_made = set(makers) == set(problem.shares) and not (problem.one_maker and max(makers.values()) > 1)
+        is_made = set(makers) == set(problem.shares) and not (problem.one_producer and max(makers.values()) > 1)
         if fits and is_made:
             yield choice
 

@@ -20,8 +20,7 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
 from flowtrain.controller.doctor import DoctorReport, NodeReport, judge
 from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.mempool.host import HostMemory
-from flowtrain.mempool.probe import Link
+from flowtrain.types.memory import HostMemory, Link
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"

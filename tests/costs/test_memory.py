@@ -22,6 +22,7 @@ from flowtrain.costs.memory import (
     StepMemory,
     TrainingSetup,
     chunk_activation_nbytes,
+    encoder_peak_nbytes,
     layer_activation_nbytes,
     predict_step_memory,
 )
@@ -31,6 +32,7 @@ from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.stage import take_stage
 from flowtrain.pipeline.actions import MemoryStrategy
+from tests.allocator.worlds import VISION
 
 LENGTHS, NUM_ROWS, FEATURE_DIM, VOCAB, NUM_LAYERS = (70, 58), 9, 48, 96, 5
 SHAPE = {
@@ -231,6 +233,14 @@ def test_the_peak_is_where_most_is_held() -> None:
     assert memory.peak == 10 + 20 + 3 + 40 + 7
     assert replace(memory, activations=2).peak == 10 + 20 + 10 + 3 + 4, "the last gradients are reduced"
     assert replace(memory, accumulated=10).peak == 10 + 20 + 10 + 3 + 40 + 7
+
+
+def test_an_encoders_memory_is_its_weights_and_one_batch() -> None:
+    def peak(tp: int, patches: int) -> int:
+        return encoder_peak_nbytes(VISION, tp, max_batch_patches=patches, dtype_nbytes=2)
+
+    assert peak(1, 0) == 2 * VISION.num_parameters
+    assert peak(1, 0) < peak(1, 1024) < peak(1, 2048) and peak(2, 1024) < peak(1, 1024)
 
 
 def setup_of(dtype: torch.dtype, **changes: Any) -> TrainingSetup:

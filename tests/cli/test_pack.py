@@ -311,6 +311,19 @@ def test_what_cannot_be_is_refused_with_its_reason(
     assert fault in result.stderr
 
 
+def test_a_plot_without_matplotlib_names_the_extra(
+    lengths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    picture = tmp_path / "plot.png"
+    for command in (["pack", lengths], ["plan", str(QUICKSTART)]):
+        result = CliRunner().invoke(app, [*command, "--plot", str(picture)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"--plot {picture}: plots need matplotlib" in result.stderr
+        assert "pip install 'flowtrain[plot]'" in result.stderr
+    assert not picture.exists()
+
+
 def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_packed(lengths: str, tmp_path: Path) -> None:
     (tmp_path / "taken.png").mkdir()
     result = pack(lengths, "--plot", str(tmp_path / "taken.png"))

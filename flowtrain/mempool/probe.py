@@ -36,7 +36,8 @@ class Link:
     """One way to read from one node on another, or the same.
 
     latency_s: of a read of SMALL_NBYTES as a readable array. bytes_per_s: of reads of LARGE_NBYTES into a buffer of the
-    reader. Both are medians; both are None where ``fault`` says why it does not work.
+    reader. Both are medians; both are None where ``fault`` says why it does not work, or ``off`` which key of the
+    configuration turns it off, so that it was not tried.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Link:
     latency_s: float | None = None
     bytes_per_s: float | None = None
     fault: str | None = None
+    off: str | None = None
 
 
 class Probe:
@@ -66,7 +68,7 @@ class Probe:
             LocalTransport.name: LocalTransport(self._segment),
             SharedMemoryTransport.name: SharedMemoryTransport(region),
         }
-        self._no_network, self._offer = "pool.network is none", None
+        self._network, self._no_network, self._offer = network, "", None
         if not network:
             return
         try:
@@ -104,6 +106,8 @@ class Probe:
 
     def _measure(self, name: str, owner: SegmentExport) -> Link:
         transport = self._transports.get(name)
+        if transport is None and not self._network:
+            return Link(owner.node_id, self._node_id, name, off="pool.network is none")
         if transport is None:
             return Link(owner.node_id, self._node_id, name, fault=self._no_network)
         try:

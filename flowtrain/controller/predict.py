@@ -34,18 +34,6 @@ class SizedUnit:
     rejections: tuple[Rejection, ...]
 
 
-def predict_plans(config: RunConfig, num_steps: int | None = None) -> Iterator[StepPlan]:
-    """Yield the StepPlans of a run's training steps, of all of them or of the first ``num_steps``.
-
-    They equal the run's own with ``data.order: deterministic``, restarts and resumes included: samples are sized from
-    headers, and one whose image turns out bad when it is decoded is planned all the same. Raises as ``prepare``.
-    """
-    prepared = prepare(config, check_pool=False)
-    planner = _planner(prepared)
-    for sized in sized_units(prepared, num_steps):
-        yield planner.plan(sized.unit, sized.samples)
-
-
 def image_tokens(prepared: Prepared) -> dict[str, tuple[int, int]]:
     """Return the fewest and the most tokens of an image, by encoder.
 

@@ -90,6 +90,7 @@ def sample_flops(
 def _backbone_training(
     spec: TransformerSpec, num_tokens: Any, squares: Any, num_head_tokens: Any, freeze: Collection[str]
 ) -> Any:
+    """Of numbers, or of arrays of one shape."""
     passes = linear_passes = 3
     if {"backbone", "connector"} <= set(freeze):
         passes = linear_passes = 1
@@ -99,7 +100,7 @@ def _backbone_training(
     return linear_passes * linear + passes * _causal_attention(spec, squares)
 
 
-def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> FloatArray:
+def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> Any:
     """The features are constants: the first layer has no input gradient, and a frozen connector no backward."""
     first_passes, second_passes = (1, 1) if "connector" in freeze else (2, 3)
     first, second = spec.feature_dim * spec.hidden_size, spec.hidden_size * spec.out_dim

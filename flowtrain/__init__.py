@@ -12,3 +12,7 @@ def __getattr__(name: str) -> Any:
     if name in ("allocate", "doctor", "pack", "plan", "profile", "train"):
         return getattr(import_module("flowtrain.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -64,5 +64,9 @@ def test_importing_flowtrain_is_light_and_offers_train_plan_and_pack() -> None:
         flowtrain.trian  # noqa: B018
 
 
+def test_dir_shows_what_flowtrain_offers() -> None:
+    assert {"train", "plan", "pack", "__version__"} <= set(dir(flowtrain))
+
+
 def test_the_check_itself_sees_what_is_imported() -> None:
     assert imported_by("import flowtrain.models.loss") != []

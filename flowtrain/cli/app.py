@@ -68,10 +68,12 @@ def train(
         resolved = api.resolve(config, overrides or (), plan=plan_file)
         check_run_dir(resolved, resume)
         if dry_run:
+            from flowtrain.controller.predict import image_tokens
+
             prepared = api.plan(resolved)
             # Before anything is shown: what a resume refuses is refused here too.
             tables = [resume_table(api.resumption(prepared), prepared.num_steps)] if resume else []
-            Console().print(*plan_tables(prepared), *tables, sep="\n")
+            Console().print(*plan_tables(prepared, image_tokens(prepared)), *tables, sep="\n")
             return
         with ProgressDisplay(resolved.observability.progress) as display, _interrupt_exits_at_once():
             display.phase("loading libraries")
@@ -217,7 +219,9 @@ def export(
         from flowtrain.controller.export import export_run
 
         transformers_logging.disable_progress_bar()
-        typer.echo(f"exported to {export_run(run_path, to)}")
+        exported = export_run(run_path, to)
+        later = "; the run is still training: export again for later steps" if exported.is_training else ""
+        typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 
 
 def main() -> None:

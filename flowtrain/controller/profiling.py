@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from flowtrain.costs.profile import (
     library_versions,
     model_facts,
 )
+from flowtrain.costs.profile_checks import profile_warnings
 from flowtrain.costs.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
@@ -51,11 +53,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """A profile and how it came about. num_devices: that measured side by side. seconds: by what was measured."""
+    """A profile and how it came about.
+
+    num_devices: that measured side by side. seconds: by what was measured. warnings: what speaks against the profile.
+    """
 
     profile: Profile
     num_devices: int
     seconds: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
 
 class _Clock:
@@ -80,6 +86,8 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     All of them measure the same side by side, as they will compute side by side. Raises ConfigError or DataError where
     the run could not work, ResourceError where devices are missing.
     """
+    # Of this machine, before anything runs; the devices of a cluster may be elsewhere.
+    load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)
     with clock("the data's sizes"):
         prepared = prepare(config, check_pool=False)
@@ -92,7 +100,8 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
         found.side_by_side(count, {name: _refs(samples, name) for name in config.encoders})
         for tp in _tensor_degrees(prepared, family_from_config(config), count):
             found.group(tp)
-    return ProfileReport(found.profile(prepared), count, clock.seconds)
+    profile = found.profile(prepared)
+    return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
 
 
 class _Measured:

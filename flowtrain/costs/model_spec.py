@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -144,3 +145,8 @@ class ModelSpec:
         """All parameters, frozen ones included."""
         encoders = sum(encoder.num_parameters for encoder in self.encoders.values())
         return encoders + self.connector.num_parameters + self.backbone.num_parameters
+
+    def num_trainable_parameters(self, freeze: Collection[str]) -> int:
+        """Parameters that are trained. freeze: as in ``model.freeze``; encoders are always frozen."""
+        modules = {"connector": self.connector.num_parameters, "backbone": self.backbone.num_parameters}
+        return sum(count for name, count in modules.items() if name not in freeze)

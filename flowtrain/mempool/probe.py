@@ -48,7 +48,7 @@ class Probe:
             LocalTransport.name: LocalTransport(self._segment),
             SharedMemoryTransport.name: SharedMemoryTransport(region),
         }
-        self._no_network, self._offer = "pool.network is none", None
+        self._network, self._no_network, self._offer = network, "", None
         if not network:
             return
         try:
@@ -86,6 +86,8 @@ class Probe:
 
     def _measure(self, name: str, owner: SegmentExport) -> Link:
         transport = self._transports.get(name)
+        if transport is None and not self._network:
+            return Link(owner.node_id, self._node_id, name, off="pool.network is none")
         if transport is None:
             return Link(owner.node_id, self._node_id, name, fault=self._no_network)
         try:

@@ -106,8 +106,10 @@ class Link:
     """Node that reads them."""
     transport: str
     latency_s: float | None = None
-    """Median of a small read (4 KiB) as a readable array; None where it does not work."""
+    """Median of a small read (4 KiB) as a readable array; None where none was made."""
     bytes_per_s: float | None = None
-    """Median of large reads (16 MiB) into a buffer of the reader; None where it does not work."""
+    """Median of large reads (16 MiB) into a buffer of the reader; None where none was made."""
     fault: str | None = None
     """Why it does not work; None where it does."""
+    off: str | None = None
+    """The key of the configuration that turns it off, so that it was not tried."""

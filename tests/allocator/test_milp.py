@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.pareto import pareto_front
-from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, Module, devices_by_type, levels, production
+from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, Module, levels, production
 from flowtrain.allocator.program.milp import fewest_missing_devices, solve
 from flowtrain.allocator.program.reduction import fast_enough, reduce
 from flowtrain.allocator.program.rivals import rivals
@@ -25,6 +25,14 @@ from flowtrain.types.plan import Degrees
 MAX_DEVICES = 64
 ABSOLUTE = 1e-6
 TYPES = ("fast", "slow")
+
+
+def devices_by_type(choice: Choice) -> dict[str, int]:
+    """How many devices of each type a choice takes."""
+    taken: dict[str, int] = {}
+    for candidate in (choice.consumer, *choice.producers.values()):
+        taken[candidate.device_type] = taken.get(candidate.device_type, 0) + candidate.devices
+    return taken
 
 
 def front_of(module: str, device_type: str, points: list[tuple[int, int]]) -> tuple[Candidate, ...]:

@@ -31,7 +31,7 @@ from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.stage import take_stage
-from flowtrain.pipeline.actions import MemoryStrategy
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 from tests.allocator.worlds import VISION
 
 LENGTHS, NUM_ROWS, FEATURE_DIM, VOCAB, NUM_LAYERS = (70, 58), 9, 48, 96, 5
@@ -48,7 +48,12 @@ SHAPE = {
 SPEC = from_hf_text_config(transformers.Qwen3Config(**SHAPE).to_dict())
 CONNECTOR = ConnectorSpec(FEATURE_DIM, SPEC.hidden_size, SPEC.hidden_size)
 MICROBATCH = MicrobatchSize(sum(LENGTHS), sum(LENGTHS) // 2, NUM_ROWS)
-STRATEGIES = {"none": "keep", "full": "recompute", "selective": "selective", "every_n": "recompute/2"}
+STRATEGIES = {
+    "none": MemoryStrategy.KEEP,
+    "full": MemoryStrategy.RECOMPUTE,
+    "selective": MemoryStrategy.SELECTIVE,
+    "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, 2),
+}
 
 
 class LiveStorages(TorchDispatchMode):
@@ -130,7 +135,7 @@ def test_activations_are_what_torch_keeps(family: str, checkpointing: str, dtype
     backbone = make_backbone(family, dtype)
     spec = from_hf_text_config(backbone.language_model.config.to_dict())
     setup = setup_of(dtype, activation_checkpointing=checkpointing)
-    kept = kept_nbytes(backbone, MemoryStrategy.parse(STRATEGIES[checkpointing]), dtype) - loss_kept_nbytes(dtype)
+    kept = kept_nbytes(backbone, STRATEGIES[checkpointing], dtype) - loss_kept_nbytes(dtype)
     predicted = chunk_activation_nbytes(spec, CONNECTOR, Chunk(NUM_LAYERS), setup, MICROBATCH)
     assert predicted == pytest.approx(kept, rel=0.05)
 

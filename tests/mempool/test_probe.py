@@ -66,6 +66,13 @@ def test_what_works_is_measured_and_what_does_not_says_why(run_id: str, owner: S
     assert network.fault is None or "NIXL" in network.fault
 
 
+def test_a_network_that_is_turned_off_is_no_fault(run_id: str, owner: SegmentExport) -> None:
+    reader = Probe(run_id, 2, "a", NUM_PROCESSES, network=False)
+    _, network = reader.measure(owner)
+    reader.close()
+    assert network == Link("a", "a", "nixl", off="pool.network is none")
+
+
 def test_another_node_is_read_over_the_network_alone(run_id: str, owner: SegmentExport) -> None:
     reader = Probe(run_id, 2, "b", NUM_PROCESSES)
     links = reader.measure(owner)

@@ -90,14 +90,6 @@ def adds_up(problem: FlowProblem, choice: Choice) -> bool:
     return any(len(_made(problem, choice, work)) > 1 for work in problem.shares)
 
 
-def devices_by_type(choice: Choice) -> dict[str, int]:
-    """Return how many devices of each type a choice takes."""
-    taken: dict[str, int] = {}
-    for candidate in (choice.consumer, *choice.producers.values()):
-        taken[candidate.device_type] = taken.get(candidate.device_type, 0) + candidate.devices
-    return taken
-
-
 def _made(problem: FlowProblem, choice: Choice, work: str) -> Sequence[Candidate]:
     producers = problem.producers_of(work)
     return [choice.producers[module.name] for module in producers if module.name in choice.producers]

@@ -1,6 +1,6 @@
 """Build the small captioned-drawings data set under assets/openclipart from Debian's Open Clip Art packages.
 
-    python scripts/build_openclipart.py --deb-dir DIR
+    python assets/build_openclipart.py --deb-dir DIR
 
 DIR holds openclipart-png_*.deb and openclipart-svg_*.deb; a missing one is fetched with `apt-get download`. The
 pictures are the package's PNGs, made smaller; titles, descriptions and keywords are the RDF metadata of the matching
@@ -650,7 +650,7 @@ text-only sample has an empty `images` list. Row groups hold 64 samples.
 
 ## Rebuild
 
-    python scripts/build_openclipart.py --deb-dir DIR
+    python assets/build_openclipart.py --deb-dir DIR
 
 `DIR` holds the two packages; those missing are fetched with `apt-get download`. The same packages, Pillow and pyarrow
 give the same bytes.

@@ -1,6 +1,6 @@
 """Train the small byte-level BPE tokenizer under assets/tokenizer on the texts of assets/openclipart/train.parquet.
 
-    python scripts/build_tokenizer.py
+    python assets/build_tokenizer.py
 
 It has 4096 entries, special tokens among them, and a ChatML template that renders an image as `<image>` and marks what
 the assistant says, its `<|im_end|>` included, as generation. The same texts give the same files.

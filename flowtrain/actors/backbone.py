@@ -192,7 +192,7 @@ class BackboneRank:
             actions,
             TimedStages(self.trainer.stages, clock),
             self._microbatches(prefetcher),
-            partial(self._ran, plan),
+            self._ran,
         )
         result = self.trainer.finish_unit()
         self._report(plan, result, started, clock.times() if clock is not None else ())
@@ -212,7 +212,7 @@ class BackboneRank:
 
         return next_microbatch
 
-    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
+    def _ran(self, fetched: Fetched) -> None:
         """A microbatch of a unit is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
 

@@ -69,10 +69,6 @@ class Parts:
         """Whether a process is gone for good, so that what it held has to fit beside what the others hold."""
         self.num_produced = 0
         """Positions whose parts have all been READY, each counted once."""
-        self.num_consumed = 0
-        """Positions that a unit has consumed."""
-        self.num_rejected = 0
-        """Positions that were quarantined."""
 
     # --- positions ----------------------------------------------------------------------------------------------
 
@@ -126,7 +122,6 @@ class Parts:
         if record.rejected or record.is_handed_out:
             return False
         record.rejected = True
-        self.num_rejected += 1
         for part in record.parts.values():
             self.drop(part)
         if record.microbatch is not None and record.missing:
@@ -163,7 +158,6 @@ class Parts:
             self.consumed.add(unit.positions)
         else:
             self._eval_frontier = unit.positions[-1] + 1
-        self.num_consumed += sum([not record.rejected for record in records])
         return tuple([record.ledger_row(unit.step) for record in records])
 
     # --- what owners report -------------------------------------------------------------------------------------

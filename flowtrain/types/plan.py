@@ -289,10 +289,6 @@ class StepPlan:
         """All microbatches, built for this call: ``slots[k][rank]`` is the k-th of a rank."""
         return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
 
-    def rank_microbatches(self, dp_rank: int) -> tuple[Microbatch, ...]:
-        """Return the microbatches of one rank in the plan's order."""
-        return tuple(self.microbatch(slot, dp_rank) for slot in range(self.num_slots))
-
     def digest(self) -> str:
         """Return a hash of the whole plan, 16 hexadecimal digits: equal plans have equal ones, on every machine."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

@@ -71,11 +71,6 @@ def requirements(plan: Plan) -> Requirements:
     )
 
 
-def degree_overrides(plan: Plan) -> tuple[str, ...]:
-    """Return the plan's parallel degrees as a user would write them on the command line."""
-    return _written(plan.degree_settings())
-
-
 def plan_overrides(plan: Plan) -> tuple[str, ...]:
     """Return all that a configuration has of a plan as a user would write it on the command line."""
     return _written(plan.settings())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,29 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
     saved.write_text('{"schema": 1, "device": "cpu"}')
     with pytest.raises(ConfigError, match=r"plan.yaml: this is no plan, which has encoders, backbone and feeder"):
         api.resolve(QUICKSTART, plan=saved)
+
+
+def test_a_fault_that_is_there_without_the_plan_is_not_the_plans(tmp_path: Path) -> None:
+    chosen = fixed_plan(api.resolve(QUICKSTART))
+    with pytest.raises(ConfigError, match=r"quickstart\.yaml: override 'seed=-1': seed = -1") as caught:
+        api.resolve(QUICKSTART, ["seed=-1"], plan=chosen)
+    assert "with the plan" not in str(caught.value)
+    wide = replace(chosen, backbone=replace(chosen.backbone, data_parallel_size=64))
+    said = r"training.global_batch_size \(16\) is smaller than backbone.data_parallel_size \(64\)"
+    with pytest.raises(ConfigError, match=f"^with the plan given: .*quickstart.yaml: {said}") as caught:
+        flowtrain.dry_run(QUICKSTART, [f"runs_dir={tmp_path}"], plan=wide)
+    assert [fault.key for fault in caught.value.faults] == ["backbone.data_parallel_size"]
+
+
+def test_a_plan_and_overrides_may_put_right_what_the_file_alone_is_refused_for(tmp_path: Path) -> None:
+    chosen, file = fixed_plan(api.resolve(QUICKSTART)), tmp_path / "run.yaml"
+    file.write_text(Path(QUICKSTART).read_text().replace("backbone:\n", "backbone:\n  data_parallel_size: 32\n"))
+    with pytest.raises(ConfigError, match="some ranks would never"):
+        api.resolve(file, check_paths=False)
+    assert fixed_plan(api.resolve(file, check_paths=False, plan=chosen)) == chosen
+    wide = replace(chosen, backbone=replace(chosen.backbone, data_parallel_size=64))
+    again = ["backbone.data_parallel_size=2"]
+    assert api.resolve(file, again, check_paths=False, plan=wide).backbone.data_parallel_size == 2
 
 
 def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from flowtrain.allocator.plan import read_plan
 from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
-from flowtrain.errors import ConfigError, Fault
+from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
 from flowtrain.types.run_plan import Plan
 
@@ -184,8 +184,9 @@ def resolve(
     try:
         return _resolved(config, overrides, check_paths, chosen)
     except ConfigError as error:
-        if set(error.faults) <= _faults(config, overrides, check_paths):
-            raise  # what is there without the plan, too, is not the plan's
+        own = _refusal(config, overrides, check_paths)
+        if own is not None and (not own.faults or set(own.faults) & set(error.faults)):
+            raise own from None  # what is there without the plan, too, is not the plan's
         raise ConfigError(f"with the plan {name}: {error}", error.faults) from error
 
 
@@ -198,12 +199,12 @@ def _resolved(config: ConfigLike, overrides: Sequence[str], check_paths: bool, c
     return resolved
 
 
-def _faults(config: ConfigLike, overrides: Sequence[str], check_paths: bool) -> set[Fault]:
+def _refusal(config: ConfigLike, overrides: Sequence[str], check_paths: bool) -> ConfigError | None:
     try:
         _resolved(config, overrides, check_paths)
     except ConfigError as error:
-        return set(error.faults)
-    return set()
+        return error
+    return None
 
 
 def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bool, chosen: Plan | None) -> RunConfig:

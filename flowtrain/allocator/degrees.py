@@ -8,10 +8,9 @@ from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
 from flowtrain.errors import Fault, FaultCode
 from flowtrain.types.plan import Degrees
 
-_DP, _TP, _PP, _CHUNKS = (
-    f"backbone.{name}"
-    for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "chunks_per_rank")
-)
+_TP = "backbone.tensor_parallel_size"
+_PP = "backbone.pipeline_parallel_size"
+_CHUNKS = "backbone.chunks_per_rank"
 
 
 def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: int = 1) -> list[Fault]:
@@ -65,6 +64,6 @@ def _tensor_faults(degrees: Degrees, spec: TransformerSpec) -> Iterator[str]:
         if degrees.dp > 1 and count % degrees.tp:
             # Shards of unequal shards: DTensor's bookkeeping of them, which weights and checkpoints go by, is wrong.
             yield (
-                f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count}), which it must with {_DP} "
-                f"({degrees.dp}) above 1"
+                f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count}), which it must with "
+                f"backbone.data_parallel_size ({degrees.dp}) above 1"
             )

@@ -226,10 +226,13 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
 
 def test_a_fault_that_is_there_without_the_plan_is_not_the_plans(tmp_path: Path) -> None:
     chosen = fixed_plan(api.resolve(QUICKSTART))
-    with pytest.raises(ConfigError, match=r"quickstart\.yaml: override 'seed=-1': seed = -1") as caught:
-        api.resolve(QUICKSTART, ["seed=-1"], plan=chosen)
-    assert "with the plan" not in str(caught.value)
     wide = replace(chosen, backbone=replace(chosen.backbone, data_parallel_size=64))
+    for overrides in (["seed=-1"], ["backbone=7"], ["seed"]):
+        with pytest.raises(ConfigError) as without:
+            api.resolve(QUICKSTART, overrides)
+        with pytest.raises(ConfigError) as caught:
+            api.resolve(QUICKSTART, overrides, plan=wide)
+        assert str(caught.value) == str(without.value)
     said = r"training.global_batch_size \(16\) is smaller than backbone.data_parallel_size \(64\)"
     with pytest.raises(ConfigError, match=f"^with the plan given: .*quickstart.yaml: {said}") as caught:
         flowtrain.dry_run(QUICKSTART, [f"runs_dir={tmp_path}"], plan=wide)

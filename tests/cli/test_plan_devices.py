@@ -11,7 +11,7 @@ import yaml
 import flowtrain
 from flowtrain import api
 from flowtrain.allocator.plan import fixed_plan, read_plan
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from tests.cli.test_plan import MODELS, PAPER, QUICKSTART, plan, record_of, refused
 
 SMALL = str(MODELS / "vlm_6b.yaml")
@@ -81,6 +81,10 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     record = record_of(str(file), "--devices", "64")
     assert list(modules_of(record)) == [*names, "backbone"]
     assert any(f"a run refuses this plan: encoders has {count} entries" in note for note in record["notes"])
+    (fault,) = flowtrain.plan(file, devices=64).faults
+    assert (fault.key, fault.code) == ("encoders", FaultCode.ENCODERS)
+    said = "saved; once what the notes say is fixed, start it with"
+    assert said in plan(str(file), "--devices", "64", "--save", str(tmp_path / "plan.yaml")).stdout
 
 
 def test_a_run_with_several_encoders_is_refused_before_it_starts() -> None:

@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+from flowtrain.errors import Fault, FaultCode
 from flowtrain.types.plan import Degrees
 
+_TP = "backbone.tensor_parallel_size"
+_PP = "backbone.pipeline_parallel_size"
+_CHUNKS = "backbone.chunks_per_rank"
 
-def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: int = 1) -> list[str]:
-    """Say why a backbone cannot be split like that, naming the configuration's keys; empty where it can.
+
+def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: int = 1) -> list[Fault]:
+    """Return why a backbone cannot be split like that; empty where it can.
 
     chunks_per_rank: slices of the layers that each pipeline rank holds.
     """
-    faults = []
-    for name, count in (("attention heads", spec.num_heads), ("key-value heads", spec.num_kv_heads)):
-        if count % degrees.tp:
-            faults.append(
-                f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's {name} ({count})"
-            )
-    if spec.intermediate_size % degrees.tp:
-        faults.append(
-            f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's intermediate_size "
-            f"({spec.intermediate_size})"
-        )
-    for name, count in (("vocab_size", spec.vocab_size), ("hidden_size", spec.hidden_size)):
-        if degrees.dp > 1 and count % degrees.tp:
-            # Shards of unequal shards: DTensor's bookkeeping of them, which weights and checkpoints go by, is wrong.
-            faults.append(
-                f"backbone.tensor_parallel_size ({degrees.tp}) does not divide the backbone's {name} ({count}), which "
-                f"it must with backbone.data_parallel_size ({degrees.dp}) above 1"
-            )
+    faults = [Fault(_TP, FaultCode.DEGREES, text) for text in _tensor_faults(degrees, spec)]
     if chunks_per_rank > 1 and degrees.pp == 1:
-        faults.append(
-            f"backbone.chunks_per_rank ({chunks_per_rank}) needs backbone.pipeline_parallel_size of at least 2 (now 1)"
-        )
+        text = f"{_CHUNKS} ({chunks_per_rank}) needs {_PP} of at least 2 (now 1)"
+        faults.append(Fault(_CHUNKS, FaultCode.DEGREES, text))
     if degrees.pp * chunks_per_rank > spec.num_layers:
-        faults.append(
-            f"backbone.pipeline_parallel_size ({degrees.pp}) times backbone.chunks_per_rank ({chunks_per_rank}) is "
-            f"more than the backbone's layers ({spec.num_layers}); lower one of them"
+        text = (
+            f"{_PP} ({degrees.pp}) times {_CHUNKS} ({chunks_per_rank}) is more than the backbone's layers "
+            f"({spec.num_layers}); lower one of them"
         )
+        faults.append(Fault(_PP, FaultCode.DEGREES, text))
     return faults
 
 
 def encoder_degree_faults(
     name: str, tp: int, spec: VisionSpec, tower_type: str | None = None, splittable: Collection[str] = ()
-) -> list[str]:
-    """Say why an encoder's tower cannot be split like that, as ``degree_faults``; widths may be split unevenly.
+) -> list[Fault]:
+    """Return why an encoder's tower cannot be split like that, as ``degree_faults``; widths may be split unevenly.
 
     tower_type: of the tower, where it is known, which is to be one of those that there is a plan for.
     """
     if tp == 1:
         return []
-    faults, key = [], f"encoders.{name}.tensor_parallel_size ({tp})"
+    key, texts = f"encoders.{name}.tensor_parallel_size", []
     if tower_type is not None and tower_type not in splittable:
-        faults.append(
-            f"{key} above 1 has no plan for a tower of type {tower_type!r}; set it to 1, or use one of "
+        texts.append(
+            f"{key} ({tp}) above 1 has no plan for a tower of type {tower_type!r}; set it to 1, or use one of "
             f"{', '.join(splittable)}"
         )
     if spec.num_heads % tp:
-        faults.append(f"{key} does not divide the tower's attention heads ({spec.num_heads})")
-    return faults
+        texts.append(f"{key} ({tp}) does not divide the tower's attention heads ({spec.num_heads})")
+    return [Fault(key, FaultCode.DEGREES, text) for text in texts]
+
+
+def _tensor_faults(degrees: Degrees, spec: TransformerSpec) -> Iterator[str]:
+    divided = (
+        ("attention heads", spec.num_heads),
+        ("key-value heads", spec.num_kv_heads),
+        ("intermediate_size", spec.intermediate_size),
+    )
+    for name, count in divided:
+        if count % degrees.tp:
+            yield f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count})"
+    for name, count in (("vocab_size", spec.vocab_size), ("hidden_size", spec.hidden_size)):
+        if degrees.dp > 1 and count % degrees.tp:
+            # Shards of unequal shards: DTensor's bookkeeping of them, which weights and checkpoints go by, is wrong.
+            yield (
+                f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count}), which it must with "
+                f"backbone.data_parallel_size ({degrees.dp}) above 1"
+            )

@@ -138,7 +138,7 @@ def open_run_dir(config: RunConfig, resume: bool) -> RunDir:
     With ``resume`` a run that was begun must be resumable with this configuration; one that was not begun starts from
     the beginning. Raises ConfigError, before anything is written, otherwise.
     """
-    check_run_dir(config, resume)
+    check_run_dir(config, resume)  # once more, since another process may have begun or ended a run there meanwhile
     run = run_dir(config)
     run.root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     run.checkpoints.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)

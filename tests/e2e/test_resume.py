@@ -88,7 +88,7 @@ def test_killed_and_stopped_runs_end_as_the_undisturbed_one(world: Path, undistu
 
 def test_a_run_is_interrupted_while_it_starts(world: Path) -> None:
     config = config_of(world, "early")
-    with driver(config, world / "early.log") as early:
+    with driver(config, world / "early.log", cold=True) as early:
         early.wait_until(lambda: len(early.session()) > 1, "the start of Ray")
         early.signal_group(signal.SIGINT)
         assert early.wait() == EXIT_STOPPED, early.report("an interrupted run ends with 130")

@@ -19,6 +19,8 @@ from flowtrain.mempool.probe import SEGMENT_NBYTES, Link, Probe, slow_links
 from flowtrain.types.memory import SegmentExport
 from tests.mempool.conftest import traces
 
+pytestmark = pytest.mark.processes
+
 SPACE = AddressSpace(num_processes=4, segment_nbytes=SEGMENT_NBYTES)
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -15,6 +15,8 @@ from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_oracle, run_ranks
 from tests.training.test_trainer import assert_equal_training
 
+pytestmark = pytest.mark.processes
+
 FAMILY = TinyFamily(num_layers=4, num_heads=4, num_kv_heads=4)
 THREE_HEADS = replace(FAMILY, num_heads=3, num_kv_heads=3)
 

@@ -16,11 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
-from _emulated_actors import LIMIT_S, EmulatedTimes
-from _emulated_hosts import SWITCH_INTERVAL_S, Host, Job, machine_cpu_s
-from _emulated_splits import Split
-from _emulated_world import BATCH, PATCH_SIZE, VISION, World
-
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.make_flow import FlowSettings, make_flow
 from flowtrain.config.run import RunConfig
@@ -28,6 +23,10 @@ from flowtrain.controller.flow_settings import first_settings
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
+from shared.emulated_actors import LIMIT_S, EmulatedTimes
+from shared.emulated_hosts import SWITCH_INTERVAL_S, Host, Job, machine_cpu_s
+from shared.emulated_splits import Split
+from shared.emulated_world import BATCH, PATCH_SIZE, VISION, World
 
 WARM_UP_STEPS = 2
 LONGEST_STEP_S = 0.4

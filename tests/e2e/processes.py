@@ -113,6 +113,12 @@ class Driver:
         self.memory |= shared_memory_of({process.pid for process in self.session()})
         os.killpg(self._process.pid, number)
 
+    def stop(self) -> None:
+        """Stop the driver, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        self.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "its stop")
+
     def kill_alone(self) -> None:
         """SIGKILL to the driver and to nothing else, noting the memory that its session has."""
         self.memory |= shared_memory_of({process.pid for process in self.session()})

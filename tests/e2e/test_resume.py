@@ -49,7 +49,13 @@ def kill_at_a_random_moment(victim: Driver, rng: random.Random) -> None:
 
 def kill_in_a_checkpoint(victim: Driver) -> None:
     """SIGKILL while a checkpoint is written, which then stays unfinished."""
+    # The driver completes checkpoints: stopped, it leaves one unfinished until it is killed.
     victim.wait_until(lambda: bool(victim.unfinished_checkpoints()), "a checkpoint")
+    victim.stop()
+    while not victim.unfinished_checkpoints():
+        victim.signal_group(signal.SIGCONT)
+        victim.wait_until(lambda: bool(victim.unfinished_checkpoints()), "a checkpoint")
+        victim.stop()
     victim.signal_group(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL, victim.report("it had ended before it was killed")
     assert victim.unfinished_checkpoints(), victim.report("the checkpoint was complete before the kill")

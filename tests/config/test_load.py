@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.config.load import dump_resolved, load_config, override_config
@@ -105,7 +105,6 @@ def test_the_realistic_example_names_hub_models_and_the_users_data() -> None:
         load_config(path)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**63),
     learning_rate=st.floats(0, 1),

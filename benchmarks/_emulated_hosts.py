@@ -25,7 +25,7 @@ from _emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTim
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.feeder import Feeder
-from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.link import CoordinatorLink, P, Question, R
 from flowtrain.config.run import RunConfig
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.plan import Degrees
@@ -58,7 +58,7 @@ class Ended:
 
 
 class HostLink(CoordinatorLink):
-    """The coordinator, from a host; any thread may ``call``."""
+    """The coordinator, from a host; any thread may ask."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -71,12 +71,12 @@ class HostLink(CoordinatorLink):
         """All emulated devices are on one node."""
         return "emulated-node"
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call and wait for the answer; raises what the method raised."""
-        answer: Future[Any] = Future()
+    def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Ask and wait for the answer; raises what the method raised."""
+        answer: Future[R] = Future()
         number = next(self._numbers)
         self._answers[number] = answer
-        self.send((number, method, args))
+        self.send((number, question.__name__, args, kwargs))
         return answer.result(LIMIT_S)
 
     def send(self, message: object) -> None:
@@ -149,8 +149,8 @@ class Host:
             if isinstance(message, Ended):
                 self._ended.set_result(message.error)
                 continue
-            number, method, args = message
-            answer = asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args), self._loop)
+            number, method, args, kwargs = message
+            answer = asyncio.run_coroutine_threadsafe(getattr(self._coordinator, method)(*args, **kwargs), self._loop)
             answer.add_done_callback(self._answering(number))
 
     def _answering(self, number: int) -> Callable[[Future[Any]], None]:

@@ -22,12 +22,12 @@ from _emulated_splits import Split
 from _emulated_world import BATCH, PATCH_SIZE, VISION, World
 
 from flowtrain.actors.coordinator import Coordinator
-from flowtrain.actors.make_flow import FlowSettings, make_flow
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.flow_settings import first_settings
-from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.prepare import Prepared, first_flow_settings, prepare
+from flowtrain.flow.build import build_flow
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
+from flowtrain.types.messages import FlowSettings
 
 WARM_UP_STEPS = 2
 LONGEST_STEP_S = 0.4
@@ -77,8 +77,9 @@ class Emulation:
         """Run a split for so many steps after the first ones."""
         time_scale = min(1.0, LONGEST_STEP_S * split.rate / BATCH)
         config = config_of(world, split, WARM_UP_STEPS + num_steps)
-        settings = settings_of(prepare(config), split)
-        coordinator = Coordinator(partial(make_flow, settings))
+        prepared = prepare(config)
+        settings = settings_of(prepared, split)
+        coordinator = Coordinator(partial(build_flow, config, prepared.model_spec, settings))
         run_id = f"emulated-{uuid.uuid4().hex[:8]}"
         with _probe(directory, run_id):
             job = partial(
@@ -144,7 +145,7 @@ def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
 
 def settings_of(prepared: Prepared, split: Split) -> FlowSettings:
     """What the run's flow starts from."""
-    return replace(first_settings(prepared), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
+    return replace(first_flow_settings(prepared), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Positions on their way through the directory: what feeder, encoders, rank and driver say of them, without the work.
+"""Positions on their way through the flow: what feeder, encoders, rank and driver say of them, without the work.
 
 Samples are as InternVL's: an image of 448 x 448 pixels, 1024 patches, which become 256 vision tokens, and a text that
 differs in length. Messages are as the actors make them.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flowtrain.actors.link import CoordinatorLink
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent, PoolStats
-from flowtrain.types.messages import EncoderReport, FeedReport, Joined, Lease, LeaseOrder, PartReady, RankReport
+from flowtrain.types.messages import EncoderReport, FeedReport, Lease, PartReady, RankReport
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SizedSample
+from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
 
 VISION = "vision"
 NUM_PATCHES, VISION_TOKENS = 1024, 256
@@ -34,7 +35,7 @@ def sample_of(position: int) -> SizedSample:
 
 
 def extent_of(base: int, position: int, nbytes: int) -> tuple[Extent, ...]:
-    """A place in a segment that starts at ``base``; the directory does not look whether places overlap."""
+    """A place in a segment that starts at ``base``; nothing looks whether places overlap."""
     return (Extent(base + position % 30_000 * (2 << 20), nbytes),)
 
 
@@ -44,7 +45,7 @@ def feed_report(unit: Unit, samples: list[SizedSample], base: int) -> FeedReport
         PartReady(sample.position, TEXT_PART, 0, extent_of(base, sample.position, sample.parts[0].nbytes))
         for sample in samples
     )
-    state: dict[str, int | list[int]] = {"next_position": unit.first_position + unit.num_positions}
+    state = SamplerState(unit.first_position + unit.num_positions)
     return FeedReport(unit, tuple(samples), texts, sampler_state=state, stats=STATS)
 
 
@@ -57,43 +58,43 @@ def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
 
 def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]]) -> None:
     """Be the feeder. samples: of unit after unit. base: of the first process's segment."""
-    joined: Joined = link.call("join", name, link.node_id)
+    joined = link.ask(CoordinatorApi.join, name, link.node_id)
     base += joined.process_index * SEGMENT_NBYTES
     report = FeedReport()
-    while not (order := link.call("feed", joined.process_index, report)).stop:
+    while not (order := link.ask(CoordinatorApi.feed, joined.process_index, report)).stop:
         report = feed_report(order.unit, next(samples), base) if order.unit is not None else FeedReport()
 
 
 def encode(link: CoordinatorLink, name: str, base: int) -> None:
     """Be an encoder."""
-    joined: Joined = link.call("join", name, link.node_id)
+    joined = link.ask(CoordinatorApi.join, name, link.node_id)
     index = joined.process_index
     base += index * SEGMENT_NBYTES
     while True:
-        order: LeaseOrder = link.call("lease", index, VISION, SEGMENT_NBYTES)
+        order = link.ask(CoordinatorApi.lease, index, VISION, SEGMENT_NBYTES)
         if order.stop:
             return
         if order.lease is not None:
-            link.call("hand_in", index, EncoderReport(ready_of(order.lease, base), stats=STATS))
+            link.ask(CoordinatorApi.hand_in, index, EncoderReport(ready_of(order.lease, base), stats=STATS))
 
 
 def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
     """Be the one rank of the backbone; it asks for as many microbatches as one that does not wait for its training."""
     unit = 0
-    while link.call("begin", unit):
+    while link.ask(CoordinatorApi.begin, unit):
         plan = None
         while plan is None:
-            plan, _ = link.call("next_plan", unit)
+            plan = link.ask(CoordinatorApi.next_plan, unit).plan
         slot, read = 0, ()
         while slot < plan.num_slots:
-            locations, _ = link.call("locate", unit, slot, 0, read, prefetch_microbatches)
+            locations = link.ask(CoordinatorApi.locate, unit, slot, 0, read, prefetch_microbatches).locations
             for location in locations:
                 assert len(location.parts) == 2 * len(plan.microbatch_positions(location.slot, 0)), "parts are missing"
             read = tuple(location.slot for location in locations)
             slot += len(read)
-        link.call("release", unit, read, 0)
+        link.ask(CoordinatorApi.release, unit, read, 0)
         tokens, targets = plan.num_tokens, plan.num_target_tokens
         step, count = plan.unit.step, plan.num_samples
         report = RankReport(unit, plan.unit.kind, step, 0, 1.0, 1.0, 0.1, count, tokens, targets, 0.0, 1.0, 0.0, 0.0)
-        link.call("finish", report, ())
+        link.ask(CoordinatorApi.finish, report, ())
         unit += 1

@@ -1,6 +1,6 @@
-"""The soak's own process: flow, directory and two ranks that check every byte, while producers are killed.
+"""The soak's own process: flow and two ranks that check every byte, while producers are killed.
 
-What the producers send is answered as the coordinator does; the directory, the planner and the pool are the real ones.
+What the producers send is answered as the coordinator does; the flow, the planner and the pool are the real ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from _soak_world import (
 )
 
 from flowtrain.errors import OwnerLostError
-from flowtrain.mempool.capacity import check_capacity
+from flowtrain.flow.capacity import check_capacity
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
 from flowtrain.types.events import UnitDone
@@ -74,12 +74,12 @@ class Soak:
         check_capacity([text_segment], 4096, batch, "--samples")
         self._space = AddressSpace(MAX_PROCESSES, 1 << max(segment, text_segment).bit_length())
         self._run_id = uuid.uuid4().hex[:12]
-        self._flow, self._directory = make_flow(num_samples, batch, self._space)
+        self._flow = make_flow(num_samples, batch, self._space)
         self._result = Result(images + texts, sum(self._segments.values()))
         self._workers: dict[str, Worker] = {}
         index = self._flow.join("reader", NODE).process_index
         self._open_pool = partial(
-            Pool, index, NODE, self._run_id, self._space, 0, ALIGNMENT, "no segment", self._flow.exports
+            Pool, index, NODE, self._run_id, self._space, 0, ALIGNMENT, "no segment", self._flow.members.exports
         )
         self._ranks = [Rank(number, self._open_pool()) for number in range(DP_SIZE)]
         self._seen = bytearray(num_samples)
@@ -90,7 +90,7 @@ class Soak:
         self._leased: set[int] = set()
         self._context = multiprocessing.get_context("forkserver")
         # So that a restarted producer is there in milliseconds.
-        self._context.set_forkserver_preload(["flowtrain.mempool.pool", "flowtrain.actors.flow"])
+        self._context.set_forkserver_preload(["flowtrain.mempool.pool", "flowtrain.flow.flow"])
 
     def run(self) -> Result:
         """Produce, kill and check until every position is consumed. Raises WrongResult."""
@@ -156,7 +156,7 @@ class Soak:
             raise WrongResult(f"{worker.name} ended with {worker.process.exitcode}, though nobody killed it")
         self._result.num_kills += 1
         worker.connection.close()
-        self._flow.name_lost(worker.name)
+        self._flow.process_lost(worker.name)
         self._start(worker.name)
 
     def _take(self, worker: Worker, method: str, args: tuple[Any, ...]) -> None:
@@ -164,7 +164,7 @@ class Soak:
         if method == "failed":
             raise WrongResult(f"{worker.name}: {args[0]}")
         if method == "publish":
-            flow.publish(args[0])
+            flow.members.publish(args[0])
             self._send(worker, None)
         elif method == "hand_in":
             self._note(args[0].stats)
@@ -178,7 +178,7 @@ class Soak:
             worker.waiting = lambda: self._feed_order(index, refused)
         elif method == "released":
             self._result.num_full += 1
-            worker.waiting = lambda: flow.release_order(index)
+            worker.waiting = lambda: flow.room_order(index)
         else:
             assert method == "ended", method
             self._take_end(worker, args[0])
@@ -261,7 +261,7 @@ class Soak:
         if rank.stopped or (not rank.running and rank.unit > min(other.unit for other in self._ranks)):
             return False
         if not rank.running:
-            rank.running = flow.begin(rank.unit)
+            rank.running = flow.steps.begin(rank.unit)
             rank.stopped = not rank.running
             return True
         plan = flow.plan_of(rank.unit)
@@ -271,7 +271,8 @@ class Soak:
             self._read(rank, rank.located, plan.microbatch_positions(rank.slot, rank.number))
         elif rank.slot < plan.num_slots:
             # What it is told is read in a later turn, so that an owner may die in between.
-            rank.located = flow.locate(rank.unit, rank.slot, rank.number)
+            found = flow.microbatches.locate(rank.unit, rank.slot, rank.number)
+            rank.located = found[0] if found else None
             return rank.located is not None
         else:
             flow.finish(report(plan.unit, rank.number), ())
@@ -298,11 +299,11 @@ class Soak:
             self._result.num_verified += 1
             self._result.num_split_parts += len(part.extents) > 1
             self._result.most_extents = max(self._result.most_extents, len(part.extents))
-        self._flow.release(rank.unit, rank.slot, rank.number)
+        self._flow.microbatches.release(rank.unit, (rank.slot,), rank.number)
         rank.slot += 1
 
     def _take_events(self) -> None:
-        for event in self._flow.take_events():
+        for event in self._flow.log.take():
             if not isinstance(event, UnitDone):
                 continue
             for row in event.ledger:
@@ -318,8 +319,8 @@ class Soak:
     def _check_end(self) -> None:
         if sum(self._seen) != self._num_samples:
             raise WrongResult(f"{sum(self._seen)} of {self._num_samples} positions were consumed")
-        if any(self._directory.occupancy().values()):
-            raise WrongResult(f"the directory ends with READY bytes: {self._directory.occupancy()}")
+        if any(self._flow.parts.occupancy().values()):
+            raise WrongResult(f"the parts table ends with READY bytes: {self._flow.parts.occupancy()}")
 
     def _check_nothing_is_left(self) -> None:
         deadline_s = time.monotonic() + END_S

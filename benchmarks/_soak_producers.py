@@ -22,7 +22,7 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.types.memory import Extent, PoolStats
 from flowtrain.types.messages import EncoderReport, FeedOrder, FeedReport, Lease, LeaseOrder, PartReady
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SizedSample
+from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
 
 VISION = "vision"
 NODE = "node"
@@ -194,7 +194,7 @@ class Feeder(Producer):
     def _size(self, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
         sized = tuple(sample_of(position) for position in unit.positions)
         texts = tuple(self._text(sample) for sample in sized)
-        state: dict[str, int | list[int]] = {"next_position": unit.first_position + unit.num_positions}
+        state = SamplerState(unit.first_position + unit.num_positions)
         return FeedReport(unit, sized, texts, (), state, remade, self._books.balance())
 
     def _text(self, sample: SizedSample) -> PartReady:

@@ -1,4 +1,4 @@
-"""What the soak has beside its loop: its figures, who takes part, and the real flow with planner and directory."""
+"""What the soak has beside its loop: its figures, who takes part, and the real flow with planner and parts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from multiprocessing.context import ForkServerProcess
 import numpy as np
 from _soak_producers import ALIGNMENT, MAX_PATCHES, VISION, sample_of
 
-from flowtrain.actors.agenda import Agenda
-from flowtrain.actors.flow import Flow
-from flowtrain.actors.membership import Membership
-from flowtrain.actors.order import InOrder
 from flowtrain.costs.flops import SampleFlops
-from flowtrain.data.units import unit_sequence
-from flowtrain.mempool.directory import Directory
+from flowtrain.flow.build import assemble_flow
+from flowtrain.flow.flow import Flow
+from flowtrain.flow.members import Members
+from flowtrain.flow.order import InOrder
+from flowtrain.flow.parts import Parts
+from flowtrain.flow.units import unit_sequence
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.messages import MicrobatchLocation, RankReport
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART
+from flowtrain.types.samples import TEXT_PART, SamplerState
 
 NUM_ENCODERS, DP_SIZE, POOL_SHARE = 3, 2, 20
 MICROBATCH_TOKENS = 4096
@@ -97,9 +97,8 @@ def sums(num_samples: int) -> tuple[int, int]:
     return images, texts
 
 
-def make_flow(num_samples: int, batch: int, space: AddressSpace) -> tuple[Flow, Directory]:
-    """Return the run's flow, and the directory in it."""
-    directory = Directory(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
+def make_flow(num_samples: int, batch: int, space: AddressSpace) -> Flow:
+    """Return the run's flow."""
     planner = StepPlanner(
         dp_size=DP_SIZE,
         microbatch_tokens=MICROBATCH_TOKENS,
@@ -110,23 +109,17 @@ def make_flow(num_samples: int, batch: int, space: AddressSpace) -> tuple[Flow, 
         max_batch_patches={VISION: MAX_PATCHES},
         alignment=ALIGNMENT,
     )
-    agenda = Agenda(
-        units=unit_sequence(-(-num_samples // batch), batch, num_samples, None, None),
-        lookahead=2 * num_samples // POOL_SHARE // batch,  # more than the pool holds, so that memory is what limits
+    return assemble_flow(
+        members=Members(MAX_PROCESSES, MAX_PROCESSES),
+        parts=Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0),
         order=InOrder(),
         planner=planner,
-        directory=directory,
+        units=unit_sequence(-(-num_samples // batch), batch, num_samples, None, None),
+        lookahead=2 * num_samples // POOL_SHARE // batch,  # more than the pool holds, so that memory is what limits
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.zeros((3, len(sizes)))),
-    )
-    flow = Flow(
-        agenda=agenda,
-        sampler_state={"next_position": 0},
+        sampler_state=SamplerState(0),
         dp_size=DP_SIZE,
-        directory=directory,
-        membership=Membership(MAX_PROCESSES, MAX_PROCESSES),
-        trace_steps=0,
     )
-    return flow, directory
 
 
 def report(unit: Unit, rank: int) -> RankReport:

@@ -1,10 +1,10 @@
-"""How many positions a second the directory takes through their whole life: size, lease, ready, plan, consume.
+"""How many positions a second the flow takes through their whole life: size, lease, ready, plan, consume.
 
 python benchmarks/directory.py [--repeats N] [--units N] [--json]
 
-In-process: the calls on the directory alone. Through its actor: the run's coordinator behind Ray, which also plans
-every step, with a feeder, two encoders, a backbone rank and a driver, each a process, that say what they say in a run,
-message by message, and do no other work. Exits with 1 where a position is not consumed, or not once.
+In-process: the calls on parts and microbatches alone. Through its actor: the run's coordinator behind Ray, which also
+plans every step, with a feeder, two encoders, a backbone rank and a driver, each a process, that send what they send
+in a run, message by message, and do no other work. Exits with 1 where a position is not consumed, or not once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ from _positions import (
 )
 from _report import Figure, at_least, emit
 
-from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.coordinator import Coordinator, start_flow
 from flowtrain.actors.garbage import expect_many_objects, keep_imports
 from flowtrain.actors.link import RayLink
-from flowtrain.actors.make_flow import FlowSettings, make_planner, start_flow
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.load import load_config
 from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.data.units import unit_sequence
-from flowtrain.mempool.directory import Directory
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.microbatches import Microbatches
+from flowtrain.flow.parts import Parts
+from flowtrain.flow.units import unit_sequence
+from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.events import UnitDone
 from flowtrain.types.memory import Tier
-from flowtrain.types.samples import SizedSample
+from flowtrain.types.messages import FlowSettings
+from flowtrain.types.samples import SamplerState, SizedSample
 
 ROOT = Path(__file__).resolve().parents[1]
 POSITIONS_PER_UNIT = 512
@@ -68,31 +71,31 @@ def samples_of(num_units: int) -> list[list[SizedSample]]:
 
 
 def in_process_rate(prepared: Prepared, num_units: int) -> float:
-    """Positions a second through a directory in this process, without what others do: their messages and plans."""
+    """Positions a second through parts and microbatches in this process, without others' messages and plans."""
     space = address_space(prepared.config.pool)
-    directory = Directory(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
-    planner = make_planner(prepared.config, 1, prepared.cost)
+    parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
+    microbatches = Microbatches(parts)
+    planner = StepPlanner.from_config(prepared.config, 1, prepared.cost)
     bases = [space.gva(Tier.DRAM, owner, 0) for owner in (0, 1)]
     taken_s, num_consumed = 0.0, 0
     units = unit_sequence(num_units, POSITIONS_PER_UNIT, None, None, 0)
     for unit, samples in zip(units, samples_of(num_units), strict=True):
         report, plan = feed_report(unit, samples, bases[0]), planner.plan(unit, samples)
         started = time.perf_counter()
-        for sample, text in zip(report.sized, report.texts, strict=True):
-            directory.add_sized(sample, 0, text)
-        directory.add_plan(plan)
-        while (lease := directory.lease(1, VISION, SEGMENT_NBYTES)) is not None:
+        parts.add_sized(report.sized, 0, report.texts)
+        microbatches.add(plan)
+        while (lease := parts.leases.grant(1, VISION, SEGMENT_NBYTES)) is not None:
             paused = time.perf_counter()
-            parts = ready_of(lease, bases[1])
+            reported = ready_of(lease, bases[1])
             started += time.perf_counter() - paused
-            for part in parts:
-                directory.ready(1, part)
+            for part in reported:
+                parts.ready(1, part)
         for slot in range(plan.num_slots):
-            assert directory.locate(unit.index, slot, 0) is not None, "a microbatch is not ready"
-            directory.release(unit.index, slot, 0)
-        num_consumed += len(directory.consume(unit.index))
-        directory.take_released(0)
-        directory.take_released(1)
+            assert microbatches.locate(unit.index, slot, 0), "a microbatch is not ready"
+            microbatches.release(unit.index, (slot,), 0)
+        num_consumed += len(parts.consume(microbatches.end(unit.index)))
+        parts.take_released(0)
+        parts.take_released(1)
         taken_s += time.perf_counter() - started
     if num_consumed != num_units * POSITIONS_PER_UNIT:
         sys.exit(f"{num_consumed} of {num_units * POSITIONS_PER_UNIT} positions were consumed")
@@ -134,20 +137,21 @@ def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
     Returns positions a second, and those for each second of processor time that the coordinator takes for them.
     """
     settings = FlowSettings(
-        config=prepared.config,
-        model_spec=prepared.model_spec,
+        global_batch_size=POSITIONS_PER_UNIT,
         dp_size=1,
         num_steps=num_units,
         total_positions=None,
         eval_every=None,
         num_eval=0,
         start_step=0,
-        sampler_state={"next_position": 0},
+        sampler_state=SamplerState(0),
         cost=prepared.cost,
         num_rejected=0,
         num_seen=0,
     )
-    coordinator = ray.remote(num_cpus=0)(MeasuredCoordinator).remote(partial(start_flow, settings))
+    coordinator = ray.remote(num_cpus=0)(MeasuredCoordinator).remote(
+        partial(start_flow, prepared.config, prepared.model_spec, settings)
+    )
     base = address_space(prepared.config.pool).gva(Tier.DRAM, 0, 0)
     depth = prepared.config.backbone.prefetch_microbatches
     others = [ray.remote(num_cpus=0)(Other).remote(coordinator) for _ in range(4)]
@@ -168,7 +172,7 @@ def _finished(link: RayLink, num_units: int) -> Iterator[float]:
     """When each unit was done, as the driver hears of it."""
     expected = 0
     while expected < num_units * POSITIONS_PER_UNIT:
-        for event in link.call("events"):
+        for event in link.ask(CoordinatorApi.events):
             if not isinstance(event, UnitDone):
                 continue
             positions = [row.position for row in event.ledger]

@@ -16,5 +16,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what a user may take from here, whether it is imported yet or not."""
-    return sorted(__all__)
+    return sorted({*globals(), *__all__})

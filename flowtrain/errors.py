@@ -90,7 +90,7 @@ class AddressError(PoolError, ValueError):
 
 
 class OwnerLostError(PoolError):
-    """The process that owned an extent is gone; ask the directory again by position."""
+    """The process that owned an extent is gone; ask the coordinator again by position."""
 
 
 class StaleLeaseError(FlowTrainError, RuntimeError):

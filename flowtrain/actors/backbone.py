@@ -20,6 +20,7 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
@@ -137,7 +138,7 @@ class BackboneRank:
         step = first_step
         try:
             unit = first_unit
-            while self._link.call("begin", unit):
+            while self._link.ask(CoordinatorApi.begin, unit):
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
             prefetcher.close()
@@ -191,7 +192,7 @@ class BackboneRank:
             actions,
             TimedStages(self.trainer.stages, clock),
             self._microbatches(prefetcher),
-            partial(self._ran, plan),
+            self._ran,
         )
         result = self.trainer.finish_unit()
         self._report(plan, result, started, clock.times() if clock is not None else ())
@@ -211,7 +212,7 @@ class BackboneRank:
 
         return next_microbatch
 
-    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
+    def _ran(self, fetched: Fetched) -> None:
         """A microbatch of a unit is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
 
@@ -241,7 +242,7 @@ class BackboneRank:
             microbatch_s=microbatch_s,
         )
         self._starved_s = self._fetch_s = 0.0
-        self._link.call("finish", report, self._spans.take())
+        self._link.ask(CoordinatorApi.finish, report, self._spans.take())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -255,4 +256,4 @@ class BackboneRank:
         directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
         self.trainer.save_checkpoint(directory)
         self._saved_step = step
-        self._link.call("checkpoint_written", step, self._rank, str(directory))
+        self._link.ask(CoordinatorApi.checkpoint_written, step, self._rank, str(directory))

@@ -1,8 +1,4 @@
-"""The coordinator: the one place where control messages meet. A thin asynchronous shell round ``Flow``.
-
-Every waiting method answers after ``poll_s`` at the latest, with None or an empty order; the caller asks again and
-keeps its own limit, so that a wait can say who waits for what.
-"""
+"""The coordinator: the one place where control messages meet. A thin asynchronous shell round ``Flow``."""
 
 from __future__ import annotations
 
@@ -10,30 +6,50 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from flowtrain.actors.flow import Flow
+from flowtrain.actors.garbage import expect_many_objects, keep_imports
 from flowtrain.actors.signals import Signal
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.build import build_flow
+from flowtrain.flow.flow import Flow
 from flowtrain.types.events import Event
-from flowtrain.types.memory import Extent, SegmentExport
+from flowtrain.types.memory import SegmentExport
 from flowtrain.types.messages import (
     EncoderReport,
     FeedOrder,
     FeedReport,
+    FlowSettings,
+    HandInReply,
     Joined,
     LeaseOrder,
-    MicrobatchLocation,
+    LocateReply,
+    PlanReply,
     RankReport,
+    RoomOrder,
     Span,
 )
-from flowtrain.types.plan import StepPlan
 
-NOTHING_TO_LEASE = LeaseOrder(None, (), blocked=True, stop=False)
+NOTHING_TO_LEASE = LeaseOrder(None, (), stop=False)
 NOTHING_TO_FEED = FeedOrder(None, (), (), stop=False)
+NOTHING_TO_FREE = RoomOrder((), stop=False)
+NO_PLAN_YET = PlanReply(None, is_past_end=False)
+NOT_READY_YET = LocateReply((), is_past_end=False)
 
 
-class Coordinator:
+def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> Flow:
+    """Build a run's flow in a process of its own, whose garbage collector then rests."""
+    flow = build_flow(config, model, settings)
+    keep_imports()
+    expect_many_objects()
+    return flow
+
+
+class Coordinator(CoordinatorApi):
     """Answers feeder, encoders, backbone ranks and driver; all methods run on one event loop, one at a time.
 
-    make_flow builds the Flow inside this process (it imports only pure rooms, so the actor starts fast).
+    make_flow builds the Flow inside this process (it imports only pure rooms, so the actor starts fast). Waiting
+    methods answer after ``poll_s`` at the latest; what each means, ``CoordinatorApi`` says.
     """
 
     def __init__(self, make_flow: Callable[[], Flow], poll_s: float = 5.0) -> None:
@@ -50,28 +66,28 @@ class Coordinator:
     # --- pool processes -----------------------------------------------------------------------------------------
 
     async def join(self, name: str, node_id: str) -> Joined:
-        """A pool process takes its place; see Flow.join."""
+        """See ``CoordinatorApi``."""
         joined = self._flow.join(name, node_id)
         self._wake_producers()
         return joined
 
     async def publish(self, export: SegmentExport) -> None:
-        """A process exports its segment."""
-        self._flow.publish(export)
+        """See ``CoordinatorApi``."""
+        self._flow.members.publish(export)
 
     async def exports(self) -> tuple[SegmentExport, ...]:
-        """What all living processes export."""
-        return self._flow.exports()
+        """See ``CoordinatorApi``."""
+        return self._flow.members.exports()
 
-    async def name_lost(self, name: str, for_good: bool = False) -> None:
-        """The process with this name died; for_good: and is not started again."""
-        self._flow.name_lost(name, for_good)
+    async def process_lost(self, name: str, for_good: bool = False) -> None:
+        """See ``CoordinatorApi``."""
+        self._flow.process_lost(name, for_good)
         self._wake_producers()
 
     # --- feeder and encoders ------------------------------------------------------------------------------------
 
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
-        """The feeder reports, then waits for work."""
+        """See ``CoordinatorApi``; what the report had too late is freed with the order."""
         refused = self._flow.feed(owner, report)
         self._plan_signal.notify()
         if report.unit is not None:
@@ -81,126 +97,107 @@ class Coordinator:
         order = await self._feed_signal.until(lambda: self._flow.feed_order(owner), self._poll_s) or NOTHING_TO_FEED
         return replace(order, released=refused + order.released)
 
-    async def released(self, owner: int) -> FeedOrder:
-        """A feeder with a full segment waits for memory, or for the end; the order has neither unit nor parts."""
-        order = await self._room_signal.until(lambda: self._flow.release_order(owner), self._poll_s)
-        return order or NOTHING_TO_FEED
+    async def wait_for_room(self, owner: int) -> RoomOrder:
+        """See ``CoordinatorApi``."""
+        return await self._room_signal.until(lambda: self._flow.room_order(owner), self._poll_s) or NOTHING_TO_FREE
 
-    async def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
-        """An encoder reports what it finished; it frees what comes back (parts whose lease was lost)."""
+    async def hand_in(self, owner: int, report: EncoderReport) -> HandInReply:
+        """See ``CoordinatorApi``."""
         refused = self._flow.hand_in(owner, report)
         self._plan_signal.notify()  # in arrival order a step is planned from what is ready
         self._wake_backbone()
         self._event_signal.notify()
         if report.rejections:
-            self._wake_producers()  # what others had made of these samples is free again
+            self._wake_producers()  # what others had produced of these samples is free again
         elif self._flow.may_lease_more(owner):
             self._lease_signal.notify()
-        return refused
+        return HandInReply(refused)
 
     async def lease(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
-        """An encoder waits for work; free_nbytes: what its segment can take now, before the order frees more."""
-        asked = False
+        """See ``CoordinatorApi``."""
+        has_asked = False
 
         def attempt() -> LeaseOrder | None:
-            nonlocal asked
-            is_fresh, asked = not asked, True
+            nonlocal has_asked
+            is_fresh, has_asked = not has_asked, True
             return self._flow.lease_order(owner, encoder, free_nbytes, is_fresh)
 
         return await self._lease_signal.until(attempt, self._poll_s) or NOTHING_TO_LEASE
 
     # --- backbone -----------------------------------------------------------------------------------------------
 
-    async def next_plan(self, unit_index: int) -> tuple[StepPlan | None, bool]:
-        """Wait for a unit's plan. Returns (plan, False), (None, True) past the end, or (None, False) to ask again."""
-
-        def attempt() -> tuple[StepPlan | None, bool] | None:
-            plan = self._flow.plan_of(unit_index)
-            past_end = plan is None and self._flow.is_past_end(unit_index)
-            return (plan, past_end) if plan is not None or past_end else None
-
-        self._flow.plan_of(unit_index)
-        self._feed_signal.notify()  # in arrival order the window moves with the step that is asked for
-        return await self._plan_signal.until(attempt, self._poll_s) or (None, False)
-
-    async def begin(self, unit_index: int) -> bool:
-        """A rank is about to run a unit; False means stop."""
-        go = self._flow.begin(unit_index)
+    async def begin(self, unit: int) -> bool:
+        """See ``CoordinatorApi``."""
+        go = self._flow.steps.begin(unit)
         self._wake_producers()  # a stopping run sizes what was begun, and nothing else
         if not go:
             self._plan_signal.notify()
             self._wake_backbone()
         return go
 
+    async def next_plan(self, unit: int) -> PlanReply:
+        """See ``CoordinatorApi``."""
+        self._flow.plan_of(unit)
+        self._feed_signal.notify()  # in arrival order the window moves with the step that is asked for
+        return await self._plan_signal.until(lambda: self._flow.plan_reply(unit), self._poll_s) or NO_PLAN_YET
+
     async def locate(
-        self, unit_index: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
-    ) -> tuple[tuple[MicrobatchLocation, ...], bool]:
-        """Wait until a microbatch is READY, and tell of those after it that are, up to ``limit``.
-
-        slot None: any that the rank has not taken. read: slots of the unit that the rank has read since it last asked,
-        which are released. Answers as ``next_plan``: ((), True) where a stop leaves the unit out, ((), False) to ask
-        again.
-        """
-
-        def attempt() -> tuple[tuple[MicrobatchLocation, ...], bool] | None:
-            if self._flow.is_past_end(unit_index):
-                return (), True
-            found: list[MicrobatchLocation] = []
-            while len(found) < limit:
-                location = self._flow.locate(unit_index, slot if slot is None else slot + len(found), rank)
-                if location is None:
-                    break
-                found.append(location)
-            return (tuple(found), False) if found else None
-
+        self, unit: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
+    ) -> LocateReply:
+        """See ``CoordinatorApi``."""
         if read:
-            await self.release(unit_index, read, rank)
-        return await self._locate_signals[rank].until(attempt, self._poll_s) or ((), False)
+            await self.release(unit, read, rank)
 
-    async def release(self, unit_index: int, slots: tuple[int, ...], rank: int) -> None:
-        """A rank has read microbatches, and needs their bytes in the pool no more."""
-        if any([self._flow.release(unit_index, slot, rank) for slot in slots]):
-            self._wake_backbone()
+        def attempt() -> LocateReply | None:
+            return self._flow.locate_reply(unit, slot, rank, limit)
+
+        return await self._locate_signals[rank].until(attempt, self._poll_s) or NOT_READY_YET
+
+    async def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
+        """See ``CoordinatorApi``."""
+        if self._flow.microbatches.release(unit, slots, rank):
+            self._wake_backbone()  # ranks that are ahead may wait for the whole unit to be read
         self._room_signal.notify()
         self._lease_signal.notify()
 
     async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
-        """A rank finished a unit."""
+        """See ``CoordinatorApi``."""
         if self._flow.finish(report, spans):
             self._wake_producers()
             self._event_signal.notify()
 
     async def checkpoint_written(self, step: int, rank: int, directory: str) -> None:
-        """A rank wrote its share of a checkpoint."""
-        if self._flow.checkpoint_written(step, rank, directory):
+        """See ``CoordinatorApi``."""
+        if self._flow.log.checkpoint_written(step, rank, directory):
             self._event_signal.notify()
 
-    async def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
-        """Who waits for what."""
-        return self._flow.describe_wait(unit_index, slot, rank)
+    async def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
+        """See ``CoordinatorApi``."""
+        return self._flow.describe_wait(unit, slot, rank)
 
     # --- driver -------------------------------------------------------------------------------------------------
 
     async def events(self) -> tuple[Event, ...]:
-        """Wait for something to have happened."""
+        """See ``CoordinatorApi``."""
+        log = self._flow.log
 
         def attempt() -> tuple[Event, ...] | None:
-            return self._flow.take_events() if self._flow.has_news or self._events_ended else None
+            return log.take() if log.has_news or self._events_ended else None
 
         return await self._event_signal.until(attempt, self._poll_s) or ()
 
     async def end_events(self) -> None:
-        """Everything was reported: whoever waits for events gets what there is."""
+        """See ``CoordinatorApi``."""
         self._events_ended = True
         self._event_signal.notify()
 
     async def take_events(self) -> tuple[Event, ...]:
-        """What happened since the last call, at once."""
-        return self._flow.take_events()
+        """See ``CoordinatorApi``."""
+        return self._flow.log.take()
 
     async def request_stop(self) -> None:
-        """End the run after the step that is running and the evaluation that may follow it."""
-        self._flow.request_stop()
+        """See ``CoordinatorApi``."""
+        self._flow.steps.request_stop()
         self._wake_producers()
         self._plan_signal.notify()
 

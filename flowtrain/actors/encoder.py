@@ -22,6 +22,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample
 from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
@@ -162,7 +163,7 @@ class Encoder:
     def _next_order(self, member: PoolMember) -> LeaseOrder:
         with self._handing_in:
             free_nbytes = member.pool.stats().free_nbytes
-        order: LeaseOrder = self._link.call("lease", member.index, self._encoder, free_nbytes)
+        order = self._link.ask(CoordinatorApi.lease, member.index, self._encoder, free_nbytes)
         member.pool.release(order.released)
         return order
 
@@ -238,7 +239,7 @@ class Encoder:
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, self._spans.take())
         with self._handing_in:
-            member.pool.release(self._link.call("hand_in", member.index, report))
+            member.pool.release(self._link.ask(CoordinatorApi.hand_in, member.index, report).refused)
 
 
 def _join(images: Sequence[torch.Tensor], destination: torch.Tensor) -> None:

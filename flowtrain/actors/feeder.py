@@ -11,7 +11,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed
 from flowtrain.data.sizing import SizedResult
 from flowtrain.errors import OutOfPoolMemory
-from flowtrain.types.messages import FeedOrder, FeedReport, PartReady, Span
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.types.messages import FeedReport, PartReady, Span
 from flowtrain.types.plan import Unit
 from flowtrain.types.samples import TEXT_PART, Rejection, SampleRef
 
@@ -50,7 +51,7 @@ class Feeder:
     def _serve(self, member: PoolMember) -> None:
         report = FeedReport()
         while True:
-            order: FeedOrder = self._link.call("feed", member.index, report)
+            order = self._link.ask(CoordinatorApi.feed, member.index, report)
             member.pool.release(order.released)
             if order.stop:
                 return
@@ -88,7 +89,7 @@ class Feeder:
             try:
                 extents = member.pool.put(result.text)
             except OutOfPoolMemory:
-                order: FeedOrder = self._link.call("released", member.index)
+                order = self._link.ask(CoordinatorApi.wait_for_room, member.index)
                 member.pool.release(order.released)
                 if order.stop:
                     raise _Stopped from None

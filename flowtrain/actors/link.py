@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -20,8 +20,14 @@ ANSWER_MARGIN_S = 120.0
 """How much later than asked an answer may come before the coordinator counts as unreachable (a loaded machine)."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Question = Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
+"""A method of ``CoordinatorApi``, which gives a call its arguments' types and its answer's."""
+
+
 class CoordinatorLink(ABC):
-    """Calls the coordinator's methods by name."""
+    """Asks the coordinator what ``CoordinatorApi`` lists."""
 
     @property
     @abstractmethod
@@ -29,12 +35,12 @@ class CoordinatorLink(ABC):
         """The node of this process: equal for processes that share memory."""
 
     @abstractmethod
-    def call(self, method: str, *args: Any) -> Any:
-        """Call and wait for the answer."""
+    def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Ask and wait for the answer, as ``link.ask(CoordinatorApi.begin, unit)``."""
 
 
 class RayLink(CoordinatorLink):
-    """The coordinator as a Ray actor. Any thread may ``call``."""
+    """The coordinator as a Ray actor. Any thread may ask."""
 
     def __init__(self, coordinator: ActorHandle) -> None:
         self._coordinator = coordinator
@@ -44,12 +50,13 @@ class RayLink(CoordinatorLink):
         """The Ray node that this process runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call and wait; raises what the method raised, StallError without an answer, WorkerLostError if it is gone."""
+    def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Ask and wait; raises what the method raised, StallError without an answer, WorkerLostError if it is gone."""
         try:
-            return ray.get(getattr(self._coordinator, method).remote(*args), timeout=ANSWER_MARGIN_S)
+            return ray.get(self.start(question, *args, **kwargs), timeout=ANSWER_MARGIN_S)
         except ray.exceptions.GetTimeoutError as error:
-            raise StallError(f"the coordinator did not answer ({method}) within {ANSWER_MARGIN_S:g} s") from error
+            name = question.__name__
+            raise StallError(f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FlowTrainError):
                 raise error.cause from error  # Ray's own would have the remote traceback as its message
@@ -58,6 +65,11 @@ class RayLink(CoordinatorLink):
             raise WorkerLostError(
                 "the coordinator died, and with it the knowledge of what lies where; start again with --resume"
             ) from error
+
+    def start(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:
+        """Ask without waiting; ``ray.get`` of what it returns has the answer."""
+        reference: ray.ObjectRef[R] = getattr(self._coordinator, question.__name__).remote(*args, **kwargs)
+        return reference
 
 
 def node_address() -> str:
@@ -68,7 +80,7 @@ def node_address() -> str:
 class Patience:
     """Counts how long a wait has lasted: warns with the reason after a while, and ends it at the limit.
 
-    describe: asked only when a message is due. limit_s None: the wait may last (a producer waits for its consumer).
+    describe: called only when a message is due. endless: the wait has no limit (a producer waits for its consumer).
     """
 
     def __init__(self, who: str, limits: LimitsConfig, describe: Callable[[], str], endless: bool = False) -> None:

@@ -10,6 +10,7 @@ import torch
 from flowtrain.actors.garbage import keep_imports
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.flow import PoolConfig
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.device_side import DeviceSide
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
@@ -71,7 +72,7 @@ def join_pool(
     accelerator lets it read HBM, and, with gives_hbm, give what the configuration says.
     """
     keep_imports()
-    joined: Joined = link.call("join", name, link.node_id)
+    joined = link.ask(CoordinatorApi.join, name, link.node_id)
     space = address_space(config)
     reason = why_absent(device)
     hbm_nbytes, line = hbm_offer(config, reason) if gives_hbm else (0, "")
@@ -89,7 +90,7 @@ def join_pool(
         segment_nbytes=segment_nbytes,
         alignment=config.alignment,
         knob=knob,
-        fetch_exports=lambda: link.call("exports"),
+        fetch_exports=lambda: link.ask(CoordinatorApi.exports),
         processes_per_node=config.processes_per_node,
         # The driver has put in place of ``auto`` what the run needs where its actors are.
         network="nixl" if config.network == "nixl" else "none",
@@ -97,5 +98,5 @@ def join_pool(
         device=device_side,
     )
     for export in pool.exports():
-        link.call("publish", export)
+        link.ask(CoordinatorApi.publish, export)
     return PoolMember(joined.process_index, joined, pool)

@@ -18,10 +18,11 @@ from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.training.batch import PackedBatch, SampleArrays
-from flowtrain.types.messages import MicrobatchLocation, PartLocation
+from flowtrain.types.messages import LocateReply, MicrobatchLocation, PartLocation
 from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import TEXT_PART
 
@@ -140,7 +141,7 @@ class Prefetcher:
 
     def _describe_wait(self) -> str:
         unit, slot = self._wanted
-        return str(self._link.call("describe_wait", unit, slot, self._rank))
+        return self._link.ask(CoordinatorApi.describe_wait, unit, slot, self._rank)
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class Prefetcher:
 
     def _hand_over(self, fetched: Fetched, unit: int, is_last: bool) -> None:
         if is_last or not self._num_free():  # a unit ends when all of it is released
-            self._link.call("release", unit, self._unreleased, self._rank)
+            self._link.ask(CoordinatorApi.release, unit, self._unreleased, self._rank)
             self._unreleased = ()
         self._offer(fetched)
 
@@ -189,10 +190,9 @@ class Prefetcher:
     def _wait_for_plan(self, unit: int) -> StepPlan | None:
         self._wanted = (unit, None)
         while not self._stopping.is_set():
-            plan: StepPlan | None
-            plan, past_end = self._link.call("next_plan", unit)
-            if plan is not None or past_end:
-                return plan
+            reply = self._link.ask(CoordinatorApi.next_plan, unit)
+            if reply.plan is not None or reply.is_past_end:
+                return reply.plan
         return None
 
     def _wait_for_locations(self, unit: int, number: int) -> tuple[MicrobatchLocation, ...]:
@@ -203,18 +203,16 @@ class Prefetcher:
         while not self._stopping.is_set():
             lost = next(iter(self._kept), None)
             wanted = lost if lost is not None else None if self._arrival else number
-            locations = self._locate(unit, wanted, 1 if lost is not None else max(1, self._num_free()))
-            if locations is None or locations:
-                return locations or ()
+            reply = self._locate(unit, wanted, 1 if lost is not None else max(1, self._num_free()))
+            if reply.locations or reply.is_past_end:
+                return reply.locations
         return ()
 
-    def _locate(self, unit: int, slot: int | None, limit: int) -> tuple[MicrobatchLocation, ...] | None:
-        """Ask for places, and say what was read; None where the unit will not come."""
+    def _locate(self, unit: int, slot: int | None, limit: int) -> LocateReply:
+        """Ask for places, and report what was read."""
         self._wanted = (unit, slot)
         read, self._unreleased = self._unreleased, ()
-        locations: tuple[MicrobatchLocation, ...]
-        locations, past_end = self._link.call("locate", unit, slot, self._rank, read, limit)
-        return None if past_end else locations
+        return self._link.ask(CoordinatorApi.locate, unit, slot, self._rank, read, limit)
 
     def _try_read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched | None:
         """Read a microbatch; None where an owner died in between."""
@@ -222,7 +220,7 @@ class Prefetcher:
             fetched = self._read(plan, location)
         except OwnerLostError as error:
             logger.warning("%s asks again where microbatch %d lies: %s", self._name, location.slot, error)
-            # The owner died after the answer; the directory learns of it from the controller and has the part made
+            # The owner died after the answer; the flow learns of it from the controller and has the part produced
             # again, and a lookup by position finds the new place.
             time.sleep(RETRY_S)
             return None

@@ -6,14 +6,12 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.profile import DeviceFacts, ImageTable
 from flowtrain.costs.profile_shapes import Mix, batch_sizes, image_sizes
 from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample
@@ -23,29 +21,14 @@ from flowtrain.models.device import default_device, device_name
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
-from flowtrain.training.profile_backbone import BackboneProfiler, BackboneTimes, num_layers_of
+from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
 from flowtrain.training.profile_device import link_bandwidth, memory_bandwidth, memory_nbytes
 from flowtrain.training.profile_encoder import measure_encoder
 from flowtrain.types.plan import Degrees
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from flowtrain.types.samples import SampleRef
 
 _CALLS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
-    """The device as torch names it, and what it reaches."""
-
-    name: str
-    facts: DeviceFacts
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderTimes:
-    """Forwards by size and batch; decode_s: of reading, decoding and preprocessing one image in one thread."""
-
-    table: ImageTable
-    decode_s: float
 
 
 class Echo:
@@ -67,7 +50,7 @@ class Profiler:
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
-    def start(self, host: str, port: int, devices_per_node: int) -> DeviceReport:
+    def start(self, host: str, port: int) -> DeviceReport:
         """Join the group and measure the device; collective."""
         device, limits = default_device(self._config.model.device), self._config.limits
         torch.set_num_threads(self._config.backbone.num_threads)
@@ -82,21 +65,20 @@ class Profiler:
             start_timeout_s=limits.start_timeout_s,
             collective_timeout_s=limits.stall_timeout_s,
         )
-        facts = DeviceFacts(
+        return DeviceReport(
+            name=device_name(device),
             flops=device_peak(device, getattr(torch, self._config.model.dtype)).flops,
             memory_nbytes=memory_nbytes(device),
             bandwidth=memory_bandwidth(device),
             link=link_bandwidth(self._group) if self._group.world_size > 1 else None,
-            devices_per_node=devices_per_node,
         )
-        return DeviceReport(device_name(device), facts)
 
     def call_s(self, link: CoordinatorLink) -> float:
         """Seconds of a call to another actor, median; ``link`` leads to an ``Echo``."""
         seconds = []
         for _ in range(_CALLS):
             started_s = time.perf_counter()
-            link.call("ping")
+            link.ask(Echo.ping)
             seconds.append(time.perf_counter() - started_s)
         return statistics.median(seconds)
 
@@ -116,7 +98,8 @@ class Profiler:
         module = self._family.load_encoder(name).to(self._group.device)
         batches = batch_sizes(settings.max_batch_patches, sizes[0])
         chosen = {size: pixels[size] for size in sizes}
-        return EncoderTimes(measure_encoder(module, chosen, batches, settings.max_batch_patches), decode_s)
+        seconds = measure_encoder(module, chosen, batches, settings.max_batch_patches)
+        return EncoderTimes(sizes, batches, seconds, decode_s)
 
     def _decoded(self, name: str, refs: Sequence[SampleRef]) -> tuple[dict[int, np.ndarray], float]:
         """An image of each number of patches, and the mean seconds of one."""

@@ -36,10 +36,10 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
     solution = _shared(request, problem, fronts) if shared else solve(problem, solver)
     if solution is None:
         raise infeasible(request, enumerations, problem, solver)
-    startable, rate_added = replace(problem, one_maker=True), None
+    startable, rate_added = replace(problem, one_producer=True), None
     if adds_up(problem, solution.choice):
         rate_added, solution = solution.levels.rate, solve(startable, solver)
-        assert solution is not None, "one maker of each work is feasible where several are"
+        assert solution is not None, "one producer of each work is feasible where several are"
     solved = time.perf_counter()
     splits = best_splits(problem)
     search = not splits and not shared
@@ -73,7 +73,7 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
 
 
 def _shared(request: Request, problem: FlowProblem, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Solution:
-    """All modules on the only device; nothing is left to choose, and nobody makes what nobody takes."""
+    """All modules on the only device; nothing is left to choose, and nothing is produced in excess."""
     choice = shared_choice(request, fronts)
     rate = shared_rate(choice.consumer.rate, *production(problem, choice).values())
     return Solution(choice, Levels(rate, 0.0, 1), "none", 0)

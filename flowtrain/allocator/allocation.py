@@ -1,4 +1,4 @@
-"""What the allocator hands out: the chosen configurations, why, and what was looked at."""
+"""The allocator's answer: the chosen configurations, why, and what was looked at."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ ALLOCATION_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class ModuleAllocation:
-    """One module's configuration.
-
-    name: an encoder's, followed by ``@`` and its type of devices where there are several, or ``backbone``. share: of
-    the samples that it has work for. rate: samples/s of those; production: samples/s of the whole data that this rate
-    keeps up with. peak_nbytes: predicted, of memory_nbytes that a device has
-    for it. mfu: of its own devices, while it never waits. waiting: expected share of its time, starved or blocked.
-    """
+    """One module's configuration."""
 
     name: str
+    """``backbone`` or an encoder's, with ``@`` and its type of devices where there are several."""
     device_type: str
     degrees: Degrees
     share: float
+    """Share of all samples that it has work for."""
     rate: float
+    """Samples/s of those."""
     production: float
+    """Samples/s of the whole data that this rate keeps up with."""
     peak_nbytes: int
+    """Predicted, on its fullest device."""
     memory_nbytes: int
+    """What a device has for it."""
     mfu: float
+    """Of its own devices, while it never waits."""
     waiting: float
+    """Expected share of its time, starved or blocked."""
 
     @property
     def devices(self) -> int:
@@ -38,44 +40,50 @@ class ModuleAllocation:
 
     @property
     def encoder(self) -> str:
-        """The encoder that it is, wherever it lies."""
+        """The encoder's name, without the type of devices."""
         return self.name.partition("@")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another choice and why it lost; degrees and devices by module."""
+    """Another choice and why it lost."""
 
     degrees: dict[str, Degrees]
+    """By module."""
     devices: dict[str, int]
+    """Number of devices, by module."""
     rate: float
+    """Samples/s of the whole run."""
     imbalance: float
+    """As of ``Allocation``."""
     reason: str
+    """Why it lost, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPoint:
-    """A point of the rate-over-split curve: devices of the backbone and of all encoders, and samples/s.
-
-    consumption: what the backbone takes. production: what encoders make on all devices that it leaves; encoder_devices
-    are those that they need for ``rate``, the smaller of both.
-    """
+    """A point of the rate-over-split curve."""
 
     backbone_devices: int
     encoder_devices: int
+    """What all encoders need for ``rate``."""
     rate: float
+    """Samples/s of the whole run, the smaller of consumption and production."""
     consumption: float
+    """Samples/s that the backbone consumes."""
     production: float
+    """Samples/s that encoders produce on all devices that the backbone leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of each part of the search; alternatives_s: to find those that lost."""
+    """Seconds of each part of the search."""
 
     enumeration_s: float
     surrogate_s: float
     solve_s: float
     alternatives_s: float
+    """Of finding the choices that lost."""
 
     @property
     def total_s(self) -> float:
@@ -85,37 +93,46 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The optimum of Eq. 2 (FlowTrain 3.3).
-
-    modules: encoders, then the backbone. rate: samples/s of the whole run. imbalance: by how much production misses
-    demand, in samples/s. bottleneck: the module that sets the rate. starved: expected share of the backbone's time.
-    budget: devices by type. pruned: by module and reason, configurations left out. num_candidates, num_front: by
-    module, configurations that are feasible, and those of them that are worth choosing. num_combinations: of feasible
-    configurations over all modules. num_variables: of the program. split_curve: for one type of devices;
-    production_curve: then, devices of all encoders and the samples/s that they make on these. shared: all modules take
-    turns on one device; rate_apart: samples/s with a device for each of them, None where nothing is shared. rate_added:
-    samples/s with an encoder's replicas on several types of devices, where that is more; no run can start it yet.
-    """
+    """The optimum of Eq. 2 (FlowTrain 3.3)."""
 
     modules: tuple[ModuleAllocation, ...]
+    """Encoders, then the backbone."""
     rate: float
+    """Samples/s of the whole run."""
     imbalance: float
+    """By how much production misses demand, in samples/s."""
     bottleneck: str
+    """The module that sets the rate."""
     starved: float
+    """Expected share of the backbone's time."""
     budget: dict[str, int]
+    """Number of devices, by type."""
     pruned: dict[str, dict[str, int]]
+    """Configurations left out, by module and reason."""
     num_candidates: dict[str, int]
+    """Feasible configurations, by module."""
     num_front: dict[str, int]
+    """Feasible configurations worth choosing, by module."""
     num_combinations: int
+    """Of feasible configurations over all modules."""
     num_variables: int
+    """Of the program; 0 where nothing is left to choose."""
     alternatives: tuple[Alternative, ...]
     split_curve: tuple[SplitPoint, ...]
+    """Empty with several types of devices."""
     production_curve: tuple[tuple[int, float], ...]
+    """Devices of all encoders, and the samples/s that they produce on these; empty with several types of devices."""
     solver: str
+    """Which solved the program; ``none`` where nothing is left to choose."""
     timings: Timings
     shared: bool = False
+    """All modules share one device, one after the other."""
     rate_apart: float | None = None
+    """Samples/s with a device for each module; None where nothing is shared."""
     rate_added: float | None = None
+    """Samples/s with an encoder's replicas on several types of devices; None where that is not more.
+
+    No run can start it yet."""
     schema: int = ALLOCATION_SCHEMA
 
     @property

@@ -41,15 +41,13 @@ class PruneReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration of one module on one type of devices.
-
-    rate: samples/s that it handles; of an encoder, samples that have something for it. NaN before it is predicted.
-    """
+    """One configuration of one module on one type of devices."""
 
     module: str
     device_type: str
     degrees: Degrees
     rate: float = float("nan")
+    """Samples/s that it handles; of an encoder, samples that have something for it. NaN before it is predicted."""
 
     @property
     def devices(self) -> int:
@@ -83,14 +81,14 @@ class CandidateColumns:
 
 @dataclass(frozen=True, slots=True)
 class Enumeration:
-    """Feasible configurations, and the number of those left out by reason.
-
-    least_peak_nbytes: the smallest predicted peak where none fits the memory; None where one does.
-    """
+    """Feasible configurations of one module, and those that were left out."""
 
     columns: CandidateColumns
+    """The feasible ones."""
     pruned: dict[PruneReason, int] = field(default_factory=dict)
+    """Number of those left out, by reason."""
     least_peak_nbytes: int | None = None
+    """The smallest predicted peak where none fits the memory; None where one does."""
 
 
 def device_counts(device_type: DeviceType) -> IntArray:
@@ -205,7 +203,7 @@ def _tensor_degrees(
 def _least_data_degrees(
     shapes: IntArray, which_shape: IntArray, dp: IntArray, peak_nbytes: PeakMemory, memory_nbytes: int
 ) -> tuple[IntArray, int | None]:
-    """The smallest dp of each (tp, pp) that fits; by bisection, since peaks fall with dp and predicting one is dear."""
+    """The smallest dp of each (tp, pp) that fits; by bisection, since peaks fall with dp and predicting one is slow."""
     least = np.full(len(shapes), np.iinfo(np.int64).max)
     least_peak: int | None = None
     order = np.lexsort((dp, which_shape))

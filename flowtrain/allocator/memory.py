@@ -1,4 +1,4 @@
-"""Whether a configuration fits a device: the narrow door from the allocator to the cost model's memory."""
+"""Whether a configuration fits a device: what a module may have, and the backbone's peak under its schedule."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from flowtrain.types.plan import Degrees
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What of a device's memory a module may take.
-
-    usable: share that a process gets, the rest being the driver's, the communication libraries' and fragmentation.
-    pool_nbytes: what an encoder's device gives to the memory pool.
-    """
+    """What of a device's memory a module may take."""
 
     usable: float = 0.92
+    """Share that a process gets; the rest is the driver's, the communication libraries' and fragmentation."""
     pool_nbytes: int = 0
+    """What an encoder's device gives to the memory pool."""
 
     def module_nbytes(self, device_type: DeviceType, *, is_encoder: bool) -> int:
         """Return what is left for a module on each device."""
@@ -55,18 +53,3 @@ def backbone_peak_nbytes(
         )
         peak = max(peak, predict_step_memory(model.backbone, model.connector, held, at, size).peak)
     return peak
-
-
-def encoder_peak_nbytes(
-    model: ModelSpec, encoder: str, degrees: Degrees, *, max_batch_patches: int, dtype_nbytes: int
-) -> int:
-    """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
-
-    Without gradients nothing is kept: hidden states, queries, keys and values, attention output and the MLP's widths
-    exist at once; the features of a batch lie beside them until they are in the pool.
-    """
-    spec, tp = model.encoders[encoder], degrees.tp
-    weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
-    mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
-    per_patch = 3 * spec.hidden_size + (4 * spec.hidden_size + 2 * mlp) // tp
-    return dtype_nbytes * (weights + per_patch * max_batch_patches)

@@ -23,19 +23,19 @@ _MAX_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """Replicas of the whole model, one a device, that share out parameters as the run does and wait for each other.
-
-    devices: of ``device_type``, as many as the batch divides over. rate: samples/s, None where they do not fit.
-    imbalance: what the slowest replica of a step takes more than the mean one, as a share of that; random shares of
-    the samples. peak_nbytes: predicted, of memory_nbytes.
-    """
+    """Replicas of the whole model, one a device, that shard parameters as the run does and wait for each other."""
 
     device_type: str
     devices: int
+    """As many as the batch divides over."""
     rate: float | None
+    """Samples/s; None where they do not fit."""
     imbalance: float
+    """Time of a step's slowest replica over the mean one's, minus one; replicas get random samples."""
     peak_nbytes: int
+    """Predicted, on each device."""
     memory_nbytes: int
+    """What a device has for it."""
 
 
 def replicate(request: Request, surrogate: Surrogate) -> Replication:

@@ -12,12 +12,12 @@ from flowtrain.allocator.candidates import (
     enumerate_backbone,
     enumerate_encoder,
 )
-from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes, encoder_peak_nbytes
+from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.memory import TrainingSetup, encoder_peak_nbytes
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -29,20 +29,21 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be allocated.
-
-    max_batch_patches: of each encoder, patches of its largest batch. chunks_per_rank: slices of the backbone's layers
-    that each pipeline rank holds. whole: modules whose layers nothing splits by tensor parallelism.
-    """
+    """What is to be allocated."""
 
     cluster: Cluster
+    """The devices that may be used."""
     model: ModelSpec
     workload: Workload
     setup: TrainingSetup
+    """Its dp and tp are not looked at."""
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
+    """Patches of an encoder's largest batch, by encoder."""
     chunks_per_rank: int = 1
+    """Slices of the backbone's layers that each pipeline rank holds."""
     whole: frozenset[str] = frozenset()
+    """Modules whose layers nothing splits by tensor parallelism."""
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
@@ -61,9 +62,8 @@ class Request:
         if module == BACKBONE:
             return backbone_peak_nbytes(self.model, self.workload, self.setup, degrees, self.chunks_per_rank)
         return encoder_peak_nbytes(
-            self.model,
-            module,
-            degrees,
+            self.model.encoders[module],
+            degrees.tp,
             max_batch_patches=self.max_batch_patches[module],
             dtype_nbytes=self.setup.dtype_nbytes,
         )

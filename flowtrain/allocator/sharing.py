@@ -15,7 +15,7 @@ _GIB = 2**30
 
 
 def shared_rate(*rates: float) -> float:
-    """Return the samples/s of modules that take turns on one device; rates: of each while it has the device alone."""
+    """Return the samples/s of modules that use one device in turn; rates: of each with the device to itself."""
     return 1.0 / sum(1.0 / rate for rate in rates)
 
 

@@ -26,20 +26,22 @@ BACKBONE = "backbone"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepTime:
-    """Seconds of one optimizer step of the backbone, each ``[N]``; they add up to ``total``.
-
-    computing: the slowest stage on all its microbatches, tensor parallel communication included. transfers: between
-    stages. gathering: of parameters, as far as computing does not hide it. fill: pipeline ramps, ``fill_slots``.
-    reducing: of gradients, beyond the last backward. optimizer: clipping and update. num_microbatches: of a DP replica.
-    """
+    """Seconds of one optimizer step of the backbone, each ``[N]``; they add up to ``total``."""
 
     computing: FloatArray
+    """The slowest stage on all its microbatches, tensor parallel communication included."""
     transfers: FloatArray
+    """Between stages."""
     gathering: FloatArray
+    """Of parameters, as far as computing does not hide it."""
     fill: FloatArray
+    """Pipeline ramps (``fill_slots``)."""
     reducing: FloatArray
+    """Of gradients, beyond the last backward."""
     optimizer: FloatArray
+    """Clipping and update."""
     num_microbatches: IntArray
+    """Of a DP replica; no seconds."""
 
     @property
     def total(self) -> FloatArray:

@@ -69,7 +69,7 @@ def train(
             report = api.dry_run(config, overrides or (), resume, plan=plan_file)
             resumption = report.resumption
             tables = [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
-            Console().print(*plan_tables(report.run), *tables, sep="\n")
+            Console().print(*plan_tables(report.run, report.image_tokens), *tables, sep="\n")
             return
         summary = api.train(config, overrides or (), resume, plan=plan_file, loading=_loading_shown)
         Console().print(summary_table(summary), soft_wrap=True)
@@ -212,7 +212,9 @@ def export(
         from flowtrain.controller.export import export_run
 
         transformers_logging.disable_progress_bar()
-        typer.echo(f"exported to {export_run(run_path, to)}")
+        exported = export_run(run_path, to)
+        later = "; the run is still training: export again for later steps" if exported.is_training else ""
+        typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 
 
 def main() -> None:

@@ -51,7 +51,9 @@ def doctor_tables(report: DoctorReport) -> Iterator[Table]:
     for heading in ("transport", "from", "to", "latency", "speed"):
         links.add_column(heading, justify="right" if heading in ("latency", "speed") else "left", overflow="fold")
     for link in report.links:
-        if link.latency_s is None or link.bytes_per_s is None:
+        if link.off is not None:
+            links.add_row(link.transport, link.source, link.destination, "-", f"off: {link.off}")
+        elif link.latency_s is None or link.bytes_per_s is None:
             links.add_row(link.transport, link.source, link.destination, "-", f"does not work: {link.fault}")
         else:
             figures = (f"{link.latency_s * 1e6:.1f} us", f"{link.bytes_per_s / 1e9:.2f} GB/s")

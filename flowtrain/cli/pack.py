@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from flowtrain import api
-from flowtrain.cli.output_path import check_output_path
+from flowtrain.cli.output_path import check_plot_path
 from flowtrain.cli.pack_tables import pack_tables
 from flowtrain.controller.pack import Progress as OnProgress
 
@@ -30,7 +30,7 @@ def pack(
 ) -> None:
     """Pack as ``api.pack`` does, and show it; raises ConfigError before it starts where ``plot`` cannot be written."""
     if plot is not None:
-        check_output_path("--plot", plot, PLOT_ENDINGS)
+        check_plot_path(plot, PLOT_ENDINGS)
     with _progress_bar(shown=sys.stderr.isatty()) as progress:
         report = api.pack(config, overrides, num_steps=num_steps, compare=compare, lengths=lengths, progress=progress)
     if as_json:

@@ -14,7 +14,7 @@ from rich.console import Console
 from flowtrain import api
 from flowtrain.allocator.plan import plan_overrides, to_yaml
 from flowtrain.allocator.program.solvers import SolverName
-from flowtrain.cli.output_path import check_output_path
+from flowtrain.cli.output_path import check_output_path, check_plot_path
 from flowtrain.cli.plan_tables import plan_report_tables
 from flowtrain.config.yaml_text import dotted
 from flowtrain.controller.planning.planned import is_model_file
@@ -38,7 +38,7 @@ def plan(
     asked: devices and profile, as keyword arguments of that. Plot errors are raised last.
     """
     if plot is not None:
-        check_output_path("--plot", plot, PLOT_ENDINGS)
+        check_plot_path(plot, PLOT_ENDINGS)
     if save is not None:
         check_output_path("--save", save)
     # An unknown solver is refused by its name, as one that is not installed.

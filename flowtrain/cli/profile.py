@@ -26,7 +26,10 @@ def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | N
         save.write_text(report.profile.to_json(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--save {save}: the profile cannot be written: {error.strerror}") from error
-    Console().print(*profile_tables(report, save), sep="\n")
+    shown = Console()
+    shown.print(*profile_tables(report, save), sep="\n")
+    for warning in report.warnings:
+        shown.print(f"warning: {warning}", style="yellow", highlight=False)
 
 
 def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -20,11 +20,18 @@ if TYPE_CHECKING:
     from flowtrain.controller.start import Resumption
 
 
-def plan_tables(prepared: Prepared) -> tuple[Table, Table]:
-    """What a run would be, and the actors that would run it."""
+def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]]) -> tuple[Table, Table]:
+    """What a run would be, and the actors that would run it.
+
+    image_tokens: the fewest and the most tokens of an image, by encoder.
+    """
     config, needs = prepared.config, requirements(prepared.plan)
     run = Table(title=f"run {config.name}", title_justify="left", show_header=False)
     run.add_row("mode", f"{config.mode}, {config.model.dtype}, family {config.model.family}")
+    run.add_row("parameters", _parameters(prepared))
+    for name, (fewest, most) in image_tokens.items():
+        several = "" if fewest == most else f" to {most:,}, in the first step's samples"
+        run.add_row("tokens an image", f"{name}: {fewest:,}{several}")
     run.add_row("steps", f"{prepared.num_steps} of {config.training.global_batch_size} samples")
     for name, size in zip(prepared.source_names, prepared.source_sizes, strict=True):
         run.add_row(f"data {name}", f"{size:,} samples")
@@ -94,6 +101,16 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("checkpoint", str(summary.checkpoint))
         table.add_row("export it", f"flowtrain export {run.root}")
     return table
+
+
+def _parameters(prepared: Prepared) -> str:
+    """Total and trainable ones; of an encoder's layers those that are computed."""
+    spec, freeze = prepared.model_spec, prepared.config.model.freeze
+    counts = {name: encoder.num_parameters for name, encoder in spec.encoders.items()}
+    counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
+    frozen = {*spec.encoders, *freeze}
+    each = ", ".join(f"{name} {count:,}{' (frozen)' * (name in frozen)}" for name, count in counts.items())
+    return f"{spec.num_parameters:,}, {spec.num_trainable_parameters(freeze):,} trainable: {each}"
 
 
 def _backbone_ranks(degrees: Degrees) -> str:

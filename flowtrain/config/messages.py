@@ -54,14 +54,19 @@ class Document:
     overrides: Mapping[Path, str] = field(default_factory=dict)
     nearest: Callable[[Path, Any], str | None] = lambda path, values: None
 
-    def place(self, path: Path) -> str | None:
-        """``line 12`` or ``override 'a.b=1'`` for the innermost known value on ``path``."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.overrides:
-                return f"override {self.overrides[path[:length]]!r}"
-            if path[:length] in self.lines:
-                return f"line {self.lines[path[:length]]}"
-        return None
+    def place(self, path: Path, text: str) -> str | None:
+        """``override 'a.b=1'`` or ``line 12`` of a fault at ``path``; None where neither is known.
+
+        An override hides the lines of what it replaced. A fault of a whole section is that of the override whose key
+        the fault's text names, or that of the override that made the section.
+        """
+        above = [key for key in self.overrides if key == path[: len(key)]]
+        inside = [key for key in self.overrides if path and path == key[: len(path)]]
+        to_blame = [key for key in inside if path not in self.lines or dotted(key) in text]
+        if above or to_blame:
+            return f"override {self.overrides[max(above, key=len) if above else to_blame[0]]!r}"
+        known = [path[:length] for length in range(len(path), 0, -1) if path[:length] in self.lines]
+        return f"line {self.lines[known[0]]}" if known else None
 
 
 def refusal(label: str, faults: Sequence[Fault]) -> ConfigError:
@@ -79,7 +84,7 @@ def refused(document: Document, error: ValidationError) -> ConfigError:
 
 def fault_line(document: Document, path: Path, text: str) -> str:
     """A fault's text with its place in front."""
-    place = document.place(path)
+    place = document.place(path, text)
     return f"{place}: {text}" if place else text
 
 

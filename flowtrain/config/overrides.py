@@ -18,7 +18,9 @@ def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> dict[
     origins: dict[Path, str] = {}
     for text in overrides:
         path, value = _parse(text)
-        origins[_set(document, path, value, text)] = text
+        set_at = _set(document, path, value, text)
+        origins = {key: origin for key, origin in origins.items() if key[: len(set_at)] != set_at}  # what it replaces
+        origins[set_at] = text
     return origins
 
 

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ResourceError
-from flowtrain.mempool.transports.nixl_agent import nixl_module
+from flowtrain.mempool.transports.nixl_agent import NIXL_INSTALL, nixl_module
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +162,7 @@ def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | No
     lacking = [node_id for node_id, answer in answers.items() if answer not in ready or not _has_nixl(answer)]
     if not lacking:
         return None
-    return (
-        f"NIXL (pip install 'flowtrain[nixl]') is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}"
-    )
+    return f"NIXL ({NIXL_INSTALL}) is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}"
 
 
 def _has_nixl(answer: Any) -> bool:

@@ -56,7 +56,7 @@ class CostKeeper:
         """Take in a fit; where it is in use now, say so."""
         self._fitted = event
         if event.in_use:
-            self.in_use = CostModel(**event.cost)
+            self.in_use = event.cost
             self._note(
                 f"step {event.step}: costs are fitted to {event.num_rows} microbatches now (R2 {event.r2:.3f} with "
                 f"{event.form}, {event.other_r2:.3f} else)"
@@ -69,7 +69,7 @@ class CostKeeper:
         fitted, config = self._fitted, self._prepared.config
         assert self._device is not None
         profile = CostProfile(
-            fitted=FittedCost(CostModel(**fitted.cost), fitted.form, fitted.r2, fitted.other_r2, fitted.num_rows),
+            fitted=FittedCost(fitted.cost, fitted.form, fitted.r2, fitted.other_r2, fitted.num_rows),
             model=profiled_model(config, self._prepared.model_spec),
             capacity=config.scheduler.microbatch_tokens,
             device=self._device,

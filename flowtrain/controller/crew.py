@@ -19,12 +19,12 @@ from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.encoder_follower import EncoderFollower
 from flowtrain.actors.feeder import Feeder
-from flowtrain.actors.flow import Flow
 from flowtrain.actors.link import RayLink
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.posts import Post, bundle_indices
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
+from flowtrain.flow.flow import Flow
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.plan import DevicePeak
 

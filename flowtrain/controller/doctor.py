@@ -19,11 +19,10 @@ from flowtrain.controller import cluster
 from flowtrain.controller.posts import bundles_of, posts_of
 from flowtrain.controller.prepare import Prepared, check_memory, prepare
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
-from flowtrain.mempool.gva import AddressSpace
-from flowtrain.mempool.host import HostMemory, host_memory
-from flowtrain.mempool.probe import SEGMENT_NBYTES, Link, Probe, slow_links
+from flowtrain.mempool.host import host_memory
+from flowtrain.mempool.probe import Probe, slow_links
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.types.memory import Tier
+from flowtrain.types.memory import HostMemory, Link, Tier
 from flowtrain.types.run_plan import Plan
 
 DOCTOR_SCHEMA = 1
@@ -92,7 +91,7 @@ def examine(config: RunConfig) -> DoctorReport:
     prepared = prepare(config, check_pool=False)
     with cluster.connected(config):
         found = [node for node in ray.nodes() if node["Alive"]]
-        with _probes(found, config.limits.start_timeout_s, config.pool.network != "none") as probes:
+        with _probes(found, config.pool.network != "none") as probes:
             nodes = _describe(found, probes, config.limits.start_timeout_s)
             links = _measure(nodes, probes, config.limits.start_timeout_s)
         return judge(prepared, nodes, links)
@@ -159,18 +158,18 @@ Pair = tuple[ActorHandle, ActorHandle]
 
 
 @contextmanager
-def _probes(nodes: Sequence[dict[str, Any]], timeout_s: float, network: bool) -> Iterator[list[Pair]]:
-    """Two probes on each node. Raises ResourceError where one does not start in time."""
+def _probes(nodes: Sequence[dict[str, Any]], network: bool) -> Iterator[list[Pair]]:
+    """Two probes on each node."""
     run_id = f"doctor-{secrets.token_hex(4)}"
-    space = AddressSpace(num_processes=2 * len(nodes), segment_nbytes=SEGMENT_NBYTES)
+    num_processes = 2 * len(nodes)
     remote: Any = ray.remote(NodeProbe)
     actors: list[ActorHandle] = []
     try:
-        for index in range(2 * len(nodes)):
+        for index in range(num_processes):
             node_id = nodes[index // 2]["NodeID"]
             where = NodeAffinitySchedulingStrategy(node_id, soft=False)
             probe = remote.options(num_cpus=0, scheduling_strategy=where)
-            actors.append(probe.remote(run_id, index, node_id, space, network))
+            actors.append(probe.remote(run_id, index, node_id, num_processes, network))
         yield list(zip(actors[::2], actors[1::2], strict=True))
     finally:
         for actor in actors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.predict import image_tokens
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.start import Resumption, foresee_resume
 
@@ -15,6 +16,8 @@ class DryRunReport:
 
     run: Prepared
     """Its configuration, plan, steps, data and model."""
+    image_tokens: dict[str, tuple[int, int]]
+    """The fewest and the most tokens of an image, by encoder."""
     resumption: Resumption | None = None
     """What it would go on from, and with which changes; None where no resume was asked for."""
 
@@ -22,4 +25,5 @@ class DryRunReport:
 def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
     """Look at data, model headers and checkpoints as a run would; raises ConfigError or DataError where that would."""
     prepared = prepare(config)
-    return DryRunReport(prepared, foresee_resume(prepared) if resume else None)
+    resumption = foresee_resume(prepared) if resume else None
+    return DryRunReport(prepared, image_tokens(prepared), resumption)

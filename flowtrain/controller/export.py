@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from flowtrain.config.run import RunConfig
@@ -13,11 +14,25 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.observability.files import sync_directory
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.training.checkpoint import load_backbone_state
-from flowtrain.training.checkpoint_store import latest_complete
+from flowtrain.training.checkpoint_store import latest_complete, read_meta
 
 
-def export_run(run_dir: Path, to: Path | None = None) -> Path:
-    """Write the run's last complete checkpoint as a Hugging Face directory and return where.
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written.
+
+    directory: the Hugging Face directory.
+    step: whose weights it holds.
+    is_training: a process still trains the run, so that later checkpoints may follow.
+    """
+
+    directory: Path
+    step: int
+    is_training: bool
+
+
+def export_run(run_dir: Path, to: Path | None = None) -> Exported:
+    """Write the run's last complete checkpoint as a Hugging Face directory.
 
     to: by default ``<run_dir>/export``, which is replaced; a directory of the user's own must be empty or absent. It
     appears whole or not at all. Raises ConfigError or CheckpointError where there is nothing to export.
@@ -30,10 +45,12 @@ def export_run(run_dir: Path, to: Path | None = None) -> Path:
     checkpoint = latest_complete(run.checkpoints)
     if checkpoint is None:
         raise CheckpointError(f"{run.checkpoints}: no complete checkpoint to export; the run writes one as it goes")
-    return _write(config, checkpoint, target)
+    step = read_meta(checkpoint).step
+    _write(config, checkpoint, target)
+    return Exported(target, step, run.is_held())
 
 
-def _write(config: RunConfig, checkpoint: Path, target: Path) -> Path:
+def _write(config: RunConfig, checkpoint: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     staging.mkdir()
@@ -46,4 +63,3 @@ def _write(config: RunConfig, checkpoint: Path, target: Path) -> Path:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     sync_directory(target.parent)
-    return target

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flowtrain.actors.make_flow import make_planner
 from flowtrain.config.data import DataConfig, SourceConfig
 from flowtrain.config.load import override_config
 from flowtrain.config.model import BackboneConfig, EncoderConfig
@@ -14,10 +13,11 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.training import TrainingConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep, first_steps
 from flowtrain.data.lengths_file import LengthsFile
-from flowtrain.data.units import num_steps_of, unit_sequence
 from flowtrain.errors import ConfigError
+from flowtrain.flow.units import num_steps_of, unit_sequence
 from flowtrain.scheduler.cost import make_cost_model
 from flowtrain.scheduler.cost_profile import CostProfile, read_cost_profile
+from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.plan import CostModel
 from flowtrain.types.samples import RejectReason
 
@@ -78,7 +78,7 @@ def _workload(
         )
     all_steps, total_positions = num_steps_of(config.training, [num_rows])
     count = min(num_steps or DEFAULT_STEPS, all_steps)
-    planner = make_planner(config, config.backbone.data_parallel_size, cost)
+    planner = StepPlanner.from_config(config, config.backbone.data_parallel_size, cost)
     sampler = file.sampler(config.seed, data.shuffle)
     steps, num_rejected = [], 0
     for unit in unit_sequence(count, config.training.global_batch_size, total_positions, None, 0):

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from flowtrain.actors.make_flow import make_planner
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
 from flowtrain.controller.prepare import Prepared, model_spec, prepare
 from flowtrain.data.feed import Feed
-from flowtrain.data.units import unit_sequence
+from flowtrain.flow.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.packing.base import Lengths
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
@@ -20,6 +19,9 @@ from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SizedSample
+
+_LARGE_SIDE = 1 << 16
+"""Side of a square image in pixels, larger than any that an encoder takes as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +33,27 @@ class SizedUnit:
     rejections: tuple[Rejection, ...]
 
 
-def predict_plans(config: RunConfig, num_steps: int | None = None) -> Iterator[StepPlan]:
-    """Yield the StepPlans of a run's training steps, of all of them or of the first ``num_steps``.
+def image_tokens(prepared: Prepared) -> dict[str, tuple[int, int]]:
+    """Return the fewest and the most tokens of an image, by encoder.
 
-    They equal the run's own with ``data.order: deterministic``, restarts and resumes included: samples are sized from
-    headers, and one whose image turns out bad when it is decoded is planned all the same. Raises as ``prepare``.
+    Where they follow an image's size, they are those of the first step's samples (a sample's mean, of several images).
+    Raises DataError where these cannot be read.
     """
-    prepared = prepare(config, check_pool=False)
-    planner = _planner(prepared)
-    for sized in sized_units(prepared, num_steps):
-        yield planner.plan(sized.unit, sized.samples)
+    family = family_from_config(prepared.config)
+    found: dict[str, tuple[int, int]] = {}
+    for name in prepared.config.encoders:
+        fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, _LARGE_SIDE))
+        if fewest < most:
+            means = [
+                round(sample.num_vision_tokens / part.num_items)
+                for unit in sized_units(prepared, 1)
+                for sample in unit.samples
+                for part in sample.parts
+                if part.name == name and part.num_items
+            ]
+            fewest, most = min(means, default=fewest), max(means, default=most)
+        found[name] = (fewest, most)
+    return found
 
 
 def sized_units(prepared: Prepared, num_steps: int | None = None) -> Iterator[SizedUnit]:
@@ -98,7 +111,7 @@ def run_cost(config: RunConfig) -> CostModel:
 
 
 def _planner(prepared: Prepared) -> StepPlanner:
-    return make_planner(prepared.config, prepared.plan.backbone.data_parallel_size, prepared.cost)
+    return StepPlanner.from_config(prepared.config, prepared.plan.backbone.data_parallel_size, prepared.cost)
 
 
 def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:

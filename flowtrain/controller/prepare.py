@@ -14,16 +14,18 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
-from flowtrain.data.units import num_steps_of
 from flowtrain.errors import ConfigError
-from flowtrain.mempool.capacity import check_capacity, check_scattered_capacity
+from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
+from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
 from flowtrain.types.run_plan import Plan
 
@@ -183,3 +185,22 @@ def memory_shortage(prepared: Prepared, encoders: Sequence[str]) -> str | None:
 
 def _aligned(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
+
+
+def first_flow_settings(prepared: Prepared) -> FlowSettings:
+    """Return where the flow of a run starts that has trained nothing yet; a checkpoint replaces part of it."""
+    degrees = prepared.plan.backbone.degrees
+    return FlowSettings(
+        global_batch_size=prepared.config.training.global_batch_size,
+        dp_size=degrees.dp,
+        num_steps=prepared.num_steps,
+        total_positions=prepared.total_positions,
+        eval_every=prepared.eval_every,
+        num_eval=prepared.num_eval,
+        start_step=0,
+        sampler_state=sampler_from_config(prepared.config, prepared.source_sizes).state(),
+        cost=prepared.cost,
+        num_rejected=0,
+        num_seen=0,
+        replica_size=degrees.replica_size,
+    )

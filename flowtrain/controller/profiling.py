@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from flowtrain.actors.link import RayLink
-from flowtrain.actors.profiler import DeviceReport, Echo, EncoderTimes, Profiler
+from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
@@ -31,14 +32,15 @@ from flowtrain.costs.profile import (
     library_versions,
     model_facts,
 )
+from flowtrain.costs.profile_checks import profile_warnings
 from flowtrain.costs.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.training.profile_backbone import BackboneTimes
 from flowtrain.types.plan import Degrees
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from flowtrain.types.samples import SampleRef, SizedSample
 
 MOST_DEVICES = 8
@@ -51,11 +53,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """A profile and how it came about. num_devices: that measured side by side. seconds: by what was measured."""
+    """A profile and how it came about.
+
+    num_devices: that measured side by side. seconds: by what was measured. warnings: what speaks against the profile.
+    """
 
     profile: Profile
     num_devices: int
     seconds: Mapping[str, float]
+    warnings: tuple[str, ...] = ()
 
 
 class _Clock:
@@ -80,6 +86,8 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     All of them measure the same side by side, as they will compute side by side. Raises ConfigError or DataError where
     the run could not work, ResourceError where devices are missing.
     """
+    # Of this machine, before anything runs; the devices of a cluster may be elsewhere.
+    load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)
     with clock("the data's sizes"):
         prepared = prepare(config, check_pool=False)
@@ -92,7 +100,8 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
         found.side_by_side(count, {name: _refs(samples, name) for name in config.encoders})
         for tp in _tensor_degrees(prepared, family_from_config(config), count):
             found.group(tp)
-    return ProfileReport(found.profile(prepared), count, clock.seconds)
+    profile = found.profile(prepared)
+    return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
 
 
 class _Measured:
@@ -113,7 +122,7 @@ class _Measured:
         with self._actors([(0, Degrees())] * count) as actors:
             limit_s = self._config.limits.stall_timeout_s
             with self._clock("devices"):
-                self._devices = self._answers([self._start(actor, "", 0) for actor in actors])
+                self._devices = self._answers([actor.start.remote(LOOPBACK, 0) for actor in actors])
                 self._call_s = self._time_calls(actors[0])
             for name in refs:
                 with self._clock(f"encoders.{name}"):
@@ -130,9 +139,9 @@ class _Measured:
         with self._actors([(rank, degrees) for rank in range(tp)]) as actors, self._clock(f"backbone, tp={tp}"):
             host = LOOPBACK  # a tensor parallel group stays on its node
             (port,) = self._answers([actors[0].open_rendezvous.remote(host)])
-            reports = self._answers([self._start(actor, host, port) for actor in actors])
-            link = min(report.facts.link or 0.0 for report in reports)
-            self._devices = [replace(each, facts=replace(each.facts, link=link)) for each in self._devices]
+            reports = self._answers([actor.start.remote(host, port) for actor in actors])
+            link = min(report.link or 0.0 for report in reports)
+            self._devices = [replace(each, link=link) for each in self._devices]
             times = self._answers(
                 [actor.backbone.remote(self._mixes) for actor in actors], self._config.limits.stall_timeout_s
             )
@@ -146,13 +155,16 @@ class _Measured:
         assembling_s = alone.assembling_s if self._devices[0].name == CPU else 0.0
         return Profile(
             device=self._devices[0].name,
-            facts=_slowest(self._devices),
+            facts=_facts(self._devices, self._per_node),
             model=model_facts(self._config, prepared.model_spec),
             versions=library_versions(),
             layers={tp: LengthTable(tokens, times.layers_s) for tp, times in self._backbones.items()},
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
             connectors={tp: LengthTable(tokens, times.connectors_s) for tp, times in self._backbones.items()},
-            encoders={name: {1: times.table} for name, times in self._encoders.items()},
+            encoders={
+                name: {1: ImageTable(times.num_patches, times.batch, times.seconds)}
+                for name, times in self._encoders.items()
+            },
             images={
                 name: ImageCosts(decode_s=times.decode_s, batch_s=self._call_s)
                 for name, times in self._encoders.items()
@@ -183,9 +195,6 @@ class _Measured:
             finally:
                 for actor in actors:
                     ray.kill(actor, no_restart=True)
-
-    def _start(self, actor: ActorHandle, host: str, port: int) -> ray.ObjectRef[Any]:
-        return actor.start.remote(host or LOOPBACK, port, self._per_node)
 
     def _time_calls(self, actor: ActorHandle) -> float:
         remote: Any = ray.remote(Echo)
@@ -253,8 +262,16 @@ def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:
 # --- what several devices measured at once ---------------------------------------------------------------------------
 
 
-def _slowest(devices: Sequence[DeviceReport]) -> DeviceFacts:
-    return min((each.facts for each in devices), key=lambda facts: facts.flops)
+def _facts(devices: Sequence[DeviceReport], devices_per_node: int) -> DeviceFacts:
+    """Of the slowest one."""
+    slowest = min(devices, key=lambda device: device.flops)
+    return DeviceFacts(
+        flops=slowest.flops,
+        memory_nbytes=slowest.memory_nbytes,
+        bandwidth=slowest.bandwidth,
+        link=slowest.link,
+        devices_per_node=devices_per_node,
+    )
 
 
 def _mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
@@ -275,7 +292,9 @@ def _mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
 
 
 def _mean_encoder(times: Sequence[EncoderTimes]) -> EncoderTimes:
-    seconds = np.mean([one.table.seconds for one in times], axis=0).tolist()
-    first = times[0].table
-    table = ImageTable(first.num_patches, first.batch, tuple(tuple(row) for row in seconds))
-    return EncoderTimes(table, statistics.mean(one.decode_s for one in times))
+    seconds = np.mean([one.seconds for one in times], axis=0).tolist()
+    return replace(
+        times[0],
+        seconds=tuple(tuple(row) for row in seconds),
+        decode_s=statistics.mean(one.decode_s for one in times),
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from flowtrain.controller.prepare import Prepared
-from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
 from flowtrain.observability.metrics import MetricsWriter, StepMetrics
@@ -18,7 +18,7 @@ from flowtrain.observability.trace import TraceWriter
 from flowtrain.types.events import CheckpointWritten, CostFitted, Event, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.events import LedgerRow as RowMessage
 from flowtrain.types.plan import DevicePeak, UnitKind
-from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
 
 MetricsSink = Callable[[StepMetrics], None]
 
@@ -61,7 +61,7 @@ class Recorder:
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
-        self.sampler_states: dict[int, dict[str, object]] = {}
+        self.sampler_states: dict[int, SamplerState] = {}
         self.num_rejected = self._cut_back(first_step, consumed)
         self._known_eval_rows = {
             record["row"] for record in read_json_lines(files.quarantine) if record["position"] >= EVAL_POSITION_BASE
@@ -120,7 +120,7 @@ class Recorder:
         self._num_buffered_rows += len(done.ledger)
         if self._num_buffered_rows >= MAX_BUFFERED_ROWS:
             self._flush_ledger()
-        self.sampler_states[step] = dict(done.sampler_state)
+        self.sampler_states[step] = done.sampler_state
         self._release_held(None)
         self._held = self._step_metrics(done)
         self._held_bound_nbytes = done.pool_dram_bound_nbytes

@@ -18,22 +18,22 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from flowtrain.actors.make_flow import FlowSettings, start_flow
+from flowtrain.actors.coordinator import start_flow
 from flowtrain.actors.pooling import hbm_offer
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.crew import ActorClasses, Crew
-from flowtrain.controller.flow_settings import first_settings
 from flowtrain.controller.posts import Post, bundles_of, posts_of
-from flowtrain.controller.prepare import Prepared, memory_shortage, prepare
+from flowtrain.controller.prepare import Prepared, first_flow_settings, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.start import Start, changed_since, check_goes_on, find_start
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.errors import CheckpointError
-from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.units import first_unit
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.progress import ProgressDisplay
@@ -42,6 +42,7 @@ from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, 
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.types.events import CheckpointWritten, CostFitted, Event
+from flowtrain.types.messages import FlowSettings
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         display.note(hbm_offer(prepared.config.pool, None if has_device else NO_ACCELERATOR)[1])
         costs = CostKeeper(prepared, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
-        consumed = ConsumedPositions.from_state(start.sampler_state)
+        consumed = ConsumedPositions.at(start.sampler_state) if start.sampler_state else ConsumedPositions()
         recorder = Recorder(prepared, files, start.step, consumed, display, sink)
         stack.callback(recorder.close)
         if start.step:
@@ -161,7 +162,8 @@ class Controller:
             if self._stop.is_set():
                 return True
             self._display.phase("starting actors, which load their models")
-            coordinator = crew.start_coordinator(self._config, classes, partial(start_flow, self._flow_settings()))
+            make_flow = partial(start_flow, self._config, self._prepared.model_spec, self._flow_settings())
+            coordinator = crew.start_coordinator(self._config, classes, make_flow)
             actors = crew.start_actors(
                 self._config, posts, group, classes, coordinator, self._run_id, self._prepared.num_steps
             )
@@ -195,12 +197,12 @@ class Controller:
         self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
-        first_unit = self._flow_settings().first_unit
+        unit = first_unit(self._flow_settings())
         for name in actors.of_role(Role.BACKBONE):
-            actors.run(name, first_unit, self._start.step, str(self._files.checkpoints))
+            actors.run(name, unit, self._start.step, str(self._files.checkpoints))
 
     def _flow_settings(self) -> FlowSettings:
-        settings = first_settings(self._prepared)
+        settings = first_flow_settings(self._prepared)
         return replace(
             settings,
             start_step=self._start.step,
@@ -233,9 +235,10 @@ class Controller:
         self._recorder.flush()
         self._costs.write()
         degrees = self._prepared.plan.backbone.degrees
+        sampler = self._recorder.sampler_states[written.step]
         meta = CheckpointMeta(
             step=written.step,
-            state={"sampler": self._recorder.sampler_states[written.step], "cost": asdict(self._costs.in_use)},
+            state={"sampler": sampler.to_dict(), "cost": asdict(self._costs.in_use)},
             config_digest=config_digest(self._config),
             dp_size=degrees.dp,
             pp_size=degrees.pp,

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,10 +14,11 @@ from flowtrain.config.resume import Change, changes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared
 from flowtrain.errors import ConfigError
-from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.types.plan import CostModel, Degrees
+from flowtrain.types.samples import SamplerState
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 class Start:
     """What a checkpoint gives a run; all of it is None for a run from nothing.
 
-    sampler_state: the sampler's integers behind ``step``. cost: that steps were planned with.
+    sampler_state: after ``step``. cost: that steps were planned with.
     """
 
     step: int = 0
     checkpoint: Path | None = None
-    sampler_state: dict[str, Any] | None = None
+    sampler_state: SamplerState | None = None
     cost: CostModel | None = None
 
 
@@ -47,7 +47,10 @@ def check_goes_on(files: RunDir, prepared: Prepared) -> None:
         return
     meta = checkpoint_store.read_meta(checkpoint)
     training = prepared.config.training
-    trained, whole = len(ConsumedPositions.from_state(meta.state["sampler"])), meta.step * training.global_batch_size
+    trained, whole = (
+        len(ConsumedPositions.at(SamplerState.from_dict(meta.state["sampler"]))),
+        meta.step * training.global_batch_size,
+    )
     if meta.step >= prepared.num_steps or trained == whole:
         return
     raise ConfigError(
@@ -77,7 +80,9 @@ def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> 
     for line in (*_inexact(meta, prepared), *_other_features(changed)):
         logger.warning("%s", line)
     cost = meta.state.get("cost")  # the first version's checkpoints have none
-    return Start(meta.step, checkpoint, meta.state["sampler"], CostModel(**cost) if cost else None)
+    return Start(
+        meta.step, checkpoint, SamplerState.from_dict(meta.state["sampler"]), CostModel(**cost) if cost else None
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from flowtrain.controller.crew import Crew
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
 from flowtrain.controller.state import Abandon, Decision, Fail, Phase, RequestStop, Restart, RunState
 from flowtrain.errors import FlowTrainError, StallError
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.events import Event, Rejected
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class Watcher:
         self._take = take
         self._note = note
         self._stop = stop
-        self._events: ray.ObjectRef[Any] = actors.coordinator.events.remote()
+        self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
 
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
@@ -122,7 +123,7 @@ class Watcher:
 
     def _take_events(self, timeout_s: float | None = None) -> None:
         try:
-            events: tuple[Event, ...] = ray.get(self._events, timeout=timeout_s)
+            events = ray.get(self._events, timeout=timeout_s)
         except SEVERED as error:
             self._perform(self._state.on_coordinator_lost(reason_of(error)))
             return
@@ -130,7 +131,7 @@ class Watcher:
             raise StallError(
                 f"the coordinator did not hand over its last events within limits.stop_timeout_s ({timeout_s:g} s)"
             ) from error
-        self._events = self._actors.coordinator.events.remote()
+        self._events = self._actors.link.start(CoordinatorApi.events)
         for event in events:
             self._take(event)
             if isinstance(event, Rejected):
@@ -139,7 +140,7 @@ class Watcher:
     def _take_last_events(self) -> None:
         """Take what was reported before the actors returned: what the open call got, then what came after."""
         timeout_s = self._limits.stop_timeout_s
-        self._actors.coordinator.end_events.remote()
+        self._actors.link.start(CoordinatorApi.end_events)
         for _ in range(2):
             self._take_events(timeout_s)
 
@@ -149,14 +150,14 @@ class Watcher:
                 died = decision.name if decision.follower is None else f"{decision.follower} of {decision.name}"
                 self._note(f"{died} died; it is started again and its parts are made anew")
                 # Before the new process can join: the name must still mean the dead one.
-                self._actors.link.call("name_lost", decision.name)
+                self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
             elif isinstance(decision, Abandon):
                 self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
-                self._actors.link.call("name_lost", decision.name, True)
+                self._actors.link.ask(CoordinatorApi.process_lost, decision.name, for_good=True)
                 self._actors.give_up(decision.name)
             elif isinstance(decision, RequestStop):
-                self._actors.link.call("request_stop")
+                self._actors.link.ask(CoordinatorApi.request_stop)
             elif isinstance(decision, Fail):
                 self._error = self._error or decision.error
 

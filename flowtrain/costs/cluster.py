@@ -1,4 +1,4 @@
-"""What there is to give out: device types, how many of each, how they hang together."""
+"""The devices that there are: types, how many of each, the links between them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bandwidth in bytes/s that one device has in one direction.
-
-    node: to its node's other devices. network: to other nodes. source: where the figures are from.
-    """
+    """Bandwidth that one device has in one direction."""
 
     node: float
+    """To its node's other devices, in bytes/s."""
     network: float
+    """To other nodes, in bytes/s."""
     source: str
+    """Where the figures are from."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceType:
-    """Devices of one kind.
-
-    flops: dense peak in FLOP/s in the run's compute type. memory_nbytes, bandwidth: of the device memory, bytes and
-    bytes/s. Tensor parallel groups stay inside a node of ``devices_per_node``.
-    """
+    """Devices of one kind."""
 
     name: str
+    """Short key (``h200``), or what torch calls the device."""
     count: int
     flops: float
+    """Dense peak in FLOP/s in the run's compute type."""
     memory_nbytes: int
+    """Of the device memory."""
     bandwidth: float
+    """Of the device memory, in bytes/s."""
     links: Links
     devices_per_node: int = 8
+    """Tensor parallel groups stay inside a node."""
 
     @property
     def num_whole_nodes(self) -> int:

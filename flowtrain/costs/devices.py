@@ -11,19 +11,22 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One device type. Peaks are dense, in FLOP/s, None where no public figure is known.
-
-    key: short name for ``--device``. pattern: matched without case against the device name that torch reports.
-    fp32_flops: IEEE single precision, without TF32. bandwidth: of the device memory, in bytes/s. source: where from.
-    """
+    """One device type."""
 
     key: str
+    """Short name for ``--device``."""
     pattern: str
+    """Matched without case against the device name that torch reports."""
     bf16_flops: float
+    """Dense peak in FLOP/s."""
     fp32_flops: float | None
+    """Dense peak in FLOP/s, IEEE single precision without TF32; None where no public figure is known."""
     memory_nbytes: int
+    """Of the device memory."""
     bandwidth: float
+    """Of the device memory, in bytes/s."""
     source: str
+    """Where the figures are from."""
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the dense peak in FLOP/s for a compute dtype, ``bfloat16`` or ``float32``."""

@@ -27,9 +27,10 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleFlops:
-    """Training FLOPs of each sample by module; positions: int64 ``[S]``, the others float64 ``[S]``."""
+    """Training FLOPs of each sample by module; float64 ``[S]``."""
 
     positions: IntArray
+    """Of the samples; int64 ``[S]``."""
     encoders: FloatArray
     connector: FloatArray
     backbone: FloatArray
@@ -42,53 +43,21 @@ class SampleFlops:
         return Flops(*(float(column[kept].sum()) for column in (self.encoders, self.connector, self.backbone)))
 
 
-def backbone_forward_flops(
-    spec: TransformerSpec, lengths: Sequence[int], num_target_tokens: int | None = None
-) -> float:
-    """Return the FLOPs of one forward pass.
-
-    lengths: tokens of each sub-sequence. num_target_tokens: those among them that carry loss; None: every one does.
-    """
-    num_tokens, squares = _sums(lengths)
-    head = _head(spec, num_tokens if num_target_tokens is None else num_target_tokens)
-    return _layers(spec, num_tokens) + head + _causal_attention(spec, squares)
-
-
 def backbone_training_flops(
     spec: TransformerSpec,
     lengths: Sequence[int],
     freeze: Collection[str] = (),
     num_target_tokens: int | None = None,
 ) -> float:
-    """Return the FLOPs of forward and backward; arguments as ``backbone_forward_flops``.
+    """Return the FLOPs of forward and backward.
 
+    lengths: tokens of each sub-sequence. num_target_tokens: those among them that carry loss; None: every one does.
     freeze: modules that are not trained, as in ``model.freeze``. A frozen backbone still carries gradients down to a
     trained connector: no weight gradients then. With both frozen there is no backward.
     """
-    num_tokens, squares = _sums(lengths)
+    num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     num_head_tokens = num_tokens if num_target_tokens is None else num_target_tokens
     return float(_backbone_training(spec, num_tokens, squares, num_head_tokens, freeze))
-
-
-def connector_forward_flops(spec: ConnectorSpec, num_rows: int) -> float:
-    """Return the FLOPs of one forward pass over ``num_rows`` feature rows."""
-    return 2.0 * num_rows * (spec.feature_dim * spec.hidden_size + spec.hidden_size * spec.out_dim)
-
-
-def connector_training_flops(spec: ConnectorSpec, num_rows: int, freeze: Collection[str] = ()) -> float:
-    """Return the FLOPs of forward and backward over ``num_rows`` feature rows.
-
-    The features are constants, so the first layer has no input gradient; a frozen connector has no backward at all.
-    """
-    return float(_connector_training(spec, num_rows, freeze))
-
-
-def encoder_forward_flops(spec: VisionSpec, image_patches: Sequence[int]) -> float:
-    """Return the FLOPs of one tower over images of the given numbers of patches."""
-    num_patches = sum(image_patches)
-    num_tokens = num_patches + spec.num_prefix_tokens * len(image_patches)
-    squares = sum((patches + spec.num_prefix_tokens) ** 2 for patches in image_patches)
-    return float(_encoder(spec, num_patches, num_tokens, squares))
 
 
 def sample_flops(
@@ -110,21 +79,19 @@ def sample_flops(
     """
     encoders = np.zeros(len(positions))
     for name, (num_images, num_patches) in images.items():
-        encoders += _encoder_even(spec.encoders[name], num_images, num_patches)
+        encoders += _encoder(spec.encoders[name], num_images, num_patches)
     return SampleFlops(
         positions,
         encoders,
-        np.asarray(_connector_training(spec.connector, vision_lengths, freeze)),
+        _connector_training(spec.connector, vision_lengths, freeze),
         np.asarray(_backbone_training(spec.backbone, lengths, lengths.astype(np.float64) ** 2, target_lengths, freeze)),
     )
-
-
-# Numbers or arrays from here on.
 
 
 def _backbone_training(
     spec: TransformerSpec, num_tokens: Any, squares: Any, num_head_tokens: Any, freeze: Collection[str]
 ) -> Any:
+    """Of numbers, or of arrays of one shape."""
     passes = linear_passes = 3
     if {"backbone", "connector"} <= set(freeze):
         passes = linear_passes = 1
@@ -134,7 +101,8 @@ def _backbone_training(
     return linear_passes * linear + passes * _causal_attention(spec, squares)
 
 
-def _connector_training(spec: ConnectorSpec, num_rows: Any, freeze: Collection[str]) -> Any:
+def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> Any:
+    """The features are constants: the first layer has no input gradient, and a frozen connector no backward."""
     first_passes, second_passes = (1, 1) if "connector" in freeze else (2, 3)
     first, second = spec.feature_dim * spec.hidden_size, spec.hidden_size * spec.out_dim
     return 2.0 * num_rows * (first_passes * first + second_passes * second)
@@ -153,17 +121,10 @@ def _causal_attention(spec: TransformerSpec, squares: Any) -> Any:
     return 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * squares
 
 
-def _encoder(spec: VisionSpec, num_patches: Any, num_tokens: Any, squares: Any) -> Any:
-    layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * squares * spec.hidden_size
-    return 2.0 * num_patches * spec.patch_matmul_parameters + spec.num_layers * layer
-
-
-def _encoder_even(spec: VisionSpec, num_images: IntArray, num_patches: IntArray) -> Any:
+def _encoder(spec: VisionSpec, num_images: IntArray, num_patches: IntArray) -> FloatArray:
     each, more = np.divmod(num_patches, np.maximum(num_images, 1))
     tokens = (each + spec.num_prefix_tokens).astype(np.float64)
     squares = more * (tokens + 1) ** 2 + (num_images - more) * tokens**2
-    return _encoder(spec, num_patches, num_patches + spec.num_prefix_tokens * num_images, squares)
-
-
-def _sums(lengths: Sequence[int]) -> tuple[int, int]:
-    return sum(lengths), sum(length**2 for length in lengths)
+    num_tokens = num_patches + spec.num_prefix_tokens * num_images
+    layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * squares * spec.hidden_size
+    return 2.0 * num_patches * spec.patch_matmul_parameters + spec.num_layers * layer

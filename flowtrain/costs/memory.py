@@ -1,4 +1,4 @@
-"""Peak memory of a training step on one backbone rank, predicted from shapes; pure.
+"""Peak memory of a training step on one backbone rank, and of an encoder, predicted from shapes; pure.
 
 Activations are written out tensor by tensor, as autograd keeps them for the decoder layer that HF's Qwen3, Qwen2, Llama
 and Mistral share (pre-norm, RMSNorm computed in float32, rotary positions, gated MLP, no dropout). Not modelled: what
@@ -10,55 +10,55 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
+from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
 
 FLOAT32_NBYTES = 4
 LOSS_CHUNK_TOKENS = 2048
 """Rows of logits that exist at once; as ``flowtrain.models.loss`` has it."""
 
-_DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
+DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
+"""Bytes of a number, by ``model.dtype``."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """How the backbone is trained, as far as memory depends on it; names and values as in the configuration.
-
-    dp, tp: degrees. accumulates: several microbatches a step, so that gradients lie whole on every DP rank until the
-    last one's backward. attention: ``sdpa`` keeps its output once more, since it copies the sequences' together.
-    repeats_kv: the attention kernel takes as many heads of keys and values as of queries (an older ``varlen_attn``).
-    """
+    """How the backbone is trained, as far as memory depends on it; names and values as in the configuration."""
 
     dp: int = 1
+    """Data parallel degree."""
     tp: int = 1
+    """Tensor parallel degree."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     sharding: Literal["full", "gradients"] = "full"
     activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
     checkpoint_every: int = 2
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
+    """``sdpa`` keeps its output twice, since it copies the sequences' outputs together."""
     repeats_kv: bool = False
+    """The attention kernel wants as many heads of keys and values as of queries (an older ``varlen_attn``)."""
     accumulates: bool = True
+    """Several microbatches a step: gradients are whole on every DP rank until the last one's backward."""
     loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
 
     @property
     def dtype_nbytes(self) -> int:
         """Bytes of a number in the compute type."""
-        return _DTYPE_NBYTES[self.dtype]
+        return DTYPE_NBYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of decoder layers that a rank holds.
-
-    in_flight: microbatches whose activations it keeps at once, by the schedule (1F1B: pipeline ranks from this one to
-    the last). is_first: with embedding and connector; is_last: with final norm, head and loss.
-    """
+    """A run of decoder layers that a rank holds."""
 
     num_layers: int
     is_first: bool = True
+    """With embedding and connector."""
     is_last: bool = True
+    """With final norm, head and loss."""
     in_flight: int = 1
+    """Microbatches whose activations it keeps at once (1F1B: pipeline ranks from this one to the last)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +72,26 @@ class MicrobatchSize:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes on one rank.
-
-    parameters: float32 master weights, this rank's shard; gradients and optimizer_state likewise. accumulated:
-    gradients of earlier microbatches of the step. gathered: parameters that are whole in the compute type at once.
-    activations: what is kept between forward and backward, over all microbatches in flight. working: on top of that
-    while one layer runs backward, a recomputed layer and the head's gradient included. loss: logits of one chunk and
-    what the loss hands to the backward. reduced: what one gradient reduction needs beside the gradients.
-    """
+    """Bytes on one rank."""
 
     parameters: int
+    """Float32 master weights, this rank's shard."""
     gradients: int
+    """Float32, this rank's shard."""
     optimizer_state: int
+    """Float32, this rank's shard."""
     accumulated: int
+    """Gradients of the step's earlier microbatches."""
     gathered: int
+    """Parameters that are whole in the compute type at once."""
     activations: int
+    """Kept between forward and backward, over all microbatches in flight."""
     working: int
+    """On top while one layer runs backward, a recomputed layer and the head's gradient included."""
     loss: int
+    """Logits of one chunk, and what the loss passes to the backward."""
     reduced: int
+    """What one gradient reduction needs beside the gradients."""
 
     @property
     def peak(self) -> int:
@@ -162,6 +164,18 @@ def chunk_activation_nbytes(
     if chunk.is_first:
         rows_nbytes = dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp))
     return per_token * tokens + rows_nbytes * microbatch.num_rows
+
+
+def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dtype_nbytes: int) -> int:
+    """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
+
+    Without gradients nothing is kept: hidden states, queries, keys and values, attention output and the MLP's widths
+    exist at once; the features of a batch lie beside them until they are in the pool. tp: tensor parallel degree.
+    """
+    weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
+    mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
+    per_patch = 3 * spec.hidden_size + (4 * spec.hidden_size + 2 * mlp) // tp
+    return dtype_nbytes * (weights + per_patch * max_batch_patches)
 
 
 def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class TransformerSpec:
-    """A causal language model (pre-norm, RMSNorm, rotary positions).
-
-    num_kv_heads: below ``num_heads`` with grouped queries. gated_mlp: three matrices instead of two. tied_embeddings:
-    the head shares the embedding's weight. qk_norm: queries and keys are normalised over ``head_dim``.
-    """
+    """A causal language model (pre-norm, RMSNorm, rotary positions)."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP."""
     num_heads: int
     num_kv_heads: int
+    """Below ``num_heads`` with grouped queries."""
     head_dim: int
     vocab_size: int
     gated_mlp: bool = True
+    """Three matrices in the MLP instead of two."""
     tied_embeddings: bool = False
+    """The head shares the embedding's weight."""
     qkv_bias: bool = False
+    """Biases in the projections of queries, keys and values."""
     out_bias: bool = False
+    """A bias in the attention's output projection."""
     mlp_bias: bool = False
+    """Biases in the MLP."""
     qk_norm: bool = False
+    """Queries and keys are normalised over ``head_dim``."""
 
     @property
     def layer_matmul_parameters(self) -> int:
@@ -57,24 +62,29 @@ class TransformerSpec:
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """A vision transformer (pre-norm, LayerNorm, full attention over one image, biases everywhere in its layers).
+    """A vision transformer (pre-norm, LayerNorm, full attention over one image).
 
-    patch_size: side of a square patch in pixels. num_prefix_tokens: class token and the like, computed beside the
-    patches. gated_mlp: the two branches are one matrix (``weights_in``). layer_scale: a vector after each block.
-    outside_parameters: those of embeddings, outer norms and, where the tower has one, its pooling head.
+    Its layers have biases everywhere, those of queries, keys and values where ``qkv_bias`` says so.
     """
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP."""
     num_heads: int
     patch_size: int
+    """Side of a square patch, in pixels."""
     num_channels: int
+    """Of an image."""
     num_prefix_tokens: int
+    """Class token and the like, computed with the patches of each image."""
     outside_parameters: int
+    """Of embeddings, outer norms and, where the tower has one, its pooling head."""
     gated_mlp: bool = False
+    """Two branches, whose weights are one matrix (``weights_in``)."""
     qkv_bias: bool = True
     layer_scale: bool = False
+    """A vector after each block."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -104,11 +114,14 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSpec:
-    """Two linear layers with an activation between: feature width -> hidden width -> backbone width."""
+    """Two linear layers with an activation between."""
 
     feature_dim: int
+    """Width of a feature row."""
     hidden_size: int
+    """Width between the two layers."""
     out_dim: int
+    """The backbone's hidden size."""
     bias: bool = True
 
     @property
@@ -120,9 +133,10 @@ class ConnectorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A whole vision-language model; ``encoders`` by the name that the configuration gives them."""
+    """A whole vision-language model."""
 
     encoders: dict[str, VisionSpec]
+    """By the name that the configuration gives them."""
     connector: ConnectorSpec
     backbone: TransformerSpec
 
@@ -131,3 +145,8 @@ class ModelSpec:
         """All parameters, frozen ones included."""
         encoders = sum(encoder.num_parameters for encoder in self.encoders.values())
         return encoders + self.connector.num_parameters + self.backbone.num_parameters
+
+    def num_trainable_parameters(self, freeze: Collection[str]) -> int:
+        """Parameters that are trained. freeze: as in ``model.freeze``; encoders are always frozen."""
+        modules = {"connector": self.connector.num_parameters, "backbone": self.backbone.num_parameters}
+        return sum(count for name, count in modules.items() if name not in freeze)

@@ -1,4 +1,4 @@
-"""What a surrogate asks about time: seconds of a decoder layer, of the head, of a sample's images."""
+"""Times of modules: seconds of a decoder layer, of the head, of a sample's images."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class ModuleTimes(Protocol):
         ...
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
-        """Return seconds of a step behind its microbatches, of a device that updates so many parameters; ``[N]``."""
+        """Return seconds of a step after its microbatches, of a device that updates so many parameters; ``[N]``."""
         ...

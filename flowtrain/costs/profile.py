@@ -95,73 +95,75 @@ class ImageTable:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What one device reached alone, measured unless its data sheet says it.
-
-    flops: peak in FLOP/s in the compute type. memory_nbytes, bandwidth: of its memory, bytes and bytes/s. link: bytes/s
-    that it sends to its node's other devices in an all-reduce, None where there was one device. devices_per_node: that
-    the node has.
-    """
+    """What one device reached alone, measured unless its data sheet says it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     flops: _Positive
+    """Peak in FLOP/s in the compute type."""
     memory_nbytes: _Size
+    """Of the device memory."""
     bandwidth: _Positive
+    """Of the device memory, in bytes/s."""
     link: _Positive | None
+    """Bytes/s that it sends to its node's other devices in an all-reduce; None where one device was measured."""
     devices_per_node: _Size
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a backbone step beside its microbatches' layers, heads and connectors.
-
-    step_s, microbatch_s: of each, whatever its size. parameter_s: of each parameter that a device clips and updates.
-    """
+    """Seconds of a backbone step beside its microbatches' layers, heads and connectors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     step_s: _Amount
+    """Of each step, whatever its size."""
     microbatch_s: _Amount
+    """Of each microbatch, whatever its size."""
     parameter_s: _Amount
+    """Of each step, a parameter that the device clips and updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCosts:
-    """Seconds of an encoder beside its forward.
-
-    decode_s: of reading, decoding and preprocessing an image in one thread, the mean of the data. batch_s: of each
-    batch that it leases, hands in and puts into the pool.
-    """
+    """Seconds of an encoder beside its forward."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     decode_s: _Amount
+    """Of reading, decoding and preprocessing an image in one thread, the mean of the data."""
     batch_s: _Amount
+    """Of each batch that it leases, hands in and puts into the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured, on what, with what; tables by tensor parallel degree, encoders' by name before that.
-
-    device: as torch names it. facts: of one such device. model: whatever of model and arithmetic decides times, as
-    nested plain values. versions: of the libraries that computed. layers, heads: forward and backward with
-    recomputation. connectors: over the vision tokens of a microbatch of that many tokens. images: by encoder.
-    """
+    """What was measured, on what device, with which libraries; the profile file has these keys but for ``source``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     device: str
+    """As torch names it."""
     facts: DeviceFacts
+    """Of one such device."""
     model: dict[str, Any]
+    """Whatever of model and arithmetic decides times, as nested plain values (``model_facts``)."""
     versions: dict[str, str]
+    """Of the libraries that computed."""
     layers: dict[_Size, LengthTable]
+    """Of one decoder layer, forward and backward with recomputation; by tensor parallel degree."""
     heads: dict[_Size, LengthTable]
+    """Of final norm, head and loss, forward and backward; by tensor parallel degree."""
     connectors: dict[_Size, LengthTable]
+    """Over the vision tokens of a microbatch of that many tokens; by tensor parallel degree."""
     encoders: dict[str, dict[_Size, ImageTable]]
+    """Forwards, by encoder and tensor parallel degree."""
     images: dict[str, ImageCosts]
+    """By encoder."""
     steps: StepCosts
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
+    """The file that it was read from, for messages."""
 
     def check(self, device: str, model: Mapping[str, Any], versions: Mapping[str, str]) -> None:
         """Raise ConfigError where device, model or library versions differ from this run's; names all that do."""

@@ -19,16 +19,16 @@ _OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a data sheet's figures that are reached: assumptions, for want of a measured profile.
-
-    backbone, encoder: of the peak FLOP/s inside a layer, between communications. memory: of the memory bandwidth.
-    links: of the links' bandwidth in collectives.
-    """
+    """Shares of a data sheet's figures that are reached: assumptions, for want of a measured profile."""
 
     backbone: float = 0.65
+    """Of the peak FLOP/s inside a decoder layer, between communications."""
     encoder: float = 0.5
+    """Of the peak FLOP/s inside an encoder's layer."""
     memory: float = 0.8
+    """Of the memory bandwidth."""
     links: float = 0.8
+    """Of the links' bandwidth in collectives."""
 
 
 class Roofline:

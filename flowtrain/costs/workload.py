@@ -15,21 +15,24 @@ from flowtrain.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Representative samples, all equally frequent, as int64 columns ``[S]``, and how a step takes them.
-
-    lengths, vision_lengths, target_lengths: tokens of the backbone sequence, those that images fill, those with loss.
-    images: by encoder (num_images, num_patches). fill: share of a microbatch's ``microbatch_tokens`` that packing
-    fills. freeze: as in ``model.freeze``.
-    """
+    """Representative samples, all equally frequent, as int64 columns ``[S]``, and how a step batches them."""
 
     global_batch_size: int
+    """Samples of a step."""
     microbatch_tokens: int
+    """Capacity of a microbatch."""
     lengths: IntArray
+    """Tokens of the backbone sequence."""
     vision_lengths: IntArray
+    """Tokens among them that images fill."""
     target_lengths: IntArray
+    """Tokens among them that carry loss."""
     images: Mapping[str, tuple[IntArray, IntArray]]
+    """By encoder: images and patches of each sample."""
     fill: float = 0.97
+    """Share of ``microbatch_tokens`` that packing fills."""
     freeze: tuple[str, ...] = field(default=())
+    """As in ``model.freeze``."""
 
     def __post_init__(self) -> None:
         if not len(self.lengths) or int(self.lengths.min()) < 1:

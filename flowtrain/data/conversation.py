@@ -188,16 +188,6 @@ class ConversationEncoder:
                 )
 
 
-def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[Turn],
-    system_prompt: str | None = None,
-    image_token: str = IMAGE_PLACEHOLDER,
-) -> EncodedText:
-    """Tokenise one conversation; for many, keep a ``ConversationEncoder``, which checks the template once."""
-    return ConversationEncoder(tokenizer, system_prompt, image_token).encode(turns)
-
-
 def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.is_fast:
         raise ConfigError(

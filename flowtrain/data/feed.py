@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from flowtrain.config.run import RunConfig
-from flowtrain.data.sampler import PlainState, Sampler, SamplerState
+from flowtrain.data.sampler import Sampler
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import BadSample
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.plan import Unit, UnitKind
-from flowtrain.types.samples import Rejection, SampleRef
+from flowtrain.types.samples import Rejection, SampleRef, SamplerState
 
 
 class Feed:
@@ -52,13 +52,13 @@ class Feed:
             )
         return result
 
-    def state(self) -> PlainState:
+    def state(self) -> SamplerState:
         """Return where the order stands, after the last unit (which the backbone has yet to train)."""
-        return self._sampler.state().to_dict()
+        return self._sampler.state()
 
-    def restore(self, state: Mapping[str, int | list[int]]) -> None:
+    def restore(self, state: SamplerState) -> None:
         """Continue from a state; raises CheckpointError where it comes from other data or another seed."""
-        self._sampler.restore(SamplerState.from_dict(state))
+        self._sampler.restore(state)
 
     def _refs(self, unit: Unit) -> list[SampleRef]:
         if unit.kind is UnitKind.EVAL:

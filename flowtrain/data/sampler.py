@@ -6,47 +6,12 @@ Pure: position p is a function of (sizes, weights, seed, shuffle) alone, and the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
 
 from flowtrain.data.permutation import Permutation
 from flowtrain.errors import CheckpointError
-from flowtrain.types.samples import SampleRef
-
-PlainState = dict[str, int | list[int]]
-"""A sampler's state as a checkpoint holds it."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerState:
-    """Where a sampler stands.
-
-    next_position: position that ``take`` gives next. counts: samples drawn so far from each source. seed, sizes: what
-    the order was made from, so that a state cannot continue another order unnoticed.
-    """
-
-    next_position: int
-    counts: tuple[int, ...]
-    seed: int
-    sizes: tuple[int, ...]
-
-    def to_dict(self) -> PlainState:
-        """Return it as plain numbers and lists, for JSON or YAML."""
-        return {
-            "next_position": self.next_position,
-            "counts": list(self.counts),
-            "seed": self.seed,
-            "sizes": list(self.sizes),
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, int | list[int]]) -> SamplerState:
-        """Read what ``to_dict`` wrote."""
-        next_position, counts, seed, sizes = (plain[key] for key in ("next_position", "counts", "seed", "sizes"))
-        assert isinstance(next_position, int) and isinstance(seed, int)
-        assert isinstance(counts, list) and isinstance(sizes, list)
-        return cls(next_position, tuple(counts), seed, tuple(sizes))
+from flowtrain.types.samples import SampleRef, SamplerState
 
 
 class Sampler:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
 from pathlib import Path
+
+from flowtrain.types.memory import HostMemory
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # version 2
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # version 1
 )
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Bytes that a host has and may use now.
-
-    total_nbytes: of the machine. available_nbytes: that new segments can take, without swapping and within the control
-    group's limit. cgroup_nbytes, memlock_nbytes: limits of the control group and on locked memory; None: unlimited.
-    """
-
-    total_nbytes: int
-    available_nbytes: int
-    cgroup_nbytes: int | None
-    memlock_nbytes: int | None
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:

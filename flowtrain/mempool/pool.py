@@ -203,7 +203,7 @@ class Pool:
         """Return the bytes of a part, uint8: a read-only zero-copy view of a single extent, else one copy.
 
         A view is valid until the part is released: its owner may write there again. It stays readable when the owner
-        dies. Raises OwnerLostError if the owner is gone (ask the directory by position), AddressError for an extent
+        dies. Raises OwnerLostError if the owner is gone (ask the coordinator by position), AddressError for an extent
         outside what is bound, and for an own one that was freed.
         """
         return self._reader.get(extents)

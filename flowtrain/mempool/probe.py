@@ -6,7 +6,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from flowtrain.mempool.transports.base import Transport
 from flowtrain.mempool.transports.local import LocalTransport
 from flowtrain.mempool.transports.nixl import NixlTransport
 from flowtrain.mempool.transports.shared_memory import SharedMemoryTransport
-from flowtrain.types.memory import SegmentExport, Tier
+from flowtrain.types.memory import Link, SegmentExport, Tier
 
 SMALL_NBYTES = 4 << 10
 LARGE_NBYTES = 16 << 20
@@ -31,42 +30,25 @@ _SMALL_READS, _LARGE_READS = 200, 20
 _TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One way to read from one node on another, or the same.
-
-    latency_s: of a read of SMALL_NBYTES as a readable array. bytes_per_s: of reads of LARGE_NBYTES into a buffer of the
-    reader. Both are medians; both are None where ``fault`` says why it does not work.
-    """
-
-    source: str
-    destination: str
-    transport: str
-    latency_s: float | None = None
-    bytes_per_s: float | None = None
-    fault: str | None = None
-
-
 class Probe:
     """One process that gives a segment of known bytes and reads those of others.
 
-    process_index, node_id, run_id, space: as of a ``Pool``. network: bring the network transport, where NIXL is; it
-    opens ports.
+    process_index, node_id, run_id: as of a ``Pool``. num_processes: probes in all. network: bring the network
+    transport, where NIXL is; it opens ports.
     """
 
-    def __init__(
-        self, run_id: str, process_index: int, node_id: str, space: AddressSpace, network: bool = True
-    ) -> None:
+    def __init__(self, run_id: str, process_index: int, node_id: str, num_processes: int, network: bool = True) -> None:
         self._index = process_index
         self._node_id = node_id
         self._segment = DramSegment(run_id, process_index, SEGMENT_NBYTES)
         self._segment.array[:] = _known_bytes(process_index)
-        region = DramRegion(space, run_id, range(space.num_processes))
+        space = AddressSpace(num_processes, SEGMENT_NBYTES)
+        region = DramRegion(space, run_id, range(num_processes))
         self._transports: dict[str, Transport] = {
             LocalTransport.name: LocalTransport(self._segment),
             SharedMemoryTransport.name: SharedMemoryTransport(region),
         }
-        self._no_network, self._offer = "pool.network is none", None
+        self._network, self._no_network, self._offer = network, "", None
         if not network:
             return
         try:
@@ -104,6 +86,8 @@ class Probe:
 
     def _measure(self, name: str, owner: SegmentExport) -> Link:
         transport = self._transports.get(name)
+        if transport is None and not self._network:
+            return Link(owner.node_id, self._node_id, name, off="pool.network is none")
         if transport is None:
             return Link(owner.node_id, self._node_id, name, fault=self._no_network)
         try:

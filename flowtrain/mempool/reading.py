@@ -217,7 +217,7 @@ class PoolReader:
         if export is None:
             return OwnerLostError(
                 f"no living process exports {place.tier} segment {place.process_index} ({extent.nbytes} bytes at "
-                f"{extent.gva:#x} lie there): its owner is gone; ask the directory again by position"
+                f"{extent.gva:#x} lie there): its owner is gone; ask the coordinator again by position"
             )
         return AddressError(
             f"{extent.nbytes} bytes at {extent.gva:#x} end at offset {place.offset + extent.nbytes} of {place.tier} "

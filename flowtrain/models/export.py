@@ -87,10 +87,22 @@ def build_processor(
 def write_export(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, generation: GenerationConfig, to: Path
 ) -> None:
-    """Write weights (safetensors), configuration, processor and tokenizer into a directory."""
+    """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one mode."""
     model.generation_config = generation
     model.save_pretrained(to)
     processor.save_pretrained(to)
+    _give_one_mode(to)
+
+
+def _give_one_mode(directory: Path) -> None:
+    """Give all files the mode that the process's umask leaves a new one; safetensors makes its own private."""
+    new = directory / ".new"
+    new.touch()
+    mode = new.stat().st_mode
+    new.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def generation_config(path: str | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

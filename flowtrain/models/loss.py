@@ -113,7 +113,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         wants_gradients: bool,
     ) -> Tensor:
         needed = [wants_gradients and needs for needs in ctx.needs_input_grad[:3]]
-        gradients = _Gradients(hidden, weight, bias, needed, num_chunks=-(-len(hidden) // chunk_tokens))
+        gradients = _Gradients(hidden, weight, needed, num_chunks=-(-len(hidden) // chunk_tokens))
         loss = torch.zeros((), dtype=_sum_dtype(hidden), device=hidden.device)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
@@ -179,9 +179,7 @@ class _Gradients:
     Those of the parameters are summed in float32 where there are several chunks.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool], *, num_chunks: int
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, needed: list[bool], *, num_chunks: int) -> None:
         self._hidden, self._weight = hidden, weight
         needs_hidden, self._needs_weight, self._needs_bias = needed
         self._of_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -68,7 +68,7 @@ class StoredWeights:
         found = self._renamed()
         for name, first in tied_names(self._skeleton).items():
             if name in found and first in found:
-                self._check_equal(name, found[name], found[first])
+                self._check_equal(found[name], found[first])
             either = found.get(first, found.get(name))
             if either is not None:
                 found |= {name: either, first: either}
@@ -112,7 +112,7 @@ class StoredWeights:
                 f"{list(expected)}; is it the right kind of model?"
             )
 
-    def _check_equal(self, name: str, stored_as: str, first_stored_as: str) -> None:
+    def _check_equal(self, stored_as: str, first_stored_as: str) -> None:
         """Of weights that the configuration ties but the files have twice only one would be taken."""
         files = self._files
         shapes = files.shape(stored_as), files.shape(first_stored_as)

@@ -74,6 +74,22 @@ class RunDir:
         """The trained model as a Hugging Face directory."""
         return self.root / "export"
 
+    def is_held(self) -> bool:
+        """Whether a process trains in the directory (``held_run_dir``); False on a file system without locks."""
+        try:
+            descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # no process ever held it
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return False
+
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Write ``plan.yaml``."""
         replace_text(self.plan, dump_yaml(plan))

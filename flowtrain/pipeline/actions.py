@@ -1,7 +1,7 @@
-"""The schedule IR: what one rank does, as a list of actions that the executor runs and the simulator times.
+"""The schedule IR: what one rank does, as a list of actions that the executor runs.
 
 The six kinds are PipeWeaver's Table 2. Schedules only produce such lists (1F1B, interleaved, searched ones). An action
-has one text form, a line short enough that hundreds can be read, for logs, golden tests and files::
+has one text form, a line short enough that hundreds can be read, for messages, logs and golden tests::
 
     F s0 m3 keep
     isend s0 m3 activation ->1
@@ -15,8 +15,6 @@ out for the backbone; an arrow points at or comes from the peer.
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -96,15 +94,6 @@ class MemoryStrategy:
 
     def __str__(self) -> str:
         return self.kind if self.every == 1 else f"{self.kind}/{self.every}"
-
-    @classmethod
-    def parse(cls, text: str) -> MemoryStrategy:
-        """Inverse of ``str``; raises ValueError for anything else."""
-        kind, slash, every = text.partition("/")
-        strategy = cls(MemoryKind(kind), int(every) if slash else 1)
-        if str(strategy) != text:
-            raise ValueError(f"memory strategy {text!r} is written {strategy}")
-        return strategy
 
 
 MemoryStrategy.KEEP = MemoryStrategy(MemoryKind.KEEP)
@@ -186,50 +175,3 @@ shared_action = lru_cache(maxsize=1 << 16)(Action)
 """An action like ``Action(...)``, one object for equal arguments: schedules of other lengths share most of theirs."""
 
 Schedule = tuple[tuple[Action, ...], ...]  # the action lists of all pipeline ranks, by rank
-
-_NUMBER = "(0|[1-9][0-9]*)"
-_FORM = re.compile(
-    rf"(\w+) (?:(encoder) )?s{_NUMBER}(?: c([1-9][0-9]*))? m{_NUMBER}(?:\.{_NUMBER})?"
-    rf"(?: ([a-z]+(?:/[0-9]+)?))?(?: (->|<-){_NUMBER})?"
-)
-
-
-def parse_action(line: str) -> Action:
-    """Inverse of ``str`` of an action; raises ValueError with the line when it is malformed."""
-    match = _FORM.fullmatch(line)
-    if match is None:
-        raise ValueError(
-            f"action {line!r} is not of the form 'F s0 m3 keep' or 'isend s0 c1 m3.1 activation ->1' "
-            "(flowtrain/pipeline/actions.py)"
-        )
-    kind_name, module, stage, segment, microbatch, sub_microbatch, carried, arrow, peer = match.groups()
-    try:
-        kind = ActionKind(kind_name)
-        is_transfer = peer is not None
-        action = Action(
-            kind=kind,
-            stage=int(stage),
-            microbatch=int(microbatch),
-            segment=int(segment or 0),
-            module=StageModule(module or StageModule.BACKBONE),
-            sub_microbatch=None if sub_microbatch is None else int(sub_microbatch),
-            memory=MemoryStrategy.parse(carried) if carried and not is_transfer else None,
-            peer=int(peer) if is_transfer else None,
-            payload=Payload(carried) if is_transfer else None,
-        )
-    except ValueError as error:
-        raise ValueError(f"action {line!r}: {error}") from error
-    if is_transfer and (arrow == "->") != kind.is_sending:
-        raise ValueError(f"action {line!r}: {kind} has its arrow the other way round")
-    return action
-
-
-def format_actions(actions: Iterable[Action]) -> str:
-    """Text form of a list, one action a line."""
-    return "".join(f"{action}\n" for action in actions)
-
-
-def parse_actions(text: str) -> tuple[Action, ...]:
-    """Inverse of `format_actions`; empty lines and lines starting with ``#`` are skipped."""
-    lines = (line.strip() for line in text.splitlines())
-    return tuple(parse_action(line) for line in lines if line and not line.startswith("#"))

@@ -1,4 +1,4 @@
-"""Runs one rank's action list through callbacks; the same list is what the simulator times.
+"""Runs one rank's action list through callbacks.
 
 A list is checked with those of all ranks before it runs (`checked_schedule`), so that running it cannot hang: the
 executor itself only goes through it in order.

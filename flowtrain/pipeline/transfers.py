@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule, shared_action
-from flowtrain.pipeline.flow import WHOLE, Flow, Transfer, Work, trace_flow
+from flowtrain.pipeline.dataflow import WHOLE, Dataflow, Transfer, Work, trace_dataflow
 from flowtrain.pipeline.grid import refuse
 
 Duration = Callable[[Action], float]
@@ -33,7 +33,7 @@ def insert_transfers(
     duration: of a computation, in any unit, above 0; only the order and overlap of the transfers depend on it.
     Raises ScheduleError where the orders are incomplete or wait for each other in a circle.
     """
-    flow = trace_flow(orders, training=training, num_microbatches=num_microbatches)
+    flow = trace_dataflow(orders, training=training, num_microbatches=num_microbatches)
     spans = run_orders(orders, flow, duration)
     builders = [_ListBuilder(actions, rank_spans) for actions, rank_spans in zip(orders, spans, strict=True)]
     made: list[tuple[float, Transfer]] = []
@@ -49,7 +49,7 @@ def insert_transfers(
 
 
 def run_orders(
-    orders: Sequence[Sequence[Action]], flow: Flow, duration: Duration
+    orders: Sequence[Sequence[Action]], flow: Dataflow, duration: Duration
 ) -> tuple[list[tuple[float, float]], ...]:
     """Start and end of every computation when each starts as soon as its rank and what it needs allow.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flowtrain.pipeline.actions import Action, ActionKind, Payload
-from flowtrain.pipeline.flow import WHOLE, Flow, Transfer, trace_flow
+from flowtrain.pipeline.dataflow import WHOLE, Dataflow, Transfer, trace_dataflow
 from flowtrain.pipeline.grid import refuse
 from flowtrain.pipeline.progress import check_progress
 
@@ -36,7 +36,7 @@ def validate(
     held: what a forward action holds until its backward, by its memory strategy (bytes, or 1 to count); limits: how
     much each rank may hold at once. Both or neither.
     """
-    flow = trace_flow(lists, training=training, num_microbatches=num_microbatches)
+    flow = trace_dataflow(lists, training=training, num_microbatches=num_microbatches)
     _check_order(lists, flow)
     transfers = _find_transfers(lists, flow)
     _check_transfers(lists, flow, transfers)
@@ -48,7 +48,7 @@ def validate(
             _check_memory(lists, held, limits)
 
 
-def _check_order(lists: Lists, flow: Flow) -> None:
+def _check_order(lists: Lists, flow: Dataflow) -> None:
     """What a computation needs from its own rank comes before it."""
     for work, (rank, index) in flow.places.items():
         for need in flow.needs(work):
@@ -58,7 +58,7 @@ def _check_order(lists: Lists, flow: Flow) -> None:
                 refuse(lists, why, [(rank, index), (rank, before)])
 
 
-def _find_transfers(lists: Lists, flow: Flow) -> TransferPlaces:
+def _find_transfers(lists: Lists, flow: Dataflow) -> TransferPlaces:
     """Where every transfer action stands, by its kind and what it transfers, each once."""
     found: TransferPlaces = {kind: {} for kind in ActionKind if not kind.is_compute}
     for rank, actions in enumerate(lists):
@@ -77,7 +77,7 @@ def _find_transfers(lists: Lists, flow: Flow) -> TransferPlaces:
     return found
 
 
-def _check_transfers(lists: Lists, flow: Flow, found: TransferPlaces) -> None:
+def _check_transfers(lists: Lists, flow: Dataflow, found: TransferPlaces) -> None:
     """Exactly the transfers that the computations need, each launched and waited for at the right places."""
     needed = {transfer for work in flow.places for transfer in flow.sends(work)}
     for places in found.values():

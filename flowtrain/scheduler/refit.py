@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Protocol
 
 from flowtrain.scheduler.cost_profile import FittedCost, Measured, fit_cost
@@ -82,7 +81,7 @@ def _rows(plan: StepPlan, reports: Sequence[RankReport]) -> list[Measured]:
 def _event(fitted: FittedCost, step: int, in_use: bool) -> CostFitted:
     return CostFitted(
         step=step,
-        cost=asdict(fitted.model),
+        cost=fitted.model,
         form=fitted.form,
         r2=fitted.r2,
         other_r2=fitted.other_r2,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import IntArray
 from flowtrain.errors import ConfigError
 from flowtrain.scheduler.compiled import compiled
@@ -54,6 +55,22 @@ class StepPlanner:
         self._max_batch_patches = dict(max_batch_patches)
         self._alignment = alignment
         self._seed = seed
+
+    @classmethod
+    def from_config(cls, config: RunConfig, dp_size: int, cost: CostModel) -> StepPlanner:
+        """Build the planner of a run; cost: what its steps are planned with."""
+        scheduler = config.scheduler
+        return cls(
+            dp_size=dp_size,
+            microbatch_tokens=scheduler.microbatch_tokens,
+            packing=scheduler.packing,
+            cost=cost,
+            num_buckets=scheduler.num_buckets,
+            dispatch=scheduler.dispatch,
+            max_batch_patches={name: encoder.max_batch_patches for name, encoder in config.encoders.items()},
+            alignment=config.pool.alignment,
+            seed=config.seed,
+        )
 
     def warm_up(self) -> None:
         """Compile what is compiled (a second or two where nothing is cached), so that no step waits for it."""

@@ -127,7 +127,7 @@ def join_process_group(
     """
     assert not dist.is_initialized(), "a process belongs to one group"
     assert world_size == 1 or (listener is not None) == (rank == 0), "rank 0, and only it, brings the listener"
-    store = _store(rank, world_size, host, port, listener, start_timeout_s)
+    store = _store(world_size, host, port, listener, start_timeout_s)
     dist.init_process_group(
         backend=_backend(device),
         store=store,
@@ -155,9 +155,7 @@ def _mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
     return DeviceMesh(device.type, ranks, mesh_dim_names=(DP_AXIS, PP_AXIS, TP_AXIS))
 
 
-def _store(
-    rank: int, world_size: int, host: str, port: int, listener: socket.socket | None, timeout_s: float
-) -> dist.Store:
+def _store(world_size: int, host: str, port: int, listener: socket.socket | None, timeout_s: float) -> dist.Store:
     if world_size == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)

@@ -25,6 +25,7 @@ from flowtrain.training.profile_device import clock_of
 from flowtrain.training.stages import Stages
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from flowtrain.types.profile import BackboneTimes
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 _LEAST_S = 1e-9
@@ -40,21 +41,6 @@ class ShallowSource(BackboneSource, Protocol):
 
     def feature_dim(self, encoder: str) -> int:
         """Width of a feature row."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackboneTimes:
-    """Medians in seconds over the measured packed lengths, each ``[N]``, and of what every step and parameter takes.
-
-    assembling_s: of putting together the longest microbatch.
-    """
-
-    layers_s: tuple[float, ...]
-    heads_s: tuple[float, ...]
-    connectors_s: tuple[float, ...]
-    assembling_s: float
-    step_s: float
-    parameter_s: float
 
 
 def num_layers_of(config: RunConfig, num_layers: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flowtrain.costs.profile import ImageTable
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.training.profile_device import clock_of
 
@@ -16,11 +15,11 @@ WARMUPS, REPEATS = 1, 5
 
 def measure_encoder(
     encoder: VisionEncoder, pixels: Mapping[int, np.ndarray], batches: Sequence[int], max_batch_patches: int
-) -> ImageTable:
-    """Return medians over sizes and batches.
+) -> tuple[tuple[float, ...], ...]:
+    """Return the median seconds of a forward, ``[P, B]``: a row for each size of ``pixels``, ascending.
 
-    pixels: an image ``[C, H, W]`` of each number of patches. Batches of more patches than ``max_batch_patches``, which
-    no run forwards, count in proportion to the largest that has no more.
+    pixels: an image ``[C, H, W]`` of each number of patches. batches: images of a batch, ascending. Batches of more
+    patches than ``max_batch_patches``, which no run forwards, count in proportion to the largest that has no more.
     """
     sizes, now_s = sorted(pixels), clock_of(encoder.tower.device)
     seconds: dict[tuple[int, int], list[float]] = {}
@@ -37,9 +36,7 @@ def measure_encoder(
         largest = min(batch, _allowed(batches, size, max_batch_patches)[-1])
         return medians[size, largest] * batch / largest
 
-    return ImageTable(
-        tuple(sizes), tuple(batches), tuple(tuple(cell(size, batch) for batch in batches) for size in sizes)
-    )
+    return tuple(tuple(cell(size, batch) for batch in batches) for size in sizes)
 
 
 def _allowed(batches: Sequence[int], num_patches: int, max_batch_patches: int) -> list[int]:

@@ -3,71 +3,83 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flowtrain.types.messages import RankReport, Span
-from flowtrain.types.plan import Flops, Unit
-from flowtrain.types.samples import Rejection
+from flowtrain.types.plan import CostModel, Flops, Unit
+from flowtrain.types.samples import Rejection, SamplerState
 from flowtrain.types.wire import message
 
 METRICS_SCHEMA = 1
-
-
 LEDGER_SCHEMA = 1
-
-
 CHECKPOINT_SCHEMA = 1
 
 
 @message
 class LedgerRow:
-    """One position's end, for ``ledger.parquet``; slot and dp_rank are -1 where it was rejected before planning."""
+    """One position's end, for ``ledger.parquet``."""
 
     position: int
     source: int
+    """Index of its source in the configuration."""
     row: int
     epoch: int
+    """The source's epoch, from 0."""
     step: int
+    """The step that it belonged to."""
     dp_rank: int
+    """-1 where it was rejected before planning."""
     slot: int
+    """-1 where it was rejected before planning."""
     state: str
 
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """All ranks finished a unit. Durations in seconds; blocked_s is summed over encoders since the last unit's end.
-
-    reports: one a data parallel replica, with the times of its slowest rank (``actors/readers.py``).
-    flops: of the samples that ran, not of those rejected after planning.
-    sampler_state: where a resume goes on behind it: the sampler's, and in ``arrival`` order under ``consumed`` the
-    positions from there on that are consumed already.
-    """
+    """All ranks finished a unit."""
 
     unit: Unit
     reports: tuple[RankReport, ...]
+    """One a data parallel replica, with the times of its slowest rank."""
     plan_digest: str
+    """``StepPlan.digest`` of its plan."""
     plan_time_s: float
+    """Seconds of planning it."""
     num_microbatches: int
+    """Over all ranks."""
     packing_fill: float
+    """Share of the microbatches' capacity that samples fill."""
     dp_imbalance: float
+    """Cost of the costliest rank over the mean of all ranks, minus one; 0 if even."""
     flops: Flops
+    """Of the samples that ran, not of those rejected after planning."""
     blocked_s: float
+    """Seconds that encoders waited for the backbone since the last unit's end, summed over encoders."""
     produced_samples: int
+    """Samples whose parts all became READY since the last unit's end."""
     num_rejected: int
+    """Training samples rejected so far in the run."""
     pool_dram_nbytes: int
+    """Bytes used in DRAM, over all segments."""
     pool_dram_bound_nbytes: int
+    """Bytes bound in DRAM, over all segments."""
     ledger: tuple[LedgerRow, ...]
-    sampler_state: dict[str, int | list[int]]
+    """Positions that ended with this unit."""
+    sampler_state: SamplerState
+    """Where a resume goes on after it."""
     pool_hbm_nbytes: int = 0
+    """Bytes used in HBM, over all segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Samples were quarantined. num_rejected and num_seen are running totals of training samples."""
+    """Samples were quarantined."""
 
     rejections: tuple[Rejection, ...]
     num_rejected: int
+    """Training samples rejected so far in the run."""
     num_seen: int
+    """Training samples sized or rejected so far in the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +92,22 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class CostFitted:
-    """The cost of a microbatch was fitted to measured ones, in seconds (see scheduler.cost_profile).
-
-    step: training steps done. cost: fields of the ``CostModel``. form, r2, other_r2, num_rows: as in ``FittedCost``.
-    in_use: later units are planned with it.
-    """
+    """The cost of a microbatch was fitted to measured ones, in seconds (see ``scheduler/cost_profile.py``)."""
 
     step: int
-    cost: dict[str, Any]
+    """Training steps done."""
+    cost: CostModel
+    """In seconds."""
     form: Literal["longest", "squares"]
+    """Which attention term fits better: the longest sub-sequence's square, or the sum of squares."""
     r2: float
+    """Share of the measured variance that the fit explains."""
     other_r2: float
+    """As much of the other form."""
     num_rows: int
+    """Measured microbatches that it was fitted to, outliers left out."""
     in_use: bool
+    """Later units are planned with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,35 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowtrain.types.memory import Extent, PoolStats
-from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
-from flowtrain.types.samples import Rejection, SampleRef, SizedSample
+from flowtrain.types.plan import CostModel, EncodeBatch, StepPlan, Unit, UnitKind
+from flowtrain.types.samples import Rejection, SampleRef, SamplerState, SizedSample
 from flowtrain.types.wire import message
 
 
 @message
 class PartReady:
-    """An owner reports that a part lies in its segment. ``epoch`` is the lease's; extents are in row order."""
+    """An owner's report that a part lies in its segment."""
 
     position: int
     part: str
+    """``TEXT_PART`` or an encoder's name."""
     epoch: int
+    """The lease's; 0 for text."""
     extents: tuple[Extent, ...]
+    """In row order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A batch handed to one owner. Every ref is forwarded (so that the bits never change); ``needed`` are kept.
-
-    nbytes: what the needed parts take, aligned; reserved in the owner's segment until they are READY. epoch: reports
-    under an older one are refused.
-    """
+    """A batch leased to one owner, which forwards it whole, so that the bits never change, and keeps what is needed."""
 
     lease_id: int
     epoch: int
+    """Reports under an older one are refused."""
     batch: EncodeBatch
     refs: tuple[SampleRef, ...]
+    """All samples of the batch."""
     needed: tuple[int, ...]
+    """Positions whose features go into the pool."""
     nbytes: int
+    """What the needed parts take, aligned; reserved in the owner's segment until they are READY."""
 
 
 @message
@@ -69,12 +72,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one backbone rank says after a unit; of a replica's ranks the coordinator makes one report.
+    """What one backbone rank reports after a unit; the flow merges those of a replica.
 
-    loss, grad_norm, lr and the totals are global (equal on all ranks); the durations are this rank's own. grad_norm and
-    lr are None for an evaluation. starved_s: the rank waited for a microbatch. fetch_s: its prefetch thread copied from
-    the pool. Times are seconds; started_s and finished_s are since the Unix epoch. microbatch_s: forward and backward
-    of each microbatch by its slot (``MicrobatchClock``), without the wait for its data; empty for an evaluation.
+    The loss, the norm, the rate and the totals are global, so equal on all ranks; durations are this rank's own.
     """
 
     unit: int
@@ -83,79 +83,148 @@ class RankReport:
     dp_rank: int
     loss: float
     grad_norm: float | None
+    """None for an evaluation."""
     lr: float | None
+    """None for an evaluation."""
     num_samples: int
     num_tokens: int
     num_target_tokens: int
     started_s: float
+    """Since the Unix epoch."""
     finished_s: float
+    """Since the Unix epoch."""
     starved_s: float
+    """The rank waited for a microbatch."""
     fetch_s: float
+    """Its prefetch thread copied from the pool."""
     microbatch_s: tuple[float, ...] = ()
+    """Forward and backward of each microbatch by its slot, without the wait for its data; empty for an evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowSettings:
+    """Where a run's flow starts; the rest of what it needs is the configuration and the model's shape."""
+
+    global_batch_size: int
+    dp_size: int
+    """Data parallel replicas of the backbone."""
+    num_steps: int
+    """Of the whole run."""
+    total_positions: int | None
+    """Training positions of the whole run; None where ``num_steps`` alone ends it."""
+    eval_every: int | None
+    """Steps between evaluation rounds; None: there are none."""
+    num_eval: int
+    """Samples of an evaluation round."""
+    start_step: int
+    """Steps done before."""
+    sampler_state: SamplerState
+    """After ``start_step``."""
+    cost: CostModel
+    """What steps are planned with."""
+    num_rejected: int
+    """Training samples that were rejected so far."""
+    num_seen: int
+    """Training samples that were sized or rejected so far."""
+    replica_size: int = 1
+    """Ranks of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a pool process learns when it joins: its place in the address space, and where the feeder goes on.
-
-    sampler_state and next_unit matter to the feeder alone: it continues after the last unit that was reported.
-    """
+    """What a pool process learns when it joins. Only the feeder needs more than its index."""
 
     process_index: int
-    sampler_state: dict[str, int | list[int]] | None = None
+    """Place in the address space, never used again in the run."""
+    sampler_state: SamplerState | None = None
+    """After the last unit that was reported; the feeder continues from there."""
     next_unit: int = 0
+    """Index of the unit that is sized next, -1 past the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedReport:
-    """The feeder reports one sized unit (or, with ``unit`` None, only asks), and text parts that it made again.
-
-    texts[i] is the READY text part of sized[i]. sampler_state: the sampler's integers after this unit.
-    """
+    """What the feeder reports: one sized unit or none, and text parts that it produced again."""
 
     unit: Unit | None = None
+    """None: nothing was sized, the feeder only asks."""
     sized: tuple[SizedSample, ...] = ()
     texts: tuple[PartReady, ...] = ()
+    """texts[i] is the READY text part of sized[i]."""
     rejections: tuple[Rejection, ...] = ()
-    sampler_state: dict[str, int | list[int]] | None = None
+    sampler_state: SamplerState | None = None
+    """After ``unit``."""
     remade: tuple[PartReady, ...] = ()
+    """Text parts that were lost."""
     stats: PoolStats | None = None
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FeedOrder:
-    """What the feeder does next: free ``released``, make ``remake`` again, size ``unit`` if it is given.
-
-    consumed: positions of the unit that an earlier run has consumed, to be drawn but not sized.
-    """
+    """What the feeder does next: free ``released``, produce ``remake`` again, size ``unit``, or stop."""
 
     unit: Unit | None
     remake: tuple[SampleRef, ...]
     released: tuple[Extent, ...]
     stop: bool
     consumed: tuple[int, ...] = ()
+    """Positions of the unit that an earlier run has consumed, to be drawn but not sized."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomOrder:
+    """What a feeder with a full segment does next: free ``released``, or stop."""
+
+    released: tuple[Extent, ...]
+    stop: bool
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderReport:
-    """An encoder hands in what it finished; waited_s: time since its last report that it had nothing to encode."""
+    """What an encoder reports of a lease that it finished."""
 
     ready: tuple[PartReady, ...] = ()
     rejections: tuple[Rejection, ...] = ()
     stats: PoolStats | None = None
     blocked_s: float = 0.0
+    """Time since its last report that it had nothing to encode."""
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseOrder:
-    """What an encoder does next: free ``released``, then encode ``lease`` if there is one.
+class HandInReply:
+    """The answer to an encoder's report."""
 
-    blocked: no lease because the producer must wait for the consumer (memory or lookahead).
-    """
+    refused: tuple[Extent, ...]
+    """Of parts whose lease is no longer the encoder's; it frees them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """What an encoder does next: free ``released``, then encode ``lease``, or stop."""
 
     lease: Lease | None
+    """None: it must wait for memory, for the lookahead or for sizes, and asks again."""
     released: tuple[Extent, ...]
-    blocked: bool
     stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    """The plan of a unit, or why there is none."""
+
+    plan: StepPlan | None
+    """None: there is none yet, or never."""
+    is_past_end: bool
+    """The unit will not come: the run ends before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocateReply:
+    """Where microbatches lie, or why not."""
+
+    locations: tuple[MicrobatchLocation, ...]
+    """Empty: the first that was asked for is not ready yet, or never."""
+    is_past_end: bool
+    """The unit will not come: the run ends before it."""

@@ -10,8 +10,6 @@ from itertools import accumulate
 from typing import Any
 
 STEP_PLAN_SCHEMA = 2
-
-
 PLAN_SCHEMA = 1
 
 
@@ -54,16 +52,20 @@ class Degrees:
 class CostModel:
     """Cost of a microbatch: ``constant + per_token * tokens + per_longest * longest**2 + per_square * sum(len**2)``.
 
-    All four kinds of cost have this form, so one compiled search serves them all. tokens: of the microbatch; longest:
-    of its longest sub-sequence; sum(len**2): over its sub-sequences, what packed attention computes. The unit depends
-    on the kind (capacities, FLOPs, seconds). A microbatch without samples costs nothing.
+    All four kinds of cost have this form, so one compiled search serves them all. A microbatch without samples costs
+    nothing.
     """
 
     name: str
+    """The kind, which decides the unit: capacities, FLOPs or seconds."""
     per_token: float
+    """Of each token of the microbatch."""
     per_longest: float = 0.0
+    """Of the squared length of its longest sub-sequence."""
     per_square: float = 0.0
+    """Of the sum of its sub-sequences' squared lengths, what packed attention computes."""
     constant: float = 0.0
+    """Of each microbatch."""
 
     def __call__(self, lengths: Sequence[int]) -> float:
         """Return the cost of one microbatch; lengths: tokens of its sub-sequences."""
@@ -92,14 +94,14 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """What one device can do at most in the run's compute type, the denominator of MFU.
-
-    device: its name, as torch has it, or ``cpu``. flops: dense FLOP/s. source: a data sheet, or how it was measured.
-    """
+    """What one device can do at most in the run's compute type, the denominator of MFU."""
 
     device: str
+    """Its name, as torch has it, or ``cpu``."""
     flops: float
+    """Dense FLOP/s."""
     source: str
+    """A data sheet, or how it was measured."""
 
 
 class UnitKind(enum.StrEnum):
@@ -111,19 +113,18 @@ class UnitKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One turn of the backbone.
-
-    index: place in the run's sequence of units. step: optimizer steps finished once a TRAIN unit is done (so the first
-    is 1); an EVAL unit carries the step that it follows. first_position, num_positions: its contiguous positions.
-    chosen: in ``arrival`` order, as many positions that were taken instead, ascending; empty until then.
-    """
+    """What the backbone runs at a time: a training step, or an evaluation round."""
 
     index: int
+    """Place in the run's sequence of units."""
     kind: UnitKind
     step: int
+    """Optimizer steps finished once a TRAIN unit is done, so the first is 1; of an EVAL unit, the step it follows."""
     first_position: int
     num_positions: int
+    """Its positions follow each other."""
     chosen: tuple[int, ...] = ()
+    """In ``arrival`` order, as many positions that run instead, ascending; empty until they are chosen."""
 
     @property
     def positions(self) -> Sequence[int]:
@@ -133,7 +134,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """A sample's place in a microbatch, with the lengths that give every shape."""
+    """A sample's place in a microbatch, with the lengths that give every shape, as of ``SizedSample``."""
 
     position: int
     num_tokens: int
@@ -143,16 +144,15 @@ class PlannedSample:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A packed sequence for one DP rank. ``samples`` may be empty: the rank then runs one token of zero weight.
-
-    slot: index of the microbatch on its rank; the microbatches of one slot run side by side. cost: as the run's cost
-    model sees it (Eq. 3), unitless.
-    """
+    """A packed sequence for one DP rank."""
 
     slot: int
+    """Index of the microbatch on its rank; the microbatches of one slot run side by side."""
     dp_rank: int
     samples: tuple[PlannedSample, ...]
+    """May be empty: the rank then runs one token of zero weight."""
     cost: float
+    """As the run's ``CostModel`` sees it, in that model's unit."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,40 +167,45 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
-    """Positions whose parts one encoder forwards together; a function of positions and sizes, never of arrival.
-
-    nbytes: exact bytes of all its parts in the pool, each part rounded up to the pool's alignment.
-    """
+    """Positions whose parts one encoder forwards together; a function of positions and sizes, never of arrival."""
 
     unit: int
+    """Index of the unit that needs them."""
     index: int
+    """Place among the unit's encode batches, in order of need."""
     encoder: str
     positions: tuple[int, ...]
     num_patches: int
+    """Patches over all its images."""
     nbytes: int
+    """Exact bytes of all its parts in the pool, each part rounded up to the pool's alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one unit runs: ``num_slots`` times ``dp_size`` microbatches, as columns over its samples.
 
-    microbatch_tokens: the capacity that was packed to. positions: of the samples, microbatch after microbatch, those of
-    slot 0 first, in a slot those of rank 0 first. lengths, vision_lengths, target_lengths: of the same samples, tokens
-    of the backbone sequence, vision tokens and loss-bearing tokens among them. ends: ``[num_microbatches]``, where each
-    microbatch ends in these columns. costs: of each microbatch, as the run's cost model sees it. All ranks have the
-    same number of microbatches; positions found bad later are subtracted by the backbone.
+    All ranks have the same number of microbatches; positions found bad later are subtracted by the backbone.
     """
 
     unit: Unit
     dp_size: int
     microbatch_tokens: int
+    """Capacity that the microbatches are packed to."""
     positions: tuple[int, ...]
+    """``[num_samples]``, microbatch after microbatch: slot 0 first, in a slot rank 0 first."""
     lengths: tuple[int, ...]
+    """``[num_samples]``, tokens of the backbone sequence."""
     vision_lengths: tuple[int, ...]
+    """``[num_samples]``, vision tokens among them."""
     target_lengths: tuple[int, ...]
+    """``[num_samples]``, tokens among them that carry loss."""
     ends: tuple[int, ...]
+    """``[num_microbatches]``, where each microbatch ends in the columns above."""
     costs: tuple[float, ...]
+    """``[num_microbatches]``, as the run's cost model sees them."""
     encode_batches: tuple[EncodeBatch, ...]
+    """What the encoders forward for it, in order of need."""
     schema: int = STEP_PLAN_SCHEMA
 
     @classmethod
@@ -211,7 +216,7 @@ class StepPlan:
         slots: Sequence[Sequence[Microbatch]],
         encode_batches: Iterable[EncodeBatch],
     ) -> StepPlan:
-        """Build from ``slots[k][rank]``, whose microbatches say where they stand."""
+        """Build from ``slots[k][rank]``, whose microbatches carry their slot and rank."""
         microbatches = [microbatch for slot in slots for microbatch in slot]
         samples = [sample for microbatch in microbatches for sample in microbatch.samples]
         return cls(
@@ -281,12 +286,8 @@ class StepPlan:
 
     @property
     def slots(self) -> tuple[tuple[Microbatch, ...], ...]:
-        """All microbatches, made for this call: ``slots[k][rank]`` is the k-th of a rank."""
+        """All microbatches, built for this call: ``slots[k][rank]`` is the k-th of a rank."""
         return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
-
-    def rank_microbatches(self, dp_rank: int) -> tuple[Microbatch, ...]:
-        """Return the microbatches of one rank in the plan's order."""
-        return tuple(self.microbatch(slot, dp_rank) for slot in range(self.num_slots))
 
     def digest(self) -> str:
         """Return a hash of the whole plan, 16 hexadecimal digits: equal plans have equal ones, on every machine."""

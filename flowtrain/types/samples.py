@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flowtrain.types.wire import message
 
@@ -17,52 +19,91 @@ EVAL_POSITION_BASE = 1 << 60
 
 @message
 class SampleRef:
-    """Where a sample comes from: position in the global order, index of its source, row in it, the source's epoch."""
+    """Where a sample comes from."""
 
     position: int
+    """Its place in the global order."""
     source: int
+    """Index of its source in the configuration."""
     row: int
+    """Its row in the source."""
     epoch: int
+    """The source's epoch, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """Where the order of samples stands: what a feeder continues from, and what a checkpoint keeps."""
+
+    next_position: int
+    """Position that is drawn next."""
+    counts: tuple[int, ...] = ()
+    """Samples drawn so far, by source."""
+    seed: int = 0
+    """What the order was made from, with ``sizes``, so that a state cannot continue another order unnoticed."""
+    sizes: tuple[int, ...] = ()
+    """Rows, by source."""
+    consumed: tuple[int, ...] = ()
+    """Positions from ``next_position`` on that are consumed already, ascending; none unless samples run by arrival."""
+
+    def to_dict(self) -> dict[str, int | list[int]]:
+        """Return plain numbers and lists, for a checkpoint."""
+        return {
+            "next_position": self.next_position,
+            "counts": list(self.counts),
+            "seed": self.seed,
+            "sizes": list(self.sizes),
+            "consumed": list(self.consumed),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> SamplerState:
+        """Read what ``to_dict`` wrote."""
+        columns = {name: tuple(plain.get(name, ())) for name in ("counts", "sizes", "consumed")}
+        return cls(next_position=plain["next_position"], seed=plain["seed"], **columns)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """What one image becomes: patches the encoder computes, feature rows it emits, tokens the backbone sees."""
+    """What one image becomes."""
 
     num_patches: int
+    """Patches that the encoder computes."""
     num_rows: int
+    """Feature rows that it emits."""
     num_tokens: int
+    """Tokens that the backbone sees."""
 
 
 @message
 class PartSize:
-    """Size of one part, known before anything is decoded.
-
-    name: ``TEXT_PART`` or an encoder's name. num_items: images (1 for text). num_patches: patches over all images (0
-    for text). num_rows: rows of the array that goes into the pool (feature rows, or tokens for text).
-    nbytes: exact size of that array.
-    """
+    """Size of one part, known before anything is decoded."""
 
     name: str
+    """``TEXT_PART`` or an encoder's name."""
     num_items: int
+    """Images; 1 for text."""
     num_patches: int
+    """Patches over all images; 0 for text."""
     num_rows: int
+    """Rows of the array that goes into the pool: feature rows, or tokens for text."""
     nbytes: int
+    """Exact size of that array."""
 
 
 @message
 class SizedSample:
-    """A sample whose lengths are known.
-
-    num_tokens: length of its backbone sequence, vision tokens included. num_vision_tokens: those among them that
-    images fill. num_target_tokens: tokens that carry loss (after the shift by one).
-    """
+    """A sample whose lengths are known."""
 
     ref: SampleRef
     num_tokens: int
+    """Length of its backbone sequence, vision tokens included."""
     num_vision_tokens: int
+    """Tokens among them that images fill."""
     num_target_tokens: int
+    """Tokens among them that carry loss (after the shift by one)."""
     parts: tuple[PartSize, ...]
+    """Its text, and its images for each encoder that has any."""
 
     @property
     def position(self) -> int:
@@ -84,8 +125,9 @@ class RejectReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A quarantined sample; ``detail`` says what was seen, with both values where two disagree."""
+    """A quarantined sample."""
 
     ref: SampleRef
     reason: RejectReason
     detail: str
+    """What was seen, with both values where two disagree."""

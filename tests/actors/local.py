@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from flowtrain.actors.coordinator import Coordinator
-from flowtrain.actors.flow import Flow
-from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.link import CoordinatorLink, P, Question, R
+from flowtrain.flow.flow import Flow
 
 LIMIT_S = 60.0
 """No single call of a test takes that long unless it hangs."""
@@ -27,8 +27,8 @@ class LocalLink(CoordinatorLink):
     def node_id(self) -> str:
         return "node-0"
 
-    def call(self, method: str, *args: Any) -> Any:
-        coroutine: Coroutine[Any, Any, Any] = getattr(self._coordinator, method)(*args)
+    def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        coroutine: Coroutine[Any, Any, R] = getattr(self._coordinator, question.__name__)(*args, **kwargs)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.run import RunConfig
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.types.memory import SegmentExport
 from flowtrain.types.messages import Joined
@@ -34,7 +36,8 @@ class ScriptedLink(CoordinatorLink):
     def node_id(self) -> str:
         return "node-0"
 
-    def call(self, method: str, *args: Any) -> Any:
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        method = question.__name__
         self.said.setdefault(method, []).append(args)
         if method == "join":
             return self._joined
@@ -59,7 +62,7 @@ def reader_of(config: RunConfig, link: ScriptedLink, run_id: str) -> Pool:
         segment_nbytes=0,
         alignment=config.pool.alignment,
         knob="knob",
-        fetch_exports=lambda: link.call("exports"),
+        fetch_exports=lambda: link.ask(CoordinatorApi.exports),
         processes_per_node=config.pool.processes_per_node,
     )
 

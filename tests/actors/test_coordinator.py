@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 
 from flowtrain.actors.coordinator import Coordinator
-from flowtrain.actors.flow import Flow
 from flowtrain.actors.signals import Signal
+from flowtrain.flow.flow import Flow
 from flowtrain.types.events import UnitDone
 from flowtrain.types.memory import Extent, Tier
-from flowtrain.types.messages import EncoderReport, FeedOrder, FeedReport, LeaseOrder, MicrobatchLocation, PartReady
-from tests.actors.simulation import (
+from flowtrain.types.messages import (
+    EncoderReport,
+    FeedOrder,
+    FeedReport,
+    LeaseOrder,
+    LocateReply,
+    MicrobatchLocation,
+    PartReady,
+    PlanReply,
+)
+from tests.flow.simulation import (
     ENCODER_NBYTES,
     LEASE_TIMEOUT_S,
     SPACE,
@@ -68,15 +77,15 @@ class World:
             self.encoder.take(order)
             if not self.encoder.work:
                 return
-            self.encoder.free(await self.coordinator.hand_in(self.encoder.index, self.encoder.encode()))
+            self.encoder.free((await self.coordinator.hand_in(self.encoder.index, self.encoder.encode())).refused)
 
     async def run(self, unit: int) -> None:
         """Run a unit on the only rank."""
         assert await self.coordinator.begin(unit)
-        plan, _ = await soon(self.coordinator.next_plan(unit))
+        plan = (await soon(self.coordinator.next_plan(unit))).plan
         assert plan is not None
         for slot in range(len(plan.slots)):
-            (location,), _ = await soon(self.coordinator.locate(unit, slot, 0))
+            (location,) = (await soon(self.coordinator.locate(unit, slot, 0))).locations
             await self.coordinator.release(unit, (location.slot,), 0)
         await self.coordinator.finish(report_of(plan.unit, 0), ())
 
@@ -114,7 +123,7 @@ def test_a_sized_unit_wakes_encoders_and_ranks() -> None:
         plan = await waiting(world.coordinator.next_plan(0))
         await world.size_next()
         assert (await soon(lease)).lease is not None
-        assert (await soon(plan))[0].unit.index == 0
+        assert (await soon(plan)).plan.unit.index == 0
 
     play(scenario)
 
@@ -124,7 +133,8 @@ def test_a_part_that_is_ready_wakes_the_rank() -> None:
         await world.size_next()
         location = await waiting(world.coordinator.locate(0, 0, 0))
         await world.encode_all()
-        (found,), is_past_end = await soon(location)
+        reply = await soon(location)
+        (found,), is_past_end = reply.locations, reply.is_past_end
         assert isinstance(found, MicrobatchLocation) and is_past_end is False
 
     play(scenario)
@@ -135,14 +145,14 @@ def test_a_rank_hears_of_as_many_as_it_has_room_for_and_releases_with_the_questi
     async def scenario(world: World) -> None:
         await world.size_next()
         await world.encode_all()
-        plan, _ = await soon(world.coordinator.next_plan(0))
+        plan = (await soon(world.coordinator.next_plan(0))).plan
         assert plan is not None and plan.num_slots == 3
         slots = [None, None, None] if arrival else [0, 1, 2]
-        first, _ = await soon(world.coordinator.locate(0, slots[0], 0, (), 2))
+        first = (await soon(world.coordinator.locate(0, slots[0], 0, (), 2))).locations
         assert [location.slot for location in first] == [0, 1]
-        rest, _ = await soon(world.coordinator.locate(0, slots[2], 0, (0, 1), 2))
+        rest = (await soon(world.coordinator.locate(0, slots[2], 0, (0, 1), 2))).locations
         assert [location.slot for location in rest] == [2]
-        released = await soon(world.coordinator.released(world.feeder.index))
+        released = await soon(world.coordinator.wait_for_room(world.feeder.index))
         assert released.released
         await world.coordinator.release(0, (2,), 0)
         await world.coordinator.finish(report_of(plan.unit, 0), ())
@@ -158,7 +168,7 @@ def test_in_arrival_order_a_part_that_is_ready_wakes_who_waits_for_a_plan() -> N
         assert "unit 0 is not planned yet, which waits for 3 parts: vision of position 0" in said
         assert said.endswith("the feeder is to size unit 1")
         await world.encode_all()
-        assert (await soon(plan))[0].unit.chosen == (0, 1, 2, 3)
+        assert (await soon(plan)).plan.unit.chosen == (0, 1, 2, 3)
 
     play(scenario, arrival=True)
 
@@ -169,7 +179,7 @@ def test_a_finished_unit_wakes_the_feeder_and_the_driver() -> None:
             await world.size_next()
         await world.encode_all()
         await world.coordinator.take_events()
-        world.coordinator._flow.release_order(world.feeder.index)  # the text of samples that were found bad
+        world.coordinator._flow.room_order(world.feeder.index)  # the text of samples that were found bad
         feed = await waiting(world.coordinator.feed(world.feeder.index, FeedReport()))
         events = await waiting(world.coordinator.events())
         await world.run(0)
@@ -184,12 +194,12 @@ def test_released_memory_wakes_a_feeder_without_room() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         await world.encode_all()
-        released = await waiting(world.coordinator.released(world.feeder.index))
+        released = await waiting(world.coordinator.wait_for_room(world.feeder.index))
         assert await world.coordinator.begin(0)
         await soon(world.coordinator.locate(0, 0, 0))
         await world.coordinator.release(0, (0,), 0)
         order = await soon(released)
-        assert order.released and not order.stop and order.unit is None
+        assert order.released and not order.stop
 
     play(scenario)
 
@@ -200,18 +210,18 @@ def test_the_last_to_read_a_unit_wakes_those_who_are_ahead() -> None:
         for _ in range(2):
             await world.size_next()
         await world.encode_all()
-        plan, _ = await soon(coordinator.next_plan(0))
+        plan = (await soon(coordinator.next_plan(0))).plan
         last = len(plan.slots) - 1
         for rank in range(2):
             read: tuple[int, ...] = ()
             for slot in range(last + 1):
-                (location,), _ = await soon(coordinator.locate(0, slot, rank, read))
+                (location,) = (await soon(coordinator.locate(0, slot, rank, read))).locations
                 read = (location.slot,)
             if rank == 0:
                 await coordinator.release(0, (last,), rank)
                 ahead = await waiting(coordinator.locate(1, 0, 0))
         await coordinator.release(0, (last,), 1)
-        (location,), _ = await soon(ahead)
+        (location,) = (await soon(ahead)).locations
         assert location.unit == 1
 
     play(scenario, replica_size=2)
@@ -238,7 +248,7 @@ def test_room_that_a_report_leaves_wakes_the_encoder_that_waits_for_it(why: str)
             report = encoder.encode()
         else:
             report = in_hbm(encoder)
-        refused = await coordinator.hand_in(index, report)
+        refused = (await coordinator.hand_in(index, report)).refused
         assert not report.rejections and bool(refused) == (why == "it was refused")
         encoder.free(refused)
         order = await soon(lease)
@@ -264,7 +274,7 @@ def in_hbm(encoder: SimulatedEncoder) -> EncoderReport:
 def test_a_late_rejection_wakes_those_whose_memory_it_frees() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
-        released = await waiting(world.coordinator.released(world.feeder.index))
+        released = await waiting(world.coordinator.wait_for_room(world.feeder.index))
         await world.coordinator.hand_in(world.encoder.index, EncoderReport(rejections=(rejection_of(2),)))
         assert (await soon(released)).released
 
@@ -279,7 +289,7 @@ def test_a_death_wakes_the_other_producers() -> None:
             pass  # all batches are leased to the one that dies
         other = await world.coordinator.join("encoder-1", "node")
         lease = await waiting(world.coordinator.lease(other.process_index, VISION, 1 << 16))
-        await world.coordinator.name_lost("encoder-0")
+        await world.coordinator.process_lost("encoder-0")
         assert (await soon(lease)).lease is not None
 
     play(scenario)
@@ -293,17 +303,17 @@ def test_a_stop_ends_every_wait() -> None:
         for _ in range(2):
             await world.size_next()
         coordinator, feeder = world.coordinator, world.feeder.index
-        coordinator._flow.release_order(feeder)  # what unit 0 released is given back
+        coordinator._flow.room_order(feeder)  # what unit 0 released is given back
         world.encoder.take(coordinator._flow.lease_order(world.encoder.index, VISION, 0))
         feed = await waiting(coordinator.feed(feeder, FeedReport()))
         lease = await waiting(coordinator.lease(world.encoder.index, VISION, 0))
         location = await waiting(coordinator.locate(1, 0, 0))
         plan = await waiting(coordinator.next_plan(3))
-        full = await waiting(coordinator.released(feeder))
+        full = await waiting(coordinator.wait_for_room(feeder))
         await coordinator.request_stop()
         assert not await coordinator.begin(1)
-        assert await soon(location) == ((), True)
-        assert await soon(plan) == (None, True)
+        assert await soon(location) == LocateReply((), is_past_end=True)
+        assert await soon(plan) == PlanReply(None, is_past_end=True)
         assert (await soon(lease)).stop and (await soon(feed)).stop and (await soon(full)).stop
 
     play(scenario, num_steps=9)
@@ -331,10 +341,10 @@ def test_waits_end_with_nothing_when_their_time_is_up() -> None:
         coordinator = world.coordinator
         order = await soon(world.lease())
         assert order.lease is None and not order.stop
-        assert await soon(coordinator.next_plan(0)) == (None, False)
-        assert await soon(coordinator.locate(0, 0, 0)) == ((), False)
+        assert await soon(coordinator.next_plan(0)) == PlanReply(None, is_past_end=False)
+        assert await soon(coordinator.locate(0, 0, 0)) == LocateReply((), is_past_end=False)
         assert await soon(coordinator.events()) == ()
-        order = await soon(coordinator.released(world.feeder.index))
+        order = await soon(coordinator.wait_for_room(world.feeder.index))
         assert not order.released and not order.stop
         for _ in range(2):
             await world.size_next()
@@ -374,7 +384,7 @@ def test_nobody_waits_for_events_once_they_ended() -> None:
 def test_a_plan_past_the_end_is_said_to_be_none() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
-        assert await soon(world.coordinator.next_plan(1)) == (None, True)
+        assert await soon(world.coordinator.next_plan(1)) == PlanReply(None, is_past_end=True)
 
     play(scenario, num_steps=1)
 

@@ -22,16 +22,15 @@ from flowtrain.data.sources.base import BadSample, RawImage, RawSample
 from flowtrain.errors import OutOfPoolMemory, SourceReadError, StaleLeaseError, WorkerLostError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types.memory import Extent
-from flowtrain.types.messages import EncoderReport, Lease, LeaseOrder
+from flowtrain.types.messages import EncoderReport, HandInReply, Lease, LeaseOrder
 from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import RejectReason, SampleRef
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
 
 NAME, VISION, DIM, ROWS = "encoder-0", "vision", 8, 2
 PART_NBYTES = ROWS * DIM * 4
-STOP = LeaseOrder(None, (), blocked=False, stop=True)
-NOTHING = LeaseOrder(None, (), blocked=True, stop=False)
+STOP = LeaseOrder(None, (), stop=True)
+NOTHING = LeaseOrder(None, (), stop=False)
 TORN, UNREADABLE = 1000, 2000
 """Positions from here on have a bad image, or lie on a disk that is gone."""
 
@@ -79,7 +78,7 @@ def lease(number: int, positions: Sequence[int], needed: Sequence[int] | None = 
     needed = positions if needed is None else needed
     batch = EncodeBatch(0, number, VISION, tuple(positions), 4, 256 * len(positions))
     order = Lease(number, number, batch, tuple(ref_of(p) for p in positions), tuple(needed), 256 * len(needed))
-    return LeaseOrder(order, (), blocked=False, stop=False)
+    return LeaseOrder(order, (), stop=False)
 
 
 class World:
@@ -99,12 +98,12 @@ class World:
         self.encoder = Encoder(config, VISION, NAME, run_id)
         self.features: dict[int, np.ndarray] = {}
 
-    def keep(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+    def keep(self, owner: int, report: EncoderReport) -> HandInReply:
         """Take in what is handed in, reading it at once."""
         assert owner == INDEX
         for part in report.ready:
             self.features[part.position] = self.pool.get(part.extents).view(np.float32).reshape(-1, DIM).copy()
-        return ()
+        return HandInReply(())
 
     def run(self, *orders: Any, hand_in: Sequence[Any] | None = None) -> list[EncoderReport]:
         self.link.answers("lease", *orders)
@@ -163,19 +162,19 @@ def test_bad_images_are_rejected_and_the_others_go_on(world: World) -> None:
 def test_memory_that_is_released_or_refused_is_free_again(world: World) -> None:
     reports: list[EncoderReport] = []
 
-    def refuse(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+    def refuse(owner: int, report: EncoderReport) -> HandInReply:
         reports.append(report)
-        return tuple(extent for part in report.ready for extent in part.extents)
+        return HandInReply(tuple(extent for part in report.ready for extent in part.extents))
 
     def release_second(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
         while len(reports) < 2:
             time.sleep(0.005)
         extents = tuple(extent for part in reports[1].ready for extent in part.extents)
-        return LeaseOrder(None, extents, blocked=True, stop=False)
+        return LeaseOrder(None, extents, stop=False)
 
-    def note(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+    def note(owner: int, report: EncoderReport) -> HandInReply:
         reports.append(report)
-        return ()
+        return HandInReply(())
 
     world.run(lease(1, [2, 3]), lease(2, [5]), release_second, NOTHING, STOP, hand_in=[refuse, note])
     assert world.free_nbytes()[-1] == world.free_nbytes()[0], "all is free again"
@@ -189,11 +188,11 @@ def test_room_is_told_with_what_a_report_gives_back(world: World) -> None:
         time.sleep(0.001)
         return NOTHING
 
-    def refuse(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+    def refuse(owner: int, report: EncoderReport) -> HandInReply:
         before = len(world.free_nbytes())
         time.sleep(0.05)
         asked.append(len(world.free_nbytes()) - before)
-        return tuple(extent for part in report.ready for extent in part.extents)
+        return HandInReply(tuple(extent for part in report.ready for extent in part.extents))
 
     world.run(lease(1, [2, 3]), *[nothing] * 200, STOP, hand_in=[refuse])
     assert asked[0] <= 1, "but for the question that was on its way"

@@ -24,15 +24,14 @@ from flowtrain.errors import ReplicaLostError, StallError
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
-from flowtrain.types.memory import Extent
-from flowtrain.types.messages import EncoderReport, Lease, LeaseOrder
+from flowtrain.types.messages import EncoderReport, HandInReply, Lease, LeaseOrder
 from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import SampleRef
 from tests.actors.scripted import ScriptedLink, new_run_id, reader_of
 
 NAME, VISION, DIM = "encoder-0", "vision", 32
-STOP = LeaseOrder(None, (), blocked=False, stop=True)
-NOTHING = LeaseOrder(None, (), blocked=True, stop=False)
+STOP = LeaseOrder(None, (), stop=True)
+NOTHING = LeaseOrder(None, (), stop=False)
 STALL_S, LIMIT_S = 3.0, 90.0
 TORN = 3
 """Row whose image is bad (conftest.py)."""
@@ -44,7 +43,7 @@ def lease(number: int, positions: Sequence[int]) -> LeaseOrder:
     batch = EncodeBatch(0, number, VISION, tuple(positions), 4, 4096 * len(positions))
     refs = tuple(SampleRef(position, 0, position, 0) for position in positions)
     order = Lease(number, number, batch, refs, tuple(positions), batch.nbytes)
-    return LeaseOrder(order, (), blocked=False, stop=False)
+    return LeaseOrder(order, (), stop=False)
 
 
 def idle(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
@@ -58,11 +57,11 @@ def lead(end: Connection, config: RunConfig, orders: Sequence[Any]) -> Features:
     link, run_id, features = ScriptedLink(), new_run_id(), {}
     pool = reader_of(config, link, run_id)
 
-    def keep(owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+    def keep(owner: int, report: EncoderReport) -> HandInReply:
         for part in report.ready:
             features[part.position] = pool.get(part.extents).view(np.float32).reshape(-1, DIM).copy()
         end.send(len(features))
-        return ()
+        return HandInReply(())
 
     link.answers("lease", *orders)
     link.answers("hand_in", *[keep] * len(orders))

@@ -14,14 +14,15 @@ from flowtrain.data.feed import Feed, sampler_from_config
 from flowtrain.data.sizing import SizedResult
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import SourceReadError
-from flowtrain.types.messages import FeedOrder, FeedReport, Joined, PartReady
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import FeedOrder, FeedReport, Joined, PartReady, RoomOrder
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import Rejection
 from tests.actors.conftest import BATCH, OVERSIZED_ROW
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
 
 STOP = FeedOrder(None, (), (), stop=True)
-NOTHING = FeedOrder(None, (), (), stop=False)
+NO_ROOM = RoomOrder((), stop=False)
 
 
 def unit_of(step: int) -> Unit:
@@ -36,7 +37,7 @@ def joined_at(config: RunConfig, position: int) -> Joined:
     sampler = sampler_from_config(config, SourceSet.from_config(config.data).sizes)
     if position:
         sampler.take(position)
-    return Joined(INDEX, sampler.state().to_dict(), position // BATCH)
+    return Joined(INDEX, sampler.state(), position // BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,9 @@ def expected(config: RunConfig) -> list[SizedResult | Rejection]:
     return [result for step in (1, 2, 3) for result in feed.next_unit(unit_of(step))]
 
 
-def release(report: FeedReport) -> FeedOrder:
-    """The backbone is done with a unit."""
-    return FeedOrder(None, (), tuple(extent for part in report.texts for extent in part.extents), stop=False)
+def texts_of(report: FeedReport) -> tuple[Extent, ...]:
+    """Where a unit's texts lie, which the backbone is done with."""
+    return tuple(extent for part in report.texts for extent in part.extents)
 
 
 @pytest.fixture
@@ -131,7 +132,9 @@ def test_text_is_made_again_as_it_was(config: RunConfig, expected: list[SizedRes
 
 def test_released_memory_is_free_again(config: RunConfig) -> None:
     world = World(config)
-    world.link.answers("feed", size(unit_of(1)), lambda owner, report: release(report), STOP)
+    world.link.answers(
+        "feed", size(unit_of(1)), lambda owner, report: FeedOrder(None, (), texts_of(report), stop=False), STOP
+    )
     *_, last = world.run()
     assert last.stats is not None and last.stats.used_nbytes == 0
 
@@ -139,16 +142,18 @@ def test_released_memory_is_free_again(config: RunConfig) -> None:
 def test_a_full_segment_waits_for_the_backbone(narrow: RunConfig) -> None:
     world = World(narrow)
     world.link.answers("feed", size(unit_of(1)), size(unit_of(2)), STOP)
-    world.link.answers("released", NOTHING, NOTHING, lambda owner: release(world.link.said["feed"][1][1]))
+    world.link.answers(
+        "wait_for_room", NO_ROOM, NO_ROOM, lambda owner: RoomOrder(texts_of(world.link.said["feed"][1][1]), False)
+    )
     reports = world.run()
     assert [report.unit and report.unit.step for report in reports] == [None, 1, 2]
-    assert len(world.link.said["released"]) == 3
+    assert len(world.link.said["wait_for_room"]) == 3
 
 
 def test_a_stop_reaches_a_feeder_without_room(narrow: RunConfig) -> None:
     world = World(narrow)
     world.link.answers("feed", size(unit_of(1)), size(unit_of(2)))
-    world.link.answers("released", NOTHING, STOP)
+    world.link.answers("wait_for_room", NO_ROOM, RoomOrder((), stop=True))
     assert [report.unit and report.unit.step for report in world.run()] == [None, 1]
 
 

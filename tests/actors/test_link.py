@@ -14,6 +14,7 @@ from flowtrain.actors.link import Patience, RayLink
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError, StallError, WorkerLostError
+from flowtrain.flow.api import CoordinatorApi
 
 
 def task_error(cause: BaseException) -> BaseException:
@@ -48,14 +49,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_a_call_brings_the_answer(world: World) -> None:
     world.answer = "yes"
-    assert world.link.call("lease", 1, "vision") == "yes"
+    assert world.link.ask(CoordinatorApi.lease, 1, "vision") == "yes"
     assert world.sent == [("lease", 1, "vision")]
 
 
 def test_our_errors_arrive_as_themselves(world: World) -> None:
     world.answer = task_error(OwnerLostError("gone"))
     with pytest.raises(OwnerLostError) as caught:
-        world.link.call("lease")
+        world.link.ask(CoordinatorApi.lease)
     assert type(caught.value) is OwnerLostError and str(caught.value) == "gone"
     assert "remote traceback" in str(caught.value.__cause__)
 
@@ -63,16 +64,16 @@ def test_our_errors_arrive_as_themselves(world: World) -> None:
 def test_other_errors_keep_their_remote_traceback(world: World) -> None:
     world.answer = task_error(AssertionError("a bug"))
     with pytest.raises(AssertionError, match="remote traceback"):
-        world.link.call("lease")
+        world.link.ask(CoordinatorApi.lease)
 
 
 def test_a_coordinator_that_is_gone_or_silent_is_said(world: World) -> None:
     world.answer = ray.exceptions.RayActorError(None, "The actor died.")
     with pytest.raises(WorkerLostError, match="the coordinator died"):
-        world.link.call("lease")
+        world.link.ask(CoordinatorApi.lease)
     world.answer = ray.exceptions.GetTimeoutError("late")
     with pytest.raises(StallError, match=r"did not answer \(lease\)"):
-        world.link.call("lease")
+        world.link.ask(CoordinatorApi.lease)
 
 
 class Clock:

@@ -20,10 +20,10 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import AddressError, OwnerLostError, StallError
 from flowtrain.types.memory import Extent
-from flowtrain.types.messages import MicrobatchLocation, PartLocation
+from flowtrain.types.messages import LocateReply, MicrobatchLocation, PartLocation, PlanReply
 from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import TEXT_PART
-from tests.mempool.building import VISION, plan, sized
+from tests.flow.building import VISION, plan, sized
 
 DIM = 4
 RANK = 3
@@ -104,35 +104,34 @@ class FakeCoordinator(CoordinatorLink):
     def node_id(self) -> str:
         return "node"
 
-    def call(self, method: str, *args: Any) -> Any:
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        method = question.__name__
         self.calls.append((method, *args))
         if self.error is not None:
             raise self.error
         return getattr(self, method)(*args)
 
-    def next_plan(self, unit: int) -> tuple[StepPlan | None, bool]:
+    def next_plan(self, unit: int) -> PlanReply:
         if unit >= self.ends_at:
-            return None, True
+            return PlanReply(None, is_past_end=True)
         if unit < len(self.plans):
-            return self.plans[unit], False
+            return PlanReply(self.plans[unit], is_past_end=False)
         time.sleep(0.005)
-        return None, False
+        return PlanReply(None, is_past_end=False)
 
-    def locate(
-        self, unit: int, slot: int | None, rank: int, read: tuple[int, ...], limit: int
-    ) -> tuple[tuple[MicrobatchLocation, ...], bool]:
+    def locate(self, unit: int, slot: int | None, rank: int, read: tuple[int, ...], limit: int) -> LocateReply:
         self.release(unit, read, rank)
         if unit >= self.ends_at:
-            return (), True
+            return LocateReply((), is_past_end=True)
         with self.changed:
             free = sorted(s for u, s in (self.ready - self.taken if slot is None else self.ready) if u == unit)
             wanted = free[:limit] if slot is None else [s for s in range(slot, slot + limit) if s in free]
             if slot not in (None, *wanted[:1]) or not wanted:
                 self.changed.wait(0.005)
-                return (), False
+                return LocateReply((), is_past_end=False)
             self.taken.update((unit, found) for found in wanted)
         self.told += [(unit, found) for found in wanted]
-        return tuple(self.location(unit, found) for found in wanted), False
+        return LocateReply(tuple(self.location(unit, found) for found in wanted), is_past_end=False)
 
     def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
         assert rank == RANK and not set(self.released) & {(unit, slot) for slot in slots}

@@ -12,18 +12,19 @@ import torch
 
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.feeder import Feeder
-from flowtrain.actors.make_flow import make_flow
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.flow_settings import first_settings
-from flowtrain.controller.prepare import prepare
+from flowtrain.controller.prepare import first_flow_settings, prepare
 from flowtrain.data.feed import Feed
 from flowtrain.data.images import decode_image
 from flowtrain.data.sizing import SizedResult
 from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.build import build_flow
+from flowtrain.flow.units import units_left
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.families.registry import family_from_config
@@ -87,16 +88,16 @@ class Rank:
         """Run to the end; asks for a stop in a unit. Returns how many units ran."""
         unit = 0
         try:
-            while self._link.call("begin", unit):
+            while self._link.ask(CoordinatorApi.begin, unit):
                 if unit == stop_after:
-                    self._link.call("request_stop")
+                    self._link.ask(CoordinatorApi.request_stop)
                 plan = self._prefetcher.next_plan()
                 for _ in plan.slots:
                     self._prefetcher.next_microbatch()
                 report = RankReport(
                     unit, plan.unit.kind, plan.unit.step, 0, 1.0, 0.1, 0.1, 4, 40, 8, 0.0, 1.0, 0.0, 0.0
                 )
-                self._link.call("finish", report, ())
+                self._link.ask(CoordinatorApi.finish, report, ())
                 unit += 1
                 self.num_done += 1
         finally:
@@ -112,8 +113,9 @@ def run_everybody(
     meanwhile: Callable[[Rank], None] = lambda rank: None,
 ) -> tuple[Rank, list[LedgerRow], list[int], int]:
     """Returns the rank, the ledger, the rejected rows and how many units ran; calls ``meanwhile`` while they do."""
-    settings = first_settings(prepare(config))
-    with local_coordinator(lambda: make_flow(settings)) as link:
+    prepared = prepare(config)
+    settings = first_flow_settings(prepared)
+    with local_coordinator(lambda: build_flow(config, prepared.model_spec, settings)) as link:
         run_id = new_run_id()
         producers = [Background(Feeder(config, run_id).run, link)]
         for index, encoder in enumerate(encoders):
@@ -124,8 +126,8 @@ def run_everybody(
         num_units = running.join()
         for producer in producers:
             producer.join()
-        link.call("end_events")
-        events = link.call("events")
+        link.ask(CoordinatorApi.end_events)
+        events = link.ask(CoordinatorApi.events)
     ledger = [row for event in events if isinstance(event, UnitDone) for row in event.ledger]
     rejected = [r.ref.row for event in events if isinstance(event, Rejected) for r in event.rejections]
     return rank, ledger, rejected, num_units
@@ -137,7 +139,7 @@ def expected(config: RunConfig) -> dict[int, SampleArrays]:
     feed, family, sources = Feed.from_config(config), family_from_config(config), SourceSet.from_config(config.data)
     module = family.load_encoder(VISION)
     samples = {}
-    for unit in first_settings(prepare(config)).units():
+    for unit in units_left(first_flow_settings(prepare(config))):
         for result in feed.next_unit(unit):
             if not isinstance(result, SizedResult) or result.sample.ref.row == TORN_ROW:
                 continue
@@ -185,7 +187,7 @@ class Faltering(Encoder):
         try:
             super().run(link)
         except KeyboardInterrupt:
-            link.call("name_lost", self._name)
+            link.ask(CoordinatorApi.process_lost, self._name)
             type(self)(self._config, self._encoder, self._name, self._run_id).run(link)
 
     def _hand_in(self, *args: object) -> None:

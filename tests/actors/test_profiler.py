@@ -16,7 +16,7 @@ from flowtrain.actors.profiler import Profiler
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import prepare
-from flowtrain.controller.profiling import _refs, _tensor_degrees
+from flowtrain.controller.profiling import _facts, _mean_backbone, _mean_encoder, _refs, _tensor_degrees
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
@@ -24,6 +24,7 @@ from flowtrain.training import profile_backbone
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
 from flowtrain.types.plan import Degrees
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from tests.e2e.worlds import World, tiny_config
 
 
@@ -39,8 +40,8 @@ def profiler(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pro
     monkeypatch.setattr(profile_backbone, "MEASURED_STEPS", 2)
     threads = torch.get_num_threads()
     found = Profiler(config, 0, Degrees())
-    report = found.start(LOOPBACK, 0, devices_per_node=3)
-    assert report.name == "cpu" and report.facts.devices_per_node == 3 and report.facts.link is None
+    report = found.start(LOOPBACK, 0)
+    assert report.name == "cpu" and report.flops > 0 and report.memory_nbytes > 0 and report.link is None
     yield found
     dist.destroy_process_group()
     torch.set_num_threads(threads)
@@ -51,8 +52,8 @@ def test_every_module_is_measured_over_its_shapes(profiler: Profiler, config: Ru
     refs = _refs(samples, "vision")
     assert refs and len({ref.position for ref in refs}) == len(refs)
     found = profiler.encoder("vision", refs)
-    assert found.table.num_patches == (4,), "28 pixels in patches of 14"
-    assert found.table.batch == (1, 3) and found.decode_s > 0, "at most 12 patches a batch"
+    assert found.num_patches == (4,), "28 pixels in patches of 14"
+    assert found.batch == (1, 3) and len(found.seconds[0]) == 2 and found.decode_s > 0, "at most 12 patches a batch"
     mixes = packed_mixes(workload_of(config, samples))
     times = profiler.backbone(mixes)
     lengths = packed_lengths(config.scheduler.microbatch_tokens)
@@ -97,6 +98,16 @@ def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler,
     assert measuring._num_parameters(3) == whole > measuring._num_parameters(1)
 
 
+def test_devices_side_by_side_count_as_the_slowest_and_their_times_as_means() -> None:
+    devices = [DeviceReport("cpu", flops, 100, 10.0, None) for flops in (3e9, 2e9)]
+    facts = _facts(devices, devices_per_node=3)
+    assert (facts.flops, facts.memory_nbytes, facts.link, facts.devices_per_node) == (2e9, 100, None, 3)
+    encoders = [EncoderTimes((4, 8), (1,), ((each,), (2 * each,)), each) for each in (1.0, 3.0)]
+    assert _mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
+    backbones = [BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0) for each in (1.0, 2.0)]
+    assert _mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0)
+
+
 def test_a_shallow_model_is_the_runs_own_but_for_its_depth(config: RunConfig) -> None:
     family = family_from_config(config)
     shallow = family.shallow(5)
@@ -120,8 +131,8 @@ def test_calls_are_timed_through_the_link() -> None:
         def node_id(self) -> str:
             return "here"
 
-        def call(self, method: str, *args: Any) -> Any:
-            calls.append(method)
+        def ask(self, question: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(question.__name__)
 
     assert Profiler.call_s(Profiler.__new__(Profiler), Link()) >= 0
     assert set(calls) == {"ping"}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
 from flowtrain.errors import FaultCode
-from flowtrain.pipeline.partition import split_layers
 from flowtrain.types.plan import Degrees
 
 SPEC = TransformerSpec(
@@ -25,17 +24,6 @@ def test_every_rank_has_its_coordinates_and_tensor_groups_are_neighbours(degrees
     places = [degrees.coordinates(rank) for rank in range(degrees.world_size)]
     assert places == sorted(set(places)) and [degrees.rank(*place) for place in places] == list(range(len(places)))
     assert all(place[:2] == places[k - k % degrees.tp][:2] for k, place in enumerate(places))
-
-
-@given(st.integers(1, 12), st.integers(0, 60))
-def test_stages_cover_the_layers_evenly_and_the_ends_are_not_the_longest(num_stages: int, more: int) -> None:
-    num_layers = num_stages + more
-    stages = split_layers(num_layers, num_stages)
-    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
-    lengths = [len(stage) for stage in stages]
-    assert max(lengths) - min(lengths) <= 1
-    if num_layers % num_stages and num_stages - num_layers % num_stages >= 2:
-        assert lengths[0] == lengths[-1] == min(lengths)
 
 
 @pytest.mark.parametrize(

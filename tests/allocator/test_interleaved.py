@@ -13,7 +13,6 @@ from flowtrain.allocator.candidates import Candidate, PruneReason
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.request import enumerate_module
 from flowtrain.allocator.surrogate import Surrogate, fill_slots
-from flowtrain.pipeline.partition import layers_by_rank, split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import BACKBONE, cluster, request, roofline_surrogate
@@ -30,13 +29,6 @@ def test_the_fill_is_that_of_the_action_lists(pp: int, num_microbatches: int, ch
     fill = float(fill_slots(np.array([pp]), np.array([float(num_microbatches)]), chunks)[0])
     lists = one_f_one_b(pp, num_microbatches, chunks_per_rank=chunks)
     assert makespan(lists, num_microbatches, chunks) == pytest.approx(SLOT_S * (num_microbatches + fill))
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(24, 60))
-def test_a_rank_has_the_layers_of_all_its_stages(pp: int, chunks: int, num_layers: int) -> None:
-    layers, stages = layers_by_rank(num_layers, pp, chunks), split_layers(num_layers, pp * chunks)
-    assert sum(layers) == num_layers and len(layers) == pp
-    assert layers[0] == sum(len(stages[stage]) for stage in range(0, pp * chunks, pp))
 
 
 def surrogate(chunks: int) -> Surrogate:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.pareto import pareto_front
-from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, Module, devices_by_type, levels, production
+from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, Module, levels, production
 from flowtrain.allocator.program.milp import fewest_missing_devices, solve
 from flowtrain.allocator.program.reduction import fast_enough, reduce
 from flowtrain.allocator.program.rivals import rivals
@@ -25,6 +25,14 @@ from flowtrain.types.plan import Degrees
 MAX_DEVICES = 64
 ABSOLUTE = 1e-6
 TYPES = ("fast", "slow")
+
+
+def devices_by_type(choice: Choice) -> dict[str, int]:
+    """How many devices of each type a choice takes."""
+    taken: dict[str, int] = {}
+    for candidate in (choice.consumer, *choice.producers.values()):
+        taken[candidate.device_type] = taken.get(candidate.device_type, 0) + candidate.devices
+    return taken
 
 
 def front_of(module: str, device_type: str, points: list[tuple[int, int]]) -> tuple[Candidate, ...]:
@@ -67,7 +75,7 @@ def problems(draw: st.DrawFn) -> FlowProblem:
         consumer,
         {work: draw(shares) for work in sorted({module.work for module in producers})},
         {each: draw(st.sampled_from([6, 24, 48, MAX_DEVICES])) for each in types},
-        one_maker=max(required.values(), default=0) <= 1 and draw(st.booleans()),
+        one_producer=max(required.values(), default=0) <= 1 and draw(st.booleans()),
     )
 
 
@@ -78,7 +86,7 @@ def every_choice(problem: FlowProblem) -> Iterator[Choice]:
         choice = Choice({name: each for name, each in zip(names, made, strict=True) if each is not None}, consumer)
         makers = Counter(module.work for module in problem.producers if module.name in choice.producers)
         fits = all(taken <= problem.devices[each] for each, taken in devices_by_type(choice).items())
-        is_made = set(makers) == set(problem.shares) and not (problem.one_maker and max(makers.values()) > 1)
+        is_made = set(makers) == set(problem.shares) and not (problem.one_producer and max(makers.values()) > 1)
         if fits and is_made:
             yield choice
 

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
-from flowtrain.allocator.memory import backbone_peak_nbytes, encoder_peak_nbytes
+from flowtrain.allocator.memory import backbone_peak_nbytes
 from flowtrain.allocator.surrogate import Surrogate, blocked_share, starved_share
 from flowtrain.costs.cluster import Cluster, Links, data_sheet_device_type
 from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.roofline import Efficiency, Roofline
-from flowtrain.errors import ConfigError
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
@@ -141,35 +140,9 @@ def test_memory_falls_with_dp_and_recomputation() -> None:
     assert kept > backbone_peak_nbytes(MODEL, data, SETUP, Degrees(8))
 
 
-def test_an_encoders_memory_is_its_weights_and_one_batch() -> None:
-    def peak(tp: int, patches: int) -> int:
-        return encoder_peak_nbytes(MODEL, "vision", Degrees(tp=tp), max_batch_patches=patches, dtype_nbytes=2)
-
-    assert peak(1, 0) == 2 * MODEL.encoders["vision"].num_parameters
-    assert peak(1, 0) < peak(1, 1024) < peak(1, 2048) and peak(2, 1024) < peak(1, 1024)
-
-
 def test_waiting_shares() -> None:
     assert starved_share(5.0, 10.0) == 0.5 and starved_share(10.0, 5.0) == 0.0
     assert blocked_share(10.0, 5.0) == 0.5 and blocked_share(5.0, 10.0) == 0.0
-
-
-@pytest.mark.parametrize("name", ["h300", "NVIDIA H200 MIG 1g.18gb"])
-def test_an_unknown_device_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"--device \(.*\) is not in the table of devices; take one of b200, "):
-        data_sheet_device_type(name, 8)
-
-
-def test_a_device_without_a_peak_in_float32_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--device \(910b\) has no public peak for model.dtype \(float32\)"):
-        data_sheet_device_type("910b", 8, dtype="float32")
-
-
-def test_workloads_without_tokens_or_beyond_a_microbatch_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"longest sample of the workload \(2048 tokens\)"):
-        workload(microbatch_tokens=2047)
-    with pytest.raises(ConfigError, match="needs samples, each of at least one token"):
-        workload(lengths=np.array([0, 1]))
 
 
 def test_several_device_types_have_their_own_rates() -> None:

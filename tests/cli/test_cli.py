@@ -131,6 +131,10 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     assert [cell.strip() for cell in rows["vision"].split("│")[2:6]] == ["2", "0.5", "0", "16 MiB"]
     assert [cell.strip() for cell in rows["backbone"].split("│")[2:6]] == ["1", "1", "0", "-"]
     facts = {cells[1].strip(): cells[2].strip() for line in output.splitlines() if len(cells := line.split("│")) == 4}
+    assert facts["tokens an image"] == "vision: 49"
+    assert facts["parameters"] == (
+        "5,755,968, 2,484,672 trainable: vision 3,271,296 (frozen), connector 74,112, backbone 2,410,560"
+    )
     assert facts["order"] == "deterministic"
     assert facts["oversized"] == "more than 512 tokens: reject"
     assert (facts["dispatch"], facts["cost"], facts["backbone ranks"]) == ("lpt, 4 buckets", "eq3", "1 data-parallel")

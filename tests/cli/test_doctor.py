@@ -20,8 +20,7 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
 from flowtrain.controller.doctor import DoctorReport, NodeReport, judge
 from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.mempool.host import HostMemory
-from flowtrain.mempool.probe import Link
+from flowtrain.types.memory import HostMemory, Link
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
@@ -116,6 +115,9 @@ def test_tables_and_exit_code(prepared: Prepared, cluster: dict[str, float], mon
     for text in ("2 H100", "unlimited", "10.00 GB/s", "1.0 us", "does not work: NIXL is not installed", "36 MiB"):
         assert text in shown.stdout
     assert "warning: a link is slow" in shown.stdout
+    off = (*LINKS[:2], Link("one", "one", "nixl", off="pool.network is none"))
+    shown = run_doctor(monkeypatch, replace(report, links=off))
+    assert "off: pool.network is none" in shown.stdout and "does not work" not in shown.stdout
     cluster["CPU"] = 1.0
     shown = run_doctor(monkeypatch, judge(prepared, [node("one")], LINKS))
     assert shown.exit_code == 1 and "CPU: 2 needed, 1 in the" in shown.stdout

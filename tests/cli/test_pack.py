@@ -19,12 +19,12 @@ import flowtrain
 from flowtrain.cli.app import app
 from flowtrain.cli.pack_plot import draw
 from flowtrain.config.load import load_config
-from flowtrain.controller.predict import predict_plans
 from flowtrain.data.sampler import Sampler
 from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.summary import imbalance, packing_fill
 from flowtrain.types.plan import CostModel
+from tests.predicted import predicted_plans
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
@@ -150,7 +150,7 @@ def test_a_configuration_packs_a_csv_instead_of_its_data(lengths: str) -> None:
 def test_pack_predicts_the_plans_that_a_runs_planner_makes() -> None:
     changes = ["training.global_batch_size=24", "backbone.data_parallel_size=3", "training.max_steps=3", "seed=2"]
     report = flowtrain.pack(QUICKSTART, changes)
-    plans = list(predict_plans(load_config(QUICKSTART, changes)))
+    plans = list(predicted_plans(load_config(QUICKSTART, changes)))
     assert [plan.unit.step for plan in plans] == [1, 2, 3]
     assert [
         (step.step, step.digest, step.num_microbatches, step.fill, step.step_imbalance) for step in report.steps
@@ -160,7 +160,7 @@ def test_pack_predicts_the_plans_that_a_runs_planner_makes() -> None:
         assert (figures.num_bins, figures.num_tokens) == (plan.num_microbatches, plan.num_tokens)
         assert figures.step_imbalance == pytest.approx(imbalance(plan))
         assert figures.fill == packing_fill(plan)
-    assert [plan.digest() for plan in predict_plans(load_config(QUICKSTART, changes), num_steps=1)] == [
+    assert [plan.digest() for plan in predicted_plans(load_config(QUICKSTART, changes), num_steps=1)] == [
         plans[0].digest()
     ]
 
@@ -309,6 +309,19 @@ def test_what_cannot_be_is_refused_with_its_reason(
     result = pack(lengths, *arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert fault in result.stderr
+
+
+def test_a_plot_without_matplotlib_names_the_extra(
+    lengths: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    picture = tmp_path / "plot.png"
+    for command in (["pack", lengths], ["plan", str(QUICKSTART)]):
+        result = CliRunner().invoke(app, [*command, "--plot", str(picture)])
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"--plot {picture}: plots need matplotlib" in result.stderr
+        assert "pip install 'flowtrain[plot]'" in result.stderr
+    assert not picture.exists()
 
 
 def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_packed(lengths: str, tmp_path: Path) -> None:

@@ -130,6 +130,15 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(tmp_
     assert "there is no directory" in result.stderr
 
 
+def test_warnings_of_the_report_are_shown(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ProfileReport(profile, 2, {"backbone": 1.25}, ("the load average was 9.0",))
+    monkeypatch.setattr(api, "profile", lambda config, overrides, **asked: report)
+    saved = tmp_path / "profile.json"
+    result = CliRunner().invoke(app, ["profile", QUICKSTART, "--save", str(saved)])
+    assert result.exit_code == 0 and "warning: the load average was 9.0" in result.stdout
+    assert "load average" not in saved.read_text()
+
+
 def test_tables_show_what_was_measured_and_how_long_it_took(profile: Profile) -> None:
     shown = StringIO()
     console = Console(width=120, file=shown)

@@ -86,7 +86,8 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         ),
         (
             ["training.num_epochs=1"],
-            "line 10: give exactly one of training.max_steps (now 4) and training.num_epochs (now 1.0)",
+            "override 'training.num_epochs=1': give exactly one of training.max_steps (now 4) and training.num_epochs "
+            "(now 1.0)",
         ),
         (
             ["backbone.context_parallel_size=2"],
@@ -126,6 +127,38 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
 )
 def test_an_impossible_combination_is_explained(minimal: Path, overrides: list[str], fault: str) -> None:
     assert refusal(minimal, *overrides) == f"run.yaml: {fault}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (
+            ["training={max_steps: 2.5}"],
+            "override 'training={max_steps: 2.5}': training.max_steps = 2.5: must be an integer",
+        ),
+        (
+            ["data.sources=[{path: gone.parquet}]"],
+            "override 'data.sources=[{path: gone.parquet}]': data.sources.0.path = 'gone.parquet': no such file",
+        ),
+        (
+            ["data.sources.1.weight=2"],
+            "override 'data.sources.1.weight=2': data.sources.1.path is missing; it is required",
+        ),
+        (
+            ["training.max_steps=soon", "training={max_steps: 0}"],
+            "override 'training={max_steps: 0}': training.max_steps = 0: must be at least 1",
+        ),
+        (["optimizer.name=x"], "override 'optimizer.name=x': optimizer = {'name': 'x'}: unknown key"),
+    ],
+)
+def test_a_fault_of_an_override_never_names_a_line_of_the_file(minimal: Path, overrides: list[str], fault: str) -> None:
+    assert refusal(minimal, *overrides).startswith(f"run.yaml: {fault}")
+
+
+def test_an_override_is_not_blamed_for_what_the_file_says(minimal: Path, minimal_text: str) -> None:
+    minimal.write_text(minimal_text + "  num_epochs: 1\n")
+    message = refusal(minimal, "training.learning_rate=1e-4")
+    assert message.startswith("run.yaml: line 10: give exactly one of training.max_steps (now 4)")
 
 
 def test_a_fault_in_the_file_has_its_line_and_a_missing_key_its_name(minimal: Path, minimal_text: str) -> None:

@@ -69,10 +69,7 @@ class FakeCrew:
         self.events_error: BaseException | None = None
         self._open: Ref | None = None
         self._ended = False
-        self.coordinator = SimpleNamespace(
-            events=SimpleNamespace(remote=self._events), end_events=SimpleNamespace(remote=self._end_events)
-        )
-        self.link = SimpleNamespace(call=lambda method, *args: self.log.append(" ".join(map(str, (method, *args)))))
+        self.link = SimpleNamespace(ask=self._ask, start=self._start)
         for name in roles:
             self.runs[Ref(name)] = name
 
@@ -97,6 +94,13 @@ class FakeCrew:
     def lose_coordinator(self, error: BaseException) -> None:
         self.events_error = error
         self._answer()
+
+    def _ask(self, question: Callable[..., Any], *args: object, **kwargs: object) -> None:
+        said = (question.__name__, *args, *(f"{name}={value}" for name, value in kwargs.items()))
+        self.log.append(" ".join(map(str, said)))
+
+    def _start(self, question: Callable[..., Any]) -> Ref | None:
+        return {"events": self._events, "end_events": self._end_events}[question.__name__]()
 
     def _events(self) -> Ref:
         self._open = Ref("events")

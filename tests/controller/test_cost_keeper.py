@@ -30,7 +30,7 @@ def prepared_with(cost: CostModel, profile: CostProfile | None = None, *override
 
 
 def event(in_use: bool, r2: float = 0.9) -> CostFitted:
-    return CostFitted(16, dataclasses.asdict(FITTED), "squares", r2, 0.8, 128, in_use)
+    return CostFitted(16, FITTED, "squares", r2, 0.8, 128, in_use)
 
 
 def make_keeper(tmp_path: Path, prepared: Prepared, frozen: CostModel | None = None) -> tuple[CostKeeper, list[str]]:

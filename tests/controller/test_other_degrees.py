@@ -13,9 +13,10 @@ from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.start import Start, find_start
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
+from flowtrain.types.samples import SamplerState
 from tests.e2e.worlds import World, tiny_config
 
-STATE = {"sampler": {"next_position": 24}}
+STATE = {"sampler": SamplerState(24).to_dict()}
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, _ = start_of(config, meta_of())
-    assert (start.step, start.sampler_state) == (3, STATE["sampler"])
+    assert (start.step, start.sampler_state) == (3, SamplerState(24))
     assert start.checkpoint is not None and start.checkpoint.name == "step-00000003"
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from _emulated_actors import EmulatedTimes
@@ -25,13 +26,14 @@ from _emulated_world import (
     draw_ratios,
     draw_world,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.actors.make_flow import make_flow
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.controller.prepare import prepare
 from flowtrain.costs.profile import ImageCosts, read_profile
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.build import build_flow
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
@@ -54,7 +56,7 @@ def test_ratios_cover_their_range_evenly(count: int, seed: int) -> None:
     assert ratios == draw_ratios(count, seed)
 
 
-@settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(LEAST_RATIO, LARGEST_RATIO))
 def test_a_drawn_profile_is_valid_and_scales_imperfectly(
     world: World, tmp_path_factory: pytest.TempPathFactory, seed: int, ratio: float
@@ -150,11 +152,13 @@ def test_an_emulated_run_consumes_every_position(world: World, tmp_path: Path) -
         "checkpoint_dir": str(tmp_path),
     }
     probe_directory(tmp_path, "emulated-test").mkdir()
-    with local_coordinator(lambda: make_flow(settings_of(prepare(config), split))) as link:
+    prepared = prepare(config)
+    settings = settings_of(prepared, split)
+    with local_coordinator(lambda: build_flow(config, prepared.model_spec, settings)) as link:
         runs = [run for role, make in ACTORS.items() for run in make(Job(role=role, **job_fields), link)[0]]
         for actor in [Background(run) for run in runs]:
             actor.join()
-        done = [event for event in link.call("take_events") if isinstance(event, UnitDone)]
+        done = [event for event in link.ask(CoordinatorApi.take_events) if isinstance(event, UnitDone)]
     assert [event.unit.step for event in done] == [1, 2, 3]
     assert [row.position for event in done for row in event.ledger] == list(range(BATCH * num_steps))
     assert all(row.state == "consumed" for event in done for row in event.ledger)

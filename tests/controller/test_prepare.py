@@ -12,9 +12,10 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
+from flowtrain.controller.predict import image_tokens, sized_units
 from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
 from flowtrain.errors import ConfigError, DataError
-from flowtrain.mempool.capacity import check_capacity
+from flowtrain.flow.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.types.samples import PartSize, SampleRef, SizedSample
@@ -43,6 +44,33 @@ def test_a_run_by_steps(data: Path) -> None:
     assert prepared.source_sizes == (NUM_ROWS,) and prepared.epoch_positions == NUM_ROWS
     assert prepared.eval_every is None and prepared.num_eval == 0
     assert prepared.plan.encoders["vision"].num_actors == 2
+
+
+@pytest.mark.parametrize("freeze", [[], ["connector"], ["backbone"]])
+def test_trainable_parameters_are_those_that_the_optimizer_gets(data: Path, freeze: list[str]) -> None:
+    config = config_of(data, f"model.freeze={freeze}")
+    backbone = family_from_config(config).backbone_skeleton()
+    trained = sum(each.numel() for each in backbone.parameters() if each.requires_grad)
+    assert prepare(config).model_spec.num_trainable_parameters(freeze) == trained
+
+
+def test_tokens_of_an_image_follow_the_family_and_the_data(data: Path) -> None:
+    fixed = prepare(config_of(data))
+    (unit,) = sized_units(fixed, 1)
+    sample = next(each for each in unit.samples if each.num_vision_tokens)
+    (images,) = (part.num_items for part in sample.parts if part.name == "vision")
+    each = sample.num_vision_tokens // images
+    assert image_tokens(fixed) == {"vision": (each, each)}
+
+    varying = prepare(config_of(data, "model.family=variable_llava"))
+    (unit,) = sized_units(varying, 1)
+    means = [
+        round(sample.num_vision_tokens / part.num_items)
+        for sample in unit.samples
+        for part in sample.parts
+        if part.name == "vision"
+    ]
+    assert image_tokens(varying) == {"vision": (min(means), max(means))}
 
 
 def test_a_run_by_epochs_with_evaluation(data: Path) -> None:

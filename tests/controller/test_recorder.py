@@ -14,7 +14,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import recorder as recorder_module
 from flowtrain.controller.prepare import Prepared
 from flowtrain.controller.recorder import Recorder
-from flowtrain.mempool.consumed import ConsumedPositions
+from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.observability.progress import ProgressDisplay
@@ -24,7 +24,7 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
-from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 from tests.training.ranks import make_config
 
 BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2
@@ -93,7 +93,7 @@ def done(unit: Unit, loss: float = 1.0, starved_s: tuple[float, ...] = (0.5, 1.5
         "pool_dram_bound_nbytes": 1000,
         "pool_hbm_nbytes": 50,
         "ledger": rows,
-        "sampler_state": {"next_position": unit.positions[-1] + 1},
+        "sampler_state": SamplerState(unit.positions[-1] + 1),
     }
     return UnitDone(**(values | changes))
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_finds_ledger_and_metrics_on_disk(world: World) -> None:
 
 def test_sampler_states_are_kept_until_a_checkpoint_passes_them(world: World) -> None:
     recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
-    assert recorder.sampler_states[2] == {"next_position": 2 * BATCH}
+    assert recorder.sampler_states[2] == SamplerState(2 * BATCH)
     recorder.forget_before(2)
     assert list(recorder.sampler_states) == [3]
 

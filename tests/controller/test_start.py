@@ -10,12 +10,11 @@ import flowtrain
 from flowtrain.config.load import override_config
 from flowtrain.config.resume import Change
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.dry_run import DryRunReport
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.start import Resumption, check_goes_on, find_start, foresee_resume
 from flowtrain.data.feed import sampler_from_config
-from flowtrain.data.units import unit_sequence
 from flowtrain.errors import ConfigError
+from flowtrain.flow.units import unit_sequence
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training import checkpoint_store
 from tests.e2e.worlds import World, tiny_config
@@ -59,7 +58,7 @@ def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Pat
     longer = prepare(config_of(data, 2, order))
     upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
     start = find_start(files, longer, ())
-    assert start.sampler_state is not None and upcoming.first_position != start.sampler_state["next_position"]
+    assert start.sampler_state is not None and upcoming.first_position != start.sampler_state.next_position
     with pytest.raises(
         ConfigError, match=r"20 positions are trained, step 4 begins at position 24.*num_epochs \(now 2"
     ):
@@ -99,7 +98,8 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"
     find_start(RunDir(root), first, split.changes)
     assert split.inexact[-1] in caplog.messages
-    assert flowtrain.dry_run(first.config, resume=True) == DryRunReport(first, foresee_resume(first))
+    report = flowtrain.dry_run(first.config, resume=True)
+    assert (report.run, report.resumption) == (first, foresee_resume(first))
     with pytest.raises(ConfigError, match="seed was 0, is now 5"):
         flowtrain.dry_run(config(1, "seed=5").config, resume=True)
     checkpointed(first, root, 3, NUM_ROWS)

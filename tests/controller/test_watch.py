@@ -92,7 +92,7 @@ def test_a_stop_is_asked_for_once(world: World) -> None:
 
 def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None:
     world.until_end(world.finish("encoder-0", value=died()), *world.all_return())
-    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
+    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
     assert "encoder-0 died" in world.notes[0]
 
 
@@ -103,7 +103,7 @@ def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monke
     closed = task_error(RuntimeError("connection closed by peer"))
     together = lambda: [world.crew.finish("encoder-0", closed), world.crew.finish(follower, died())]  # noqa: E731
     world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))
-    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
+    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
     assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are made anew"]
 
 
@@ -118,8 +118,8 @@ def test_an_encoder_that_is_given_up_is_lost_for_good_and_the_others_go_on(monke
     world = World(monkeypatch, {**ROLES, "encoder-1": Role.ENCODER})
     death = world.finish("encoder-0", value=died())
     world.until_end(death, death, world.finish("backbone-0", "backbone-1"), world.finish("feeder-0", "encoder-1"))
-    given_up = ["name_lost encoder-0 True", "give_up encoder-0"]
-    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0", *given_up]
+    given_up = ["process_lost encoder-0 for_good=True", "give_up encoder-0"]
+    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0", *given_up]
     assert "encoder-0 died too often and is given up" in world.notes[1]
 
 
@@ -234,7 +234,7 @@ def test_a_producer_that_dies_meanwhile_is_started_again(world: World, calls: di
         world.finish("encoder-0", value=died()),
         lambda: [call.finish(1.0) for call in calls.values()],
     )
-    assert world.crew.log == ["name_lost encoder-0", "replace encoder-0"]
+    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
 
 
 def test_a_rank_that_fails_or_dies_ends_the_start(world: World, calls: dict[str, Ref]) -> None:

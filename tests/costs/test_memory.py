@@ -22,6 +22,7 @@ from flowtrain.costs.memory import (
     StepMemory,
     TrainingSetup,
     chunk_activation_nbytes,
+    encoder_peak_nbytes,
     layer_activation_nbytes,
     predict_step_memory,
 )
@@ -30,7 +31,8 @@ from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.stage import take_stage
-from flowtrain.pipeline.actions import MemoryStrategy
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from tests.allocator.worlds import VISION
 
 LENGTHS, NUM_ROWS, FEATURE_DIM, VOCAB, NUM_LAYERS = (70, 58), 9, 48, 96, 5
 SHAPE = {
@@ -46,7 +48,12 @@ SHAPE = {
 SPEC = from_hf_text_config(transformers.Qwen3Config(**SHAPE).to_dict())
 CONNECTOR = ConnectorSpec(FEATURE_DIM, SPEC.hidden_size, SPEC.hidden_size)
 MICROBATCH = MicrobatchSize(sum(LENGTHS), sum(LENGTHS) // 2, NUM_ROWS)
-STRATEGIES = {"none": "keep", "full": "recompute", "selective": "selective", "every_n": "recompute/2"}
+STRATEGIES = {
+    "none": MemoryStrategy.KEEP,
+    "full": MemoryStrategy.RECOMPUTE,
+    "selective": MemoryStrategy.SELECTIVE,
+    "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, 2),
+}
 
 
 class LiveStorages(TorchDispatchMode):
@@ -128,7 +135,7 @@ def test_activations_are_what_torch_keeps(family: str, checkpointing: str, dtype
     backbone = make_backbone(family, dtype)
     spec = from_hf_text_config(backbone.language_model.config.to_dict())
     setup = setup_of(dtype, activation_checkpointing=checkpointing)
-    kept = kept_nbytes(backbone, MemoryStrategy.parse(STRATEGIES[checkpointing]), dtype) - loss_kept_nbytes(dtype)
+    kept = kept_nbytes(backbone, STRATEGIES[checkpointing], dtype) - loss_kept_nbytes(dtype)
     predicted = chunk_activation_nbytes(spec, CONNECTOR, Chunk(NUM_LAYERS), setup, MICROBATCH)
     assert predicted == pytest.approx(kept, rel=0.05)
 
@@ -231,6 +238,14 @@ def test_the_peak_is_where_most_is_held() -> None:
     assert memory.peak == 10 + 20 + 3 + 40 + 7
     assert replace(memory, activations=2).peak == 10 + 20 + 10 + 3 + 4, "the last gradients are reduced"
     assert replace(memory, accumulated=10).peak == 10 + 20 + 10 + 3 + 40 + 7
+
+
+def test_an_encoders_memory_is_its_weights_and_one_batch() -> None:
+    def peak(tp: int, patches: int) -> int:
+        return encoder_peak_nbytes(VISION, tp, max_batch_patches=patches, dtype_nbytes=2)
+
+    assert peak(1, 0) == 2 * VISION.num_parameters
+    assert peak(1, 0) < peak(1, 1024) < peak(1, 2048) and peak(2, 1024) < peak(1, 1024)
 
 
 def setup_of(dtype: torch.dtype, **changes: Any) -> TrainingSetup:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from flowtrain.data.conversation import ConversationEncoder, EncodedText, encode_conversation
+from flowtrain.data.conversation import ConversationEncoder, EncodedText
 from flowtrain.data.sources.base import BadSample, Turn
 from flowtrain.errors import ConfigError
 from flowtrain.types.samples import RejectReason
@@ -46,7 +46,7 @@ def tokenizer(
 
 
 def test_loss_is_on_answers_and_their_end_of_turn(tokenizer: PreTrainedTokenizerFast) -> None:
-    encoded = encode_conversation(tokenizer, TURNS)
+    encoded = ConversationEncoder(tokenizer).encode(TURNS)
     assert targets(tokenizer, encoded) == ["Grüße 猫<|im_end|>", "ok<|im_end|>"]
     assert tokenizer.decode(encoded.ids) == (
         "<|im_start|>user\n<image>\nWhat?<|im_end|>\n<|im_start|>assistant\nGrüße 猫<|im_end|>\n"
@@ -57,7 +57,7 @@ def test_loss_is_on_answers_and_their_end_of_turn(tokenizer: PreTrainedTokenizer
 
 def test_ids_and_mask_are_those_of_hugging_face(byte_tokenizer: MakeTokenizer, chatml_marked: str) -> None:
     for tokenizer in (byte_tokenizer(chatml_marked), AutoTokenizer.from_pretrained("assets/tokenizer")):
-        encoded = encode_conversation(tokenizer, TURNS, "Be brief.")
+        encoded = ConversationEncoder(tokenizer, "Be brief.").encode(TURNS)
         messages = [{"role": "system", "content": "Be brief."}]
         messages += [{"role": turn.role, "content": turn.text} for turn in TURNS]
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -78,7 +78,7 @@ _WITH_CONTROL = st.lists(
 @given(st.lists(st.tuples(_WITH_CONTROL, _WITH_CONTROL.map(lambda text: "a" + text)), min_size=1, max_size=3))
 def test_control_tokens_in_texts_stay_text(tokenizer: PreTrainedTokenizerFast, rounds: list[tuple[str, str]]) -> None:
     turns = [turn for user, answer in rounds for turn in (Turn("user", user), Turn("assistant", answer))]
-    encoded = encode_conversation(tokenizer, turns)
+    encoded = ConversationEncoder(tokenizer).encode(turns)
     count = {token: int((encoded.ids == tokenizer.convert_tokens_to_ids(token)).sum())
              for token in ("<|im_start|>", "<|im_end|>", "<image>")}  # fmt: skip
     assert count["<|im_start|>"] == count["<|im_end|>"] == len(turns)
@@ -93,7 +93,7 @@ def test_a_family_may_spell_its_image_token_differently(byte_tokenizer: MakeToke
     tokenizer = byte_tokenizer(chatml_marked)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]}, replace_extra_special_tokens=False)
     turns = [Turn("user", "<image> is no <|image_pad|>"), Turn("assistant", "yes")]
-    encoded = encode_conversation(tokenizer, turns, image_token="<|image_pad|>")
+    encoded = ConversationEncoder(tokenizer, image_token="<|image_pad|>").encode(turns)
     assert (encoded.ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum() == 1
     assert "user\n<|image_pad|> is no <|image_pad|>" in tokenizer.decode(encoded.ids)
 
@@ -108,7 +108,7 @@ def test_the_system_prompt_comes_first(tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_without_an_end_of_turn_token_the_whole_turn_is_said(byte_tokenizer: MakeTokenizer) -> None:
     tokenizer = byte_tokenizer(VICUNA)
-    assert targets(tokenizer, encode_conversation(tokenizer, TURNS)) == ["Grüße 猫\n", "ok\n"]
+    assert targets(tokenizer, ConversationEncoder(tokenizer).encode(TURNS)) == ["Grüße 猫\n", "ok\n"]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_without_an_end_of_turn_token_the_whole_turn_is_said(byte_tokenizer: Mak
 )
 def test_empty_answers(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], detail: str) -> None:
     with pytest.raises(BadSample, match=detail) as caught:
-        encode_conversation(tokenizer, turns)
+        ConversationEncoder(tokenizer).encode(turns)
     assert caught.value.reason is RejectReason.EMPTY_ANSWER
 
 
 def test_a_template_that_refuses_the_turns(byte_tokenizer: MakeTokenizer, chatml: str) -> None:
     strict = "{% if messages and messages[0]['role'] == 'assistant' %}{{ raise_exception('user first') }}{% endif %}"
     with pytest.raises(BadSample, match="user first") as caught:
-        encode_conversation(byte_tokenizer(strict + chatml), [Turn("assistant", "a")])
+        ConversationEncoder(byte_tokenizer(strict + chatml)).encode([Turn("assistant", "a")])
     assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
     no_system = "{% if messages and messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     with pytest.raises(ConfigError, match=r"data\.system_prompt.*no system"):
@@ -141,7 +141,7 @@ def test_a_template_that_loses_an_image(byte_tokenizer: MakeTokenizer, chatml: s
     loses = chatml.replace("message['content'] +", "message['content'].split('think')[-1] +")
     turns = [Turn("user", "<image>think"), Turn("assistant", "a")]
     with pytest.raises(BadSample, match="1 <image> in the turns became 0") as caught:
-        encode_conversation(byte_tokenizer(loses), turns)
+        ConversationEncoder(byte_tokenizer(loses)).encode(turns)
     assert caught.value.reason is RejectReason.PLACEHOLDER_MISMATCH
 
 

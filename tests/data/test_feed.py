@@ -14,10 +14,10 @@ from flowtrain.data.feed import Feed
 from flowtrain.data.sampler import Sampler
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.source_set import SourceSet
-from flowtrain.data.units import unit_sequence
 from flowtrain.errors import DataError
+from flowtrain.flow.units import unit_sequence
 from flowtrain.types.plan import Unit, UnitKind
-from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 
 
 @pytest.fixture
@@ -97,10 +97,10 @@ def test_a_restored_feed_continues(make_feed: Callable[..., Feed]) -> None:
     whole, states = [], []
     for unit in units:
         whole.append([outcome(result) for result in feed.next_unit(unit)])
-        states.append(json.dumps(feed.state()))
+        states.append(json.dumps(feed.state().to_dict()))
     for done in range(1, len(units)):
         resumed = make_feed()
-        resumed.restore(json.loads(states[done - 1]))
+        resumed.restore(SamplerState.from_dict(json.loads(states[done - 1])))
         rest = [[outcome(result) for result in resumed.next_unit(unit)] for unit in units[done:]]
         assert rest == whole[done:]
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.data.permutation import Permutation
-from flowtrain.data.sampler import Sampler, SamplerState
+from flowtrain.data.sampler import Sampler
 from flowtrain.errors import CheckpointError
-from flowtrain.types.samples import SampleRef
+from flowtrain.types.samples import SampleRef, SamplerState
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 SEEDS = st.integers(0, 2**31)

@@ -46,7 +46,7 @@ def test_an_export_loads_in_transformers_and_starts_a_new_run(tmp_path: Path, ra
     data = mixed_data(tmp_path)
     config = tiny_config(tmp_path, data, "first", training={"max_steps": 2})
     summary = run_training(config)
-    exported = export_run(summary.directory)
+    exported = export_run(summary.directory).directory
     assert exported == summary.directory / "export"
 
     model = LlavaForConditionalGeneration.from_pretrained(exported)

@@ -14,11 +14,11 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from flowtrain.actors.flow import Flow
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import crew
 from flowtrain.controller.run import run_training
 from flowtrain.errors import ResourceError
+from flowtrain.flow.flow import Flow
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir
 from tests.e2e.clusters import BIN, Cluster, cluster, fetch, json_lines, wait_until

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import flowtrain
-from flowtrain.controller.predict import predict_plans
 from flowtrain.controller.run import run_training
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.run_dir import run_dir
 from tests.e2e.worlds import World, tiny_config
+from tests.predicted import predicted_plans
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ def test_a_run_makes_the_plans_that_pack_predicted(tmp_path: Path, ray_cluster: 
     predicted = {step.step: step for step in flowtrain.pack(config).steps}
     expected = {
         position: (plan.unit.step, rank, slot)
-        for plan in predict_plans(config)
+        for plan in predicted_plans(config)
         for slot in range(plan.num_slots)
         for rank in range(plan.dp_size)
         for position in plan.microbatch_positions(slot, rank)

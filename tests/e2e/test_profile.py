@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from tests.e2e.worlds import World, tiny_config
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def test_a_profile_is_measured_and_planned_from(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_profile_is_measured_and_planned_from(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 9.0, 9.0))
     world = World(seed=7)
     world.add_mixed(32)
     config = tiny_config(tmp_path, world.write(tmp_path / "train.parquet"))
@@ -29,6 +33,7 @@ def test_a_profile_is_measured_and_planned_from(ray_cluster: None, tmp_path: Pat
         app, ["profile", str(path), "--save", str(saved), "--devices", "2"]
     )
     assert result.exit_code == 0, result.stderr
+    assert "warning: the load average was 9.0 before measuring began" in result.stdout
     assert "2 x cpu" in result.stdout and "backbone, ms a microbatch, tp=2" in result.stdout
     profile = read_profile(saved)
     assert set(profile.layers) == set(profile.heads) == set(profile.connectors) == {1, 2}

@@ -122,7 +122,7 @@ def test_a_dropped_segment_goes_with_its_last_view_and_may_come_back(run_id: str
 
 def test_a_closed_or_vanished_owner_is_lost(segment: DramSegment, region: DramRegion) -> None:
     gone = export(segment, pid=2**22 - 3)
-    with pytest.raises(OwnerLostError, match="process 3 .* ask the directory"):
+    with pytest.raises(OwnerLostError, match="process 3 .* ask the coordinator"):
         region.view(gone, 0, 1)
     closed = export(segment)
     segment.close()

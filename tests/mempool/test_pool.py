@@ -198,7 +198,7 @@ def test_an_owner_that_is_gone_is_lost_but_its_views_stay(peers: Peers) -> None:
     del peers.published[0]
     peers.open(3)
     reader.get(peers.pools[3].put(b"x"))  # learns that process 0 is gone
-    with pytest.raises(OwnerLostError, match="ask the directory again by position"):
+    with pytest.raises(OwnerLostError, match="ask the coordinator again by position"):
         reader.get(extents)
     assert view.tobytes() == b"abc"
 

@@ -13,18 +13,17 @@ import numpy as np
 import pytest
 
 from flowtrain.mempool import probe
-from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.host import host_memory
-from flowtrain.mempool.probe import SEGMENT_NBYTES, Link, Probe, slow_links
-from flowtrain.types.memory import SegmentExport
+from flowtrain.mempool.probe import SEGMENT_NBYTES, Probe, slow_links
+from flowtrain.types.memory import Link, SegmentExport
 from tests.mempool.conftest import traces
 
-SPACE = AddressSpace(num_processes=4, segment_nbytes=SEGMENT_NBYTES)
+NUM_PROCESSES = 4
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 def give(run_id: str, connection: Connection) -> None:
-    owner = Probe(run_id, 1, "a", SPACE)
+    owner = Probe(run_id, 1, "a", NUM_PROCESSES)
     connection.send(owner.export())
     connection.recv()
     owner.close()
@@ -54,7 +53,7 @@ def owner(run_id: str) -> Iterator[SegmentExport]:
 
 
 def test_what_works_is_measured_and_what_does_not_says_why(run_id: str, owner: SegmentExport) -> None:
-    reader = Probe(run_id, 2, "a", SPACE)
+    reader = Probe(run_id, 2, "a", NUM_PROCESSES)
     (local,) = reader.measure(reader.export())
     shared, network = reader.measure(owner)
     reader.close()
@@ -67,8 +66,15 @@ def test_what_works_is_measured_and_what_does_not_says_why(run_id: str, owner: S
     assert network.fault is None or "NIXL" in network.fault
 
 
+def test_a_network_that_is_turned_off_is_no_fault(run_id: str, owner: SegmentExport) -> None:
+    reader = Probe(run_id, 2, "a", NUM_PROCESSES, network=False)
+    _, network = reader.measure(owner)
+    reader.close()
+    assert network == Link("a", "a", "nixl", off="pool.network is none")
+
+
 def test_another_node_is_read_over_the_network_alone(run_id: str, owner: SegmentExport) -> None:
-    reader = Probe(run_id, 2, "b", SPACE)
+    reader = Probe(run_id, 2, "b", NUM_PROCESSES)
     links = reader.measure(owner)
     reader.close()
     assert [(link.source, link.destination, link.transport) for link in links] == [("a", "b", "nixl")]
@@ -77,7 +83,7 @@ def test_another_node_is_read_over_the_network_alone(run_id: str, owner: Segment
 def test_an_owner_that_is_gone_and_wrong_bytes_are_faults(
     run_id: str, owner: SegmentExport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = Probe(run_id, 2, "a", SPACE)
+    reader = Probe(run_id, 2, "a", NUM_PROCESSES)
     gone, _ = reader.measure(replace(owner, process_index=3, network=None))
     assert gone.fault is not None and "segment of process 3" in gone.fault and gone.bytes_per_s is None
     monkeypatch.setattr(probe, "_known_bytes", lambda index: np.zeros(SEGMENT_NBYTES, np.uint8))

@@ -123,7 +123,7 @@ def test_what_a_restarted_process_has_is_never_read_under_old_addresses() -> Non
         second, new = start(7, 1)
         published[:] = [second]
         assert (reader.get(new) == payload(1, 1 << 20)).all(), "a miss, which also tells that the first is gone"
-        with pytest.raises(OwnerLostError, match="ask the directory again by position"):
+        with pytest.raises(OwnerLostError, match="ask the coordinator again by position"):
             reader.get(old)
         assert (kept == payload(0, 1 << 20)).all(), "a view outlives its owner"
         wrong, _ = start(3, 2)

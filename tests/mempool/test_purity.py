@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-PURE = ["gva", "page_table", "arena", "free_runs", "capacity", "directory", "eviction", "watermarks", "host"]
+PURE = ["gva", "page_table", "arena", "free_runs", "watermarks", "host"]
 
 
 @pytest.mark.parametrize("module", PURE)

@@ -107,6 +107,21 @@ def test_a_backend_that_cannot_run_here_is_refused(requested):
         resolve_attention(requested, CPU, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("installed", "chosen"), [(True, "flash_attn"), (False, "torch_varlen")])
+def test_auto_takes_flash_attn_where_it_is_installed(installed, chosen, monkeypatch, caplog):
+    def kernel():
+        if not installed:
+            raise ImportError("No module named 'flash_attn'")
+
+    monkeypatch.setattr(flash_attn, "_kernel", kernel)
+    for module in (flash_attn, torch_varlen):
+        monkeypatch.setattr(module, "why_no_flash_kernel", lambda device, dtype: None)
+    with caplog.at_level(logging.INFO, logger="flowtrain.models.attention"):
+        assert resolve_attention("auto", torch.device("cuda"), torch.bfloat16) == chosen
+    way_out = "pip install --no-build-isolation 'flowtrain[flash-attn]'"
+    assert (way_out in caplog.text) != installed
+
+
 def varlen_reference(query, key, value, cu_seqlens, scale, window):
     """What a variable-length kernel computes, ``[T, H, D]``, with explicit masks."""
     offsets, outputs = cu_seqlens.tolist(), []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Schedule
+from flowtrain.pipeline.actions import Action, ActionKind, MemoryKind, MemoryStrategy, Schedule
 from flowtrain.pipeline.transfers import insert_transfers
 from flowtrain.pipeline.validate import validate
 
@@ -14,7 +14,7 @@ STRATEGIES = (
     MemoryStrategy.KEEP,
     MemoryStrategy.RECOMPUTE,
     MemoryStrategy.SELECTIVE,
-    MemoryStrategy.parse("recompute/2"),
+    MemoryStrategy(MemoryKind.RECOMPUTE, 2),
 )
 
 

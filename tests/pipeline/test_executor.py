@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, parse_actions
+from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy
 from flowtrain.pipeline.executor import checked_schedule, execute
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
+from tests.pipeline.action_text import parse_actions
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 from tests.pipeline.scalar_pipeline import pipeline_gradients, plain_gradients
 

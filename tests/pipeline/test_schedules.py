@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy
-from flowtrain.pipeline.flow import trace_flow
+from flowtrain.pipeline.dataflow import trace_dataflow
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, in_flight_by_chunk, one_f_one_b
 from flowtrain.pipeline.transfers import insert_transfers, run_orders
@@ -41,7 +41,7 @@ def most_in_flight(actions: Sequence[Action]) -> int:
 def makespan(lists: Sequence[Sequence[Action]], num_microbatches: int, chunks_per_rank: int) -> float:
     """Time from first to last action, a chunk's forward and backward taking 1 and 2 divided by the chunks of a rank."""
     orders = [[action for action in actions if action.kind.is_compute] for actions in lists]
-    flow = trace_flow(orders, training=True, num_microbatches=num_microbatches)
+    flow = trace_dataflow(orders, training=True, num_microbatches=num_microbatches)
     spans = run_orders(orders, flow, lambda action: (1.5 - 0.5 * STEP[action.kind]) / chunks_per_rank)
     return max(rank_spans[-1][1] for rank_spans in spans)
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, MemoryStrategy, parse_actions
+from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from flowtrain.pipeline.validate import validate
+from tests.pipeline.action_text import parse_actions
 
 Lists = list[list[Action]]
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from flowtrain.scheduler.cost import eq3, tokens
 from flowtrain.scheduler.packing.balanced import balanced
-from flowtrain.scheduler.packing.base import Lengths, PackingRules
+from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 from flowtrain.scheduler.packing.best_fit import best_fit
 from flowtrain.scheduler.packing.best_fit_decreasing import best_fit_decreasing
-from flowtrain.scheduler.packing.isf import isf, isf_groups, isf_quotas
+from flowtrain.scheduler.packing.isf import ITERATIONS, draw_groups, isf, isf_quotas
 from flowtrain.scheduler.packing.random_order import random_order
 from flowtrain.scheduler.packing.sequential import sequential
 from tests.scheduler.packing_problems import packing_problems
@@ -177,6 +177,16 @@ def plain_isf(lengths: Lengths, q_vision: int, q_text: int, seed: int, iteration
                 kept.append(members)
                 data = [index for index in data if index not in members]
     return as_result(kept), data
+
+
+def isf_groups(
+    lengths: Lengths, capacity: int, q_vision: int, q_text: int, seed: int, iterations: int = ITERATIONS
+) -> tuple[Bins, np.ndarray]:
+    """Full groups in the order drawn, and the indices of the samples left over, both ascending."""
+    number, num_groups = draw_groups(lengths, q_vision, min(q_text, capacity), seed, iterations)
+    left_first = Bins.by_number(number + 1, num_groups + 1)
+    num_left = left_first.offsets[1]
+    return Bins(left_first.members[num_left:], left_first.offsets[1:] - num_left), left_first.members[:num_left]
 
 
 @settings(deadline=None)

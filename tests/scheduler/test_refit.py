@@ -79,7 +79,7 @@ def test_costs_are_refitted_every_so_often_once_there_is_enough() -> None:
     assert run(refitter, REFIT_STEPS - 1) == [] and planner.cost == eq3(CAPACITY)
     (event,) = run(refitter, 1, first_step=REFIT_STEPS)
     assert event.in_use and event.step == REFIT_STEPS and event.num_rows <= (REFIT_STEPS - WARM_UP_STEPS) * NUM_SLOTS
-    assert planner.cost == CostModel(**event.cost) != eq3(CAPACITY)
+    assert planner.cost == event.cost != eq3(CAPACITY)
     assert planner.cost.per_token == pytest.approx(TRUE.per_token, rel=1e-6), "only the dearest of a slot may count"
     assert planner.cost.per_square == pytest.approx(TRUE.per_square, rel=1e-6)
     assert event.form == "squares" and event.r2 == pytest.approx(1.0)
@@ -89,7 +89,7 @@ def test_a_run_with_frozen_costs_only_tells_what_it_measured() -> None:
     refitter = CostRefitter()
     assert run(refitter, 4 * REFIT_STEPS) == []
     (event,) = refitter.fitted(64)
-    assert not event.in_use and event.step == 64 and event.cost["per_token"] == pytest.approx(TRUE.per_token, rel=1e-6)
+    assert not event.in_use and event.step == 64 and event.cost.per_token == pytest.approx(TRUE.per_token, rel=1e-6)
 
 
 def test_old_measurements_give_way_to_new_ones() -> None:
@@ -99,7 +99,7 @@ def test_old_measurements_give_way_to_new_ones() -> None:
     run(refitter, MAX_ROWS // NUM_SLOTS + 1, slower, first_step=101)
     (event,) = refitter.fitted(0)
     assert event.num_rows <= MAX_ROWS
-    assert event.cost["per_token"] == pytest.approx(slower.per_token, rel=1e-6)
+    assert event.cost.per_token == pytest.approx(slower.per_token, rel=1e-6)
 
 
 def test_what_was_not_measured_as_planned_is_left_out() -> None:

@@ -105,7 +105,7 @@ def test_a_plan_is_its_slots(samples: list[SizedSample]) -> None:
     for slot in range(plan.num_slots):
         for rank in range(plan.dp_size):
             microbatch = plan.slots[slot][rank]
-            assert plan.rank_microbatches(rank)[slot] == microbatch
+            assert plan.microbatch(slot, rank) == microbatch
             assert plan.microbatch_positions(slot, rank) == tuple(s.position for s in microbatch.samples)
 
 

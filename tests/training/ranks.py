@@ -192,7 +192,7 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
 
 
 def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
-    microbatches = plan.rank_microbatches(trainer.group.dp_rank)
+    microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     actions = trainer.begin_unit(plan)
     if job.schedule_seed is not None:

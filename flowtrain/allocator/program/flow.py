@@ -10,39 +10,36 @@ from flowtrain.allocator.candidates import Candidate
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Who chooses one configuration.
-
-    work: what it produces; rates of modules with the same work add, others are matched to the consumer one by one.
-    optional: it may also take none at all, as where an encoder's replicas may lie on several types of devices, but of
-    each work somebody takes one.
-    """
+    """A producer, which gets one configuration."""
 
     name: str
     work: str
+    """What it produces; rates of modules with the same work add, others are matched to the consumer one by one."""
     candidates: tuple[Candidate, ...]
     optional: bool = False
+    """It may also get none, where an encoder's replicas may be on several types of devices; each work needs one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowProblem:
-    """Eq. 1 and 2 of FlowTrain 3.3 in numbers.
-
-    shares: of each work, the part of all samples that need it, above 0 and at most 1. devices: of each type. one_maker:
-    of each work one module alone takes a configuration, as a run can start it; at most one of them is not optional.
-    """
+    """Eq. 1 and 2 of FlowTrain 3.3 in numbers."""
 
     producers: tuple[Module, ...]
     consumer: tuple[Candidate, ...]
+    """The backbone's configurations."""
     shares: Mapping[str, float]
+    """Of each work, the share of all samples that need it; above 0 and at most 1."""
     devices: Mapping[str, int]
-    one_maker: bool = False
+    """Number of devices, by type."""
+    one_producer: bool = False
+    """Of each work one module alone gets a configuration, as a run can start it; at most one is not optional."""
 
     def __post_init__(self) -> None:
         works = {module.work for module in self.producers}
         assert works == set(self.shares), (works, self.shares)
         assert all(0.0 < share <= 1.0 for share in self.shares.values()), self.shares
 
-    def makers(self, work: str) -> tuple[Module, ...]:
+    def producers_of(self, work: str) -> tuple[Module, ...]:
         """Return the modules that do a work."""
         return tuple(module for module in self.producers if module.work == work)
 
@@ -57,19 +54,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a choice is worth, in lexicographic order.
-
-    rate: samples/s, the smaller of production and consumption. imbalance: by how much each work's production misses
-    the consumer's demand, in samples of that work a second, summed over works. devices: in all.
-    """
+    """What a choice is worth, in lexicographic order."""
 
     rate: float
+    """Samples/s, the smaller of production and consumption."""
     imbalance: float
+    """By how much each work's production misses the consumer's demand, in samples of it a second, summed over works."""
     devices: int
+    """In all."""
 
 
 def production(problem: FlowProblem, choice: Choice) -> dict[str, float]:
-    """Return by work the samples/s of the whole data that its makers keep up with."""
+    """Return by work the samples/s of the whole data that its producers keep up with."""
     return {
         work: sum(made.rate for made in _made(problem, choice, work)) / share for work, share in problem.shares.items()
     }
@@ -94,14 +90,6 @@ def adds_up(problem: FlowProblem, choice: Choice) -> bool:
     return any(len(_made(problem, choice, work)) > 1 for work in problem.shares)
 
 
-def devices_by_type(choice: Choice) -> dict[str, int]:
-    """Return how many devices of each type a choice takes."""
-    taken: dict[str, int] = {}
-    for candidate in (choice.consumer, *choice.producers.values()):
-        taken[candidate.device_type] = taken.get(candidate.device_type, 0) + candidate.devices
-    return taken
-
-
 def _made(problem: FlowProblem, choice: Choice, work: str) -> Sequence[Candidate]:
-    makers = problem.makers(work)
-    return [choice.producers[module.name] for module in makers if module.name in choice.producers]
+    producers = problem.producers_of(work)
+    return [choice.producers[module.name] for module in producers if module.name in choice.producers]

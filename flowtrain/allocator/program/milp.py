@@ -23,12 +23,15 @@ PIN_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The optimum and what it is worth; solver: who found it. num_variables: of the largest of the programs."""
+    """The optimum."""
 
     choice: Choice
     levels: Levels
+    """What it is worth."""
     solver: str
+    """Which solver found it."""
     num_variables: int
+    """Of the largest of the programs."""
 
 
 def solve(problem: FlowProblem, solver: Solver | None = None) -> Solution | None:
@@ -83,8 +86,8 @@ class _Program:
             chosen = _sum(binaries, _one)
             self._lp += chosen <= 1 if module.optional else chosen == 1
         for work in problem.shares:
-            makers = _sum(self._pairs(work), _one)
-            self._lp += makers == 1 if problem.one_maker else makers >= 1
+            producers = _sum(self._pairs(work), _one)
+            self._lp += producers == 1 if problem.one_producer else producers >= 1
         self.missing = {
             name: self._lp.add_variable(f"missing{k}", 0, cat="Integer")
             for k, name in enumerate(problem.devices)
@@ -106,14 +109,14 @@ class _Program:
         rate = self._lp.add_variable("rate", 0)
         self._lp += self._consumption() - rate >= 0
         for work, share in self._problem.shares.items():
-            # What a work makes beyond the fastest consumer's demand changes nothing here.
+            # What is produced beyond the fastest consumer's demand changes nothing here.
             self._lp += self._made(work, cap=share) - share * rate >= 0
         self.minimise(-rate)
 
     def hold_rate(self, rate: float) -> None:
         """Keep what the first level reached; rate: samples/s."""
         for work, share in self._problem.shares.items():
-            if len(self._problem.makers(work)) > 1:  # single makers lost their slower candidates already
+            if len(self._problem.producers_of(work)) > 1:  # single producers lost their slower candidates already
                 self._lp += self._made(work) >= share * (rate / self._scale - PIN_TOLERANCE)
 
     def surplus_variables(self) -> pulp.LpAffineExpression:
@@ -155,8 +158,8 @@ class _Program:
         return _sum(self._pairs(work), lambda candidate: min(candidate.rate / self._scale, cap))
 
     def _pairs(self, work: str) -> _Pairs:
-        makers = zip(self._problem.producers, self._producers, strict=True)
-        return [pair for module, binaries in makers if module.work == work for pair in binaries]
+        producers = zip(self._problem.producers, self._producers, strict=True)
+        return [pair for module, binaries in producers if module.work == work for pair in binaries]
 
 
 _Pairs = list[tuple[pulp.LpVariable, Candidate]]

@@ -29,7 +29,7 @@ def fast_enough(problem: FlowProblem, rate: float) -> FlowProblem:
     """Leave out candidates that alone are too slow for a rate, in samples/s, that was reached already."""
 
     def keep(module: Module) -> Module:
-        if len(problem.makers(module.work)) > 1 and not problem.one_maker:
+        if len(problem.producers_of(module.work)) > 1 and not problem.one_producer:
             return module
         share = problem.shares[module.work]
         return replace(module, candidates=tuple(c for c in module.candidates if c.rate / share >= rate))

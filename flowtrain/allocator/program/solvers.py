@@ -1,4 +1,4 @@
-"""MILP solvers behind PuLP: which are installed, and which to take."""
+"""MILP solvers of PuLP: which are installed, and which to use."""
 
 from __future__ import annotations
 

@@ -17,27 +17,26 @@ _USEFUL = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One consumer configuration with the producers that serve it best, and what that is worth.
-
-    production: samples/s that the producers reach with all devices that the consumer leaves.
-    """
+    """One consumer configuration with the producers that serve it best, and what that is worth."""
 
     choice: Choice
     levels: Levels
     production: float
+    """Samples/s that the producers reach with all devices that the consumer leaves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Production:
-    """What producers can make together, ``[N]`` ascending: samples/s of the whole data, and the devices they need.
-
-    fronts, rates: by module, its configurations and the samples/s that each keeps up with, both ascending.
-    """
+    """What producers can reach together."""
 
     reachable: FloatArray
+    """Samples/s of the whole data, ascending; ``[N]``."""
     needed: IntArray
+    """Devices that they need for it; ``[N]``."""
     fronts: Mapping[str, list[Candidate]]
+    """By module, its configurations, ascending in rate."""
     rates: Mapping[str, FloatArray]
+    """By module, the samples/s that each of ``fronts`` keeps up with."""
 
     def slowest_enough(self, rate: float) -> dict[str, Candidate]:
         """Return the smallest configuration of each producer that sustains a rate."""

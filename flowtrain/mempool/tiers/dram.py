@@ -246,5 +246,5 @@ def _open_segment(export: SegmentExport, run_id: str) -> int:
         found = os.strerror(error.errno)
     raise OwnerLostError(
         f"the segment of process {export.process_index} (pid {export.pid} on node {export.node_id}) is gone: {path} is "
-        f"{found}, not {expected}; ask the directory again by position"
+        f"{found}, not {expected}; ask the coordinator again by position"
     )

@@ -107,7 +107,7 @@ class HbmRegion:
         if started_ticks(export.pid) != checked_export(export).started_ticks:
             raise OwnerLostError(
                 f"the hbm segment of process {export.process_index} (pid {export.pid} on node {export.node_id}) is "
-                "gone with its process; ask the directory again by position"
+                "gone with its process; ask the coordinator again by position"
             )
 
     def drop(self, process_index: int) -> None:
@@ -148,7 +148,7 @@ class HbmRegion:
         if stamp != found.stamp:
             raise OwnerLostError(
                 f"what was mapped as the hbm segment of process {export.process_index} (pid {export.pid}) is another "
-                "one; ask the directory again by position"
+                "one; ask the coordinator again by position"
             )
         return memory[: export.bound_nbytes]
 

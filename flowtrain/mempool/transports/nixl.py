@@ -197,7 +197,7 @@ class NixlTransport(Transport):
                     self._forget(key)
                 raise OwnerLostError(
                     f"{_describe(share.segment)} is gone: another process answers at its network address; ask the "
-                    "directory again by position"
+                    "coordinator again by position"
                 )
 
     def _lost(self, share: Share, reason: str) -> OwnerLostError:
@@ -206,7 +206,7 @@ class NixlTransport(Transport):
         self._forget(key_of(share.segment))
         return OwnerLostError(
             f"{_describe(share.segment)} does not answer on the network ({reason}): it is gone, or no link leads "
-            "there; ask the directory again by position"
+            "there; ask the coordinator again by position"
         )
 
     def _forget(self, segment: SegmentKey) -> None:

@@ -13,7 +13,8 @@ from flowtrain.errors import ResourceError
 
 logger = logging.getLogger(__name__)
 
-_MODULES = ("nixl_cu12", "nixl_cu13")  # one build a CUDA release; without a device all do the same
+_MODULES = ("nixl_cu12", "nixl_cu13")  # one build a CUDA release; without a device both do the same
+NIXL_INSTALL = "pip install 'flowtrain[nixl-cu12]', or 'flowtrain[nixl-cu13]' for CUDA 13"
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _UCX_DEFAULTS = {"UCX_TCP_TX_SEG_SIZE": "64k"}
 """What UCX is told unless the user did: over TCP it answers a READ in segments of this size; with its own 8 KiB large
@@ -50,7 +51,7 @@ class Agent:
         if module is None:
             raise ResourceError(
                 f"reads between nodes need NIXL, and none of {', '.join(_MODULES)} is installed on this node: "
-                "pip install 'flowtrain[nixl]' on every node, or set pool.network: none to keep to one node"
+                f"{NIXL_INSTALL}, on every node, or set pool.network: none to keep to one node"
             )
         _warn_of_slow_settings()
         for variable, value in _UCX_DEFAULTS.items():

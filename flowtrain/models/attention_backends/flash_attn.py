@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from flowtrain.models.attention_backends.base import Backend, check_request, tokens_first, why_no_flash_kernel
 
+# Its build imports torch, so it must see the torch that is installed.
+_INSTALL = "pip install --no-build-isolation 'flowtrain[flash-attn]', or a wheel built for this torch (docs/running.md)"
+
 
 def packed_flash_attn(
     module: nn.Module,
@@ -53,7 +56,7 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         _kernel()
     except (ImportError, AttributeError) as error:
-        return f"the package flash-attn cannot be imported ({error}); install it: pip install flash-attn"
+        return f"the package flash-attn cannot be imported ({error}); install it: {_INSTALL}"
     return None
 
 

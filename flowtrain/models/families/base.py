@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.memory import DTYPE_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types.samples import ImageLayout
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
     from flowtrain.models.backbone import Backbone
     from flowtrain.models.encoder import VisionEncoder
-
-DTYPE_NBYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Family(ABC):

@@ -20,7 +20,7 @@ def isf(lengths: Lengths, rules: PackingRules) -> Bins:
 
     The quotas follow from the samples given: of a step, or of a whole data set.
     """
-    number, num_groups = _draw_groups(lengths, *isf_quotas(lengths, rules.capacity), rules.seed, ITERATIONS)
+    number, num_groups = draw_groups(lengths, *isf_quotas(lengths, rules.capacity), rules.seed, ITERATIONS)
     left = np.flatnonzero(number < 0)
     number_left, num_bins_left = best_fit_numbers(lengths.tokens[left], np.arange(len(left)), rules.capacity)
     number[left] = num_groups + number_left
@@ -43,23 +43,12 @@ def isf_quotas(lengths: Lengths, capacity: int) -> tuple[int, int]:
     return max(unit * per_group, int(lengths.vision.max())), capacity
 
 
-def isf_groups(
-    lengths: Lengths, capacity: int, q_vision: int, q_text: int, seed: int, iterations: int = ITERATIONS
-) -> tuple[Bins, IntArray]:
-    """Return full groups, in the order drawn, and the indices of the samples left over, ascending.
+def draw_groups(lengths: Lengths, q_vision: int, q_text: int, seed: int, iterations: int) -> tuple[IntArray, int]:
+    """Return each sample's group, int64 ``[num_samples]``, -1 where it is left over, and the number of groups.
 
-    capacity, q_text: in tokens; a group has at most the lesser. q_vision: the vision work that a group has at most. A
-    full group has exactly ``q_vision``, or all of the text quota but 1/32. A sample that is beyond a quota alone is
-    left over. Members of a group are indices into ``lengths``, ascending; with those left over they are all samples.
+    q_vision, q_text: the vision work and the tokens that a group has at most. A full group has exactly ``q_vision``, or
+    all of the text quota but 1/32. A sample that is beyond a quota alone is left over.
     """
-    number, num_groups = _draw_groups(lengths, q_vision, min(q_text, capacity), seed, iterations)
-    left_first = Bins.by_number(number + 1, num_groups + 1)
-    num_left = left_first.offsets[1]
-    return Bins(left_first.members[num_left:], left_first.offsets[1:] - num_left), left_first.members[:num_left]
-
-
-def _draw_groups(lengths: Lengths, q_vision: int, q_text: int, seed: int, iterations: int) -> tuple[IntArray, int]:
-    """Return each sample's group, int64 ``[num_samples]``, -1 where it is left over, and the number of groups."""
     assert q_vision >= 1 and q_text >= 1, (q_vision, q_text)
     rng = np.random.default_rng(seed)
     number = np.full(len(lengths), -1, dtype=np.int64)

@@ -1,0 +1,119 @@
+"""Builds a run's Flow from its configuration, the model's shape, and where the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.flops import SampleFlops, sample_flops
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.flow import Flow
+from flowtrain.flow.members import Members
+from flowtrain.flow.microbatches import Microbatches
+from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order
+from flowtrain.flow.parts import Parts
+from flowtrain.flow.report import EventLog
+from flowtrain.flow.steps import FlopsOf, Steps
+from flowtrain.flow.units import leftover_units, units_left
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.scheduler.refit import CostRefitter
+from flowtrain.scheduler.run_cost import is_refitted
+from flowtrain.scheduler.sample_sizes import SampleSizes
+from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.types.messages import FlowSettings
+from flowtrain.types.plan import Unit
+from flowtrain.types.samples import SamplerState
+
+
+def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> Flow:
+    """Return the flow of a run; compiles what planning needs, so that no step waits for it."""
+    planner = StepPlanner.from_config(config, settings.dp_size, settings.cost)
+    planner.warm_up()
+    parts = Parts(
+        AddressSpace(num_processes=config.pool.max_processes, segment_nbytes=config.pool.max_segment_nbytes),
+        alignment=config.pool.alignment,
+        lease_timeout_s=config.limits.lease_timeout_s,
+        consumed=ConsumedPositions.at(settings.sampler_state),
+    )
+    return assemble_flow(
+        members=Members(config.pool.max_processes, config.pool.processes_per_node),
+        parts=parts,
+        order=_order(config, settings, parts),
+        planner=planner,
+        units=units_left(settings),
+        leftovers=leftover_units(settings),
+        lookahead=config.scheduler.lookahead_steps,
+        flops_of=partial(_flops_of, model, config.model.freeze),
+        sampler_state=settings.sampler_state,
+        dp_size=settings.dp_size,
+        replica_size=settings.replica_size,
+        refitter=CostRefitter(planner if is_refitted(config) else None),
+        last_traced_step=settings.start_step + config.observability.trace_steps,
+        num_rejected=settings.num_rejected,
+        num_seen=settings.num_seen,
+    )
+
+
+def assemble_flow(
+    *,
+    members: Members,
+    parts: Parts,
+    order: Order,
+    planner: StepPlanner,
+    units: Iterator[Unit],
+    leftovers: Iterable[Unit] = (),
+    lookahead: int,
+    flops_of: FlopsOf,
+    sampler_state: SamplerState,
+    dp_size: int,
+    replica_size: int = 1,
+    refitter: CostRefitter | None = None,
+    last_traced_step: int = 0,
+    num_rejected: int = 0,
+    num_seen: int = 0,
+) -> Flow:
+    """Join the books of a run; arguments as of ``Steps``, ``Microbatches``, ``EventLog`` and ``Flow``."""
+    microbatches = Microbatches(parts, replica_size)
+    steps = Steps(
+        units=units,
+        leftovers=leftovers,
+        lookahead=lookahead,
+        order=order,
+        planner=planner,
+        microbatches=microbatches,
+        flops_of=flops_of,
+    )
+    log = EventLog(
+        num_ranks=dp_size * replica_size,
+        refitter=refitter if refitter is not None else CostRefitter(),
+        last_traced_step=last_traced_step,
+        num_rejected=num_rejected,
+        num_seen=num_seen,
+    )
+    return Flow(
+        members=members, parts=parts, microbatches=microbatches, steps=steps, log=log, sampler_state=sampler_state
+    )
+
+
+def _flops_of(spec: ModelSpec, freeze: Collection[str], sizes: SampleSizes) -> SampleFlops:
+    return sample_flops(
+        spec,
+        positions=sizes.positions,
+        lengths=sizes.tokens,
+        vision_lengths=sizes.vision_tokens,
+        target_lengths=sizes.target_tokens,
+        images={name: (part.images, part.patches) for name, part in sizes.parts.items()},
+        freeze=freeze,
+    )
+
+
+def _order(config: RunConfig, settings: FlowSettings, parts: Parts) -> Order:
+    if config.data.order == "deterministic":
+        return InOrder()
+    window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, settings.eval_every)
+    limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
+    make_batches = partial(make_encode_batches, max_batch_patches=limits, alignment=config.pool.alignment)
+    return ByArrival(window, parts, make_batches, settings.sampler_state)

@@ -1,0 +1,235 @@
+"""The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (docs/architecture.md).
+
+Nothing here waits, does I/O or knows of Ray: every method answers at once. The coordinator does the waiting; a
+simulator may drive the same class with virtual time.
+"""
+
+from __future__ import annotations
+
+from flowtrain.errors import StaleLeaseError
+from flowtrain.flow.members import Members
+from flowtrain.flow.microbatches import Microbatches
+from flowtrain.flow.parts import Parts
+from flowtrain.flow.report import EventLog
+from flowtrain.flow.steps import PlannedUnit, Steps
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import (
+    EncoderReport,
+    FeedOrder,
+    FeedReport,
+    Joined,
+    LeaseOrder,
+    LocateReply,
+    PlanReply,
+    RankReport,
+    RoomOrder,
+    Span,
+)
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.samples import Rejection, SamplerState
+
+ASK_AGAIN = LeaseOrder(None, (), stop=False)
+"""For an encoder that waits: ask anew, with the room that there is now."""
+
+
+class Flow:
+    """Owns the bookkeeping of one run; the methods here are what concerns several of its books at once.
+
+    What concerns one alone is asked of it directly: ``members`` (which processes take part), ``steps`` (units),
+    ``parts`` (positions), ``microbatches`` (what ranks read), ``log`` (what the driver learns). sampler_state: before
+    the first unit that is sized.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Members,
+        parts: Parts,
+        microbatches: Microbatches,
+        steps: Steps,
+        log: EventLog,
+        sampler_state: SamplerState,
+    ) -> None:
+        self.members = members
+        self.parts = parts
+        self.microbatches = microbatches
+        self.steps = steps
+        self.log = log
+        self._sampler_state = sampler_state
+        self._grown: set[int] = set()  # encoders with more room than when they last asked for a lease
+
+    # --- processes ----------------------------------------------------------------------------------------------
+
+    def join(self, name: str, node_id: str) -> Joined:
+        """Let a pool process start (or start again, which ends the process that had its name)."""
+        index, previous = self.members.join(name, node_id)
+        if previous is not None:
+            self._owner_lost(previous, for_good=False)
+        upcoming = self.steps.upcoming
+        return Joined(index, self._sampler_state, upcoming.index if upcoming is not None else -1)
+
+    def process_lost(self, name: str, for_good: bool = False) -> None:
+        """Have what only a dead process held produced again. Harmless when called twice.
+
+        for_good: no other process takes its place, and the memory of the others has to do.
+        """
+        index = self.members.index_of(name)
+        if index is not None:
+            self._owner_lost(index, for_good)
+
+    def _owner_lost(self, owner: int, for_good: bool) -> None:
+        self.members.withdraw(owner)
+        self.log.forget(owner)
+        self._grown.discard(owner)
+        self.parts.owner_lost(owner, for_good)
+
+    # --- feeder -------------------------------------------------------------------------------------------------
+
+    def feed(self, owner: int, report: FeedReport) -> tuple[Extent, ...]:
+        """Take in a sized unit, and text parts that were produced again.
+
+        Returns the extents of those that are not needed any more, to free. What a lost process had sent is left aside:
+        its successor does the same again.
+        """
+        if not self.members.is_living(owner):
+            return ()
+        self.log.stats(owner, report.stats)
+        refused: list[Extent] = []
+        for ready in report.remade:
+            try:
+                self.parts.text_ready(owner, ready)
+            except StaleLeaseError:  # it was rejected or released meanwhile
+                refused.extend(ready.extents)
+        self.record(report.spans)
+        if report.unit is not None:
+            self._take_sized(owner, report.unit, report)
+        return tuple(refused)
+
+    def _take_sized(self, owner: int, unit: Unit, report: FeedReport) -> None:
+        upcoming = self.steps.upcoming
+        assert unit == upcoming and report.sampler_state is not None, f"unit {unit} was reported, not {upcoming}"
+        self._sampler_state = report.sampler_state
+        self.parts.add_sized(report.sized, owner, report.texts)
+        if unit.kind is UnitKind.TRAIN:
+            self.log.seen(len(report.sized) + len(report.rejections))
+        self._reject(report.rejections)
+        self._note_plan(self.steps.add_sized(unit, report.sized, report.sampler_state))
+
+    def room_order(self, owner: int) -> RoomOrder | None:
+        """Return what a feeder without room may free, or stop; None while it has to wait."""
+        if not self.steps.are_over and not self.parts.released_nbytes(owner):
+            return None
+        return RoomOrder(self.parts.take_released(owner), self.steps.are_over)
+
+    def feed_order(self, owner: int) -> FeedOrder | None:
+        """Return what the feeder can do now, or None if it has to wait: size a unit, or produce text again, never both.
+
+        What it may free comes with that; until then it needs no room.
+        """
+        if self.steps.are_over:
+            return FeedOrder(None, (), self.parts.take_released(owner), stop=True)
+        remake = self.parts.leases.grant_lost_text(owner)
+        unit = self.steps.upcoming
+        # Text that was lost is reported before more is put: a segment full of unreported parts is never released.
+        if unit is not None and (remake or not self.steps.may_size(unit)):
+            unit = None
+        if unit is None and not remake:
+            return None
+        done = unit.positions if unit is not None else ()
+        consumed = tuple([position for position in done if self.parts.is_consumed(position)])
+        return FeedOrder(unit, remake, self.parts.take_released(owner), stop=False, consumed=consumed)
+
+    # --- encoders -----------------------------------------------------------------------------------------------
+
+    def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
+        """Take in what an encoder finished; returns the extents of parts whose lease is no longer its own, to free."""
+        if self.members.is_living(owner):
+            self.log.stats(owner, report.stats)
+        self.log.blocked(report.blocked_s)
+        self.record(report.spans)
+        self._reject(report.rejections)
+        refused: list[Extent] = []
+        has_grown = bool(report.rejections)  # DRAM that was promised and stayed unused is free
+        for ready in report.ready:
+            try:
+                has_grown |= self.parts.ready(owner, ready) is Tier.HBM
+            except StaleLeaseError:
+                refused.extend(ready.extents)
+        if (has_grown or refused) and self.members.is_living(owner):
+            self._grown.add(owner)
+        return tuple(refused)
+
+    def lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool = True) -> LeaseOrder | None:
+        """Return what an encoder can do now, or None if it has to wait (for memory, for the window, for sizes).
+
+        A lease counts on the memory that the order gives back with it. free_nbytes: what its segment could take when
+        it asked. is_fresh: that is now; else nothing is evicted on that account, but the encoder asks again.
+        """
+        parts = self.parts
+        if self.steps.are_over:
+            return LeaseOrder(None, parts.take_released(owner), stop=True)
+        if is_fresh:
+            self._grown.discard(owner)
+        parts.expire_leases()
+        lease = parts.leases.grant(owner, encoder, free_nbytes + parts.released_nbytes(owner))
+        if lease is None and not is_fresh:
+            return ASK_AGAIN if owner in self._grown or parts.may_evict(owner, encoder) else None
+        if lease is None and parts.make_room(owner, encoder, free_nbytes + parts.released_nbytes(owner)):
+            lease = parts.leases.grant(owner, encoder, free_nbytes + parts.released_nbytes(owner))
+        return LeaseOrder(lease, parts.take_released(owner), stop=False) if lease is not None else None
+
+    def may_lease_more(self, owner: int) -> bool:
+        """Whether a lease may wait for what an encoder handed in: its own room grew, or others may evict now."""
+        return owner in self._grown or self.parts.has_lost_memory
+
+    # --- backbone -----------------------------------------------------------------------------------------------
+
+    def plan_of(self, unit_index: int) -> StepPlan | None:
+        """Return the plan of a unit, or None while it cannot be planned; planned now where the order waits for that."""
+        self._note_plan(self.steps.plan_now(unit_index))
+        return self.steps.plan_of(unit_index)
+
+    def plan_reply(self, unit_index: int) -> PlanReply | None:
+        """Return a unit's plan, or that it will not come; None while a rank has to wait."""
+        plan = self.plan_of(unit_index)
+        if plan is None and not self.steps.is_past_end(unit_index):
+            return None
+        return PlanReply(plan, is_past_end=plan is None)
+
+    def locate_reply(self, unit_index: int, slot: int | None, rank: int, limit: int = 1) -> LocateReply | None:
+        """Return where microbatches lie, as ``Microbatches.locate``, or that their unit will not come; None to wait."""
+        if self.steps.is_past_end(unit_index):
+            return LocateReply((), is_past_end=True)
+        found = self.microbatches.locate(unit_index, slot, rank, limit)
+        return LocateReply(found, is_past_end=False) if found else None
+
+    def finish(self, report: RankReport, spans: tuple[Span, ...]) -> bool:
+        """Note that a rank finished a unit; True once all have, which consumes its positions and moves the window."""
+        self.record(spans)
+        if not self.log.finished(report):
+            return False
+        rows = self.parts.consume(self.microbatches.end(report.unit))
+        planned, sampler_state = self.steps.finish(report.unit)
+        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.occupancy()[Tier.HBM])
+        return True
+
+    def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
+        """Say who waits for what, for the message of a stalled wait."""
+        if self.steps.plan_of(unit_index) is None:
+            return self.steps.describe_wait(unit_index)
+        return self.microbatches.describe_wait(unit_index, slot, rank)
+
+    # --- the driver's view --------------------------------------------------------------------------------------
+
+    def record(self, spans: tuple[Span, ...]) -> None:
+        """Keep spans for the trace until its last step is done."""
+        self.log.spans(spans, self.steps.num_done)
+
+    def _reject(self, rejections: tuple[Rejection, ...]) -> None:
+        # A batch that is encoded again meets the same bad image again; it counts once.
+        self.log.rejected([rejection for rejection in rejections if self.parts.reject(rejection)])
+
+    def _note_plan(self, planned: PlannedUnit | None) -> None:
+        if planned is not None:
+            args: dict[str, int | float | str] = {"step": planned.plan.unit.step}
+            self.record((Span("coordinator", "pack", planned.started_s, planned.finished_s, args),))

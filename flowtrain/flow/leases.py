@@ -1,0 +1,192 @@
+"""Who produces which part: encode batches in line, leases that are granted, lost text."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable
+
+from flowtrain.flow.records import LEASED, NOBODY, PENDING, BatchKey, BatchRecord, LeaseRecord, PartRecord
+from flowtrain.types.messages import Lease
+from flowtrain.types.samples import TEXT_PART, SampleRef
+
+
+class Leases:
+    """Holds what is PENDING and LEASED. Batches are leased strictly in the order of (unit, batch index).
+
+    timeout_s: age at which ``expire`` takes a lease back. clock: seconds. A lease that an owner has lost is never
+    granted again under the same id, so its id is the epoch of what is reported under it.
+    """
+
+    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._lines: defaultdict[str, list[BatchKey]] = defaultdict(list)
+        self._batches: dict[tuple[str, int, int], BatchRecord] = {}
+        self._leases: dict[int, LeaseRecord] = {}  # in the order in which they were granted
+        self._leases_of: defaultdict[int, set[int]] = defaultdict(set)
+        self._last_id = 0
+        self._lost_text: dict[int, PartRecord] = {}
+        self._text_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
+        self._lost_owners: set[int] = set()
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """Put a batch in line, with those of its parts that are pending."""
+        for position, part in record.parts.items():
+            part.batch = record
+            if part.state is PENDING:
+                record.pending.add(position)
+        self._batches[record.batch.encoder, *record.key] = record
+        self._queue(record)
+
+    def first_in_line(self, encoder: str) -> BatchRecord | None:
+        """Return the earliest batch that has to be encoded, or None."""
+        line = self._lines[encoder]
+        while line:
+            record = self._batches.get((encoder, *line[0]))
+            if record is not None:
+                if record.pending:
+                    return record
+                record.is_queued = False
+            heapq.heappop(line)
+        return None
+
+    def grant(self, owner: int, encoder: str, free_nbytes: int) -> Lease | None:
+        """Lease the first batch in line to an owner if the parts that it needs fit into ``free_nbytes``.
+
+        A batch whose parts were lost comes before all later ones, and only its lost parts need room. Returns None if
+        nothing is in line, or if the first does not fit: no later, smaller one goes before it, so that the earliest
+        unfinished unit gets its memory. A lost owner gets none.
+        """
+        record = self.first_in_line(encoder) if owner not in self._lost_owners else None
+        if record is None:
+            return None
+        needed, nbytes = record.batch.positions, record.batch.nbytes
+        if len(record.pending) < len(needed):
+            needed, nbytes = tuple(p for p in needed if p in record.pending), pending_nbytes(record)
+        if nbytes > free_nbytes:
+            return None
+        heapq.heappop(self._lines[encoder])
+        record.is_queued = False
+        record.pending.clear()
+        self._last_id += 1
+        lease_id = self._last_id
+        for position in needed:
+            part = record.parts[position]
+            part.state = LEASED
+            part.owner = owner
+            part.lease_id = lease_id
+        lease = Lease(lease_id, lease_id, record.batch, record.refs, needed, nbytes)
+        self._leases[lease_id] = LeaseRecord(lease, owner, record, self._clock())
+        self._leases_of[owner].add(lease_id)
+        return lease
+
+    def is_granted(self, encoder: str) -> bool:
+        """Whether an owner holds a lease of an encoder's batches."""
+        return any(record.lease.batch.encoder == encoder for record in self._leases.values())
+
+    def grant_lost_text(self, owner: int) -> tuple[SampleRef, ...]:
+        """Lease all lost text parts to an owner, to be produced again; in order of position."""
+        if owner in self._lost_owners:
+            return ()
+        parts = [self._lost_text[position] for position in sorted(self._lost_text)]
+        self._lost_text.clear()
+        for part in parts:
+            part.state = LEASED
+            part.owner = owner
+        if parts:
+            self._text_of[owner].update(parts)
+        return tuple([part.position.ref for part in parts])
+
+    def make_pending(self, part: PartRecord) -> None:
+        """Have a lost part produced again, first in line since its batch is earlier than any that was never leased."""
+        part.state = PENDING
+        part.owner = part.lease_id = NOBODY
+        part.extents = ()
+        if part.batch is not None:
+            part.batch.pending.add(part.position.ref.position)
+            self._queue(part.batch)
+        elif part.name == TEXT_PART:
+            self._lost_text[part.position.ref.position] = part
+
+    def leave(self, part: PartRecord) -> None:
+        """Forget a PENDING or LEASED part: it is READY, or not wanted any more."""
+        position = part.position.ref.position
+        if part.name == TEXT_PART:
+            self._lost_text.pop(position, None)
+            self._text_of[part.owner].discard(part)
+        elif part.state is PENDING:
+            if part.batch is not None:
+                part.batch.pending.discard(position)
+        else:
+            record = self._leases[part.lease_id]
+            record.unreported.discard(position)
+            if not record.unreported:
+                self._close(record)
+
+    def forget_batch(self, record: BatchRecord) -> None:
+        """Forget a batch whose last position was consumed."""
+        del self._batches[record.batch.encoder, *record.key]
+
+    def expire(self) -> list[LeaseRecord]:
+        """Take back the leases that are too old, and return them."""
+        limit = self._clock() - self._timeout_s
+        expired = []
+        for record in self._leases.values():
+            if record.granted_s > limit:
+                break
+            expired.append(record)
+        for record in expired:
+            self._take_back(record)
+        return expired
+
+    def owner_lost(self, owner: int) -> None:
+        """Take back whatever an owner has leased, and lease nothing to it from now on."""
+        self._lost_owners.add(owner)
+        for lease_id in tuple(self._leases_of.pop(owner, ())):
+            self._take_back(self._leases[lease_id])
+        for part in self._text_of.pop(owner, ()):
+            self.make_pending(part)
+
+    def is_lost(self, owner: int) -> bool:
+        """Whether ``owner_lost`` was called for an owner."""
+        return owner in self._lost_owners
+
+    def describe(self, part: PartRecord) -> str:
+        """Say who is to produce a PENDING or LEASED part, and for how long it is leased."""
+        what = f"{part.name} of position {part.position.ref.position} ({part.nbytes} bytes) is"
+        if part.state is LEASED:
+            age_s = self._clock() - self._leases[part.lease_id].granted_s if part.batch is not None else 0.0
+            since = f" for {age_s:.1f} s (lease {part.lease_id})" if part.batch is not None else ""
+            return f"{what} leased to process {part.owner}{since}"
+        if part.batch is None:
+            return f"{what} pending: lost with its owner and to be made again"
+        batch, first = part.batch.batch, self.first_in_line(part.batch.batch.encoder)
+        head = ""
+        if first is not None and first is not part.batch:
+            head = f", after batch {first.batch.index} of unit {first.batch.unit}"
+        return f"{what} pending in encode batch {batch.index} of unit {batch.unit}{head}: no encoder has room or asks"
+
+    def _take_back(self, record: LeaseRecord) -> None:
+        self._close(record)
+        for position in record.unreported:
+            self.make_pending(record.batch.parts[position])
+
+    def _close(self, record: LeaseRecord) -> None:
+        lease_id, owner = record.lease.lease_id, record.owner
+        del self._leases[lease_id]
+        held = self._leases_of.get(owner)
+        if held is not None:
+            held.discard(lease_id)
+            if not held:
+                del self._leases_of[owner]
+
+    def _queue(self, record: BatchRecord) -> None:
+        if record.pending and not record.is_queued:
+            record.is_queued = True
+            heapq.heappush(self._lines[record.batch.encoder], record.key)
+
+
+def pending_nbytes(record: BatchRecord) -> int:
+    """Return what the parts of a batch that have to be produced take in a segment."""
+    return sum(record.parts[position].aligned_nbytes for position in record.pending)

@@ -1,0 +1,196 @@
+"""``data.order``: from which positions a unit is planned, when, and where a resume goes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol
+
+from flowtrain.flow.parts import Parts
+from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
+from flowtrain.types.samples import SamplerState, SizedSample
+
+MakeBatches = Callable[[int, Sequence[SizedSample]], tuple[EncodeBatch, ...]]
+"""From a unit's index and samples to encode batches."""
+
+
+class Order(Protocol):
+    """Decides which samples units run."""
+
+    def add(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> None:
+        """Take in a unit that was sized, without rejected samples; sampler_state: after it."""
+
+    def is_planned_at_once(self, unit: Unit) -> bool:
+        """Whether a unit is planned as soon as it is sized, or only when a rank asks for its plan."""
+
+    def choose(self, unit: Unit) -> tuple[Unit, Sequence[SizedSample]] | None:
+        """Return what a sized unit runs, once, or None while too little is ready. Steps are asked for in order."""
+
+    def state_after(self, unit: Unit) -> SamplerState:
+        """Return where a run goes on after a unit that was just consumed, once."""
+
+    def describe_wait(self, unit: Unit) -> str:
+        """Say what ``choose`` waits for."""
+
+
+class InOrder:
+    """``deterministic``: a unit runs its own positions, and is planned, with its encode batches, when it is sized."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, Sequence[SizedSample]] = {}
+        self._states: dict[int, SamplerState] = {}
+
+    def add(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> None:
+        """See ``Order``."""
+        self._samples[unit.index] = samples
+        self._states[unit.index] = sampler_state
+
+    def is_planned_at_once(self, unit: Unit) -> bool:
+        """Always."""
+        return True
+
+    def choose(self, unit: Unit) -> tuple[Unit, Sequence[SizedSample]] | None:
+        """See ``Order``."""
+        return unit, self._samples.pop(unit.index)
+
+    def state_after(self, unit: Unit) -> SamplerState:
+        """See ``Order``."""
+        return self._states.pop(unit.index)
+
+    def describe_wait(self, unit: Unit) -> str:
+        """See ``Order``."""
+        return "nothing"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What a step would run in order. state_before: the sampler's, at its first position."""
+
+    unit: Unit
+    state_before: SamplerState
+
+
+class ArrivalWindow:
+    """Steps made of what is ready, oldest first, where no position waits longer than W steps.
+
+    A position belongs by nature to the step that would run it in order; together these are the step's *group*. The
+    position runs at most ``window`` (W) steps later; when that step comes, it is taken whether ready or not. The last
+    step, and every ``close_every``-th one (the evaluations; None: there are none), closes the window: it takes all that
+    is left of its own and earlier groups, and no step before it takes from groups behind it. So every evaluation sees
+    the same positions trained as in order, and where it runs nothing older waits in the pool.
+    """
+
+    def __init__(self, window: int, last_step: int, close_every: int | None = None) -> None:
+        assert window >= 1 and (close_every is None or close_every >= 1), (window, close_every)
+        self._window = window
+        self._last_step = last_step
+        self._close_every = close_every
+        self._groups: dict[int, list[int]] = {}  # by step, ascending: positions that no step has taken
+
+    def add_group(self, step: int, positions: Sequence[int]) -> None:
+        """Add what a step would run in order, ascending; groups come in the order of their steps."""
+        assert not self._groups or step > next(reversed(self._groups)), (step, list(self._groups))
+        if positions:
+            self._groups[step] = list(positions)
+
+    def deadline(self, step: int) -> int:
+        """Return the last step that may run a position of this step's group."""
+        return min(step + self._window, self._closing(step))
+
+    def choose(self, step: int, size: int, is_done: Callable[[int], bool]) -> tuple[int, ...] | None:
+        """Take the positions that a step runs, ascending, or return None while there are too few.
+
+        size: positions of the step. is_done: whether a position is ready, or rejected. First come those whose last step
+        this is, then the oldest that are done. Steps are to be asked for in their order.
+        """
+        chosen: list[int] = []
+        for group, positions in self._groups.items():
+            if len(chosen) == size or group > self._closing(step):
+                break
+            due = self.deadline(group) <= step
+            chosen.extend(islice((p for p in positions if due or is_done(p)), size - len(chosen)))
+        if len(chosen) < size:
+            return None
+        self._take(chosen)
+        return tuple(chosen)
+
+    def open_positions(self, step: int) -> tuple[int, ...]:
+        """Return the positions that no step has taken, of groups up to this step's."""
+        return tuple(p for group, positions in self._groups.items() if group <= step for p in positions)
+
+    def _take(self, chosen: Sequence[int]) -> None:
+        taken = set(chosen)
+        for group, positions in list(self._groups.items()):
+            left = [position for position in positions if position not in taken]
+            if left:
+                self._groups[group] = left
+            else:
+                del self._groups[group]
+
+    def _closing(self, step: int) -> int:
+        """The first step from this one on that closes the window."""
+        if self._close_every is None:
+            return self._last_step
+        return min(self._last_step, -(-step // self._close_every) * self._close_every)
+
+
+class ByArrival:
+    """``arrival``: a step is planned when a rank asks for it, from what is ready by then; evaluations stay in order.
+
+    What a step would run in order, its group, is encoded in that order as soon as it is sized. A resume draws and sizes
+    again from the first group of which something is left; what was consumed of later ones is in the sampler's state.
+    sampler_state: before the first group.
+    """
+
+    def __init__(
+        self, window: ArrivalWindow, parts: Parts, make_batches: MakeBatches, sampler_state: SamplerState
+    ) -> None:
+        self._window = window
+        self._parts = parts
+        self._make_batches = make_batches
+        self._state = sampler_state
+        self._groups: deque[_Group] = deque()
+        self._samples: dict[int, SizedSample] = {}
+        self._evaluations: dict[int, Sequence[SizedSample]] = {}
+
+    def add(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> None:
+        """See ``Order``; a group's encode batches are put in line."""
+        if unit.kind is UnitKind.EVAL:
+            self._evaluations[unit.index] = samples
+            return
+        self._groups.append(_Group(unit, self._state))
+        self._state = sampler_state
+        self._parts.add_batches(self._make_batches(unit.index, samples))
+        self._samples.update((sample.position, sample) for sample in samples)
+        self._window.add_group(unit.step, [p for p in unit.positions if not self._parts.is_consumed(p)])
+
+    def is_planned_at_once(self, unit: Unit) -> bool:
+        """Evaluations are."""
+        return unit.kind is UnitKind.EVAL
+
+    def choose(self, unit: Unit) -> tuple[Unit, Sequence[SizedSample]] | None:
+        """See ``Order``."""
+        if unit.kind is UnitKind.EVAL:
+            return unit, self._evaluations.pop(unit.index)
+        chosen = self._window.choose(unit.step, unit.num_positions, self._parts.is_done)
+        if chosen is None:
+            return None
+        samples = [self._samples.pop(position, None) for position in chosen]
+        wanted = [sample for sample in samples if sample and not self._parts.is_rejected(sample.position)]
+        return replace(unit, chosen=chosen), wanted
+
+    def state_after(self, unit: Unit) -> SamplerState:
+        """See ``Order``."""
+        consumed = self._parts.consumed
+        while self._groups and self._groups[0].unit.positions[-1] < consumed.frontier:
+            self._groups.popleft()
+        if not self._groups:
+            return consumed.state_from(self._state, consumed.frontier)
+        first = self._groups[0]
+        return consumed.state_from(first.state_before, first.unit.first_position)
+
+    def describe_wait(self, unit: Unit) -> str:
+        """See ``Order``."""
+        return self._parts.describe_waits(self._parts[p] for p in self._window.open_positions(unit.step))

@@ -1,0 +1,385 @@
+"""The parts table: which part of which position lies where, who produces it, who may free it.
+
+A part is PENDING, LEASED to an owner, READY at its extents, and RELEASED when every rank that needs it has read it; a
+position is SIZED, PLANNED into a microbatch, and ends CONSUMED or REJECTED, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from flowtrain.errors import PoolError, StaleLeaseError
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.leases import Leases, pending_nbytes
+from flowtrain.flow.records import (
+    DRAM,
+    LEASED,
+    READY,
+    RELEASED,
+    BatchRecord,
+    PartRecord,
+    PositionRecord,
+)
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.types.events import LedgerRow
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, PartReady
+from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SizedSample
+
+_DESCRIBED_PARTS = 8
+_UNPLANNED = 1 << 62
+
+
+class Parts:
+    """Exactly-once bookkeeping of a run's positions; every call costs what it touches, not what there is.
+
+    space, alignment: of the pool, to check what owners report and to size leases. lease_timeout_s: age at which
+    ``expire_leases`` takes a lease back. consumed: training positions that an earlier run has consumed. Owners are
+    process indices, which are never used again in a run, so a message of a lost owner is known for what it is.
+    """
+
+    def __init__(
+        self,
+        space: AddressSpace,
+        *,
+        alignment: int,
+        lease_timeout_s: float,
+        consumed: ConsumedPositions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._space = space
+        self._dram_base = space.base(Tier.DRAM)
+        self._segment_nbytes = space.segment_nbytes
+        self._alignment = alignment
+        self._positions: dict[int, PositionRecord] = {}
+        self._ready_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
+        self._ready_nbytes = 0
+        self._ready_hbm_nbytes = 0  # of these in HBM
+        self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
+        self._released_nbytes: defaultdict[int, int] = defaultdict(int)
+        self._eval_frontier = EVAL_POSITION_BASE  # the evaluation positions below are over
+        self.leases = Leases(lease_timeout_s, clock)
+        """What is PENDING and LEASED."""
+        self.consumed = consumed if consumed is not None else ConsumedPositions()
+        """Training positions that units have consumed, in this run or in those that it continues."""
+        self.has_lost_memory = False
+        """Whether a process is gone for good, so that what it held has to fit beside what the others hold."""
+        self.num_produced = 0
+        """Positions whose parts have all been READY, each counted once."""
+
+    # --- positions ----------------------------------------------------------------------------------------------
+
+    def add_sized(self, samples: Iterable[SizedSample], owner: int, texts: Iterable[PartReady]) -> None:
+        """Take in positions whose sizes are known and whose texts, in the same order, lie in the owner's segment.
+
+        Raises StaleLeaseError for a lost owner, PoolError for a position known before and for text of another size.
+        """
+        is_lost, positions, alignment = self.leases.is_lost(owner), self._positions, self._alignment
+        for sample, text in zip(samples, texts, strict=True):
+            position = sample.ref.position
+            if is_lost:
+                raise _stale(owner, text, "this process counts as lost")
+            if position in positions or self.is_consumed(position):
+                raise PoolError(f"position {position} was sized twice; every position is fed once")
+            record = PositionRecord.of(sample, alignment)
+            self._make_ready(record.part(text.part), owner, text.extents)
+            positions[position] = record
+
+    def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
+        """Put encode batches of sized positions in line. Raises PoolError where one's parts take other bytes."""
+        for batch in batches:
+            record = BatchRecord(batch, {position: self[position].parts[batch.encoder] for position in batch.positions})
+            nbytes = sum([part.aligned_nbytes for part in record.parts.values()])
+            if nbytes != batch.nbytes:
+                raise PoolError(
+                    f"unit {batch.unit}, encode batch {batch.index} was planned with {batch.nbytes} bytes; its parts "
+                    f"take {nbytes} when aligned (pool.alignment)"
+                )
+            self.leases.add_batch(record)
+
+    def __getitem__(self, position: int) -> PositionRecord:
+        """Return the record of a position; raises PoolError for one that is not known, or over."""
+        record = self._positions.get(position)
+        if record is None:
+            raise PoolError(f"position {position} was neither sized nor rejected, or is consumed")
+        return record
+
+    def reject(self, rejection: Rejection) -> bool:
+        """Quarantine a position, sized or not; its bytes are freed and nothing waits for it any more.
+
+        Returns False, changing nothing, if it was rejected before (a batch encoded again meets the same bad image), is
+        consumed, or was handed out whole to a rank, which trains on it.
+        """
+        position = rejection.ref.position
+        record = self._positions.get(position)
+        if record is None:
+            if self.is_consumed(position):
+                return False
+            record = self._positions[position] = PositionRecord(rejection.ref)
+        if record.rejected or record.is_handed_out:
+            return False
+        record.rejected = True
+        for part in record.parts.values():
+            self.drop(part)
+        if record.microbatch is not None and record.missing:
+            record.microbatch.one_less_missing()
+        return True
+
+    def is_consumed(self, position: int) -> bool:
+        """Whether a position is over."""
+        return position < self._eval_frontier if position >= EVAL_POSITION_BASE else position in self.consumed
+
+    def is_rejected(self, position: int) -> bool:
+        """Whether a position is quarantined; raises PoolError for one that is not known, or over."""
+        return self[position].rejected
+
+    def is_done(self, position: int) -> bool:
+        """Whether nothing has to be produced for a position, now: it is complete, or rejected; errors as above."""
+        record = self[position]
+        return record.rejected or not record.missing
+
+    def consume(self, unit: Unit) -> tuple[LedgerRow, ...]:
+        """End the positions of a unit, all of whose microbatches are released; returns a row for each.
+
+        Units are consumed in their order.
+        """
+        records = [self._positions.pop(position) for position in unit.positions]
+        for record in records:
+            for part in record.parts.values():
+                batch = part.batch
+                if batch is not None:
+                    batch.num_unconsumed -= 1
+                    if not batch.num_unconsumed:
+                        self.leases.forget_batch(batch)
+        if unit.kind is UnitKind.TRAIN:
+            self.consumed.add(unit.positions)
+        else:
+            self._eval_frontier = unit.positions[-1] + 1
+        return tuple([record.ledger_row(unit.step) for record in records])
+
+    # --- what owners report -------------------------------------------------------------------------------------
+
+    def ready(self, owner: int, part_ready: PartReady) -> Tier:
+        """Take in a part that its leaseholder has put; returns the tier that it lies in.
+
+        Raises StaleLeaseError if the lease is no longer the owner's or the position was rejected (free the bytes),
+        PoolError for a wrong size and for extents outside the owner's segment.
+        """
+        part = self._leased_part(owner, part_ready)
+        if part.lease_id != part_ready.epoch:
+            raise _stale(owner, part_ready, f"it is leased under epoch {part.lease_id} now")
+        return self._make_ready(part, owner, part_ready.extents)
+
+    def text_ready(self, owner: int, part_ready: PartReady) -> None:
+        """Take in a text part that was produced again; errors as ``ready``, though leases of text have no epoch."""
+        self._make_ready(self._leased_part(owner, part_ready), owner, part_ready.extents)
+
+    def expire_leases(self) -> tuple[Lease, ...]:
+        """Take back the leases that are too old, and return them.
+
+        What was reported under one is produced again with the rest, unless a rank knows where it lies. Otherwise two
+        owners, each holding half a batch, could both run out of room.
+        """
+        expired = self.leases.expire()
+        for record in expired:
+            lease_id = record.lease.lease_id
+            for part in record.batch.parts.values():
+                if part.state is READY and part.lease_id == lease_id and not part.position.is_located:
+                    self._evict(part)
+        return tuple([record.lease for record in expired])
+
+    def drop(self, part: PartRecord) -> None:
+        """Have a part released: it is not wanted any more, whatever its state."""
+        if part.state is READY:
+            self._ready_of[part.owner].discard(part)
+            self._release(part)
+        elif part.state is not RELEASED:
+            self.leases.leave(part)
+        part.state = RELEASED
+        part.extents = ()
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def take_released(self, owner: int) -> tuple[Extent, ...]:
+        """Hand an owner the extents that it may free, each once."""
+        self._released_nbytes.pop(owner, None)
+        return tuple(self._released_of.pop(owner, ()))
+
+    def released_nbytes(self, owner: int) -> int:
+        """Return what an owner's DRAM segment gains by freeing what ``take_released`` has for it."""
+        return self._released_nbytes.get(owner, 0)
+
+    def occupancy(self) -> dict[Tier, int]:
+        """Return the bytes of READY parts in each tier."""
+        return {Tier.HBM: self._ready_hbm_nbytes, Tier.DRAM: self._ready_nbytes - self._ready_hbm_nbytes}
+
+    def owner_lost(self, owner: int, for_good: bool = False) -> None:
+        """Have an owner's parts that are not released produced again, first in line. May be called twice.
+
+        for_good: no other process takes its place, so that from now on ``make_room`` may be needed.
+        """
+        self.has_lost_memory |= for_good
+        self.leases.owner_lost(owner)
+        self.take_released(owner)
+        for part in self._ready_of.pop(owner, ()):
+            self._count_ready(part, -1)
+            self._make_pending(part)
+
+    def may_evict(self, owner: int, encoder: str) -> bool:
+        """Whether ``make_room`` may work: a batch is in line, memory was lost for good, and nothing is leased."""
+        if not self.has_lost_memory or self.leases.is_lost(owner) or self.leases.is_granted(encoder):
+            return False
+        return self.leases.first_in_line(encoder) is not None
+
+    def make_room(self, owner: int, encoder: str, free_nbytes: int) -> bool:
+        """Evict parts from an owner's DRAM segment for the first batch in line, if ``free_nbytes`` do not hold it.
+
+        Only where ``may_evict`` allows it: the survivors of a loss can be full of later positions. As long as every
+        lost process comes back with an empty segment, leases in order never need this. The farthest parts from being
+        used go first, batch by batch, since a batch is leased as one again; only those of later batches, and none that
+        a rank knows of. They are produced again in their turn; ``take_released`` has their extents. Returns whether
+        anything was evicted: nothing is where all of them would not be enough.
+        """
+        blocked = self.leases.first_in_line(encoder) if self.may_evict(owner, encoder) else None
+        if blocked is None:
+            return False
+        lacking_nbytes = pending_nbytes(blocked) - free_nbytes
+        batches: defaultdict[tuple[int, tuple[int, int]], list[PartRecord]] = defaultdict(list)
+        for part in self._ready_of.get(owner, ()):
+            batch, position = part.batch, part.position
+            if part.tier is not Tier.DRAM or batch is None or batch.key <= blocked.key or position.is_located:
+                continue
+            used_in = position.microbatch.unit if position.microbatch is not None else _UNPLANNED
+            batches[used_in, batch.key].append(part)
+        chosen: list[PartRecord] = []
+        for key in sorted(batches, reverse=True):
+            if lacking_nbytes <= 0:
+                break
+            chosen += batches[key]
+            lacking_nbytes -= sum(part.aligned_nbytes for part in batches[key])
+        if lacking_nbytes > 0:
+            return False
+        for part in chosen:
+            self._evict(part)
+        return bool(chosen)
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def describe_waits(self, records: Iterable[PositionRecord]) -> str:
+        """Say what positions wait for: the first parts that are missing, each with its state, who has it, how long."""
+        waiting = [
+            part
+            for record in records
+            if record.missing and not record.rejected
+            for part in record.parts.values()
+            if part.state is not READY
+        ]
+        if not waiting:
+            return "nothing"
+        shown = "; ".join(self.leases.describe(part) for part in waiting[:_DESCRIBED_PARTS])
+        more = f"; and {len(waiting) - _DESCRIBED_PARTS} more" if len(waiting) > _DESCRIBED_PARTS else ""
+        return f"{len(waiting)} parts: {shown}{more}"
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _leased_part(self, owner: int, part_ready: PartReady) -> PartRecord:
+        record = self._positions.get(part_ready.position)
+        if self.leases.is_lost(owner):
+            raise _stale(owner, part_ready, "this process counts as lost")
+        if record is None or record.rejected:
+            raise _stale(owner, part_ready, "the position was rejected, or is over")
+        part = record.part(part_ready.part)
+        if part.state is not LEASED or part.owner != owner:
+            holder = f" to process {part.owner}" if part.state is LEASED else ""
+            raise _stale(owner, part_ready, f"it is {part.state.value}{holder}")
+        return part
+
+    def _make_ready(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
+        tier = DRAM if self._is_one_run(part, owner, extents) else self._checked_tier(part, owner, extents)
+        if part.state is LEASED:
+            self.leases.leave(part)
+        part.state = READY
+        part.owner = owner
+        part.extents = extents
+        part.tier = tier
+        self._ready_of[owner].add(part)
+        self._count_ready(part, 1)
+        position = part.position
+        position.missing -= 1
+        if position.missing:
+            return tier
+        if not position.produced:
+            position.produced = True
+            self.num_produced += 1
+        if position.microbatch is not None:
+            position.microbatch.one_less_missing()
+        return tier
+
+    def _make_pending(self, part: PartRecord) -> None:
+        """Take a part that was READY from its position."""
+        position = part.position
+        position.missing += 1
+        if position.missing == 1 and position.microbatch is not None:
+            position.microbatch.one_more_missing()
+        self.leases.make_pending(part)
+
+    def _evict(self, part: PartRecord) -> None:
+        """Have the owner free a READY part, which is produced again in its turn."""
+        self._ready_of[part.owner].remove(part)
+        self._release(part)
+        self._make_pending(part)
+
+    def _release(self, part: PartRecord) -> None:
+        """Have the owner of a READY part free its bytes."""
+        self._count_ready(part, -1)
+        owner, extents = part.owner, part.extents
+        self._released_of[owner] += extents
+        if part.tier is DRAM:
+            alignment = self._alignment
+            self._released_nbytes[owner] += (
+                part.aligned_nbytes
+                if len(extents) == 1
+                else sum(-(-extent.nbytes // alignment) * alignment for extent in extents)
+            )
+
+    def _count_ready(self, part: PartRecord, sign: int) -> None:
+        self._ready_nbytes += sign * part.nbytes
+        if part.tier is not DRAM:
+            self._ready_hbm_nbytes += sign * part.nbytes
+
+    def _is_one_run(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> bool:
+        """Whether a reported part is one run of its size in its owner's DRAM segment, as nearly all are."""
+        if len(extents) != 1:
+            return False
+        extent = extents[0]
+        distance = extent.gva - self._dram_base - owner * self._segment_nbytes
+        return 0 <= distance <= self._segment_nbytes - extent.nbytes and extent.nbytes == part.nbytes > 0
+
+    def _checked_tier(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
+        """Return the tier of a reported part; raises where its size or its owner's segment say otherwise."""
+        nbytes, tier = 0, DRAM
+        for extent in extents:
+            nbytes += extent.nbytes
+            place = self._space.place(extent)
+            tier = place.tier
+            if place.process_index != owner:
+                raise PoolError(
+                    f"process {owner} reports {part.name} of position {part.position.ref.position} at {extent.gva:#x}, "
+                    f"which belongs to process {place.process_index}"
+                )
+        if nbytes != part.nbytes:
+            raise PoolError(
+                f"position {part.position.ref.position}: its {part.name} was sized as {part.nbytes} bytes, process "
+                f"{owner} put {nbytes}; the model's processing does not do what its sizing says"
+            )
+        return tier
+
+
+def _stale(owner: int, part_ready: PartReady, why: str) -> StaleLeaseError:
+    return StaleLeaseError(
+        f"process {owner} reports {part_ready.part} of position {part_ready.position} under epoch "
+        f"{part_ready.epoch}, which is refused: {why}; free its bytes"
+    )

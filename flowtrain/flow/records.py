@@ -1,0 +1,192 @@
+"""What the flow remembers of a part, a position, a microbatch, an encode batch and a lease."""
+
+from __future__ import annotations
+
+import enum
+
+from flowtrain.errors import PoolError
+from flowtrain.types.events import LedgerRow
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease
+from flowtrain.types.plan import EncodeBatch
+from flowtrain.types.samples import SampleRef, SizedSample
+
+NOBODY = -1
+
+BatchKey = tuple[int, int]
+"""(unit, batch index): the order in which batches are leased."""
+
+
+class PartState(enum.Enum):
+    """A part's life: PENDING -> LEASED -> READY -> RELEASED; a lost owner or lease takes it back to PENDING."""
+
+    PENDING = "pending"
+    LEASED = "leased"
+    READY = "ready"
+    RELEASED = "released"
+
+
+# A name costs a tenth of a member's attribute, and every part is looked at several times.
+PENDING, LEASED, READY, RELEASED = PartState
+DRAM = Tier.DRAM
+
+
+class PartRecord:
+    """One part of a position.
+
+    nbytes, aligned_nbytes: of its array, and what that takes in a segment. owner: process index, NOBODY while it is
+    PENDING. lease_id: of the lease that it is under, which is also its epoch. batch: None for text.
+    """
+
+    __slots__ = (
+        "aligned_nbytes",
+        "batch",
+        "extents",
+        "lease_id",
+        "name",
+        "nbytes",
+        "owner",
+        "position",
+        "state",
+        "tier",
+    )
+
+    def __init__(self, position: PositionRecord, name: str, nbytes: int, aligned_nbytes: int) -> None:
+        self.position = position
+        self.name = name
+        self.nbytes = nbytes
+        self.aligned_nbytes = aligned_nbytes
+        self.state = PENDING
+        self.owner = NOBODY
+        self.lease_id = NOBODY
+        self.extents: tuple[Extent, ...] = ()
+        self.tier = DRAM
+        self.batch: BatchRecord | None = None
+
+
+class PositionRecord:
+    """One position. missing: parts that are not READY. produced: whether it was complete once."""
+
+    __slots__ = ("microbatch", "missing", "parts", "produced", "ref", "rejected")
+
+    def __init__(self, ref: SampleRef) -> None:
+        self.ref = ref
+        self.parts: dict[str, PartRecord] = {}
+        self.missing = 0
+        self.microbatch: MicrobatchRecord | None = None
+        self.produced = False
+        self.rejected = False
+
+    @classmethod
+    def of(cls, sample: SizedSample, alignment: int) -> PositionRecord:
+        """Start the record of a sized sample."""
+        record = cls(sample.ref)
+        for size in sample.parts:
+            aligned_nbytes = -(-size.nbytes // alignment) * alignment
+            record.parts[size.name] = PartRecord(record, size.name, size.nbytes, aligned_nbytes)
+        record.missing = len(record.parts)
+        return record
+
+    def part(self, name: str) -> PartRecord:
+        """Return a part by its name; raises PoolError for one that the position does not have."""
+        part = self.parts.get(name)
+        if part is None:
+            raise PoolError(f"position {self.ref.position} has no part {name!r}; it has {', '.join(self.parts)}")
+        return part
+
+    @property
+    def is_located(self) -> bool:
+        """Whether a rank has learned where its microbatch lies."""
+        return self.microbatch is not None and bool(self.microbatch.located_by)
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether a rank has learned where all of it lies."""
+        microbatch = self.microbatch
+        if microbatch is None or not microbatch.located_by:
+            return False
+        return microbatch.is_released or not self.missing
+
+    def ledger_row(self, step: int) -> LedgerRow:
+        """Return how it ended, at the end of its unit."""
+        ref, microbatch = self.ref, self.microbatch
+        dp_rank, slot = (microbatch.dp_rank, microbatch.slot) if microbatch is not None else (NOBODY, NOBODY)
+        state = "rejected" if self.rejected else "consumed"
+        return LedgerRow(ref.position, ref.source, ref.row, ref.epoch, step, dp_rank, slot, state)
+
+
+class MicrobatchRecord:
+    """One planned microbatch of a data parallel replica.
+
+    unit: index. ready_slots: of its unit and replica, shared among their microbatches. missing: positions neither
+    complete nor rejected. located_by, read_by: ranks of the replica that know where it lies, that have read it.
+    left_out: rejected positions, as the ranks in ``located_by`` know them. is_released: every rank has read it.
+    """
+
+    __slots__ = (
+        "dp_rank",
+        "is_released",
+        "left_out",
+        "located_by",
+        "missing",
+        "positions",
+        "read_by",
+        "ready_slots",
+        "slot",
+        "unit",
+    )
+
+    def __init__(self, unit: int, slot: int, dp_rank: int, ready_slots: set[int]) -> None:
+        self.unit = unit
+        self.slot = slot
+        self.dp_rank = dp_rank
+        self.ready_slots = ready_slots
+        self.positions: list[PositionRecord] = []
+        self.missing = 0
+        self.located_by: set[int] = set()
+        self.read_by: set[int] = set()
+        self.left_out: tuple[int, ...] = ()
+        self.is_released = False
+
+    def one_less_missing(self) -> None:
+        """Note that a position of it is complete, or rejected."""
+        self.missing -= 1
+        if not self.missing and not self.is_released:
+            self.ready_slots.add(self.slot)
+
+    def one_more_missing(self) -> None:
+        """Note that a complete position of it lost a part."""
+        self.missing += 1
+        self.ready_slots.discard(self.slot)
+
+
+class BatchRecord:
+    """One encode batch.
+
+    parts: by position. pending: positions to be leased. num_unconsumed: positions that no unit has consumed. is_queued:
+    whether the batch stands in line.
+    """
+
+    __slots__ = ("batch", "is_queued", "key", "num_unconsumed", "parts", "pending", "refs")
+
+    def __init__(self, batch: EncodeBatch, parts: dict[int, PartRecord]) -> None:
+        self.batch = batch
+        self.key: BatchKey = (batch.unit, batch.index)
+        self.parts = parts
+        self.refs = tuple([part.position.ref for part in parts.values()])
+        self.pending: set[int] = set()
+        self.num_unconsumed = len(parts)
+        self.is_queued = False
+
+
+class LeaseRecord:
+    """One lease. unreported: positions that its owner has not reported. granted_s: on the flow's clock."""
+
+    __slots__ = ("batch", "granted_s", "lease", "owner", "unreported")
+
+    def __init__(self, lease: Lease, owner: int, batch: BatchRecord, granted_s: float) -> None:
+        self.lease = lease
+        self.owner = owner
+        self.batch = batch
+        self.granted_s = granted_s
+        self.unreported: set[int] = set(lease.needed)

@@ -1,0 +1,152 @@
+"""What the driver learns of a run: units done with their figures, rejections, checkpoints, spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flowtrain.flow.steps import PlannedUnit
+from flowtrain.scheduler.refit import CostRefitter
+from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.memory import PoolStats
+from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
+
+
+class EventLog:
+    """Collects what actors report until all have, and makes events of it.
+
+    num_ranks: of the backbone; all of them report. last_traced_step: spans are kept until it is done. num_rejected,
+    num_seen: training samples so far.
+    """
+
+    def __init__(
+        self, *, num_ranks: int, refitter: CostRefitter, last_traced_step: int, num_rejected: int, num_seen: int
+    ) -> None:
+        self._num_ranks = num_ranks
+        self._refitter = refitter
+        self._last_traced_step = last_traced_step
+        self._num_rejected = num_rejected
+        self._num_seen = num_seen
+        self._events: list[Event] = []
+        self.has_news = False
+        """Whether something happened that somebody waits for; spans alone can wait for it."""
+        self._reports: dict[int, list[RankReport]] = {}
+        self._checkpoints: dict[int, set[int]] = {}
+        self._stats: dict[int, PoolStats] = {}
+        self._blocked_s = 0.0
+        self._produced_mark = 0
+
+    def take(self) -> tuple[Event, ...]:
+        """Hand over what happened since the last call."""
+        events = tuple(self._events)
+        self._events.clear()
+        self.has_news = False
+        return events
+
+    def spans(self, spans: tuple[Span, ...], last_step: int) -> None:
+        """Keep spans for the trace. last_step: steps done so far."""
+        if spans and last_step < self._last_traced_step:
+            self._events.append(SpansRecorded(spans))
+
+    def stats(self, owner: int, stats: PoolStats | None) -> None:
+        """Note what a process's segment holds; None says nothing new."""
+        if stats is not None:
+            self._stats[owner] = stats
+
+    def forget(self, owner: int) -> None:
+        """A process is gone, and its segment with it."""
+        self._stats.pop(owner, None)
+
+    def blocked(self, seconds: float) -> None:
+        """An encoder had nothing to encode for so long."""
+        self._blocked_s += seconds
+
+    def seen(self, num_samples: int) -> None:
+        """So many training samples more were sized, or rejected when they were."""
+        self._num_seen += num_samples
+
+    def rejected(self, rejections: Sequence[Rejection]) -> None:
+        """Samples were quarantined, each for the first time."""
+        if rejections:
+            self._num_rejected += sum(rejection.ref.position < EVAL_POSITION_BASE for rejection in rejections)
+            self.has_news = True
+            self._events.append(Rejected(tuple(rejections), self._num_rejected, self._num_seen))
+
+    def checkpoint_written(self, step: int, rank: int, directory: str) -> bool:
+        """A rank wrote its share; True once all have."""
+        ranks = self._checkpoints.setdefault(step, set())
+        ranks.add(rank)
+        if len(ranks) < self._num_ranks:
+            return False
+        del self._checkpoints[step]
+        self._events.extend(self._refitter.fitted(step))
+        self.has_news = True
+        self._events.append(CheckpointWritten(step, directory))
+        return True
+
+    def finished(self, report: RankReport) -> bool:
+        """A rank finished a unit; True once all have, and then ``unit_done`` is due."""
+        reports = self._reports.setdefault(report.unit, [])
+        reports.append(report)
+        return len(reports) == self._num_ranks
+
+    def unit_done(
+        self,
+        planned: PlannedUnit,
+        rows: tuple[LedgerRow, ...],
+        sampler_state: SamplerState,
+        num_produced: int,
+        hbm_nbytes: int,
+    ) -> None:
+        """A unit is consumed. num_produced: positions produced so far. hbm_nbytes: of READY parts in HBM."""
+        plan = planned.plan
+        reports = of_replicas(self._reports.pop(plan.unit.index))
+        self.has_news = True
+        self._events.append(
+            UnitDone(
+                unit=plan.unit,
+                reports=reports,
+                plan_digest=plan.digest(),
+                plan_time_s=planned.finished_s - planned.started_s,
+                num_microbatches=plan.num_microbatches,
+                packing_fill=packing_fill(plan),
+                dp_imbalance=imbalance(plan),
+                flops=planned.flops.sum(without={row.position for row in rows if row.state == "rejected"}),
+                blocked_s=self._blocked_s,
+                produced_samples=num_produced - self._produced_mark,
+                num_rejected=self._num_rejected,
+                pool_dram_nbytes=sum(stats.used_nbytes for stats in self._stats.values()),
+                pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self._stats.values()),
+                ledger=rows,
+                sampler_state=sampler_state,
+                pool_hbm_nbytes=hbm_nbytes,
+            )
+        )
+        self._events.extend(self._refitter.take(plan, reports))
+        self._produced_mark = num_produced
+        self._blocked_s = 0.0
+
+
+def of_replicas(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
+    """Merge the reports of all ranks to one for each replica, in order.
+
+    Each duration is that of the rank that took longest, which the others wait for, microbatch by microbatch; the
+    replica starts with its first rank and finishes with its last.
+    """
+    replicas: dict[int, list[RankReport]] = {}
+    for report in reports:
+        replicas.setdefault(report.dp_rank, []).append(report)
+    return tuple(_merged(replicas[dp_rank]) for dp_rank in sorted(replicas))
+
+
+def _merged(members: Sequence[RankReport]) -> RankReport:
+    return replace(
+        members[0],
+        started_s=min(member.started_s for member in members),
+        finished_s=max(member.finished_s for member in members),
+        starved_s=max(member.starved_s for member in members),
+        fetch_s=max(member.fetch_s for member in members),
+        microbatch_s=tuple(map(max, zip(*(member.microbatch_s for member in members), strict=True))),
+    )

@@ -1,0 +1,167 @@
+"""The run's units on their way: which is sized next, what each runs, which may begin, where the run ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from flowtrain.costs.flops import SampleFlops
+from flowtrain.flow.microbatches import Microbatches
+from flowtrain.flow.order import Order
+from flowtrain.scheduler.sample_sizes import SampleSizes
+from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.samples import SamplerState, SizedSample
+
+FlopsOf = Callable[[SampleSizes], SampleFlops]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """A unit that was planned. started_s, finished_s: of planning, since the Unix epoch. flops: of its samples."""
+
+    plan: StepPlan
+    started_s: float
+    finished_s: float
+    flops: SampleFlops
+
+
+class Steps:
+    """Gives all ranks the same plan and the same answer for the same unit, whenever the user stops the run.
+
+    units: those of the run in order. leftovers: units done in an earlier run of whose own positions some are left
+    (``arrival`` order); they are sized first. lookahead: units between the one that the backbone works on, or whose
+    plan it waits for, and the last that may be sized.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Iterator[Unit],
+        leftovers: Iterable[Unit] = (),
+        lookahead: int,
+        order: Order,
+        planner: StepPlanner,
+        microbatches: Microbatches,
+        flops_of: FlopsOf,
+    ) -> None:
+        first = next(units, None)
+        self._units = units
+        self._upcoming = deque([*leftovers, first] if first is not None else [])
+        self._current = first.index if first is not None else 0
+        self._asked = self._current
+        self._begun = -1
+        self._lookahead = lookahead
+        self._order = order
+        self._planner = planner
+        self._microbatches = microbatches
+        self._flops_of = flops_of
+        self._unfinished: dict[int, Unit] = {}  # sized and not done, by index
+        self._planned: dict[int, PlannedUnit] = {}
+        self._stop_requested = False
+        self._stop_at: int | None = None
+        self.num_done = first.step - 1 if first is not None else 0
+        """Training steps done so far."""
+
+    # --- sizing and planning ------------------------------------------------------------------------------------
+
+    @property
+    def upcoming(self) -> Unit | None:
+        """The unit that is sized next, or None past the end."""
+        if not self._upcoming and (unit := next(self._units, None)) is not None:
+            self._upcoming.append(unit)
+        return self._upcoming[0] if self._upcoming else None
+
+    def may_size(self, unit: Unit) -> bool:
+        """Whether a unit may be sized now: within the lookahead, or, in a run that stops, only if it was begun."""
+        if self._stop_requested:
+            return unit.index <= self._begun
+        return unit.index <= max(self._current, self._asked) + self._lookahead
+
+    def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> PlannedUnit | None:
+        """Take in the upcoming unit without its rejected samples; returns its plan if it is planned at once."""
+        started = time.time()
+        upcoming = self._upcoming.popleft()
+        assert unit == upcoming, f"unit {unit} was reported, not {upcoming}"
+        self._order.add(unit, samples, sampler_state)
+        if unit.index < self._current:
+            return None  # a leftover: its positions run in the steps to come
+        self._unfinished[unit.index] = unit
+        return self._plan(unit, started) if self._order.is_planned_at_once(unit) else None
+
+    def plan_now(self, unit_index: int) -> PlannedUnit | None:
+        """Plan a unit that is sized and has no plan, if enough is ready; the lookahead counts from it."""
+        if unit_index not in self._unfinished or unit_index in self._planned:
+            return None
+        self._asked = unit_index
+        return self._plan(self._unfinished[unit_index], time.time())
+
+    def plan_of(self, unit_index: int) -> StepPlan | None:
+        """Return the plan of a unit, or None while it has none."""
+        planned = self._planned.get(unit_index)
+        return planned.plan if planned is not None else None
+
+    def finish(self, unit_index: int) -> tuple[PlannedUnit, SamplerState]:
+        """Forget a unit that was consumed. Returns its plan, and where a run goes on after it."""
+        planned = self._planned.pop(unit_index)
+        del self._unfinished[unit_index]
+        self._current = unit_index + 1
+        self.num_done = planned.plan.unit.step
+        return planned, self._order.state_after(planned.plan.unit)
+
+    # --- where the run ends -------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """End the run after the step that is running and the evaluation that may follow it."""
+        self._stop_requested = True
+
+    def begin(self, unit_index: int) -> bool:
+        """Let a rank run a unit; False means stop."""
+        if unit_index <= self._begun:
+            return True
+        # A round of evaluation belongs to the step before it: a resumed run starts after both.
+        if self._stop_requested and self._stop_at is None and self._kind_of(unit_index) is not UnitKind.EVAL:
+            self._stop_at = unit_index
+        if self.is_past_end(unit_index):
+            return False
+        self._begun = unit_index
+        return True
+
+    def is_past_end(self, unit_index: int) -> bool:
+        """Whether a unit that no rank began will never come: the run was stopped, or its units are used up."""
+        if self._stop_at is not None:
+            return unit_index >= self._stop_at
+        return self.upcoming is None and unit_index not in self._unfinished
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the producers have nothing left to do: the backbone stopped, or all units are done."""
+        if self._stop_at is not None:
+            return not any(unit_index < self._stop_at for unit_index in self._unfinished)
+        return self.upcoming is None and not self._unfinished
+
+    def describe_wait(self, unit_index: int) -> str:
+        """Say why a unit has no plan."""
+        unit, upcoming = self._unfinished.get(unit_index), self.upcoming
+        reason = f", which waits for {self._order.describe_wait(unit)}" if unit is not None else ""
+        feeder = f"the feeder is to size unit {upcoming.index}" if upcoming is not None else "all units are sized"
+        return f"unit {unit_index} is not planned yet{reason}; {feeder}"
+
+    def _kind_of(self, unit_index: int) -> UnitKind | None:
+        """Kind of the unit that is next to begin; None past the end."""
+        unit = self._unfinished.get(unit_index) or self.upcoming
+        return unit.kind if unit is not None else None
+
+    def _plan(self, unit: Unit, started: float) -> PlannedUnit | None:
+        chosen = self._order.choose(unit)
+        if chosen is None:
+            return None
+        unit, samples = chosen
+        sizes = self._planner.sizes_of(samples)
+        plan = self._planner.plan(unit, sizes)
+        finished = time.time()
+        self._microbatches.add(plan)
+        planned = self._planned[unit.index] = PlannedUnit(plan, started, finished, self._flops_of(sizes))
+        return planned

@@ -1,0 +1,16 @@
+"""Samples that no run can have are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowtrain.errors import ConfigError
+from tests.allocator.worlds import workload
+
+
+def test_workloads_without_tokens_or_beyond_a_microbatch_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"longest sample of the workload \(2048 tokens\)"):
+        workload(microbatch_tokens=2047)
+    with pytest.raises(ConfigError, match="needs samples, each of at least one token"):
+        workload(lengths=np.array([0, 1]))

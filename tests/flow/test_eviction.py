@@ -1,0 +1,105 @@
+"""Which parts go when memory was lost for good; the parts' machine covers it among all other faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowtrain.errors import StaleLeaseError
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, PartReady
+from flowtrain.types.samples import TEXT_PART, SizedSample
+from tests.flow.building import ALIGNMENT, VISION, Tables, plan, sized
+
+SPACE = AddressSpace(num_processes=16, segment_nbytes=1 << 20)
+FEEDER, DEAD, SURVIVOR = 0, 1, 2
+NBYTES = 2 * ALIGNMENT
+NUM_UNITS = 4
+
+
+def extent(owner: int, position: int, nbytes: int) -> Extent:
+    return Extent(SPACE.gva(Tier.DRAM, owner, position * 1024), nbytes)
+
+
+def report(owner: int, lease: Lease) -> list[PartReady]:
+    return [PartReady(p, VISION, lease.epoch, (extent(owner, p, NBYTES),)) for p in lease.needed]
+
+
+def encode(tables: Tables, owner: int) -> Lease:
+    lease = tables.parts.leases.grant(owner, VISION, 1 << 20)
+    assert lease is not None
+    for ready in report(owner, lease):
+        tables.parts.ready(owner, ready)
+    return lease
+
+
+@pytest.fixture
+def tables() -> Tables:
+    """Units 0 to 3 of two positions, a batch and a microbatch each; the first lies with DEAD, the others do not."""
+    tables = Tables(SPACE, lease_timeout_s=60.0)
+    for unit in range(NUM_UNITS):
+        samples: list[SizedSample] = [sized(2 * unit + i, NBYTES) for i in range(2)]
+        for sample in samples:
+            text = PartReady(sample.position, TEXT_PART, 0, (extent(FEEDER, sample.position, 80),))
+            tables.parts.add_sized([sample], FEEDER, [text])
+        tables.microbatches.add(plan(samples, index=unit, first=2 * unit, per_microbatch=2, per_batch=2))
+    encode(tables, DEAD)
+    for _ in range(NUM_UNITS - 1):
+        encode(tables, SURVIVOR)
+    return tables
+
+
+def positions_of(extents: tuple[Extent, ...]) -> list[int]:
+    return sorted(SPACE.translate(found.gva).offset // 1024 for found in extents)
+
+
+def test_the_farthest_batch_goes_whole_and_is_made_again_in_its_turn(tables: Tables) -> None:
+    tables.parts.owner_lost(DEAD, for_good=True)
+    assert tables.parts.leases.grant(SURVIVOR, VISION, NBYTES) is None
+    assert tables.parts.make_room(SURVIVOR, VISION, NBYTES)
+    assert positions_of(tables.parts.take_released(SURVIVOR)) == [6, 7]
+    assert tables.parts.occupancy()[Tier.DRAM] == 8 * 80 + 4 * NBYTES
+    assert not tables.is_ready(3, 0, 0) and tables.is_ready(1, 0, 0)
+    assert encode(tables, SURVIVOR).batch.positions == (0, 1)
+    assert encode(tables, SURVIVOR).batch.positions == (6, 7)
+    assert tables.parts.num_produced == 8, "a position that is made again counts once"
+
+
+def test_it_goes_on_until_there_is_room_and_not_further(tables: Tables) -> None:
+    tables.parts.owner_lost(DEAD, for_good=True)
+    assert tables.parts.make_room(SURVIVOR, VISION, 0)
+    assert positions_of(tables.parts.take_released(SURVIVOR)) == [6, 7]
+    assert not tables.parts.make_room(SURVIVOR, VISION, 2 * NBYTES), "there is room"
+
+
+def test_nothing_goes_while_somebody_comes_back_or_still_encodes(tables: Tables) -> None:
+    tables.parts.owner_lost(DEAD)
+    assert not tables.parts.make_room(SURVIVOR, VISION, 0), "its successor has room"
+    lease = tables.parts.leases.grant(5, VISION, 1 << 20)
+    assert lease is not None
+    tables.parts.owner_lost(DEAD, for_good=True)
+    tables.parts.owner_lost(6, for_good=True)
+    assert not tables.parts.make_room(SURVIVOR, VISION, 0), "nothing waits for room"
+    for ready in report(5, lease):
+        tables.parts.ready(5, ready)
+    tables.parts.owner_lost(SURVIVOR)
+    other = tables.parts.leases.grant(5, VISION, 1 << 20)
+    assert other is not None and not tables.parts.make_room(5, VISION, 0), "who encodes will report"
+
+
+def test_what_a_rank_was_told_to_read_and_what_is_earlier_stays(tables: Tables) -> None:
+    for unit in (1, 3):
+        assert tables.locate(unit, 0, 0) is not None
+    tables.parts.owner_lost(DEAD, for_good=True)
+    assert tables.parts.make_room(SURVIVOR, VISION, 0)
+    assert positions_of(tables.parts.take_released(SURVIVOR)) == [4, 5]
+    assert encode(tables, SURVIVOR).batch.positions == (0, 1)
+    assert not tables.parts.make_room(SURVIVOR, VISION, 0), "unit 2 waits, and only unit 3 is later, which is read"
+
+
+def test_a_report_of_an_evicted_part_is_stale(tables: Tables) -> None:
+    tables.parts.owner_lost(DEAD, for_good=True)
+    tables.parts.make_room(SURVIVOR, VISION, 0)
+    late = PartReady(6, VISION, 4, (extent(SURVIVOR, 6, NBYTES),))
+    with pytest.raises(StaleLeaseError, match="it is pending"):
+        tables.parts.ready(SURVIVOR, late)

@@ -1,0 +1,651 @@
+"""The run's bookkeeping under random interleavings: every unit ends, every position once, all ranks agree."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from flowtrain.errors import PoolError
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.flow import ASK_AGAIN, Flow
+from flowtrain.flow.units import unit_sequence
+from flowtrain.types.events import CheckpointWritten, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.messages import EncoderReport, MicrobatchLocation, Span
+from flowtrain.types.plan import Flops, Unit, UnitKind
+from flowtrain.types.samples import SamplerState
+from tests.flow.simulation import (
+    ARRIVAL_NBYTES,
+    BATCH,
+    ENCODER_NBYTES,
+    LEASE_TIMEOUT_S,
+    SPACE,
+    VISION,
+    Owner,
+    SimulatedEncoder,
+    SimulatedFeeder,
+    SimulatedRank,
+    build_flow,
+    is_found_bad_early,
+    is_found_bad_late,
+    located,
+    rejection_of,
+    report_of,
+)
+
+DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL = 2, 2, 4, 2, 3
+
+
+class FlowMachine(RuleBasedStateMachine):
+    """Everybody may be slow, producers may die with a report under way, and the user may stop the run."""
+
+    @initialize(
+        lookahead=st.integers(1, 3),
+        arrival=st.booleans(),
+        start_step=st.sampled_from([0, 2]),
+        with_eval=st.booleans(),
+        roomy=st.booleans(),
+        slow=st.integers(0, NUM_ENCODERS),
+        replica_size=st.sampled_from([1, 2, 3]),
+    )
+    def start(
+        self,
+        lookahead: int,
+        arrival: bool,
+        start_step: int,
+        with_eval: bool,
+        roomy: bool,
+        slow: int,
+        replica_size: int,
+    ) -> None:
+        self.now = 0.0
+        self.replica_size = replica_size
+        self.slow = slow
+        self.encoder_nbytes = 1 << 16 if roomy else ARRIVAL_NBYTES if arrival else ENCODER_NBYTES
+        self.lookahead = lookahead
+        self.arrival = arrival
+        self.evaluation = (EVAL_EVERY, NUM_EVAL) if with_eval else (None, 0)
+        self.units = list(unit_sequence(NUM_STEPS, BATCH, None, *self.evaluation, start_step))
+        self.events: list[UnitDone] = []
+        self.rejected: list[int] = []
+        self.first_step = start_step
+        self.start_run(start_step, SamplerState(start_step * BATCH))
+
+    def start_run(self, start_step: int, sampler_state: SamplerState) -> None:
+        self.flow = build_flow(
+            num_steps=NUM_STEPS,
+            eval_every=self.evaluation[0],
+            num_eval=self.evaluation[1],
+            start_step=start_step,
+            sampler_state=sampler_state,
+            arrival=self.arrival,
+            lookahead=self.lookahead,
+            dp_size=DP_SIZE,
+            replica_size=self.replica_size,
+            clock=lambda: self.now,
+        )
+        self.owners: dict[int, Owner] = {}
+        self.feeder = self.join_feeder()
+        self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
+        self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
+        first = self.units[len(self.events)].index if len(self.events) < len(self.units) else 1 << 62
+        num_ranks = DP_SIZE * self.replica_size
+        self.ranks = [
+            SimulatedRank(self.flow, rank, self.arrival, first, self.replica_size) for rank in range(num_ranks)
+        ]
+        self.stopped_after: int | None = None
+
+    def join_feeder(self) -> SimulatedFeeder:
+        joined = self.flow.join("feeder-0", "node")
+        assert joined.sampler_state is not None
+        upcoming = self.flow.steps.upcoming
+        if upcoming is not None and upcoming.kind is UnitKind.TRAIN:
+            assert joined.sampler_state.next_position == upcoming.first_position
+        feeder = SimulatedFeeder(joined.process_index)
+        self.owners[feeder.index] = feeder
+        return feeder
+
+    def join_encoder(self, which: int) -> SimulatedEncoder:
+        index = self.flow.join(f"encoder-{which}", "node").process_index
+        encoder = SimulatedEncoder(index, self.encoder_nbytes)
+        assert encoder.index not in self.owners, "an index is never used again"
+        self.owners[encoder.index] = encoder
+        return encoder
+
+    # --- the feeder ---------------------------------------------------------------------------------------------
+
+    @rule()
+    def feeder_reports(self) -> None:
+        if self.feeder.report is not None:
+            self.feeder.free(self.flow.feed(self.feeder.index, self.feeder.report))
+            self.feeder.report = None
+
+    @rule()
+    def feeder_works(self) -> None:
+        if self.feeder.report is not None:
+            return
+        order = self.flow.feed_order(self.feeder.index)
+        if order is None:
+            return
+        self.feeder.free(order.released)
+        if order.stop:
+            assert self.nothing_is_left_to_run()
+        elif order.unit is not None or order.remake:
+            if order.unit is not None:
+                assert order.unit.index <= min(rank.unit for rank in self.ranks) + self.lookahead
+            self.feeder.report = self.feeder.make(order.unit, order.remake, order.consumed)
+
+    @rule(arrives=st.booleans())
+    def feeder_dies(self, arrives: bool) -> None:
+        """Its last report may still arrive after the controller, or its successor, said that it is gone."""
+        dead = self.feeder
+        del self.owners[dead.index]
+        self.feeder = self.join_feeder()
+        if arrives and dead.report is not None:
+            assert self.flow.feed(dead.index, dead.report) == ()
+
+    # --- encoders -----------------------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_leases(self, which: int) -> None:
+        encoder = self.encoders[which]
+        order = self.flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes)
+        encoder.take(order)
+        if order is not None and order.stop:
+            assert self.nothing_is_left_to_run()
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_encodes(self, which: int) -> None:
+        if self.encoders[which].work:
+            self.reports[which].append(self.encoders[which].encode())
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_hands_in(self, which: int) -> None:
+        if self.reports[which]:
+            encoder = self.encoders[which]
+            encoder.free(self.flow.hand_in(encoder.index, self.reports[which].pop(0)))
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1), arrives=st.booleans(), is_noticed=st.booleans())
+    def encoder_dies(self, which: int, arrives: bool, is_noticed: bool) -> None:
+        dead = self.encoders[which]
+        del self.owners[dead.index]
+        if is_noticed:
+            self.flow.process_lost(f"encoder-{which}")
+        self.encoders[which] = self.join_encoder(which)
+        for report in self.reports[which] if arrives else ():
+            refused = self.flow.hand_in(dead.index, report)
+            assert refused == tuple(extent for part in report.ready for extent in part.extents)
+        self.reports[which].clear()
+
+    @rule(seconds=st.sampled_from([1.0, LEASE_TIMEOUT_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    # --- the backbone -------------------------------------------------------------------------------------------
+
+    @rule(rank=st.integers(0, 3 * DP_SIZE - 1), moves=st.integers(1, 4))
+    def rank_moves(self, rank: int, moves: int) -> None:
+        rank %= len(self.ranks)
+        for _ in range(moves):
+            if rank_is_ahead(self.ranks, rank) or not self.ranks[rank].move(self.check_location):
+                break
+        self.take_events()
+
+    def check_location(self, location: MicrobatchLocation) -> None:
+        """What a rank is told to read is there, for all its samples but the rejected ones."""
+        for part in location.parts:
+            assert not is_found_bad_early(part.position)
+            for extent in part.extents:
+                owner = self.owners.get(SPACE.translate(extent.gva).process_index)
+                assert owner is None or owner.has(extent), "a part was freed before it was read"
+        assert all(is_found_bad_late(position) for position in location.rejected)
+
+    @rule(slow=st.integers(0, NUM_ENCODERS), rounds=st.integers(1, 12))
+    def time_goes_by(self, slow: int, rounds: int) -> None:
+        """Everybody works but one encoder, which keeps its work, or all do."""
+        for _ in range(rounds):
+            self.everybody_moves(but=slow)
+
+    @precondition(lambda self: self.stopped_after is None)
+    @rule()
+    def user_stops(self) -> None:
+        self.stopped_after = max(rank.unit for rank in self.ranks)
+        self.flow.steps.request_stop()
+
+    @rule(back=st.integers(0, 2))
+    def everything_dies(self, back: int) -> None:
+        """The run is resumed behind one of its last steps, from what the checkpoint of that step holds."""
+        self.take_events()
+        whole = [end for end, unit in enumerate(self.units, 1) if not evaluates(unit, self.evaluation)]
+        ends = [0, *(end for end in whole if end <= len(self.events))]
+        self.events = self.events[: ends[max(-1 - back, -len(ends))]]
+        steps = [event for event in self.events if event.unit.kind is UnitKind.TRAIN]
+        kept = {row.position for event in self.events for row in event.ledger}
+        self.rejected = [position for position in self.rejected if position in kept]
+        if steps:
+            self.start_run(steps[-1].unit.step, steps[-1].sampler_state)
+        else:
+            self.start_run(self.first_step, SamplerState(self.first_step * BATCH))
+
+    # --- what comes out -----------------------------------------------------------------------------------------
+
+    def take_events(self) -> None:
+        for event in self.flow.log.take():
+            if isinstance(event, UnitDone):
+                self.events.append(event)
+            elif isinstance(event, Rejected):
+                self.rejected += [rejection.ref.position for rejection in event.rejections]
+
+    def nothing_is_left_to_run(self) -> bool:
+        self.take_events()
+        done = len(self.events)
+        return done == len(self.units) or any(False in rank.answers.values() for rank in self.ranks)
+
+    def teardown(self) -> None:
+        """With no further fault the run ends, whatever happened before; one encoder may be slower than the other."""
+        if not hasattr(self, "flow"):
+            return
+        for number in range(800):
+            if all(rank.stopped for rank in self.ranks):
+                break
+            self.everybody_moves(but=self.slow if number % 16 else None)
+        assert all(rank.stopped for rank in self.ranks), "stuck"
+        self.take_events()
+        self.check_the_end()
+
+    def everybody_moves(self, but: int | None = None) -> None:
+        self.feeder_reports()
+        self.feeder_works()
+        for which in range(NUM_ENCODERS):
+            if which != but or not self.encoders[which].work:
+                self.encoder_leases(which)
+            if which != but:
+                self.encoder_encodes(which)
+                self.encoder_hands_in(which)
+        for rank in range(len(self.ranks)):
+            self.rank_moves(rank, 1)
+
+    def check_the_end(self) -> None:
+        done = [replace(event.unit, chosen=()) for event in self.events]
+        assert done == self.units[: len(done)]
+        if self.stopped_after is None:
+            assert done == self.units
+        elif len(done) < len(self.units):
+            assert self.units[len(done)].kind is UnitKind.TRAIN, "an evaluation belongs to the step before it"
+            # No rank begins a step after the stop, but one that another rank began before is run by all.
+            assert all(unit.index <= self.stopped_after + 1 for unit in done)
+        assert all(rank.answers == self.ranks[0].answers for rank in self.ranks)
+        for rank in self.ranks:
+            leader = self.ranks[rank.dp_rank * self.replica_size]
+            same = [[(where.unit, where.slot, where.rejected) for where in other.ran] for other in (leader, rank)]
+            assert same[0] == same[1], "the ranks of a replica run the same microbatches in the same order"
+        consumed = ConsumedPositions(self.first_step * BATCH)
+        for event in self.events:
+            assert [row.position for row in event.ledger] == list(event.unit.positions)
+            for row in event.ledger:
+                bad = is_found_bad_early(row.position) or is_found_bad_late(row.position)
+                assert row.state == ("rejected" if bad else "consumed")
+            if event.unit.kind is UnitKind.TRAIN:
+                self.check_order(event, consumed)
+        if self.stopped_after is None:
+            assert (consumed.frontier, consumed.ahead) == (NUM_STEPS * BATCH, ())
+        assert len(set(self.rejected)) == len(self.rejected), "a sample is quarantined once"
+        assert self.feeder_and_encoders_are_told_to_stop()
+        if self.stopped_after is None:
+            self.check_memory_is_free()
+
+    def check_order(self, event: UnitDone, consumed: ConsumedPositions) -> None:
+        """A position runs once, by arrival at most so many steps late or early; the state knows which have run."""
+        consumed.add(event.unit.positions)
+        state = ConsumedPositions.at(event.sampler_state)
+        assert (state.frontier, state.ahead) == (consumed.frontier, consumed.ahead)
+        step = event.unit.step
+        late = [step - (1 + position // BATCH) for position in event.unit.positions]
+        assert max(map(abs, late)) <= (self.lookahead if self.arrival else 0)
+        if step == NUM_STEPS or evaluates(self.units[self.events.index(event)], self.evaluation):
+            assert (state.frontier, state.ahead) == (step * BATCH, ())
+
+    def feeder_and_encoders_are_told_to_stop(self) -> bool:
+        self.feeder_reports()
+        order = self.flow.feed_order(self.feeder.index)
+        assert order is not None
+        self.feeder.free(order.released)
+        orders = [self.flow.lease_order(encoder.index, VISION, 1 << 20) for encoder in self.encoders]
+        for encoder, lease_order in zip(self.encoders, orders, strict=True):
+            encoder.take(lease_order)
+        return order.stop and all(order is not None and order.stop for order in orders)
+
+    def check_memory_is_free(self) -> None:
+        for which, encoder in enumerate(self.encoders):
+            while encoder.work or self.reports[which]:
+                self.encoder_encodes(which)
+                self.encoder_hands_in(which)
+            encoder.take(self.flow.lease_order(encoder.index, VISION, 0))
+            assert encoder.arena.used_nbytes == 0
+        assert self.feeder.arena.used_nbytes == 0
+
+
+def evaluates(unit: Unit, evaluation: tuple[int | None, int]) -> bool:
+    """Whether a step is followed by an evaluation, which the checkpoint behind it waits for."""
+    return unit.kind is UnitKind.TRAIN and evaluation[0] is not None and unit.step % evaluation[0] == 0
+
+
+def rank_is_ahead(ranks: list[SimulatedRank], rank: int) -> bool:
+    """Collectives keep the ranks within one unit of each other."""
+    return not ranks[rank].running and ranks[rank].unit > min(other.unit for other in ranks)
+
+
+TestFlowMachine = FlowMachine.TestCase
+TestFlowMachine.settings = settings(
+    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+# --- single facts --------------------------------------------------------------------------------------------------
+
+
+def feed_next(flow: Flow, feeder: SimulatedFeeder) -> None:
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.unit is not None
+    feeder.free(order.released)
+    flow.feed(feeder.index, feeder.make(order.unit, order.remake))
+
+
+def encode_all(flow: Flow, encoder: SimulatedEncoder) -> None:
+    while (order := flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes)) is not None:
+        encoder.take(order)
+        if not encoder.work:
+            return
+        encoder.free(flow.hand_in(encoder.index, encoder.encode()))
+
+
+def joined(flow: Flow) -> tuple[SimulatedFeeder, SimulatedEncoder]:
+    feeder = SimulatedFeeder(flow.join("feeder-0", "node").process_index)
+    return feeder, SimulatedEncoder(flow.join("encoder-0", "node").process_index, 1 << 16)
+
+
+def run_unit(flow: Flow, index: int, dp_size: int = 1) -> None:
+    ranks = [SimulatedRank(flow, rank, False, index) for rank in range(dp_size)]
+    while any(rank.unit == index for rank in ranks):
+        assert any(rank.move() for rank in ranks if rank.unit == index)
+
+
+def test_a_stop_before_the_first_step_ends_without_sizing_anything() -> None:
+    flow = build_flow()
+    feeder, _ = joined(flow)
+    flow.steps.request_stop()
+    assert flow.feed_order(feeder.index) is None
+    assert not flow.steps.begin(0) and not flow.steps.begin(0)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.stop and flow.steps.is_past_end(0)
+
+
+def test_a_unit_that_was_begun_is_sized_and_run_though_the_stop_came_first() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    assert flow.steps.begin(0)
+    flow.steps.request_stop()
+    assert flow.steps.begin(0), "another rank gets the same answer"
+    feed_next(flow, feeder)
+    assert flow.feed_order(feeder.index) is None, "the unit after it is not sized any more"
+    encode_all(flow, encoder)
+    run_unit(flow, 0)
+    assert not flow.steps.begin(1) and flow.steps.are_over
+
+
+def test_a_stop_waits_for_the_evaluation_of_the_step_that_ran() -> None:
+    flow = build_flow(num_steps=4, eval_every=1, num_eval=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    assert flow.steps.begin(0)
+    flow.steps.request_stop()
+    run_unit(flow, 0)
+    assert flow.steps.begin(1), "the evaluation is not planned yet, and belongs to the step"
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    run_unit(flow, 1)
+    assert not flow.steps.begin(2) and flow.steps.are_over
+    assert [event.unit.kind for event in flow.log.take() if isinstance(event, UnitDone)] == ["train", "eval"]
+
+
+def test_a_feeder_without_room_is_told_when_the_run_ends() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    assert flow.room_order(feeder.index) is None
+    assert flow.steps.begin(0)
+    flow.steps.request_stop()
+    run_unit(flow, 0)
+    order = flow.room_order(feeder.index)
+    assert order is not None and order.released and not order.stop, "the run goes on until a rank has asked"
+    assert not flow.steps.begin(1)
+    order = flow.room_order(feeder.index)
+    assert order is not None and order.stop and not order.released
+
+
+def test_a_finished_run_resumed_has_nothing_to_do() -> None:
+    flow = build_flow(num_steps=2, start_step=2)
+    feeder, encoder = joined(flow)
+    assert flow.steps.are_over and not flow.steps.begin(1 << 62)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.stop
+    lease_order = flow.lease_order(encoder.index, VISION, 1 << 20)
+    assert lease_order is not None and lease_order.stop
+
+
+def test_the_successor_of_a_dead_feeder_goes_on_behind_what_was_reported() -> None:
+    flow = build_flow(lookahead=2)
+    feeder, _ = joined(flow)
+    feed_next(flow, feeder)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.unit is not None
+    lost = feeder.make(order.unit, ())
+    again = flow.join("feeder-0", "node")
+    assert again.sampler_state == SamplerState(BATCH) and again.next_unit == 1
+    flow.feed(feeder.index, lost)
+    successor = SimulatedFeeder(again.process_index)
+    order = flow.feed_order(successor.index)
+    assert order is not None and order.unit is None, "a full segment of text that is not reported is never released"
+    assert [ref.position for ref in order.remake] == [p for p in range(BATCH) if not is_found_bad_early(p)]
+    flow.feed(successor.index, successor.make(None, order.remake))
+    order = flow.feed_order(successor.index)
+    assert order is not None and order.unit is not None and order.unit.index == 1, "the dead one's report came too late"
+    assert order.remake == ()
+
+
+def test_the_dead_do_not_count_in_the_pools_occupancy() -> None:
+    flow = build_flow(num_steps=1, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    dead = SimulatedEncoder(flow.join("encoder-1", "node").process_index)
+    flow.process_lost("encoder-1")
+    flow.process_lost("encoder-1")
+    flow.hand_in(dead.index, EncoderReport(stats=dead.stats))
+    encode_all(flow, encoder)
+    run_unit(flow, 0)
+    (done,) = (event for event in flow.log.take() if isinstance(event, UnitDone))
+    assert done.pool_dram_bound_nbytes == feeder.arena.bound_nbytes + encoder.arena.bound_nbytes
+
+
+def test_reports_add_up_over_a_unit() -> None:
+    flow = build_flow(num_steps=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    for unit in range(2):
+        feed_next(flow, feeder)
+        encode_all(flow, encoder)
+        run_unit(flow, unit)
+    first, second = (event for event in flow.log.take() if isinstance(event, UnitDone))
+    assert first.blocked_s > 0 and second.blocked_s > 0
+    good = [p for p in range(2 * BATCH) if not is_found_bad_early(p) and not is_found_bad_late(p)]
+    assert first.produced_samples + second.produced_samples == len(good)
+    assert any(is_found_bad_late(p) for p in range(BATCH, 2 * BATCH)), "planned, and rejected afterwards"
+    for done, positions in ((first, range(BATCH)), (second, range(BATCH, 2 * BATCH))):
+        num_ran = sum(p in good for p in positions)
+        assert done.flops == Flops(encoders=num_ran, connector=num_ran, backbone=num_ran)
+
+
+def test_rejections_count_training_samples_alone() -> None:
+    flow = build_flow(num_steps=4, eval_every=1, num_eval=8, lookahead=8, dp_size=1)
+    feeder, _ = joined(flow)
+    for _ in range(4):
+        feed_next(flow, feeder)
+    events = [event for event in flow.log.take() if isinstance(event, Rejected)]
+    positions = [rejection.ref.position for event in events for rejection in event.rejections]
+    assert any(position >= 1 << 60 for position in positions) and any(position < 1 << 60 for position in positions)
+    assert events[-1].num_rejected == sum(position < 1 << 60 for position in positions)
+    assert events[-1].num_seen == 2 * BATCH
+
+
+@pytest.mark.parametrize(("start_step", "trace_steps"), [(0, 2), (0, 0), (2, 1)])
+def test_the_trace_covers_its_steps_and_no_more(start_step: int, trace_steps: int) -> None:
+    flow = build_flow(num_steps=5, start_step=start_step, trace_steps=trace_steps, dp_size=1)
+    feeder, encoder = joined(flow)
+    recorded = []
+    for step in itertools.count(start_step + 1):
+        flow.record((Span("x", f"before {step}", 0.0, 1.0),))
+        order = flow.feed_order(feeder.index)
+        if order is None or order.unit is None:
+            break
+        flow.feed(feeder.index, feeder.make(order.unit, ()))
+        encode_all(flow, encoder)
+        run_unit(flow, step - 1)
+        feeder.free(flow.feed_order(feeder.index).released)  # type: ignore[union-attr]  # a step's text is free now
+        events = flow.log.take()
+        recorded += [span.name for event in events if isinstance(event, SpansRecorded) for span in event.spans]
+        if step == 5:
+            break
+    traced = range(start_step + 1, start_step + 1 + trace_steps)
+    assert [name for name in recorded if name.startswith("before")] == [f"before {step}" for step in traced]
+
+
+def test_a_checkpoint_is_announced_once_all_ranks_wrote_it() -> None:
+    flow = build_flow(dp_size=2)
+    assert not flow.log.checkpoint_written(2, 1, "there")
+    assert not flow.log.take()
+    assert flow.log.checkpoint_written(2, 0, "there")
+    assert flow.log.take() == (CheckpointWritten(2, "there"),)
+
+
+def test_what_a_wait_waits_for_is_said() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, _ = joined(flow)
+    assert "the feeder is to size unit 0" in flow.describe_wait(0, None, 0)
+    feed_next(flow, feeder)
+    assert VISION in flow.describe_wait(0, 0, 0)
+
+
+def test_state_does_not_grow_with_the_run() -> None:
+    flow = build_flow(num_steps=30, eval_every=5, num_eval=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    sizes = []
+    for unit in range(30 + 30 // 5):
+        feed_next(flow, feeder)
+        encode_all(flow, encoder)
+        run_unit(flow, unit)
+        flow.log.take()
+        books = (flow, flow.log, flow.members, flow.steps, flow.parts, flow.parts.leases, flow.microbatches)
+        held = [
+            value for book in books for value in vars(book).values() if isinstance(value, dict | list | set | deque)
+        ]
+        sizes.append(sum(map(len, held)))
+    assert max(sizes[10:]) <= max(sizes[:10])
+
+
+def test_a_sample_that_is_found_bad_again_counts_once() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    flow.log.take()
+    report = EncoderReport(rejections=(rejection_of(2),))
+    flow.hand_in(encoder.index, report)
+    flow.hand_in(encoder.index, report)
+    assert [event.num_rejected for event in flow.log.take() if isinstance(event, Rejected)] == [1]
+
+
+def test_a_unit_is_fed_once_and_ends_when_it_is_released() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, _ = joined(flow)
+    order = flow.feed_order(feeder.index)
+    assert order is not None and order.unit is not None
+    report = feeder.make(order.unit, ())
+    flow.feed(feeder.index, report)
+    with pytest.raises(AssertionError):
+        flow.feed(feeder.index, report)
+    with pytest.raises(PoolError, match="not released"):
+        flow.finish(report_of(order.unit, 0), ())
+
+
+def test_a_lease_counts_on_the_memory_that_comes_with_it() -> None:
+    flow = build_flow(num_steps=6, lookahead=5, dp_size=1)
+    feeder, encoder = joined(flow)
+    small = SimulatedEncoder(encoder.index)
+    while flow.feed_order(feeder.index) is not None:
+        feed_next(flow, feeder)
+    encode_all(flow, small)
+    assert flow.lease_order(small.index, VISION, small.arena.available_nbytes) is None, "it is full"
+    held = small.arena.used_nbytes
+    run_unit(flow, 0)
+    order = flow.lease_order(small.index, VISION, small.arena.available_nbytes)
+    assert order is not None and order.lease is not None
+    assert order.lease.nbytes > small.arena.available_nbytes and order.released
+    small.take(order)  # the arena refuses what there is no room for
+    assert small.arena.used_nbytes < held
+
+
+def test_memory_alone_is_no_order() -> None:
+    flow = build_flow(num_steps=1, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    assert flow.steps.begin(0)
+    plan = flow.plan_of(0)
+    assert plan is not None
+    for slot in range(plan.num_slots):
+        assert located(flow, 0, slot, 0) is not None
+        flow.microbatches.release(0, (slot,), 0)
+    assert flow.feed_order(feeder.index) is None
+    assert flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes) is None
+    flow.finish(report_of(plan.unit, 0), ())
+    for order in (flow.feed_order(feeder.index), flow.lease_order(encoder.index, VISION, 0)):
+        assert order is not None and order.stop and order.released
+
+
+def test_an_encoder_whose_room_grew_meanwhile_is_asked_again() -> None:
+    flow = build_flow(dp_size=1)
+    _, encoder = joined(flow)
+    assert flow.lease_order(encoder.index, VISION, 0) is None
+    assert flow.lease_order(encoder.index, VISION, 0, is_fresh=False) is None
+    flow.hand_in(encoder.index, EncoderReport(rejections=(rejection_of(2),)))
+    assert flow.lease_order(encoder.index, VISION, 0, is_fresh=False) == ASK_AGAIN
+    assert flow.lease_order(encoder.index, VISION, 64) is None
+    assert flow.lease_order(encoder.index, VISION, 64, is_fresh=False) is None
+
+
+def test_spans_wait_for_news() -> None:
+    flow = build_flow(trace_steps=3)
+    flow.record((Span("x", "work", 0.0, 1.0),))
+    assert not flow.log.has_news
+    flow._reject((rejection_of(2),))
+    assert flow.log.has_news
+    assert [type(event) for event in flow.log.take()] == [SpansRecorded, Rejected]
+    assert not flow.log.has_news
+
+
+def test_in_arrival_order_a_rank_takes_each_microbatch_once() -> None:
+    flow = build_flow(dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    plan = flow.plan_of(0)
+    assert plan is not None and len(plan.slots) > 1
+    taken = [located(flow, 0, None, 0) for _ in plan.slots]
+    assert [location and location.slot for location in taken] == list(range(len(plan.slots)))
+    assert located(flow, 0, None, 0) is None
+    assert located(flow, 0, 0, 0) == taken[0], "by its slot it may be asked for again"

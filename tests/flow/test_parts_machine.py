@@ -1,0 +1,423 @@
+"""The directory under random deaths, expiries, rejections and slow reports, against an independent model.
+
+Owners keep their bytes in a real ``Arena``, so that room is as short as in life: two encoder segments hold just one
+worst-case unit. One of the three encoders may be lost for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flowtrain.errors import OutOfPoolMemory, StaleLeaseError
+from flowtrain.flow.capacity import check_capacity
+from flowtrain.mempool.arena import Arena, Hold
+from flowtrain.mempool.gva import AddressSpace
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import Lease, MicrobatchLocation, PartReady
+from flowtrain.types.plan import StepPlan
+from flowtrain.types.samples import TEXT_PART, SizedSample
+from tests.flow.building import ALIGNMENT, VISION, Tables, aligned, plan, rejection, sized, vision_nbytes
+
+SPACE = AddressSpace(num_processes=10_000, segment_nbytes=1 << 20)
+NUM_ENCODERS, UNIT_SIZE, PER_BATCH, LARGEST, LOOKAHEAD, DP_SIZE = 3, 4, 2, 640, 3, 2
+SEGMENT_NBYTES = PER_BATCH * LARGEST
+TEXT_NBYTES = 80
+LEASE_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Work:
+    """A lease as its holder sees it."""
+
+    lease: Lease
+    hold: Hold
+    todo: list[int]
+
+
+@dataclass
+class Owner:
+    """A process that gives memory."""
+
+    index: int
+    arena: Arena
+    work: list[Work] = field(default_factory=list)
+
+    def put(self, nbytes: int, hold: Hold | None = None) -> tuple[Extent, ...]:
+        return tuple(Extent(SPACE.gva(Tier.DRAM, self.index, o), n) for o, n in self.arena.allocate(nbytes, hold))
+
+    def free(self, extents: tuple[Extent, ...]) -> None:
+        self.arena.free([(SPACE.translate(extent.gva).offset, extent.nbytes) for extent in extents])
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """Feeder, three encoders and two ranks, each of which may be slow, and all but the ranks may die."""
+
+    @initialize()
+    def start(self) -> None:
+        self.now = 0.0
+        self.tables = Tables(SPACE, lease_timeout_s=LEASE_TIMEOUT_S, clock=lambda: self.now)
+        check_capacity([SEGMENT_NBYTES] * (NUM_ENCODERS - 1), PER_BATCH * LARGEST, UNIT_SIZE // PER_BATCH, "knob")
+        self.num_owners = 0
+        self.encoders = [self.new_owner(SEGMENT_NBYTES) for _ in range(NUM_ENCODERS)]
+        self.feeder = self.new_owner(1 << 16)
+        self.samples: dict[int, SizedSample] = {}
+        self.rejected: set[int] = set()
+        self.plans: dict[int, StepPlan] = {}
+        self.next_unit = self.next_position = self.current = 0
+        self.leased: dict[int, tuple[int, int]] = {}  # image part -> (owner, lease id)
+        self.ready: dict[tuple[int, str], tuple[int, tuple[Extent, ...]]] = {}  # part -> where it lies
+        self.made_under: dict[int, int] = {}  # image part -> the lease under which it was made last
+        self.given_up: set[int] = set()  # positions whose microbatch is released
+        self.located: dict[tuple[int, int, int], MicrobatchLocation] = {}
+        self.released: set[tuple[int, int, int]] = set()
+        self.consumed: list[int] = []
+
+    def new_owner(self, nbytes: int) -> Owner:
+        self.num_owners += 1
+        return Owner(self.num_owners - 1, Arena(nbytes, ALIGNMENT, "knob"))
+
+    # --- feeding ------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.plans) < LOOKAHEAD)
+    @rule(
+        images=st.lists(st.integers(0, LARGEST) | st.just(LARGEST), min_size=1, max_size=UNIT_SIZE),
+        bad=st.sets(st.integers(0, UNIT_SIZE - 1), max_size=2),
+        per_microbatch=st.integers(1, 3),
+    )
+    def feed(self, images: list[int], bad: set[int], per_microbatch: int) -> None:
+        first, unit = self.next_position, self.next_unit
+        self.next_position += len(images)
+        self.next_unit += 1
+        samples = []
+        for position, nbytes in enumerate(images, first):
+            if position - first in bad:
+                assert self.tables.parts.reject(rejection(position))
+                self.rejected.add(position)
+                continue
+            sample = self.samples[position] = sized(position, nbytes, TEXT_NBYTES)
+            extents = self.feeder.put(TEXT_NBYTES)
+            self.tables.parts.add_sized([sample], self.feeder.index, [PartReady(position, TEXT_PART, 0, extents)])
+            self.ready[position, TEXT_PART] = (self.feeder.index, extents)
+            samples.append(sample)
+        self.plans[unit] = plan(
+            samples,
+            index=unit,
+            first=first,
+            count=len(images),
+            dp_size=DP_SIZE,
+            per_microbatch=per_microbatch,
+            per_batch=PER_BATCH,
+        )
+        self.tables.microbatches.add(self.plans[unit])
+
+    @rule()
+    def remake_text(self) -> None:
+        missing = [
+            position
+            for position in sorted(self.samples)
+            if (position, TEXT_PART) not in self.ready and self.is_wanted(position)
+        ]
+        refs = self.tables.parts.leases.grant_lost_text(self.feeder.index)
+        assert [ref.position for ref in refs] == missing
+        for position in missing:
+            extents = self.feeder.put(TEXT_NBYTES)
+            self.tables.parts.text_ready(self.feeder.index, PartReady(position, TEXT_PART, 0, extents))
+            self.ready[position, TEXT_PART] = (self.feeder.index, extents)
+
+    # --- encoding -----------------------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def lease(self, which: int) -> None:
+        owner = self.encoder(which)
+        free = owner.arena.available_nbytes
+        lease = self.tables.parts.leases.grant(owner.index, VISION, free)
+        first = self.first_in_line()
+        if lease is None:
+            assert first is None or first[2] > free
+            self.make_room(owner, free)
+            return
+        assert first is not None and ((lease.batch.unit, lease.batch.index), lease.needed, lease.nbytes) == first
+        assert tuple(ref.position for ref in lease.refs) == lease.batch.positions
+        owner.work.append(Work(lease, owner.arena.hold(lease.nbytes), list(lease.needed)))
+        for position in lease.needed:
+            self.leased[position] = (owner.index, lease.lease_id)
+
+    def make_room(self, owner: Owner, free: int) -> None:
+        """As the flow does when nothing could be leased: first what is released, then what may be evicted."""
+        if released := self.tables.parts.take_released(owner.index):
+            owner.free(released)
+            return
+        expected = self.evictable(owner, free)
+        assert self.tables.parts.make_room(owner.index, VISION, free) == bool(expected)
+        evicted = self.tables.parts.take_released(owner.index)
+        where = [self.ready.pop((position, VISION)) for position in expected]
+        assert set(evicted) == {extent for _, extents in where for extent in extents}
+        owner.free(evicted)
+
+    def evictable(self, owner: Owner, free: int) -> list[int]:
+        """Positions whose images must go: of whole batches from the last backwards, not read, until there is room."""
+        first = self.first_in_line()
+        if first is None or self.leased or len(self.encoders) == NUM_ENCODERS:
+            return []
+        read = self.read_positions()
+        chosen: list[int] = []
+        for batch in reversed([batch for unit in sorted(self.plans) for batch in self.plans[unit].encode_batches]):
+            if free >= first[2] or (batch.unit, batch.index) <= first[0]:
+                break
+            here = [p for p in batch.positions if self.ready.get((p, VISION), (None,))[0] == owner.index]
+            chosen += (gone := [p for p in here if p not in read])
+            free += sum(aligned(vision_nbytes(self.samples[p])) for p in gone)
+        return chosen if free >= first[2] else []
+
+    def read_positions(self) -> set[int]:
+        """Those that a rank was told to read."""
+        return {p for unit, slot, rank in self.located for p in self.plans[unit].microbatch_positions(slot, rank)}
+
+    def encoder(self, which: int) -> Owner:
+        return self.encoders[which % len(self.encoders)]
+
+    def first_in_line(self) -> tuple[tuple[int, int], tuple[int, ...], int] | None:
+        for unit in sorted(self.plans):
+            for batch in self.plans[unit].encode_batches:
+                needed = tuple(
+                    p
+                    for p in batch.positions
+                    if p not in self.leased and (p, VISION) not in self.ready and self.is_wanted(p)
+                )
+                if needed:
+                    nbytes = sum(aligned(vision_nbytes(self.samples[p])) for p in needed)
+                    return (batch.unit, batch.index), needed, nbytes
+        return None
+
+    def is_wanted(self, position: int) -> bool:
+        return position not in self.rejected and position not in self.given_up
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1), pick=st.integers(0, 9), corrupt=st.integers(0, 9))
+    def encode(self, which: int, pick: int, corrupt: int) -> None:
+        owner = self.encoder(which)
+        if not owner.work:
+            return
+        work = owner.work[pick % len(owner.work)]
+        position = work.todo.pop(0)
+        if corrupt == 0:
+            self.reject(position)
+        else:
+            self.report(owner, work, position)
+        if not work.todo:
+            owner.arena.unhold(work.hold)
+            owner.work.remove(work)
+
+    def report(self, owner: Owner, work: Work, position: int) -> None:
+        extents = owner.put(vision_nbytes(self.samples[position]), work.hold)
+        report = PartReady(position, VISION, work.lease.epoch, extents)
+        if self.leased.get(position) == (owner.index, work.lease.lease_id):
+            self.tables.parts.ready(owner.index, report)
+            self.ready[position, VISION] = (owner.index, extents)
+            self.made_under[position] = work.lease.lease_id
+            del self.leased[position]
+        else:
+            with pytest.raises(StaleLeaseError):
+                self.tables.parts.ready(owner.index, report)
+            owner.free(extents)
+
+    def reject(self, position: int) -> None:
+        done = position in self.given_up or position in self.rejected or self.is_handed_out(position)
+        assert self.tables.parts.reject(rejection(position)) == (not done)
+        if not done:
+            self.rejected.add(position)
+            self.forget(position)
+
+    def is_handed_out(self, position: int) -> bool:
+        complete = all((position, part.name) in self.ready for part in self.samples[position].parts)
+        return complete and any(
+            part.position == position for location in self.located.values() for part in location.parts
+        )
+
+    def forget(self, position: int) -> None:
+        self.leased.pop(position, None)
+        self.ready.pop((position, TEXT_PART), None)
+        self.ready.pop((position, VISION), None)
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def everybody_encodes(self) -> None:
+        """Until the segments are full, or there is nothing more to do."""
+        for _ in range(LOOKAHEAD * UNIT_SIZE):
+            for which in range(len(self.encoders)):
+                self.lease(which)
+                while self.encoders[which].work:
+                    self.encode(which, 0, corrupt=1)
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    @rule(which=st.integers(0, NUM_ENCODERS))
+    def die(self, which: int) -> None:
+        dead = self.feeder if which == NUM_ENCODERS else self.encoder(which)
+        self.lose(dead)
+        if which == NUM_ENCODERS:
+            self.feeder = self.new_owner(1 << 16)
+        else:
+            self.encoders[self.encoders.index(dead)] = self.new_owner(SEGMENT_NBYTES)
+
+    @precondition(lambda self: len(self.encoders) == NUM_ENCODERS)
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def die_for_good(self, which: int) -> None:
+        self.lose(self.encoders[which], for_good=True)
+        del self.encoders[which]
+
+    def lose(self, dead: Owner, for_good: bool = False) -> None:
+        self.tables.parts.owner_lost(dead.index, for_good)
+        self.ready = {part: where for part, where in self.ready.items() if where[0] != dead.index}
+        self.leased = {position: holder for position, holder in self.leased.items() if holder[0] != dead.index}
+        for work in dead.work:
+            report = PartReady(work.todo[0], VISION, work.lease.epoch, ())
+            with pytest.raises(StaleLeaseError):
+                self.tables.parts.ready(dead.index, report)
+        assert self.tables.parts.take_released(dead.index) == ()
+        assert self.tables.parts.leases.grant(dead.index, VISION, 1 << 30) is None
+        assert not self.tables.parts.make_room(dead.index, VISION, 0)
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        for lease in self.tables.parts.expire_leases():
+            for position, (_, lease_id) in list(self.leased.items()):
+                if lease_id == lease.lease_id:
+                    del self.leased[position]
+            for position in set(lease.needed) - self.read_positions():  # the batch is made again whole
+                if self.made_under.get(position) == lease.lease_id:
+                    self.ready.pop((position, VISION), None)
+
+    # --- the backbone -------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.current in self.plans)
+    @rule(rank=st.integers(0, DP_SIZE - 1), pick=st.integers(0, 9))
+    def read(self, rank: int, pick: int) -> None:
+        unit = self.current
+        slot = pick % len(self.plans[unit].slots)
+        key = (unit, slot, rank)
+        if key in self.released:
+            return
+        planned = [sample.position for sample in self.plans[unit].slots[slot][rank].samples]
+        expected = {
+            (position, part.name)
+            for position in planned
+            if position not in self.rejected
+            for part in self.samples[position].parts
+        }
+        location = self.tables.locate(unit, slot, rank)
+        assert (location is not None) == self.tables.is_ready(unit, slot, rank) == (expected <= set(self.ready))
+        assert (slot in self.tables.ready_slots(unit, rank)) == (location is not None)
+        if location is None:
+            assert "waits for" in self.tables.microbatches.describe_wait(unit, slot, rank)
+            return
+        assert {(part.position, part.part) for part in location.parts} == expected
+        assert all(self.ready[part.position, part.part][1] == part.extents for part in location.parts)
+        assert set(location.rejected) == set(planned) & self.rejected
+        self.located[key] = location
+
+    @precondition(lambda self: any(key not in self.released for key in self.located))
+    @rule(pick=st.integers(0, 9))
+    def release(self, pick: int) -> None:
+        running = sorted(key for key in self.located if key not in self.released)
+        unit, slot, rank = key = running[pick % len(running)]
+        self.tables.release(unit, slot, rank)
+        self.released.add(key)
+        for sample in self.plans[unit].slots[slot][rank].samples:
+            self.given_up.add(sample.position)
+            self.forget(sample.position)
+
+    @rule()
+    def take_released(self) -> None:
+        for owner in (*self.encoders, self.feeder):
+            owner.free(self.tables.parts.take_released(owner.index))  # the arena refuses what is freed twice
+
+    @precondition(lambda self: self.is_over(self.current))
+    @rule()
+    def consume(self) -> None:
+        made = self.plans.pop(self.current)
+        rows = self.tables.consume(self.current)
+        self.current += 1
+        assert [row.position for row in rows] == list(made.unit.positions)
+        for row in rows:
+            assert row.state == ("rejected" if row.position in self.rejected else "consumed")
+        self.consumed += [row.position for row in rows]
+        for key in [key for key in self.located if key[0] == made.unit.index]:
+            del self.located[key]
+            self.released.discard(key)
+
+    def is_over(self, unit: int) -> bool:
+        if unit not in self.plans:
+            return False
+        slots = self.plans[unit].slots
+        return all((unit, slot, rank) in self.released for slot in range(len(slots)) for rank in range(DP_SIZE))
+
+    # --- what always holds ----------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_position_is_consumed_once_and_in_order(self) -> None:
+        assert self.consumed == list(range(len(self.consumed)))
+
+    @invariant()
+    def no_ready_byte_is_lost(self) -> None:
+        owners = {owner.index: owner for owner in (*self.encoders, self.feeder)}
+        total = 0
+        for (position, name), (owner, extents) in self.ready.items():
+            total += sum(part.nbytes for part in self.samples[position].parts if part.name == name)
+            for extent in extents:
+                assert owners[owner].arena.is_used(SPACE.translate(extent.gva).offset, extent.nbytes)
+        assert self.tables.parts.occupancy()[Tier.DRAM] == total
+
+    @invariant()
+    def a_leaseholder_always_has_its_room(self) -> None:
+        for owner in self.encoders:
+            assert owner.arena.available_nbytes >= 0
+
+    def teardown(self) -> None:
+        """Without further faults everything comes to an end: no deadlock, and no byte stays behind."""
+        if not hasattr(self, "directory"):
+            return
+        for _ in range(200):
+            if not self.plans:
+                break
+            self.take_released()
+            self.remake_text()
+            for which in range(len(self.encoders)):
+                self.lease(which)
+                while self.encoders[which].work:
+                    self.encode(which, 0, corrupt=1)
+            self.run_what_is_ready()
+        assert not self.plans, "stuck"
+        for which in range(len(self.encoders)):
+            while self.encoders[which].work:
+                self.encode(which, 0, corrupt=1)
+        self.take_released()
+        for owner in (*self.encoders, self.feeder):
+            assert owner.arena.used_nbytes == 0
+        assert len(self.consumed) == self.next_position
+
+    def run_what_is_ready(self) -> None:
+        for slot in range(len(self.plans[self.current].slots)):
+            for rank in range(DP_SIZE):
+                self.read(rank, slot)
+        while any(key not in self.released for key in self.located):
+            self.release(0)
+        if self.is_over(self.current):
+            self.consume()
+
+
+TestDirectoryMachine = DirectoryMachine.TestCase
+TestDirectoryMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+
+
+def test_the_model_notices_a_lack_of_room() -> None:
+    """The machine's segments are really short: each holds one largest batch, so both hold one unit and no more."""
+    arena = Arena(SEGMENT_NBYTES, ALIGNMENT, "knob")
+    arena.hold(PER_BATCH * LARGEST)
+    with pytest.raises(OutOfPoolMemory):
+        arena.hold(1)

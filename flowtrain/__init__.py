@@ -16,4 +16,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return what a user may take from here, whether it is imported yet or not."""
+    return sorted(__all__)

@@ -17,7 +17,7 @@ class DryRunReport:
     run: Prepared
     """Its configuration, plan, steps, data and model."""
     image_tokens: dict[str, tuple[int, int]]
-    """The fewest and the most tokens of an image, by encoder."""
+    """By encoder: the fewest and the most tokens of an image, see ``predict.image_tokens``."""
     resumption: Resumption | None = None
     """What it would go on from, and with which changes; None where no resume was asked for."""
 
@@ -25,5 +25,4 @@ class DryRunReport:
 def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
     """Look at data, model headers and checkpoints as a run would; raises ConfigError or DataError where that would."""
     prepared = prepare(config)
-    resumption = foresee_resume(prepared) if resume else None
-    return DryRunReport(prepared, image_tokens(prepared), resumption)
+    return DryRunReport(prepared, image_tokens(prepared), foresee_resume(prepared) if resume else None)

@@ -1,4 +1,4 @@
-"""Forks Python processes that have torch, transformers, Ray and FlowTrain imported; a cold one imports for 5 s.
+"""Forks Python processes that have torch, transformers and FlowTrain imported; a cold one imports for five seconds.
 
 A server is a process that imported all that and does nothing but fork. `prefork_client.py` runs a script as ``python``
 would, in a fork of the server. Ray starts its workers through it where a runtime environment names it as

@@ -1,4 +1,4 @@
-"""Forks Python processes that have torch, transformers, Ray and FlowTrain imported; a cold one imports for 5 s.
+"""Forks Python processes that have torch, transformers and FlowTrain imported; a cold one imports for five seconds.
 
 A server is a process that imported all that and does nothing but fork. `prefork_client.py` runs a script as ``python``
 would, in a fork of the server. Ray starts its workers through it where a runtime environment names it as
@@ -115,8 +115,8 @@ def serve(listener: socket.socket, owner: int) -> list[str] | None:
             return None
         client, _ = listener.accept()
         message, streams, _, _ = socket.recv_fds(client, 1 << 16, NUM_STREAMS)
-        while not message.endswith(b"\n"):
-            message += client.recv(1 << 16)
+        while not message.endswith(b"\n") and (more := client.recv(1 << 16)):
+            message += more
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -112,4 +112,4 @@ def test_an_encoders_degrees_travel_from_a_plan_to_a_configuration() -> None:
     assert degree_overrides(plan)[:2] == ("encoders.vit.data_parallel_size=3", "encoders.vit.tensor_parallel_size=2")
     config = override_config(make_config(), plan_overrides(from_yaml(to_yaml(plan))), check_paths=False)
     assert fixed_plan(config) == plan
-    assert requirements(plan) == Requirements(10, 1.6, 0.0, 3 * (1 << 20) + (1 << 18)), "followers give no memory"
+    assert requirements(plan) == Requirements(10, 1.6, 0.0, 3 * (1 << 20) + (1 << 18)), "encoder ranks give no memory"

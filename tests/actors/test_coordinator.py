@@ -166,7 +166,7 @@ def test_in_arrival_order_a_part_that_is_ready_wakes_who_waits_for_a_plan() -> N
         plan = await waiting(world.coordinator.next_plan(0))
         said = await world.coordinator.describe_wait(0, None, 0)
         assert "unit 0 is not planned yet, which waits for 3 parts: vision of position 0" in said
-        assert said.endswith("the feeder is to size unit 1")
+        assert said.endswith("the feeder sizes unit 1 next")
         await world.encode_all()
         assert (await soon(plan)).plan.unit.chosen == (0, 1, 2, 3)
 

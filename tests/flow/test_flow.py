@@ -536,7 +536,7 @@ def test_a_checkpoint_is_announced_once_all_ranks_wrote_it() -> None:
 def test_what_a_wait_waits_for_is_said() -> None:
     flow = build_flow(dp_size=1)
     feeder, _ = joined(flow)
-    assert "the feeder is to size unit 0" in flow.describe_wait(0, None, 0)
+    assert "the feeder sizes unit 0 next" in flow.describe_wait(0, None, 0)
     feed_next(flow, feeder)
     assert VISION in flow.describe_wait(0, 0, 0)
 

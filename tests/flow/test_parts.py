@@ -204,7 +204,7 @@ def test_a_rank_that_read_before_the_owner_died_may_release(setup: Setup) -> Non
     with pytest.raises(StaleLeaseError, match="released"):
         setup.report(OTHER, again)
     assert [row.state for row in d.consume(0)] == ["consumed"]
-    with pytest.raises(StaleLeaseError, match="is over"):
+    with pytest.raises(StaleLeaseError, match="is consumed"):
         setup.report(OTHER, again)
     assert d.parts.leases.grant(OTHER, VISION, PLENTY) is None
 
@@ -302,7 +302,7 @@ def test_a_plan_must_fit_what_was_sized(setup: Setup) -> None:
     good = plan(samples)
     short = dataclasses.replace(good.encode_batches[0], nbytes=100)
     for bad, message in [
-        (dataclasses.replace(good, encode_batches=good.encode_batches[:1]), "need 2 parts .* make 1"),
+        (dataclasses.replace(good, encode_batches=good.encode_batches[:1]), "need 2 parts .* have 1"),
         (dataclasses.replace(good, encode_batches=(short, good.encode_batches[1])), "100 bytes; its parts take 128"),
         (plan(samples[:1], count=2), "leaves out its position 1"),
         (plan([*samples, samples[0]]), "planned twice"),
@@ -320,7 +320,7 @@ def test_a_plan_must_fit_what_was_sized(setup: Setup) -> None:
 def test_release_and_consume_refuse_what_is_not_due(setup: Setup) -> None:
     d = setup.tables
     setup.feed_and_plan(sized(0))
-    for unit, slot, message in [(0, 0, "never learned where it lies"), (0, 3, "not planned"), (9, 0, "not planned")]:
+    for unit, slot, message in [(0, 0, "does not know where it lies"), (0, 3, "not planned"), (9, 0, "not planned")]:
         with pytest.raises(PoolError, match=message):
             d.release(unit, slot, 0)
     with pytest.raises(PoolError, match="1 of its microbatches are not released"):
@@ -399,7 +399,7 @@ def test_batches_may_stand_in_line_before_any_plan_and_outlive_a_unit(setup: Set
 def test_a_plan_without_batches_needs_them_in_line(setup: Setup) -> None:
     samples = [sized(0, 100)]
     setup.feed(*samples)
-    with pytest.raises(PoolError, match="need 1 parts from encoders, its encode batches make 0"):
+    with pytest.raises(PoolError, match="need 1 parts from encoders, its encode batches have 0"):
         setup.tables.microbatches.add(dataclasses.replace(plan(samples), encode_batches=()))
 
 

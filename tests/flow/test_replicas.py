@@ -138,7 +138,8 @@ def test_nobody_reads_ahead_of_a_unit_that_others_still_read(arrival: bool) -> N
     slot = None if arrival else 0
     assert located(world.flow, 1, slot, 0) is None
     said = world.flow.describe_wait(1, slot, 0)
-    assert said == f"unit 1 comes when all ranks have read unit 0, which lacks {world.plan().num_slots}"
+    num_left = world.plan().num_slots
+    assert said == f"unit 1 waits until all ranks have read unit 0: {num_left} microbatches are left"
     world.read_all(0, 1)
     assert located(world.flow, 1, slot, 0) is not None
 

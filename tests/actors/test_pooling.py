@@ -1,4 +1,4 @@
-"""What an actor has of the pool: whether it gives HBM, and the line that says why not."""
+"""An actor's part of the pool: whether it gives HBM, and the log line with the reason if not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SKIPPED = "memory pool: the hbm tier is skipped "
         ),
     ],
 )
-def test_what_an_encoder_gives_of_hbm_is_said(
+def test_the_hbm_that_an_encoder_gives_is_logged(
     settings: dict[str, Any], reason: str | None, nbytes: int, line: str
 ) -> None:
     assert hbm_offer(PoolConfig(**settings), reason) == (nbytes, line)

@@ -79,7 +79,7 @@ def test_no_source_lands_on_another(wanted: list[tuple[int, int, int]]) -> None:
 
 def test_without_nixl_the_error_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "nixl_module", lambda: None)
-    with pytest.raises(ResourceError, match=r"flowtrain\[nixl\].*pool\.network: none"):
+    with pytest.raises(ResourceError, match=r"flowtrain\[nixl-cu12\].*flowtrain\[nixl-cu13\].*pool\.network: none"):
         Agent("alone", serves=False)
 
 

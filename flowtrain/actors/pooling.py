@@ -49,7 +49,7 @@ def hbm_offer(config: PoolConfig, reason: str | None) -> tuple[int, str]:
         nbytes, high = config.hbm_segment_nbytes, config.hbm_high_watermark
         return (
             nbytes,
-            f"memory pool: each encoder is to give {nbytes} bytes of hbm; above {high:.0%} features go to dram",
+            f"memory pool: each encoder gives {nbytes} bytes of hbm; above {high:.0%} features go to dram",
         )
     asked = config.hbm_segment_nbytes
     ignored = f", so pool.hbm_segment_nbytes ({asked}) has no effect" if asked else ""

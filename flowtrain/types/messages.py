@@ -213,7 +213,7 @@ class EncoderReport:
     rejections: tuple[Rejection, ...] = ()
     """Samples of the batch that cannot be used."""
     stats: PoolStats | None = None
-    """Occupancy of its DRAM segment; None says nothing new."""
+    """Occupancy of its DRAM segment; None: no new values."""
     blocked_s: float = 0.0
     """Seconds since its last report that it waited for a lease."""
     spans: tuple[Span, ...] = ()

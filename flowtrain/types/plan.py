@@ -287,7 +287,7 @@ class StepPlan:
 
     @property
     def slots(self) -> tuple[tuple[Microbatch, ...], ...]:
-        """All microbatches, built anew by each call: ``slots[k][rank]`` is the k-th of a rank."""
+        """All microbatches, built again by each call: ``slots[k][rank]`` is the k-th of a rank."""
         return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
 
     def digest(self) -> str:

@@ -43,7 +43,7 @@ SKIPPED = "memory pool: the hbm tier is skipped "
             {"hbm_segment_nbytes": 4096, "hbm_high_watermark": 0.8},
             None,
             4096,
-            "memory pool: each encoder is to give 4096 bytes of hbm; above 80% features go to dram",
+            "memory pool: each encoder gives 4096 bytes of hbm; above 80% features go to dram",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Exceptions that FlowTrain raises on purpose.
 
-Each says what went wrong, where, and what to do. They keep their arguments in ``args`` so that they survive pickling
-(Ray carries them between processes).
+Each message names what went wrong, where, and what to do. The exceptions keep their arguments in ``args``, so that they
+survive pickling: Ray sends them between processes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Fault:
 
 
 class FlowTrainError(Exception):
-    """Base of every error that FlowTrain raises on purpose; `str(error)` is complete and readable by a user."""
+    """Base of every error that FlowTrain raises on purpose. ``str(error)`` is a complete message for users."""
 
 
 class ConfigError(FlowTrainError, ValueError):
-    """A configuration was refused; the message names file, key, value and the way out. The CLI exits with code 2.
+    """A configuration was refused. The message names file, key, value and the way out; the CLI exits with code 2.
 
     faults: each fault that the message shows; empty where it is not about keys, as of a file that cannot be read.
     """
@@ -62,11 +62,11 @@ class ConfigError(FlowTrainError, ValueError):
 
 
 class ResourceError(FlowTrainError, RuntimeError):
-    """The cluster or the machine lacks something; the message gives both counts. Raised before work starts."""
+    """The cluster or the machine lacks something. The message gives both counts. Raised before work starts."""
 
 
 class DataError(FlowTrainError, RuntimeError):
-    """The data cannot be used as a whole (a missing file, an unknown schema, too many rejected samples)."""
+    """The data as a whole cannot be used: a missing file, an unknown schema, too many rejected samples."""
 
 
 class SourceReadError(FlowTrainError, OSError):
@@ -74,7 +74,7 @@ class SourceReadError(FlowTrainError, OSError):
 
 
 class ScheduleError(FlowTrainError, ValueError):
-    """Pipeline action lists were refused; the message says why and shows the lists around the actions concerned."""
+    """Pipeline action lists were refused. The message gives the reason and shows the lists around the wrong actions."""
 
 
 class PoolError(FlowTrainError, RuntimeError):
@@ -82,11 +82,11 @@ class PoolError(FlowTrainError, RuntimeError):
 
 
 class OutOfPoolMemory(PoolError, MemoryError):
-    """A segment has no room; the message gives bytes asked, bytes free, largest free block and the knob."""
+    """A segment has no room. The message gives bytes asked, bytes free, largest free block and the knob."""
 
 
 class AddressError(PoolError, ValueError):
-    """A global virtual address is out of range, freed, or belongs to somebody else."""
+    """A global virtual address is out of range, freed, or belongs to another process."""
 
 
 class OwnerLostError(PoolError):
@@ -94,7 +94,7 @@ class OwnerLostError(PoolError):
 
 
 class StaleLeaseError(FlowTrainError, RuntimeError):
-    """A part was reported under an epoch that is no longer valid; its bytes must be freed by the reporter."""
+    """A part was reported under a lease that is no longer valid; the reporter must free its bytes."""
 
 
 class CheckpointError(FlowTrainError, RuntimeError):
@@ -102,12 +102,12 @@ class CheckpointError(FlowTrainError, RuntimeError):
 
 
 class StallError(FlowTrainError, TimeoutError):
-    """A wait passed its limit; the message says who waited for what, and for how long."""
+    """A wait passed its limit. The message names who waited, for what, and for how long."""
 
 
 class ReplicaLostError(FlowTrainError, RuntimeError):
-    """A process of an encoder's tensor parallel group is gone, so that the others are of no use; names them."""
+    """A process of an encoder's tensor parallel group is gone, so the others cannot go on. The message names it."""
 
 
 class WorkerLostError(FlowTrainError, RuntimeError):
-    """An actor that cannot be replaced while running died; the message names it and how to resume."""
+    """An actor died that cannot be replaced while the run goes on. The message names it and how to resume."""

@@ -34,7 +34,7 @@ EXEMPT: dict[type | str, str] = {
 IN_PROCESS = {
     "BackboneRank.make_trainer": "a test or an emulation puts its own trainer in",
     "Encoder.encode": "a test or an emulation computes something else",
-    "EncoderFollower.forward": "a test fails inside it",
+    "EncoderRank.forward": "a test fails inside it",
 }
 """Public methods that only the actor itself calls, and why they are public."""
 

@@ -1,4 +1,4 @@
-"""A backbone rank: runs units with the microbatches that its prefetch thread brings."""
+"""A backbone rank runs units with the microbatches that its prefetch thread fetches."""
 
 from __future__ import annotations
 
@@ -38,15 +38,19 @@ from flowtrain.types.plan import Degrees, DevicePeak, StepPlan, UnitKind
 T = TypeVar("T")
 
 COLLECTIVE_MARGIN_S = 60.0
-"""How much longer than for data ranks wait for each other."""
+"""Ranks wait this much longer for each other than for data."""
 
 
 class BackboneRank:
     """One rank of the backbone's (dp, pp, tp) group: a thin shell round ``Trainer``.
 
-    It reads its replica's microbatches from the pool by itself, text and labels on every rank, features on those of the
-    first stage alone; nothing is broadcast, and every rank knows every shape. num_steps: of the whole run, for the
-    learning-rate schedule.
+    Each rank reads its replica's microbatches from the pool by itself: text and labels on every rank, features on ranks
+    of the first stage only. Nothing is broadcast, and every rank knows every shape.
+
+    rank: index among all backbone ranks.
+    name: of the actor.
+    num_steps: steps of the whole run, for the learning-rate schedule.
+    run_id: unique to the run.
     """
 
     def __init__(self, config: RunConfig, rank: int, degrees: Degrees, name: str, num_steps: int, run_id: str) -> None:
@@ -66,20 +70,20 @@ class BackboneRank:
     # --- start --------------------------------------------------------------------------------------------------
 
     def node_address(self) -> str:
-        """The address of this rank's node, by which the driver sees whether all ranks share one."""
+        """Return the address of this rank's node; the driver compares them to see whether all ranks share a node."""
         return node_address()
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0: listen on ``host`` for the other ranks; returns the port."""
+        """On rank 0: listen on ``host`` for the other ranks; returns the port."""
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
     def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
         """Join the group, build the model, load a checkpoint; returns the peak of this rank's device.
 
-        eval_every: steps between evaluation rounds (None: none); a checkpoint that is due waits for the round.
+        eval_every: steps between evaluation rounds; None: there are none. A checkpoint that is due waits for the round.
         """
-        # The pool's views are read-only on purpose, and are only copied from.
+        # The pool's views are read-only on purpose; they are only copied from.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._eval_every = eval_every
         device = default_device(self._config.model.device)
@@ -93,14 +97,14 @@ class BackboneRank:
             port=port,
             listener=self._listener,
             start_timeout_s=limits.start_timeout_s,
-            # A rank that waits for a starved one must not give up before that one says what it waits for.
+            # Ranks that wait for a starved rank must not give up before it reports what it waits for.
             collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
         )
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return device_peak(device, self._dtype)
 
     def make_trainer(self, checkpoint: Path | None) -> Trainer:
-        """Build this rank's trainer, as the checkpoint's state is if there is one; collective."""
+        """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""
         return Trainer(
             self._config,
             self._family,
@@ -119,10 +123,10 @@ class BackboneRank:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def run(self, link: CoordinatorLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
-        """Run units until the coordinator says stop, writing checkpoints into temporaries under ``checkpoint_dir``.
+        """Run units until the coordinator sends stop; write checkpoints into temporaries under ``checkpoint_dir``.
 
-        first_step: steps already done. Raises ConfigError where the driver's ``checkpoint_dir`` is not seen, and what
-        the prefetch thread or the training step raise.
+        first_step: steps already done. Raises ConfigError if this node does not see the driver's ``checkpoint_dir``.
+        Also raises the errors of the prefetch thread and of the training step.
         """
         if not probe_directory(Path(checkpoint_dir), self._run_id).is_dir():
             raise ConfigError(
@@ -146,7 +150,7 @@ class BackboneRank:
         finally:
             prefetcher.close()
             member.pool.close()
-        # Not after an error: it would wait for what others never send, and hide the error as long.
+        # Not after an error: this would wait for what other ranks never send, and delay the error.
         self._group.close()
 
     def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
@@ -184,7 +188,7 @@ class BackboneRank:
         started = time.time()
         plan = self._starving(prefetcher.next_plan)
         if plan.unit.step > self._last_traced_step:
-            self.trainer.stages.record = None  # on an accelerator every span waits for the device
+            self.trainer.stages.record = None  # on an accelerator each span waits for the device
         actions = self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
         clock = MicrobatchClock(self._group.device) if is_training else None
@@ -202,7 +206,7 @@ class BackboneRank:
         return step
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
-        """Hand over a unit's microbatches; all ranks of a replica get the same ones under the same numbers."""
+        """Return a function that gives a unit's microbatches; all ranks of a replica get the same one for a number."""
         numbers = count()
 
         def next_microbatch(number: int) -> Fetched:
@@ -213,7 +217,7 @@ class BackboneRank:
         return next_microbatch
 
     def _ran(self, fetched: Fetched) -> None:
-        """A microbatch of a unit is done; its bytes in the pool were released when it was read."""
+        """Note that a microbatch is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
 
     def _starving(self, wait: Callable[[], T]) -> T:
@@ -250,7 +254,7 @@ class BackboneRank:
         return self._eval_every is not None and step % self._eval_every == 0
 
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
-        """Write this rank's share of the state after ``step``, once; the driver makes it complete."""
+        """Write this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step <= self._saved_step:
             return
         directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)

@@ -1,4 +1,4 @@
-"""The coordinator: the one place where control messages meet. A thin asynchronous shell round ``Flow``."""
+"""The coordinator answers all control messages of a run. It is a thin asynchronous shell round ``Flow``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOT_READY_YET = LocateReply((), is_past_end=False)
 
 
 def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> Flow:
-    """Build a run's flow in a process of its own, whose garbage collector then rests."""
+    """Build a run's flow in its own process, and make the garbage collector run rarely there."""
     flow = build_flow(config, model, settings)
     keep_imports()
     expect_many_objects()
@@ -48,8 +48,10 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
 class Coordinator(CoordinatorApi):
     """Answers feeder, encoders, backbone ranks and driver; all methods run on one event loop, one at a time.
 
-    make_flow builds the Flow inside this process (it imports only pure rooms, so the actor starts fast). Waiting
-    methods answer after ``poll_s`` at the latest; what each means, ``CoordinatorApi`` says.
+    ``CoordinatorApi`` describes each method. Methods that wait answer after ``poll_s`` at the latest.
+
+    make_flow: builds the Flow inside this process; it imports only pure rooms, so the actor starts fast.
+    poll_s: longest wait of one question, in seconds.
     """
 
     def __init__(self, make_flow: Callable[[], Flow], poll_s: float = 5.0) -> None:
@@ -87,7 +89,7 @@ class Coordinator(CoordinatorApi):
     # --- feeder and encoders ------------------------------------------------------------------------------------
 
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
-        """See ``CoordinatorApi``; what the report had too late is freed with the order."""
+        """See ``CoordinatorApi``; the order also frees parts that were reported too late."""
         refused = self._flow.feed(owner, report)
         self._plan_signal.notify()
         if report.unit is not None:
@@ -108,7 +110,7 @@ class Coordinator(CoordinatorApi):
         self._wake_backbone()
         self._event_signal.notify()
         if report.rejections:
-            self._wake_producers()  # what others had produced of these samples is free again
+            self._wake_producers()  # the memory of their other parts is free again
         elif self._flow.may_lease_more(owner):
             self._lease_signal.notify()
         return HandInReply(refused)
@@ -129,7 +131,7 @@ class Coordinator(CoordinatorApi):
     async def begin(self, unit: int) -> bool:
         """See ``CoordinatorApi``."""
         go = self._flow.steps.begin(unit)
-        self._wake_producers()  # a stopping run sizes what was begun, and nothing else
+        self._wake_producers()  # a stopping run sizes only units that were begun
         if not go:
             self._plan_signal.notify()
             self._wake_backbone()
@@ -138,7 +140,7 @@ class Coordinator(CoordinatorApi):
     async def next_plan(self, unit: int) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.plan_of(unit)
-        self._feed_signal.notify()  # in arrival order the window moves with the step that is asked for
+        self._feed_signal.notify()  # in arrival order the window moves with the step that a rank asks for
         return await self._plan_signal.until(lambda: self._flow.plan_reply(unit), self._poll_s) or NO_PLAN_YET
 
     async def locate(

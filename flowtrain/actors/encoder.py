@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flowtrain.actors.encoder_follower import join_replica, load_split
+from flowtrain.actors.encoder_rank import join_replica, load_split
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
@@ -39,23 +39,24 @@ PixelValues = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Work:
-    """A leased batch, decoded: pixel values per position in the batch's order, and what turned out bad.
-
-    leased_s: when it was leased, on the monotonic clock.
-    """
+    """A leased batch, decoded."""
 
     lease: Lease
     hold: Hold
+    """Promise of the DRAM that the needed parts take."""
     leased_s: float
+    """When it was leased, on the monotonic clock."""
     pixels: dict[int, PixelValues]
+    """Pixel values of each position's images, in the batch's order."""
     rejections: tuple[Rejection, ...]
+    """Samples of the batch that cannot be used."""
 
 
 class Encoder:
-    """One replica of a frozen vision encoder, or, where tensor parallel ranks share its tower, their leader.
+    """One replica of a frozen vision encoder. Where tensor parallel ranks share its tower, this is their leader.
 
-    Two threads: one leases and decodes the next batch while the other forwards the last. A batch is forwarded as it was
-    planned, also when only some of it is needed again, so that the features never depend on timing.
+    It has two threads: one leases and decodes the next batch while the other forwards the last. A batch is always
+    forwarded whole, as planned, even when only some of it is needed again: so the features never depend on timing.
     """
 
     def __init__(self, config: RunConfig, encoder: str, name: str, run_id: str) -> None:
@@ -67,24 +68,24 @@ class Encoder:
         self._spans = SpanLog(name)
         self._blocked_s = 0.0
         self._stopping = threading.Event()
-        # One batch is decoded while one is forwarded; more would wait here while another encoder could take them.
+        # One batch is decoded while one is forwarded. More would wait here while another encoder could take them.
         self._ahead = threading.Semaphore(1)
-        # What comes back from a report is free before the next lease is asked for: no other wait would learn of it.
+        # What a report gives back is freed before the next lease is asked for, which must count it as room.
         self._handing_in = threading.Lock()
         self._listener: socket.socket | None = None
         self._meeting = threading.Lock()
         self._group: TowerGroup | None = None
 
     def open_rendezvous(self) -> int:
-        """Listen for the replica's other ranks, which share this node; returns the port. At any time, also twice."""
-        with self._meeting:  # Ray may start ``run`` before it
+        """Listen for the replica's other ranks, which share this node; returns the port. May be called repeatedly."""
+        with self._meeting:  # Ray may start ``run`` first
             if self._listener is None:
                 self._listener = open_listener()
                 self._port = int(self._listener.getsockname()[1])
             return self._port
 
     def run(self, link: CoordinatorLink) -> None:
-        """Encode until the coordinator says stop."""
+        """Encode until the coordinator sends stop."""
         self._link = link
         torch.set_num_threads(self._settings.num_threads)
         self._sources = SourceSet.from_config(self._config.data)
@@ -132,12 +133,12 @@ class Encoder:
                 raise item
             if item is None:
                 return
-            # Idle until there was a lease; what came after is decoding.
+            # Idle until there was a lease; the rest of the wait is decoding.
             self._blocked_s += max(0.0, item.leased_s - started)
             self._ahead.release()
             yield item
 
-    # --- leasing and decoding, in a thread of its own -----------------------------------------------------------
+    # --- leasing and decoding, in their own thread --------------------------------------------------------------
 
     def _lease_and_decode(self, member: PoolMember, ready: queue.Queue[Work | BaseException | None]) -> None:
         try:
@@ -145,7 +146,7 @@ class Encoder:
                 for lease, hold in self._leases(member):
                     ready.put(self._decode(lease, hold, decoders))
             ready.put(None)
-        except BaseException as error:  # handed to the thread that runs the actor, which raises it
+        except BaseException as error:  # the thread that runs the actor raises it
             ready.put(error)
 
     def _leases(self, member: PoolMember) -> Iterator[tuple[Lease, Hold]]:
@@ -168,7 +169,7 @@ class Encoder:
         return order
 
     def _patience(self) -> Patience:
-        reason = "no batch to encode: the backbone is behind (lookahead or pool memory), or nothing is sized yet"
+        reason = "no batch to encode: the backbone is slower (lookahead or pool memory), or nothing is sized yet"
         return Patience(self._name, self._config.limits, lambda: reason, endless=True)
 
     def _decode(self, lease: Lease, hold: Hold, decoders: ThreadPoolExecutor) -> Work:
@@ -207,7 +208,7 @@ class Encoder:
         self._hand_in(member, ready, work.rejections)
 
     def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
-        """Forward a batch; returns the features [rows, feature_dim] of each position's images, in order."""
+        """Forward a batch. Returns the features of each position's images in order, ``[rows, feature_dim]`` each."""
         started = time.time()
         flat = [array for arrays in work.pixels.values() for array in arrays]
         with self._group.forwarding() if self._group is not None else nullcontext():
@@ -217,13 +218,13 @@ class Encoder:
         return features
 
     def _write(self, pool: Pool, images: Sequence[torch.Tensor], hold: Hold) -> tuple[Extent, ...]:
-        """Write a part into the pool where it will lie, from the device and in the run's type by one copy."""
+        """Write a part into its place in the pool, with one copy from the device that also converts its type."""
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
         shape = (sum(len(image) for image in images), images[0].shape[1])
         nbytes = shape[0] * shape[1] * dtype.itemsize
         extents = pool.write_on_device(nbytes, lambda memory: _join(images, memory.view(dtype).view(shape)))
         if extents is not None:
-            return extents  # what the lease holds in DRAM for it is given back with the rest
+            return extents  # its share of the lease's promise of DRAM is given back with the rest
         with pool.reserve(nbytes, hold) as room:
             if len(room.views) == 1:
                 _join(images, torch.from_numpy(room.views[0]).view(dtype).view(shape))
@@ -243,7 +244,7 @@ class Encoder:
 
 
 def _join(images: Sequence[torch.Tensor], destination: torch.Tensor) -> None:
-    """Copy images' features one after another, from whatever device and type they have."""
+    """Copy images' features one after another, from any device and type."""
     for image, rows in zip(images, destination.split([len(image) for image in images]), strict=True):
         rows.copy_(image)
 

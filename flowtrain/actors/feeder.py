@@ -1,4 +1,4 @@
-"""The feeder: sizes samples in position order and puts their text into the pool."""
+"""The feeder sizes samples in position order and puts their text into the pool."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ NAME = "feeder-0"
 
 
 class _Stopped(Exception):
-    """The run ended while there was no room for the unit at hand."""
+    """The run ended while the current unit waited for room."""
 
 
 class Feeder:
-    """Runs the plain ``Feed`` against the coordinator; a thin shell that puts and reports."""
+    """Runs the plain ``Feed``: a thin shell that puts texts into the pool and reports to the coordinator."""
 
     def __init__(self, config: RunConfig, run_id: str) -> None:
         self._config = config
         self._run_id = run_id
 
     def run(self, link: CoordinatorLink) -> None:
-        """Feed until the coordinator says stop."""
+        """Feed until the coordinator sends stop."""
         self._link = link
         self._feed = Feed.from_config(self._config)
         knob = "pool.text_segment_nbytes"
@@ -82,7 +82,7 @@ class Feeder:
         return self._put(member, self._feed.resize(ref))
 
     def _put(self, member: PoolMember, result: SizedResult) -> PartReady:
-        """Put a text part, waiting for the backbone to release memory if there is none."""
+        """Put a text part; if the segment is full, wait until the backbone releases memory."""
         reason = "its pool segment is full of text not consumed yet"
         patience = Patience(NAME, self._config.limits, lambda: reason, endless=True)
         while True:

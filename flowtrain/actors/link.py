@@ -1,4 +1,4 @@
-"""How an actor talks to the coordinator: one small interface, so that every actor class runs without Ray as well."""
+"""How an actor asks the coordinator: one small interface, so that every actor class also runs without Ray."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from flowtrain.errors import FlowTrainError, StallError, WorkerLostError
 logger = logging.getLogger(__name__)
 
 ANSWER_MARGIN_S = 120.0
-"""How much later than asked an answer may come before the coordinator counts as unreachable (a loaded machine)."""
+"""The coordinator counts as unreachable when an answer takes longer than this (machines may be loaded)."""
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Question = Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
-"""A method of ``CoordinatorApi``, which gives a call its arguments' types and its answer's."""
+"""A method of ``CoordinatorApi``; it gives a call the types of its arguments and of its answer."""
 
 
 class CoordinatorLink(ABC):
-    """Asks the coordinator what ``CoordinatorApi`` lists."""
+    """Asks the coordinator the questions that ``CoordinatorApi`` lists."""
 
     @property
     @abstractmethod
     def node_id(self) -> str:
-        """The node of this process: equal for processes that share memory."""
+        """Id of this process's node; equal for processes that share memory."""
 
     @abstractmethod
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait for the answer, as ``link.ask(CoordinatorApi.begin, unit)``."""
+        """Ask and wait for the answer: ``link.ask(CoordinatorApi.begin, unit)``."""
 
 
 class RayLink(CoordinatorLink):
@@ -47,11 +47,11 @@ class RayLink(CoordinatorLink):
 
     @property
     def node_id(self) -> str:
-        """The Ray node that this process runs on."""
+        """Id of the Ray node that this process runs on."""
         return str(ray.get_runtime_context().get_node_id())
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait; raises what the method raised, StallError without an answer, WorkerLostError if it is gone."""
+        """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
         try:
             return ray.get(self.start(question, *args, **kwargs), timeout=ANSWER_MARGIN_S)
         except ray.exceptions.GetTimeoutError as error:
@@ -59,28 +59,31 @@ class RayLink(CoordinatorLink):
             raise StallError(f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FlowTrainError):
-                raise error.cause from error  # Ray's own would have the remote traceback as its message
+                raise error.cause from error  # Ray's own error would have the remote traceback as its message
             raise
         except ray.exceptions.RayActorError as error:
             raise WorkerLostError(
-                "the coordinator died, and with it the knowledge of what lies where; start again with --resume"
+                "the coordinator died, and with it the table of where each part lies; start again with --resume"
             ) from error
 
     def start(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:
-        """Ask without waiting; ``ray.get`` of what it returns has the answer."""
+        """Ask without waiting; returns a reference for ``ray.get``."""
         reference: ray.ObjectRef[R] = getattr(self._coordinator, question.__name__).remote(*args, **kwargs)
         return reference
 
 
 def node_address() -> str:
-    """Where other nodes reach this one."""
+    """Return the address at which other nodes reach this one."""
     return str(ray.util.get_node_ip_address())
 
 
 class Patience:
-    """Counts how long a wait has lasted: warns with the reason after a while, and ends it at the limit.
+    """Measures a wait: logs warnings with the reason at intervals, and ends the wait at the limit.
 
-    describe: called only when a message is due. endless: the wait has no limit (a producer waits for its consumer).
+    who: name of the process that waits.
+    limits: interval of the warnings, and the limit.
+    describe: returns the reason of the wait; called only when a message is due.
+    endless: the wait has no limit (a producer waits for its consumer).
     """
 
     def __init__(self, who: str, limits: LimitsConfig, describe: Callable[[], str], endless: bool = False) -> None:
@@ -92,7 +95,7 @@ class Patience:
         self._next_warning_s = self._warning_s
 
     def tick(self) -> None:
-        """Call after every attempt that brought nothing. Raises StallError at the limit."""
+        """Call after every attempt without a result. Raises StallError at the limit."""
         waited_s = time.monotonic() - self._started
         if self._limit_s is not None and waited_s >= self._limit_s:
             raise StallError(

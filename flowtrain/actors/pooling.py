@@ -1,4 +1,4 @@
-"""Opening an actor's end of the memory pool."""
+"""Opens an actor's part of the memory pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PoolMember:
-    """A process that has joined the pool: its index, what it learned on joining, and its pool."""
+    """A process that has joined the pool: its index, the coordinator's answer, and its pool."""
 
     index: int
     joined: Joined
@@ -32,16 +32,16 @@ class PoolMember:
 
 
 def address_space(config: PoolConfig) -> AddressSpace:
-    """Return the run's address space; every process computes the same."""
+    """Return the run's address space; all processes compute the same one."""
     return AddressSpace(num_processes=config.max_processes, segment_nbytes=config.max_segment_nbytes)
 
 
 def hbm_offer(config: PoolConfig, reason: str | None) -> tuple[int, str]:
-    """Return the bytes of HBM that an encoder gives, and a line that says so, or why there are none.
+    """Return the bytes of HBM that an encoder gives, and a line for the log: that amount, or why it gives none.
 
-    reason: what speaks against the tier where the encoders are, as ``why_absent``; None for nothing.
+    reason: why the encoders' device cannot have the tier, from ``why_absent``; None if it can.
     """
-    if reason is None and config.network == "nixl":  # as the driver has resolved it
+    if reason is None and config.network == "nixl":  # the driver has resolved ``auto``
         reason = "pool.network is nixl, and it is read on its own node alone"
     if reason is None and not config.hbm_segment_nbytes:
         reason = "pool.hbm_segment_nbytes is 0"
@@ -49,7 +49,7 @@ def hbm_offer(config: PoolConfig, reason: str | None) -> tuple[int, str]:
         nbytes, high = config.hbm_segment_nbytes, config.hbm_high_watermark
         return (
             nbytes,
-            f"memory pool: each encoder is to give {nbytes} bytes of hbm; above {high:.0%} features go to dram",
+            f"memory pool: each encoder gives {nbytes} bytes of hbm; above {high:.0%} features go to dram",
         )
     asked = config.hbm_segment_nbytes
     ignored = f", so pool.hbm_segment_nbytes ({asked}) has no effect" if asked else ""
@@ -66,10 +66,15 @@ def join_pool(
     device: torch.device = CPU,
     gives_hbm: bool = False,
 ) -> PoolMember:
-    """Join under ``name`` with a segment of ``segment_nbytes`` (0 for a reader) and publish it.
+    """Join the pool and publish the process's segments.
 
-    knob: the configuration key that sets the segment's size, for messages. device: that the process computes on; an
-    accelerator lets it read HBM, and, with gives_hbm, give what the configuration says.
+    config: the run's ``pool`` section.
+    run_id: unique to the run.
+    name: of the process.
+    segment_nbytes: DRAM that it gives, in bytes; 0 for a reader.
+    knob: configuration key that sets the segment's size, for messages.
+    device: device that the process computes on; with an accelerator it can read HBM.
+    gives_hbm: also give the HBM that the configuration sets.
     """
     keep_imports()
     joined = link.ask(CoordinatorApi.join, name, link.node_id)
@@ -92,7 +97,7 @@ def join_pool(
         knob=knob,
         fetch_exports=lambda: link.ask(CoordinatorApi.exports),
         processes_per_node=config.processes_per_node,
-        # The driver has put in place of ``auto`` what the run needs where its actors are.
+        # The driver has already replaced ``auto`` by what the run needs.
         network="nixl" if config.network == "nixl" else "none",
         transfer_timeout_s=config.transfer_timeout_s,
         device=device_side,

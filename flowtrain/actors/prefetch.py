@@ -1,4 +1,4 @@
-"""The prefetch thread of a backbone rank: plans, locations and bytes, ahead of the training thread."""
+"""The prefetch thread of a backbone rank fetches plans and microbatches ahead of the training thread."""
 
 from __future__ import annotations
 
@@ -33,22 +33,21 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often a waiting thread looks at its limit, or at whether it is to end."""
+"""How often a waiting thread checks its limit and whether it must end."""
 RETRY_S = 0.05
-"""Between two questions for the new place of a part whose owner died."""
+"""Pause before the thread asks again for the place of a part whose owner died."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A microbatch on the rank's side: ready to run. fetch_s: time to read and assemble it.
-
-    ready: on an accelerator, an event behind the copies that brought it there.
-    """
+    """A microbatch that the rank has read and assembled."""
 
     slot: int
     batch: PackedBatch
     fetch_s: float
+    """Time to read and assemble it."""
     ready: torch.Event | None = None
+    """On an accelerator, an event after the copies that brought it there."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,25 @@ class _Failed:
 
 
 class Prefetcher:
-    """Fetches unit after unit in the order of the run; ``next_plan`` and ``next_microbatch`` hand them over in order.
+    """Fetches unit after unit in the order of the run; ``next_plan`` and ``next_microbatch`` return them in order.
 
-    The thread itself waits without a limit, since it may be far ahead; ``limits`` hold for who waits for it. What it
-    reads it hands over at once, but for what comes behind a microbatch whose owner died, which is asked for again. A
-    microbatch is released once it is read: with the question for the next one, or before any other wait, so that memory
-    which a rank was told to read never waits for its training, nor, while its owner lives, for another rank.
-    rank: of all backbone ranks; it reads what is for replica dp_rank. depth: microbatches that may wait assembled.
-    arrival: take whatever is READY next instead of the plan's order. text_only: features are for other ranks.
-    build: assembles a microbatch from its samples' arrays (has copied them when it returns, so that nothing refers to
-    the pool afterwards). staging: how parts get onto an accelerator; None where the rank computes on the CPU.
+    Delivers each microbatch once read; later ones wait for one whose owner died, which the thread asks for again. The
+    thread itself waits without a limit, since it may be far ahead; ``limits`` hold for the training thread, which waits
+    for it.
+
+    A microbatch is released once it is read: with the next question, or before any other wait. So memory that a rank
+    has been asked to read never waits for this rank's training, nor, while its owner lives, for another rank.
+
+    name: of the rank's actor, for messages.
+    rank: index among all backbone ranks.
+    dp_rank: replica whose microbatches it reads.
+    build: assembles a microbatch from its samples' arrays. It copies them, so that nothing refers to the pool later.
+    feature_dim, feature_dtype: width and type of a feature row in the pool.
+    depth: microbatches that may wait assembled.
+    arrival: take any microbatch that is READY next, instead of the plan's order.
+    first_unit: index of the first unit that it fetches.
+    text_only: leave out the features; other ranks read them.
+    staging: brings parts onto an accelerator; None where the rank computes on the CPU.
     """
 
     def __init__(
@@ -102,8 +110,9 @@ class Prefetcher:
         self._text_only = text_only
         self._staging = staging
         self._wanted: tuple[int, int | None] = (first_unit, None)
-        self._unreleased: tuple[int, ...] = ()  # slots of the unit at hand that are read and not released
-        # Microbatches of the unit at hand that are read and not handed over, in their order; the first, None, is lost.
+        self._unreleased: tuple[int, ...] = ()  # slots of the current unit that are read and not released
+        # Microbatches of the current unit that are not delivered yet, by slot, in their order. None: lost; it and all
+        # after it wait.
         self._kept: dict[int, Fetched | None] = {}
         self._stopping = threading.Event()
         self._plans: queue.Queue[StepPlan | _Failed] = queue.Queue()
@@ -112,18 +121,18 @@ class Prefetcher:
         self._thread.start()
 
     def next_plan(self) -> StepPlan:
-        """The next unit's plan; waits for it. Raises what went wrong in the thread, and StallError at the limit."""
+        """Wait for the next unit's plan. Raises the error that ended the thread, and StallError at the limit."""
         return self._take(self._plans)
 
     def next_microbatch(self) -> Fetched:
-        """The next microbatch of the unit whose plan was taken last; waits and raises as ``next_plan``."""
+        """Wait for the next microbatch of the unit whose plan was taken last; raises as ``next_plan``."""
         fetched = self._take(self._microbatches)
         if self._staging is not None and fetched.ready is not None:
             self._staging.hand_over(fetched.batch.tensors(), fetched.ready)
         return fetched
 
     def close(self) -> None:
-        """End the thread; what it fetched ahead is dropped. Idempotent."""
+        """End the thread and drop what it fetched ahead. Idempotent."""
         self._stopping.set()
         self._thread.join(timeout=self._limits.stop_timeout_s)
 
@@ -160,18 +169,18 @@ class Prefetcher:
                             num_done += 1
                             self._hand_over(fetched, unit, is_last=num_done == plan.num_slots)
                 unit += 1
-        except BaseException as error:  # handed to the training thread, which raises it wherever it waits
+        except BaseException as error:  # the training thread raises it at its next wait
             self._plans.put(_Failed(error))
             self._offer(_Failed(error))
 
     def _take_complete(self) -> Iterator[Fetched]:
-        """Take what was read, up to the first that is lost."""
+        """Take the microbatches that were read, up to the first that is lost."""
         while (first := next(iter(self._kept.values()), None)) is not None:
             del self._kept[first.slot]
             yield first
 
     def _hand_over(self, fetched: Fetched, unit: int, is_last: bool) -> None:
-        if is_last or not self._num_free():  # a unit ends when all of it is released
+        if is_last or not self._num_free():  # a unit ends when all its microbatches are released
             self._link.ask(CoordinatorApi.release, unit, self._unreleased, self._rank)
             self._unreleased = ()
         self._offer(fetched)
@@ -196,9 +205,9 @@ class Prefetcher:
         return None
 
     def _wait_for_locations(self, unit: int, number: int) -> tuple[MicrobatchLocation, ...]:
-        """Wait for the unit's microbatch ``number``; returns where it lies, and those behind it that have room.
+        """Wait for the unit's microbatch ``number``; returns its place, and those of later ones that have room.
 
-        One that is lost comes alone. Empty where the unit will not come.
+        A lost microbatch comes alone. Empty if the unit will not come.
         """
         while not self._stopping.is_set():
             lost = next(iter(self._kept), None)
@@ -209,19 +218,19 @@ class Prefetcher:
         return ()
 
     def _locate(self, unit: int, slot: int | None, limit: int) -> LocateReply:
-        """Ask for places, and report what was read."""
+        """Ask where microbatches lie, and report which ones were read."""
         self._wanted = (unit, slot)
         read, self._unreleased = self._unreleased, ()
         return self._link.ask(CoordinatorApi.locate, unit, slot, self._rank, read, limit)
 
     def _try_read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched | None:
-        """Read a microbatch; None where an owner died in between."""
+        """Read a microbatch; None if an owner died since the answer."""
         try:
             fetched = self._read(plan, location)
         except OwnerLostError as error:
             logger.warning("%s asks again where microbatch %d lies: %s", self._name, location.slot, error)
-            # The owner died after the answer; the flow learns of it from the controller and has the part produced
-            # again, and a lookup by position finds the new place.
+            # The owner died after the answer. The controller tells the flow, which has the part produced again; a
+            # lookup by position then finds the new place.
             time.sleep(RETRY_S)
             return None
         self._unreleased += (location.slot,)
@@ -231,7 +240,7 @@ class Prefetcher:
         started = time.time()
         microbatch = plan.microbatch(location.slot, self._dp_rank)
         rejected = set(location.rejected)
-        # All at once, so that what lies on other nodes comes by one transfer from each owner.
+        # All in one call, so that parts on other nodes come in one transfer from each owner.
         wanted = [part for part in location.parts if part.position not in rejected and self._reads(part.part)]
         positions = [sample.position for sample in microbatch.samples if sample.position not in rejected]
         with self._staging.aside() if self._staging is not None else nullcontext():
@@ -248,7 +257,7 @@ class Prefetcher:
         return part == TEXT_PART or not self._text_only
 
     def _bring(self, wanted: Sequence[PartLocation]) -> Iterator[tuple[PartLocation, Part]]:
-        """Read parts: text to the host, which packs it, features to where the rank computes."""
+        """Read parts: text to the host, which packs it, and features to the rank's device."""
         staging = self._staging
         on_host = [part for part in wanted if staging is None or part.part == TEXT_PART]
         yield from zip(on_host, self._pool.get_batch([part.extents for part in on_host]), strict=True)

@@ -1,4 +1,4 @@
-"""Measures a model's modules on one device, as an actor that trains nothing."""
+"""An actor that measures a model's modules on one device and trains nothing."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _CALLS = 50
 
 
 class Echo:
-    """Answers, so that a call can be timed."""
+    """Answers at once, so that a call can be timed."""
 
     async def ping(self) -> None:
         """Return at once."""
 
 
 class Profiler:
-    """One rank of a tensor parallel group that measures; ``start`` comes first."""
+    """One rank of a tensor parallel group that measures. Call ``start`` first."""
 
     def __init__(self, config: RunConfig, rank: int, degrees: Degrees) -> None:
         self._config, self._rank, self._degrees = config, rank, degrees
         self._listener: socket.socket | None = None
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0: listen on ``host`` for the other ranks; returns the port."""
+        """On rank 0: listen on ``host`` for the other ranks; returns the port."""
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
@@ -74,7 +74,7 @@ class Profiler:
         )
 
     def call_s(self, link: CoordinatorLink) -> float:
-        """Seconds of a call to another actor, median; ``link`` leads to an ``Echo``."""
+        """Return the median seconds of a call to another actor; ``link`` leads to an ``Echo``."""
         seconds = []
         for _ in range(_CALLS):
             started_s = time.perf_counter()
@@ -90,7 +90,7 @@ class Profiler:
         return BackboneProfiler(self._config, source, self._group).measure(mixes)
 
     def encoder(self, name: str, refs: Sequence[SampleRef]) -> EncoderTimes:
-        """Measure an encoder over sizes that the images of these samples have; DataError where none can be read."""
+        """Measure an encoder over the image sizes of these samples. Raises DataError if no image can be read."""
         settings = self._config.encoders[name]
         torch.set_num_threads(settings.num_threads)
         pixels, decode_s = self._decoded(name, refs)
@@ -102,11 +102,11 @@ class Profiler:
         return EncoderTimes(sizes, batches, seconds, decode_s)
 
     def _decoded(self, name: str, refs: Sequence[SampleRef]) -> tuple[dict[int, np.ndarray], float]:
-        """An image of each number of patches, and the mean seconds of one."""
+        """Return one preprocessed image for each number of patches, and the mean seconds that one takes."""
         sources, limit = SourceSet.from_config(self._config.data), self._config.data.max_image_pixels
         pixels: dict[int, np.ndarray] = {}
         seconds, num_images = 0.0, 0
-        for warm in (False, True):  # what is read and imported once does not count
+        for warm in (False, True):  # the first round reads and imports what is needed once, and does not count
             for ref in refs if warm else refs[:1]:
                 started_s = time.thread_time()
                 try:

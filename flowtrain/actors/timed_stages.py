@@ -1,4 +1,4 @@
-"""The trainer's stages as the executor of a backbone rank runs them: over fetched microbatches, with their times."""
+"""Runs the trainer's stages over fetched microbatches and measures the time of each microbatch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowtrain.training.clock import MicrobatchClock
 
 
 class TimedStages:
-    """Hands a microbatch's batch on; forward and backward count towards its slot. clock None: nothing is timed."""
+    """Passes a microbatch's batch on; forward and backward count towards its slot. clock None: nothing is timed."""
 
     def __init__(self, stages: StageRuntime[PackedBatch], clock: MicrobatchClock | None) -> None:
         self._stages = stages

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
-from flowtrain.actors.encoder_follower import EncoderFollower
+from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import RayLink
 from flowtrain.config.run import RunConfig
@@ -41,7 +41,7 @@ class ActorClasses:
     coordinator: type = Coordinator
     feeder: type = Feeder
     encoder: type = Encoder
-    follower: type = EncoderFollower
+    encoder_rank: type = EncoderRank
     backbone: type = BackboneRank
 
 
@@ -140,7 +140,7 @@ def start_actors(
             crew.spawn[post.name] = partial(_construct, config, post, classes, options, run_id, num_steps)
             crew.actors[post.name] = crew.spawn[post.name]()
             crew.roles[post.name] = post.role
-            if post.role is Role.FOLLOWER:
+            if post.role is Role.ENCODER_RANK:
                 crew.leaders[post.name] = post.place
     except BaseException:
         crew.kill()
@@ -174,9 +174,9 @@ def _construct(
         return _spawn(classes.feeder, options, config, run_id)
     if post.role is Role.ENCODER:
         return _spawn(classes.encoder, options, config, post.module, post.name, run_id)
-    if post.role is Role.FOLLOWER:
+    if post.role is Role.ENCODER_RANK:
         _, _, tp_rank = post.plan.degrees.coordinates(post.index)
-        return _spawn(classes.follower, options, config, post.module, post.place, tp_rank)
+        return _spawn(classes.encoder_rank, options, config, post.module, post.place, tp_rank)
     return _spawn(classes.backbone, options, config, post.index, post.plan.degrees, post.name, num_steps, run_id)
 
 

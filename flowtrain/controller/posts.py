@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flowtrain.actors.encoder_follower import rank_name
+from flowtrain.actors.encoder_rank import rank_name
 from flowtrain.actors.feeder import NAME as FEEDER
 from flowtrain.controller.cluster import ACCELERATOR_TYPE, Bundle
 from flowtrain.controller.state import Role
@@ -34,7 +34,7 @@ class Post:
     @property
     def segment_nbytes(self) -> int:
         """What it gives to the memory pool."""
-        return 0 if self.role is Role.FOLLOWER else self.plan.segment_nbytes
+        return 0 if self.role is Role.ENCODER_RANK else self.plan.segment_nbytes
 
     @property
     def bundle(self) -> Bundle:
@@ -52,7 +52,7 @@ def posts_of(plan: Plan) -> list[Post]:
     for module, module_plan in plan.encoders.items():
         for index in range(module_plan.num_actors):
             dp_rank, _, tp_rank = module_plan.degrees.coordinates(index)
-            leader, role = f"encoder-{num_replicas + dp_rank}", Role.FOLLOWER if tp_rank else Role.ENCODER
+            leader, role = f"encoder-{num_replicas + dp_rank}", Role.ENCODER_RANK if tp_rank else Role.ENCODER
             posts.append(Post(rank_name(leader, tp_rank), role, module, index, module_plan, leader))
         num_replicas += module_plan.data_parallel_size
     degrees = plan.backbone.degrees

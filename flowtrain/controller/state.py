@@ -15,7 +15,7 @@ class Role(enum.StrEnum):
     COORDINATOR = "coordinator"
     FEEDER = "feeder"
     ENCODER = "encoder"
-    FOLLOWER = "follower"
+    ENCODER_RANK = "encoder_rank"
     """A rank of an encoder's tensor parallel group other than the first, which is the ``ENCODER``."""
     BACKBONE = "backbone"
 
@@ -90,7 +90,7 @@ class RunState:
         shortage: Callable[[Sequence[str]], str | None] = lambda encoders: None,
         leaders: Mapping[str, str] | None = None,
     ) -> None:
-        self._running = {name: role for name, role in actors.items() if role is not Role.FOLLOWER}
+        self._running = {name: role for name, role in actors.items() if role is not Role.ENCODER_RANK}
         self._leaders = dict(leaders or {})
         self._shortage = shortage
         self._max_restarts = max_restarts

@@ -1,8 +1,8 @@
-"""What may be asked of the coordinator: each question with its arguments and its one type of answer.
+"""The questions that the coordinator answers, each with its arguments and its one type of answer.
 
 Callers name a question by its method here (``link.ask(CoordinatorApi.lease, owner, encoder, free_nbytes)``), so that a
-type checker sees arguments and answer on both sides. Every question that waits is answered after a while at the latest,
-with nothing; the caller asks again and keeps its own limit, so that a wait can name who waits for what.
+type checker sees arguments and answer on both sides. A question that waits too long gets an empty answer. The caller
+then asks again and keeps its own limit, so that it can report who waits for what.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class CoordinatorApi(Protocol):
     # --- pool processes -----------------------------------------------------------------------------------------
 
     async def join(self, name: str, node_id: str) -> Joined:
-        """Take part in the pool under a name; a process that had it before counts as lost."""
+        """Join the pool under a name. A process that had the name before counts as lost."""
         ...
 
     async def publish(self, export: SegmentExport) -> None:
-        """Export a segment, anew after it grew."""
+        """Export a segment, and export it again after it grew."""
         ...
 
     async def exports(self) -> tuple[SegmentExport, ...]:
-        """Return what all living processes export."""
+        """Return the exports of all living processes."""
         ...
 
     async def process_lost(self, name: str, for_good: bool = False) -> None:
-        """Have what the process of a name held produced again; for_good: no other takes its place."""
+        """Report that a process died: what it held is produced again. for_good: no new process takes its place."""
         ...
 
     # --- feeder and encoders ------------------------------------------------------------------------------------
@@ -54,11 +54,11 @@ class CoordinatorApi(Protocol):
         ...
 
     async def wait_for_room(self, owner: int) -> RoomOrder:
-        """Wait, with a full segment, for memory or for the end."""
+        """Wait, with a full segment, for memory or for the end of the run."""
         ...
 
     async def lease(self, owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
-        """Wait for a batch to encode; free_nbytes: what the segment can take now, before the order frees more."""
+        """Wait for a batch to encode. free_nbytes: room in the segment now, before the order frees more."""
         ...
 
     async def hand_in(self, owner: int, report: EncoderReport) -> HandInReply:
@@ -68,7 +68,7 @@ class CoordinatorApi(Protocol):
     # --- backbone -----------------------------------------------------------------------------------------------
 
     async def begin(self, unit: int) -> bool:
-        """Ask to run a unit; False means stop. All ranks get the same answer for the same unit."""
+        """Ask to run a unit; False: stop. All ranks get the same answer for the same unit."""
         ...
 
     async def next_plan(self, unit: int) -> PlanReply:
@@ -78,15 +78,15 @@ class CoordinatorApi(Protocol):
     async def locate(
         self, unit: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
     ) -> LocateReply:
-        """Wait until a microbatch is READY; returns it with those after it that are, up to ``limit``.
+        """Wait until a microbatch is READY. Returns it, and the READY ones that follow it directly, at most ``limit``.
 
-        slot None: any that the rank has not taken. read: slots of the unit that the rank has read since it last asked;
-        they are released.
+        slot: the microbatch's slot; None (``arrival`` order): the next one of the rank's replica.
+        read: slots of the unit that the rank has read since it last asked; they are released.
         """
         ...
 
     async def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
-        """Note that a rank has read microbatches: it does not need their bytes in the pool any more."""
+        """Report microbatches that a rank has read: it no longer needs their bytes in the pool."""
         ...
 
     async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
@@ -98,23 +98,23 @@ class CoordinatorApi(Protocol):
         ...
 
     async def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
-        """Return who waits for what."""
+        """Return who waits for what, as text for a message."""
         ...
 
     # --- driver -------------------------------------------------------------------------------------------------
 
     async def events(self) -> tuple[Event, ...]:
-        """Wait for something to have happened, and return it."""
+        """Wait for events, and return them."""
         ...
 
     async def end_events(self) -> None:
-        """Answer who waits for events with what there is: everything was reported."""
+        """Answer the waiting ``events`` at once, and all later ones: everything was reported."""
         ...
 
     async def take_events(self) -> tuple[Event, ...]:
-        """Return what happened since the last call, at once."""
+        """Return the events since the last call, without waiting."""
         ...
 
     async def request_stop(self) -> None:
-        """End the run after the step that is running and the evaluation that may follow it."""
+        """End the run after the running step and the evaluation that may follow it."""
         ...

@@ -1,4 +1,4 @@
-"""Builds a run's Flow from its configuration, the model's shape, and where the run goes on."""
+"""Builds a run's Flow from its configuration, the model's shape, and the state that the run starts from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flowtrain.types.samples import SamplerState
 
 
 def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> Flow:
-    """Return the flow of a run; compiles what planning needs, so that no step waits for it."""
+    """Return the flow of a run. Compiles what planning needs first, so that no step waits for it."""
     planner = StepPlanner.from_config(config, settings.dp_size, settings.cost)
     planner.warm_up()
     parts = Parts(
@@ -75,7 +75,7 @@ def assemble_flow(
     num_rejected: int = 0,
     num_seen: int = 0,
 ) -> Flow:
-    """Join the books of a run; arguments as of ``Steps``, ``Microbatches``, ``EventLog`` and ``Flow``."""
+    """Build a run's flow from its parts; arguments as of ``Steps``, ``Microbatches``, ``EventLog`` and ``Flow``."""
     microbatches = Microbatches(parts, replica_size)
     steps = Steps(
         units=units,

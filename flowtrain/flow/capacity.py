@@ -1,4 +1,4 @@
-"""Whether a pool can hold what a step needs at once, so that it cannot get stuck."""
+"""Checks that a pool can hold everything that one step needs at once, so that a run cannot get stuck."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from flowtrain.errors import ConfigError, FaultCode
 def check_capacity(segments: Sequence[int], largest_part_nbytes: int, parts_per_step: int, knob: str) -> None:
     """Check that the sum over segments of floor(segment / largest part) is at least the parts of a step.
 
-    segments: bytes that each living owner gives to this kind of part. largest_part_nbytes: the most that one lease
-    reserves, aligned; where a lease covers a batch, give the largest batch. parts_per_step: leases of a worst-case
-    step. knob: configuration key that sizes a segment. Raises ConfigError with the numbers, also where not even one
-    sample fits a segment.
+    segments: bytes that each living owner gives to this kind of part.
+    largest_part_nbytes: the most that one lease reserves, aligned; for leases of batches, the largest batch.
+    parts_per_step: leases of a worst-case step.
+    knob: configuration key that sets the size of a segment.
+
+    Raises ConfigError with the numbers, also when not even one sample fits into a segment.
     """
     assert largest_part_nbytes > 0, largest_part_nbytes
     room = sum(segment // largest_part_nbytes for segment in segments)
@@ -39,21 +41,29 @@ def check_capacity(segments: Sequence[int], largest_part_nbytes: int, parts_per_
 
 
 def check_scattered_capacity(segments: Sequence[int], largest_lease_nbytes: int, held_nbytes: int, knob: str) -> None:
-    """Check that the largest lease still fits somewhere while ``held_nbytes`` lie in the worst way over the segments.
+    """Check that the largest lease still fits into a segment while ``held_nbytes`` are spread in the worst way.
 
-    For ``data.order: arrival``, where a step's positions come from more leases than in order, most of whose other
-    positions ran before. Why it suffices, for an encoder's segments: let the backbone wait for step k, the first that
-    is not done, of B positions. Leases go in order, so when no encoder has room for the first batch in line, what lies
-    in the segments are earlier positions.
+    For ``data.order: arrival``: there a step's positions come from more leases than in ``deterministic`` order, and
+    most other positions of these leases ran before.
 
-    - Step k is not planned. The groups up to k have at least B positions left. Were they all leased, they would all be
-      ready in the end, and k planned; so the batch is of one of them, and fewer than B positions lie before it.
-    - Step k is planned and waits for positions whose last step it is. The batch is of one of them or of earlier ones,
-      and so what lies before it is of step k too: fewer than B positions again.
-    - A round of evaluation closes the window, so only its own positions can lie before one of its batches; it needs no
-      more than in order, which ``check_capacity`` checks.
+    The check suffices for an encoder's segments. Let k be the first step that is not done, and B its number of
+    positions; the backbone waits for k. Leases are granted in order. So when no encoder has room for the first batch
+    in line, the segments hold earlier positions only.
 
-    With held_nbytes for B - 1 positions, some segment then has room for the batch. Arguments as of ``check_capacity``.
+    - Step k is not planned. The groups up to k have at least B positions left. If all these were leased, all would
+      become READY and k would be planned. So the batch belongs to one of these groups, and fewer than B positions lie
+      before it.
+    - Step k is planned and waits for positions whose last step is k. The batch holds one of these or earlier ones. So
+      the positions before it belong to step k too: again fewer than B.
+    - An evaluation round closes the window, so only its own positions can lie before one of its batches. It needs no
+      more than in ``deterministic`` order, which ``check_capacity`` checks.
+
+    With held_nbytes for B - 1 positions, at least one segment has room for the batch.
+
+    segments, knob: as of ``check_capacity``.
+    largest_lease_nbytes: the most that one lease reserves, aligned.
+    held_nbytes: bytes that the segments may hold while a step waits.
+
     Raises ConfigError with the numbers.
     """
     room = sum(max(0, segment - largest_lease_nbytes) for segment in segments)
@@ -63,8 +73,8 @@ def check_scattered_capacity(segments: Sequence[int], largest_lease_nbytes: int,
     raise ConfigError.of(
         knob,
         FaultCode.POOL,
-        f"the pool cannot hold one step in arrival order, so the run could get stuck: beside {held_nbytes} bytes that "
-        f"a step may wait with, {len(segments)} segments of {sum(segments)} bytes in all have no room for a lease of "
+        f"the pool cannot hold one step in arrival order, so the run could get stuck: while a step waits with "
+        f"{held_nbytes} bytes, {len(segments)} segments of {sum(segments)} bytes in all have no room for a lease of "
         f"{largest_lease_nbytes} bytes; raise {knob} to at least {least}, lower training.global_batch_size or "
         "data.max_seq_len, or set data.order to deterministic",
     )

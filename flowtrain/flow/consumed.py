@@ -1,4 +1,4 @@
-"""Which training positions are over: all below a frontier, and in ``arrival`` order some ahead of it."""
+"""The training positions that are consumed: all below a frontier, and in ``arrival`` order some beyond it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowtrain.types.samples import SamplerState
 
 
 class ConsumedPositions:
-    """A set of positions that stays small: ``frontier`` stands for all below it, ``ahead`` are those beyond it."""
+    """A set of positions in little memory: all positions below ``frontier``, and the positions in ``ahead``."""
 
     def __init__(self, frontier: int = 0, ahead: Iterable[int] = ()) -> None:
         self.frontier = frontier
@@ -18,11 +18,11 @@ class ConsumedPositions:
 
     @classmethod
     def at(cls, state: SamplerState) -> ConsumedPositions:
-        """Return what is consumed where a run goes on from a sampler's state."""
+        """Return the positions that are consumed in a sampler's state."""
         return cls(state.next_position, state.consumed)
 
     def state_from(self, state: SamplerState, first: int) -> SamplerState:
-        """Return a sampler's state that stands at position ``first``, with what is consumed from there on."""
+        """Return ``state``, which stands at position ``first``, with the positions consumed from there on."""
         assert first <= self.frontier, (first, self.frontier)
         return replace(state, consumed=(*range(first, self.frontier), *self.ahead))
 
@@ -32,7 +32,7 @@ class ConsumedPositions:
         return tuple(sorted(self._ahead))
 
     def add(self, positions: Iterable[int]) -> None:
-        """Add positions, none of which is in it."""
+        """Add positions that are not in the set."""
         for position in positions:
             assert position not in self, position
             self._ahead.add(position)

@@ -1,7 +1,7 @@
 """The run's bookkeeping as a plain class: what may be sized, encoded, run and released now (docs/architecture.md).
 
-Nothing here waits, does I/O or knows of Ray: every method answers at once. The coordinator does the waiting; a
-simulator may drive the same class with virtual time.
+Nothing here waits, does I/O or uses Ray: every method answers at once. The coordinator does the waiting. A simulator
+can drive the same class with virtual time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ from flowtrain.types.plan import StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SamplerState
 
 ASK_AGAIN = LeaseOrder(None, (), stop=False)
-"""For an encoder that waits: ask anew, with the room that there is now."""
+"""For an encoder that waits: it must ask again, with the room that it has now."""
 
 
 class Flow:
-    """Owns the bookkeeping of one run; the methods here are what concerns several of its books at once.
+    """Owns the bookkeeping of one run. The methods here concern several of its members at once.
 
-    What concerns one alone is asked of it directly: ``members`` (which processes take part), ``steps`` (units),
-    ``parts`` (positions), ``microbatches`` (what ranks read), ``log`` (what the driver learns). sampler_state: before
-    the first unit that is sized.
+    Callers use a single member directly.
+
+    members: which processes take part.
+    parts: positions and their memory.
+    microbatches: what ranks read.
+    steps: units.
+    log: events for the driver.
+    sampler_state: state before the first unit that is sized.
     """
 
     def __init__(
@@ -56,12 +61,12 @@ class Flow:
         self.steps = steps
         self.log = log
         self._sampler_state = sampler_state
-        self._grown: set[int] = set()  # encoders with more room than when they last asked for a lease
+        self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
 
     # --- processes ----------------------------------------------------------------------------------------------
 
     def join(self, name: str, node_id: str) -> Joined:
-        """Let a pool process start (or start again, which ends the process that had its name)."""
+        """Let a pool process join. If another process had its name before, that process counts as lost."""
         index, previous = self.members.join(name, node_id)
         if previous is not None:
             self._owner_lost(previous, for_good=False)
@@ -69,9 +74,9 @@ class Flow:
         return Joined(index, self._sampler_state, upcoming.index if upcoming is not None else -1)
 
     def process_lost(self, name: str, for_good: bool = False) -> None:
-        """Have what only a dead process held produced again. Harmless when called twice.
+        """Have everything that only a dead process held produced again. May be called twice.
 
-        for_good: no other process takes its place, and the memory of the others has to do.
+        for_good: no new process takes its place, so the memory of the others must suffice.
         """
         index = self.members.index_of(name)
         if index is not None:
@@ -88,8 +93,8 @@ class Flow:
     def feed(self, owner: int, report: FeedReport) -> tuple[Extent, ...]:
         """Take in a sized unit, and text parts that were produced again.
 
-        Returns the extents of those that are not needed any more, to free. What a lost process had sent is left aside:
-        its successor does the same again.
+        Returns extents of text parts that are no longer needed, for the feeder to free. Reports of a lost feeder are
+        ignored: its successor does the same work again.
         """
         if not self.members.is_living(owner):
             return ()
@@ -98,7 +103,7 @@ class Flow:
         for ready in report.remade:
             try:
                 self.parts.text_ready(owner, ready)
-            except StaleLeaseError:  # it was rejected or released meanwhile
+            except StaleLeaseError:  # meanwhile it was rejected or released
                 refused.extend(ready.extents)
         self.record(report.spans)
         if report.unit is not None:
@@ -116,21 +121,21 @@ class Flow:
         self._note_plan(self.steps.add_sized(unit, report.sized, report.sampler_state))
 
     def room_order(self, owner: int) -> RoomOrder | None:
-        """Return what a feeder without room may free, or stop; None while it has to wait."""
+        """Return what a feeder without room may free, or stop; None while it must wait."""
         if not self.steps.are_over and not self.parts.released_nbytes(owner):
             return None
         return RoomOrder(self.parts.take_released(owner), self.steps.are_over)
 
     def feed_order(self, owner: int) -> FeedOrder | None:
-        """Return what the feeder can do now, or None if it has to wait: size a unit, or produce text again, never both.
+        """Return what the feeder does now: size a unit, or produce text again, never both. None if it must wait.
 
-        What it may free comes with that; until then it needs no room.
+        The order also has the extents that it may free; until then it needs no room.
         """
         if self.steps.are_over:
             return FeedOrder(None, (), self.parts.take_released(owner), stop=True)
         remake = self.parts.leases.grant_lost_text(owner)
         unit = self.steps.upcoming
-        # Text that was lost is reported before more is put: a segment full of unreported parts is never released.
+        # Lost text is reported before new text is put: a segment full of unreported parts is never released.
         if unit is not None and (remake or not self.steps.may_size(unit)):
             unit = None
         if unit is None and not remake:
@@ -142,14 +147,14 @@ class Flow:
     # --- encoders -----------------------------------------------------------------------------------------------
 
     def hand_in(self, owner: int, report: EncoderReport) -> tuple[Extent, ...]:
-        """Take in what an encoder finished; returns the extents of parts whose lease is no longer its own, to free."""
+        """Take in what an encoder finished. Returns the extents of parts whose lease it no longer holds, to free."""
         if self.members.is_living(owner):
             self.log.stats(owner, report.stats)
         self.log.blocked(report.blocked_s)
         self.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
-        has_grown = bool(report.rejections)  # DRAM that was promised and stayed unused is free
+        has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
         for ready in report.ready:
             try:
                 has_grown |= self.parts.ready(owner, ready) is Tier.HBM
@@ -160,10 +165,12 @@ class Flow:
         return tuple(refused)
 
     def lease_order(self, owner: int, encoder: str, free_nbytes: int, is_fresh: bool = True) -> LeaseOrder | None:
-        """Return what an encoder can do now, or None if it has to wait (for memory, for the window, for sizes).
+        """Return what an encoder does now, or None if it must wait (for memory, for the lookahead, for sizes).
 
-        A lease counts on the memory that the order gives back with it. free_nbytes: what its segment could take when
-        it asked. is_fresh: that is now; else nothing is evicted on that account, but the encoder asks again.
+        A lease counts on the memory that the same order gives back.
+
+        free_nbytes: room in its segment when it asked.
+        is_fresh: it asked just now. Otherwise nothing is evicted by that old number; the encoder asks again instead.
         """
         parts = self.parts
         if self.steps.are_over:
@@ -179,32 +186,32 @@ class Flow:
         return LeaseOrder(lease, parts.take_released(owner), stop=False) if lease is not None else None
 
     def may_lease_more(self, owner: int) -> bool:
-        """Whether a lease may wait for what an encoder handed in: its own room grew, or others may evict now."""
+        """Whether an encoder's report may allow a lease that waits: its own room grew, or others may evict now."""
         return owner in self._grown or self.parts.has_lost_memory
 
     # --- backbone -----------------------------------------------------------------------------------------------
 
     def plan_of(self, unit_index: int) -> StepPlan | None:
-        """Return the plan of a unit, or None while it cannot be planned; planned now where the order waits for that."""
+        """Return the plan of a unit, or None while it cannot be planned. Steps by arrival are planned here."""
         self._note_plan(self.steps.plan_now(unit_index))
         return self.steps.plan_of(unit_index)
 
     def plan_reply(self, unit_index: int) -> PlanReply | None:
-        """Return a unit's plan, or that it will not come; None while a rank has to wait."""
+        """Return a unit's plan, or that the unit will not come; None while a rank must wait."""
         plan = self.plan_of(unit_index)
         if plan is None and not self.steps.is_past_end(unit_index):
             return None
         return PlanReply(plan, is_past_end=plan is None)
 
     def locate_reply(self, unit_index: int, slot: int | None, rank: int, limit: int = 1) -> LocateReply | None:
-        """Return where microbatches lie, as ``Microbatches.locate``, or that their unit will not come; None to wait."""
+        """Return where microbatches lie, as ``Microbatches.locate``; or that their unit will not come; None: wait."""
         if self.steps.is_past_end(unit_index):
             return LocateReply((), is_past_end=True)
         found = self.microbatches.locate(unit_index, slot, rank, limit)
         return LocateReply(found, is_past_end=False) if found else None
 
     def finish(self, report: RankReport, spans: tuple[Span, ...]) -> bool:
-        """Note that a rank finished a unit; True once all have, which consumes its positions and moves the window."""
+        """Note that a rank finished a unit. The last rank consumes its positions and moves the window: then True."""
         self.record(spans)
         if not self.log.finished(report):
             return False
@@ -214,7 +221,7 @@ class Flow:
         return True
 
     def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
-        """Say who waits for what, for the message of a stalled wait."""
+        """Return who waits for what, for the message of a stalled wait."""
         if self.steps.plan_of(unit_index) is None:
             return self.steps.describe_wait(unit_index)
         return self.microbatches.describe_wait(unit_index, slot, rank)
@@ -226,7 +233,7 @@ class Flow:
         self.log.spans(spans, self.steps.num_done)
 
     def _reject(self, rejections: tuple[Rejection, ...]) -> None:
-        # A batch that is encoded again meets the same bad image again; it counts once.
+        # A batch that is encoded again has the same bad image again; it counts once.
         self.log.rejected([rejection for rejection in rejections if self.parts.reject(rejection)])
 
     def _note_plan(self, planned: PlannedUnit | None) -> None:

@@ -1,4 +1,4 @@
-"""Who produces which part: encode batches in line, leases that are granted, lost text."""
+"""Which process produces which part: encode batches in line, granted leases, lost text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from flowtrain.types.samples import TEXT_PART, SampleRef
 
 
 class Leases:
-    """Holds what is PENDING and LEASED. Batches are leased strictly in the order of (unit, batch index).
+    """Holds the PENDING and LEASED parts. Batches are leased strictly in the order of (unit, batch index).
 
-    timeout_s: age at which ``expire`` takes a lease back. clock: seconds. A lease that an owner has lost is never
-    granted again under the same id, so its id is the epoch of what is reported under it.
+    Each lease has a new id, also when its batch is leased again. So the id is the epoch of reports under the lease.
+
+    timeout_s: age at which ``expire`` takes a lease back.
+    clock: returns seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -31,7 +33,7 @@ class Leases:
         self._lost_owners: set[int] = set()
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Put a batch in line, with those of its parts that are pending."""
+        """Put a batch in line, with its PENDING parts."""
         for position, part in record.parts.items():
             part.batch = record
             if part.state is PENDING:
@@ -40,7 +42,7 @@ class Leases:
         self._queue(record)
 
     def first_in_line(self, encoder: str) -> BatchRecord | None:
-        """Return the earliest batch that has to be encoded, or None."""
+        """Return the earliest batch that must be encoded, or None."""
         line = self._lines[encoder]
         while line:
             record = self._batches.get((encoder, *line[0]))
@@ -52,11 +54,11 @@ class Leases:
         return None
 
     def grant(self, owner: int, encoder: str, free_nbytes: int) -> Lease | None:
-        """Lease the first batch in line to an owner if the parts that it needs fit into ``free_nbytes``.
+        """Lease the first batch in line to an owner if its needed parts fit into ``free_nbytes``.
 
         A batch whose parts were lost comes before all later ones, and only its lost parts need room. Returns None if
-        nothing is in line, or if the first does not fit: no later, smaller one goes before it, so that the earliest
-        unfinished unit gets its memory. A lost owner gets none.
+        no batch is in line, if the first one does not fit, or for a lost owner. No later, smaller batch goes first, so
+        that the earliest unfinished unit gets its memory.
         """
         record = self.first_in_line(encoder) if owner not in self._lost_owners else None
         if record is None:
@@ -82,11 +84,11 @@ class Leases:
         return lease
 
     def is_granted(self, encoder: str) -> bool:
-        """Whether an owner holds a lease of an encoder's batches."""
+        """Whether any owner holds a lease of this encoder's batches."""
         return any(record.lease.batch.encoder == encoder for record in self._leases.values())
 
     def grant_lost_text(self, owner: int) -> tuple[SampleRef, ...]:
-        """Lease all lost text parts to an owner, to be produced again; in order of position."""
+        """Lease all lost text parts to an owner, which produces them again; in order of position."""
         if owner in self._lost_owners:
             return ()
         parts = [self._lost_text[position] for position in sorted(self._lost_text)]
@@ -99,7 +101,7 @@ class Leases:
         return tuple([part.position.ref for part in parts])
 
     def make_pending(self, part: PartRecord) -> None:
-        """Have a lost part produced again, first in line since its batch is earlier than any that was never leased."""
+        """Have a lost part produced again. Its batch comes first in line, since it is earlier than any never leased."""
         part.state = PENDING
         part.owner = part.lease_id = NOBODY
         part.extents = ()
@@ -110,7 +112,7 @@ class Leases:
             self._lost_text[part.position.ref.position] = part
 
     def leave(self, part: PartRecord) -> None:
-        """Forget a PENDING or LEASED part: it is READY, or not wanted any more."""
+        """Forget a PENDING or LEASED part: it is READY, or no longer needed."""
         position = part.position.ref.position
         if part.name == TEXT_PART:
             self._lost_text.pop(position, None)
@@ -129,7 +131,7 @@ class Leases:
         del self._batches[record.batch.encoder, *record.key]
 
     def expire(self) -> list[LeaseRecord]:
-        """Take back the leases that are too old, and return them."""
+        """Take back leases that are too old, and return them."""
         limit = self._clock() - self._timeout_s
         expired = []
         for record in self._leases.values():
@@ -141,7 +143,7 @@ class Leases:
         return expired
 
     def owner_lost(self, owner: int) -> None:
-        """Take back whatever an owner has leased, and lease nothing to it from now on."""
+        """Take back all leases of an owner, and lease nothing to it from now on."""
         self._lost_owners.add(owner)
         for lease_id in tuple(self._leases_of.pop(owner, ())):
             self._take_back(self._leases[lease_id])
@@ -149,18 +151,18 @@ class Leases:
             self.make_pending(part)
 
     def is_lost(self, owner: int) -> bool:
-        """Whether ``owner_lost`` was called for an owner."""
+        """Whether an owner is lost."""
         return owner in self._lost_owners
 
     def describe(self, part: PartRecord) -> str:
-        """Say who is to produce a PENDING or LEASED part, and for how long it is leased."""
+        """Return which process produces a PENDING or LEASED part, and how long ago it was leased."""
         what = f"{part.name} of position {part.position.ref.position} ({part.nbytes} bytes) is"
         if part.state is LEASED:
             age_s = self._clock() - self._leases[part.lease_id].granted_s if part.batch is not None else 0.0
             since = f" for {age_s:.1f} s (lease {part.lease_id})" if part.batch is not None else ""
             return f"{what} leased to process {part.owner}{since}"
         if part.batch is None:
-            return f"{what} pending: lost with its owner and to be made again"
+            return f"{what} pending: lost with its owner, and not produced again yet"
         batch, first = part.batch.batch, self.first_in_line(part.batch.batch.encoder)
         head = ""
         if first is not None and first is not part.batch:
@@ -188,5 +190,5 @@ class Leases:
 
 
 def pending_nbytes(record: BatchRecord) -> int:
-    """Return what the parts of a batch that have to be produced take in a segment."""
+    """Return the bytes that a batch's PENDING parts take in a segment."""
     return sum(record.parts[position].aligned_nbytes for position in record.pending)

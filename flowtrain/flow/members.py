@@ -1,4 +1,4 @@
-"""Which processes take part in the pool, by indices of its address space, and what they export."""
+"""The processes that take part in the pool: their indices in the address space, and their exports."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from flowtrain.types.memory import SegmentExport, Tier
 
 
 class Members:
-    """Hands out process indices and keeps what the processes export.
+    """Gives out process indices and keeps the exports of the processes.
 
-    A node owns the contiguous block of ``processes_per_node`` indices, so that its part of the DRAM region is one
-    contiguous range (FlowTrain 3.2). A restarted process takes a new index; indices are never used again in a run.
+    A node owns a contiguous block of ``processes_per_node`` indices, so that its part of the DRAM region is one
+    contiguous range (FlowTrain 3.2). A restarted process gets a new index; no index is used again in a run.
     """
 
     def __init__(self, max_processes: int, processes_per_node: int) -> None:
@@ -24,7 +24,7 @@ class Members:
         self._exports: dict[SegmentKey, SegmentExport] = {}
 
     def join(self, name: str, node_id: str) -> tuple[int, int | None]:
-        """Return the new index of the process called ``name``, and the index that its name had before (or None).
+        """Return the new index of the process called ``name``, and the index that the name had before, or None.
 
         Raises ResourceError, naming the knob, when the node's block or the space is used up.
         """
@@ -52,20 +52,20 @@ class Members:
         return self._index_of_name.get(name)
 
     def is_living(self, process_index: int) -> bool:
-        """Whether a process joined and is not known to be gone; a message of a dead one may still arrive."""
+        """Whether a process joined and is not known to be dead. Messages of a dead process may still arrive."""
         return process_index in self._living
 
     def publish(self, export: SegmentExport) -> None:
-        """Keep what a living process exports, one segment a tier."""
+        """Keep the export of a living process, one segment per tier."""
         if self.is_living(export.process_index):
             self._exports[export.tier, export.process_index] = export
 
     def withdraw(self, process_index: int) -> None:
-        """Forget a process that is gone, so that no new reader tries to map it."""
+        """Forget a dead process, so that no new reader tries to map its memory."""
         self._living.discard(process_index)
         for tier in Tier:
             self._exports.pop((tier, process_index), None)
 
     def exports(self) -> tuple[SegmentExport, ...]:
-        """Return what all living processes export."""
+        """Return the exports of all living processes."""
         return tuple(self._exports.values())

@@ -1,7 +1,7 @@
-"""Which microbatch of which planned unit may run, which rank has read it, and when its bytes are free.
+"""The microbatches of planned units: which may run, which ranks have read them, and when their bytes are free.
 
-The ranks of a data parallel replica work on the same microbatches: each reads them from the pool by itself, all of them
-in the same order, with the same samples rejected.
+The ranks of a data parallel replica work on the same microbatches. Each rank reads them from the pool by itself. All of
+them use the same order and leave out the same rejected samples.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ class _UnitRecord:
 
     unit: Unit
     ready_slots: list[set[int]]
-    """By replica: slots that may run."""
+    """For each replica: slots that may run."""
     microbatches: dict[tuple[int, int], MicrobatchRecord] = field(default_factory=dict)
     """By (slot, dp_rank)."""
     num_unread: int = 0
-    """Microbatches that some rank of their replica has not read."""
+    """Microbatches that at least one rank of their replica has not read."""
     orders: dict[int, list[int]] = field(default_factory=dict)
-    """In arrival order, by replica: slots in the order in which its ranks take them."""
+    """In ``arrival`` order, by replica: slots in the order in which its ranks take them."""
     num_taken: dict[int, int] = field(default_factory=dict)
-    """In arrival order, by rank: how many of these it has taken."""
+    """In ``arrival`` order, by rank: how many of these slots it has taken."""
 
 
 class Microbatches:
-    """Hands microbatches to ranks, numbered replica by replica, and frees them when all ranks of a replica have read.
+    """Tells ranks where microbatches lie, and frees a microbatch when all ranks of its replica have read it.
 
-    replica_size: ranks of a replica. With more than one, no microbatch of a unit is handed out before the unit before
-    is read by everybody: what one rank has read stays in the pool for the others, and must not stand in the way of what
-    they still wait for.
+    Ranks are numbered replica by replica. With several ranks in a replica, no rank gets a microbatch of a unit before
+    all ranks have read the unit before. Otherwise parts that one rank has read and others have not would take the
+    memory of parts for which the others still wait.
+
+    replica_size: ranks of a replica.
     """
 
     def __init__(self, parts: Parts, replica_size: int = 1) -> None:
@@ -47,10 +49,10 @@ class Microbatches:
         self._units: dict[int, _UnitRecord] = {}
 
     def add(self, plan: StepPlan) -> None:
-        """Take in a unit's plan: its microbatches, and encode batches of what is in none yet.
+        """Take in a unit's plan: its microbatches, and encode batches of the parts that are in none yet.
 
-        Raises PoolError unless every position of the unit is planned once or rejected, and every part from an encoder
-        is in the plan's batches or in earlier ones.
+        Raises PoolError unless every position of the unit is planned once or rejected, and every encoder's part is in
+        the plan's batches or in earlier ones.
         """
         index, dp_size = plan.unit.index, plan.dp_size
         if index in self._units:
@@ -70,7 +72,7 @@ class Microbatches:
         num_batched = sum(len(batch.positions) for batch in plan.encode_batches)
         if num_batched != num_planned:
             raise PoolError(
-                f"unit {index}: its samples need {num_planned} parts from encoders, its encode batches make "
+                f"unit {index}: its samples need {num_planned} parts from encoders, its encode batches have "
                 f"{num_batched}"
             )
         self._parts.add_batches(plan.encode_batches)
@@ -96,11 +98,15 @@ class Microbatches:
     # --- ranks --------------------------------------------------------------------------------------------------
 
     def locate(self, unit: int, slot: int | None, rank: int, limit: int = 1) -> tuple[MicrobatchLocation, ...]:
-        """Return where a microbatch lies for a rank and, of those after it, ``limit`` in all, as far as they are ready.
+        """Return where a microbatch and those after it lie for a rank, up to the first that is not ready.
 
-        Empty while the first has to wait; may be asked again. slot None (``arrival`` order): what the rank's replica
-        takes next. The rank that first comes to a replica's n-th microbatch takes the first that is ready; the others
-        follow. Raises DataError where a sample that another rank may have read was rejected since.
+        Empty while the first one is not ready. May be called again for the same microbatch.
+
+        slot: the first microbatch. None (``arrival`` order): the one that the rank's replica takes next. The first rank
+        that asks for the replica's n-th microbatch gets any that is ready; the other ranks get the same one.
+        limit: most microbatches to return.
+
+        Raises DataError if a sample was rejected after another rank may have read it.
         """
         record = self._units.get(unit)
         if record is None or self._unit_before(unit) is not None:
@@ -117,10 +123,10 @@ class Microbatches:
         return tuple(found)
 
     def release(self, unit: int, slots: tuple[int, ...], rank: int) -> bool:
-        """Note that a rank has read microbatches; returns whether with them everybody has read the whole unit.
+        """Note that a rank has read microbatches. Returns whether all ranks have now read the whole unit.
 
-        Once all ranks of the replica have read a microbatch, its bytes may be freed, and lost ones need not be produced
-        again. Raises PoolError for one that the rank does not know of, or has read before.
+        Once all ranks of the replica have read a microbatch, its bytes may be freed, and lost parts are not produced
+        again. Raises PoolError for a microbatch whose place the rank does not know, or that it has read before.
         """
         dp_rank = rank // self._replica_size
         record = self._units.get(unit)
@@ -140,7 +146,7 @@ class Microbatches:
         return record is not None and not record.num_unread
 
     def end(self, unit: int) -> Unit:
-        """Forget a unit, and return it. Raises PoolError if it is not planned, or not all of it is released."""
+        """Forget a unit, and return it. Raises PoolError if it is not planned, or not fully released."""
         record = self._units.get(unit)
         if record is None or record.num_unread:
             what = (
@@ -150,11 +156,11 @@ class Microbatches:
         return self._units.pop(unit).unit
 
     def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
-        """Say what a rank waits for; arguments as of ``locate``."""
+        """Return what a rank waits for; arguments as of ``locate``."""
         before, dp_rank = self._unit_before(unit), rank // self._replica_size
         if before is not None:
             num_unread = self._units[before].num_unread
-            return f"unit {unit} comes when all ranks have read unit {before}, which lacks {num_unread}"
+            return f"unit {unit} waits until all ranks have read unit {before}: {num_unread} microbatches are left"
         record = self._units.get(unit)
         if record is not None and slot is None:
             order, number = record.orders.get(dp_rank, []), record.num_taken.get(rank, 0)
@@ -172,13 +178,13 @@ class Microbatches:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _unit_before(self, unit: int) -> int | None:
-        """An earlier unit that some rank has not read yet, if that matters."""
+        """Return an earlier unit that a rank has not read yet; None without one, or if replicas have one rank."""
         if self._replica_size == 1:
             return None
         return next((index for index, record in self._units.items() if index < unit and record.num_unread), None)
 
     def _next_slot(self, record: _UnitRecord, dp_rank: int, rank: int) -> int | None:
-        """Return the slot that a rank takes next by arrival, or None while none is ready."""
+        """Return the slot that a rank takes next in ``arrival`` order, or None while none is ready."""
         order, number = record.orders.setdefault(dp_rank, []), record.num_taken.get(rank, 0)
         if number == len(order):
             ready = record.ready_slots[dp_rank].difference(order)
@@ -198,12 +204,12 @@ class Microbatches:
         )
         rejected = tuple([position.ref.position for position in microbatch.positions if position.rejected])
         if rejected != microbatch.left_out:
-            # Its parts were lost and produced again, and this time something is wrong with a sample.
+            # Its parts were lost and produced again, and this time a sample turned out bad.
             if microbatch.located_by - {rank}:
                 late = sorted(set(rejected) - set(microbatch.left_out))
                 raise DataError(
-                    f"positions {late} were found bad when they were made again, after other ranks of the replica had "
-                    "been told to train on them: their source has changed. Start again with --resume"
+                    f"positions {late} were found bad when they were produced again, but other ranks of the replica "
+                    "may have trained on them: their source has changed. Start again with --resume"
                 )
             microbatch.left_out = rejected
         microbatch.located_by.add(rank)
@@ -213,4 +219,4 @@ class Microbatches:
 def _why(microbatch: MicrobatchRecord | None, rank: int) -> str:
     if microbatch is None:
         return "it is not planned"
-    return "the rank has read it before" if rank in microbatch.read_by else "the rank never learned where it lies"
+    return "the rank has read it before" if rank in microbatch.read_by else "the rank does not know where it lies"

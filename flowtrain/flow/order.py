@@ -1,4 +1,4 @@
-"""``data.order``: from which positions a unit is planned, when, and where a resume goes on."""
+"""``data.order``: which positions a unit runs, when it is planned, and where a resume continues."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
 from flowtrain.types.samples import SamplerState, SizedSample
 
 MakeBatches = Callable[[int, Sequence[SizedSample]], tuple[EncodeBatch, ...]]
-"""From a unit's index and samples to encode batches."""
+"""Builds encode batches from a unit's index and samples."""
 
 
 class Order(Protocol):
     """Decides which samples units run."""
 
     def add(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> None:
-        """Take in a unit that was sized, without rejected samples; sampler_state: after it."""
+        """Take in a sized unit without its rejected samples. sampler_state: state after the unit."""
 
     def is_planned_at_once(self, unit: Unit) -> bool:
-        """Whether a unit is planned as soon as it is sized, or only when a rank asks for its plan."""
+        """Whether a unit is planned as soon as it is sized; otherwise when a rank asks for its plan."""
 
     def choose(self, unit: Unit) -> tuple[Unit, Sequence[SizedSample]] | None:
-        """Return what a sized unit runs, once, or None while too little is ready. Steps are asked for in order."""
+        """Return what a sized unit runs, once; None while too little is ready. Call it for steps in their order."""
 
     def state_after(self, unit: Unit) -> SamplerState:
-        """Return where a run goes on after a unit that was just consumed, once."""
+        """Return the state from which a run continues after a unit that was just consumed. Call it once a unit."""
 
     def describe_wait(self, unit: Unit) -> str:
-        """Say what ``choose`` waits for."""
+        """Return what ``choose`` waits for."""
 
 
 class InOrder:
-    """``deterministic``: a unit runs its own positions, and is planned, with its encode batches, when it is sized."""
+    """``deterministic``: a unit runs its own positions. It is planned, with its encode batches, when it is sized."""
 
     def __init__(self) -> None:
         self._samples: dict[int, Sequence[SizedSample]] = {}
@@ -66,20 +66,26 @@ class InOrder:
 
 @dataclass(frozen=True)
 class _Group:
-    """What a step would run in order. state_before: the sampler's, at its first position."""
+    """The positions that a step would run in ``deterministic`` order."""
 
     unit: Unit
     state_before: SamplerState
+    """The sampler's state at the first position."""
 
 
 class ArrivalWindow:
-    """Steps made of what is ready, oldest first, where no position waits longer than W steps.
+    """Chooses positions that are ready for each step, oldest first; no position waits longer than W steps.
 
-    A position belongs by nature to the step that would run it in order; together these are the step's *group*. The
-    position runs at most ``window`` (W) steps later; when that step comes, it is taken whether ready or not. The last
-    step, and every ``close_every``-th one (the evaluations; None: there are none), closes the window: it takes all that
-    is left of its own and earlier groups, and no step before it takes from groups behind it. So every evaluation sees
-    the same positions trained as in order, and where it runs nothing older waits in the pool.
+    A step's *group* are the positions that it would run in ``deterministic`` order. A position runs at most ``window``
+    (W) steps after its group's step; that last step takes it even if it is not ready.
+
+    Some steps close the window: the last one, and every ``close_every``-th one. A closing step takes all that is left
+    of its own and earlier groups, and no step before it takes positions of later groups. So every evaluation comes
+    after the same trained positions as in ``deterministic`` order, and no older position waits in the pool then.
+
+    window: W, in steps.
+    last_step: the run's last step.
+    close_every: steps between evaluations; None: there are none.
     """
 
     def __init__(self, window: int, last_step: int, close_every: int | None = None) -> None:
@@ -90,20 +96,22 @@ class ArrivalWindow:
         self._groups: dict[int, list[int]] = {}  # by step, ascending: positions that no step has taken
 
     def add_group(self, step: int, positions: Sequence[int]) -> None:
-        """Add what a step would run in order, ascending; groups come in the order of their steps."""
+        """Add a step's group, its positions ascending. Call it for steps in their order."""
         assert not self._groups or step > next(reversed(self._groups)), (step, list(self._groups))
         if positions:
             self._groups[step] = list(positions)
 
     def deadline(self, step: int) -> int:
-        """Return the last step that may run a position of this step's group."""
+        """Return the last step that may run positions of this step's group."""
         return min(step + self._window, self._closing(step))
 
     def choose(self, step: int, size: int, is_done: Callable[[int], bool]) -> tuple[int, ...] | None:
-        """Take the positions that a step runs, ascending, or return None while there are too few.
+        """Take the positions that a step runs, ascending; None while there are too few.
 
-        size: positions of the step. is_done: whether a position is ready, or rejected. First come those whose last step
-        this is, then the oldest that are done. Steps are to be asked for in their order.
+        Call it for steps in their order. First come positions whose last step this is, then the oldest that are done.
+
+        size: positions of the step.
+        is_done: whether a position is ready or rejected.
         """
         chosen: list[int] = []
         for group, positions in self._groups.items():
@@ -117,7 +125,7 @@ class ArrivalWindow:
         return tuple(chosen)
 
     def open_positions(self, step: int) -> tuple[int, ...]:
-        """Return the positions that no step has taken, of groups up to this step's."""
+        """Return the positions of this step's group and earlier ones that no step has taken."""
         return tuple(p for group, positions in self._groups.items() if group <= step for p in positions)
 
     def _take(self, chosen: Sequence[int]) -> None:
@@ -130,18 +138,22 @@ class ArrivalWindow:
                 del self._groups[group]
 
     def _closing(self, step: int) -> int:
-        """The first step from this one on that closes the window."""
+        """Return the first step, from this one on, that closes the window."""
         if self._close_every is None:
             return self._last_step
         return min(self._last_step, -(-step // self._close_every) * self._close_every)
 
 
 class ByArrival:
-    """``arrival``: a step is planned when a rank asks for it, from what is ready by then; evaluations stay in order.
+    """``arrival``: a step is planned when a rank asks for it, from the positions ready then; evaluations stay in order.
 
-    What a step would run in order, its group, is encoded in that order as soon as it is sized. A resume draws and sizes
-    again from the first group of which something is left; what was consumed of later ones is in the sampler's state.
-    sampler_state: before the first group.
+    Encoders encode group after group, each as soon as it is sized. A resume draws and sizes again from the first group
+    that is not fully consumed; the sampler's state lists the consumed positions of that group and later ones.
+
+    window: chooses the positions of a step.
+    parts: the parts table.
+    make_batches: builds a group's encode batches.
+    sampler_state: state before the first group.
     """
 
     def __init__(
@@ -156,7 +168,7 @@ class ByArrival:
         self._evaluations: dict[int, Sequence[SizedSample]] = {}
 
     def add(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> None:
-        """See ``Order``; a group's encode batches are put in line."""
+        """See ``Order``; puts a group's encode batches in line."""
         if unit.kind is UnitKind.EVAL:
             self._evaluations[unit.index] = samples
             return
@@ -167,7 +179,7 @@ class ByArrival:
         self._window.add_group(unit.step, [p for p in unit.positions if not self._parts.is_consumed(p)])
 
     def is_planned_at_once(self, unit: Unit) -> bool:
-        """Evaluations are."""
+        """Only evaluations are planned at once."""
         return unit.kind is UnitKind.EVAL
 
     def choose(self, unit: Unit) -> tuple[Unit, Sequence[SizedSample]] | None:

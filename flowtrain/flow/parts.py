@@ -1,7 +1,7 @@
-"""The parts table: which part of which position lies where, who produces it, who may free it.
+"""The parts table: where each part of each position lies, which process produces it, and which may free it.
 
-A part is PENDING, LEASED to an owner, READY at its extents, and RELEASED when every rank that needs it has read it; a
-position is SIZED, PLANNED into a microbatch, and ends CONSUMED or REJECTED, once.
+A part is PENDING, LEASED to an owner, READY at its extents, and RELEASED when every rank that needs it has read it. A
+position is SIZED, then PLANNED into a microbatch, and ends once: CONSUMED or REJECTED.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ _UNPLANNED = 1 << 62
 
 
 class Parts:
-    """Exactly-once bookkeeping of a run's positions; every call costs what it touches, not what there is.
+    """Exactly-once bookkeeping of a run's positions. The cost of a call depends on the records it touches, not on all.
 
-    space, alignment: of the pool, to check what owners report and to size leases. lease_timeout_s: age at which
-    ``expire_leases`` takes a lease back. consumed: training positions that an earlier run has consumed. Owners are
-    process indices, which are never used again in a run, so a message of a lost owner is known for what it is.
+    Owners are process indices. No index is used again in a run, so messages of a lost owner are recognised.
+
+    space: the pool's address space, to check the reports of owners.
+    alignment: of extents in the pool, in bytes; leases are sized by it.
+    lease_timeout_s: age at which ``expire_leases`` takes a lease back.
+    consumed: training positions that an earlier run has consumed.
+    clock: returns seconds.
     """
 
     def __init__(
@@ -57,25 +61,25 @@ class Parts:
         self._positions: dict[int, PositionRecord] = {}
         self._ready_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
         self._ready_nbytes = 0
-        self._ready_hbm_nbytes = 0  # of these in HBM
+        self._ready_hbm_nbytes = 0  # the share of these in HBM
         self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
         self._released_nbytes: defaultdict[int, int] = defaultdict(int)
-        self._eval_frontier = EVAL_POSITION_BASE  # the evaluation positions below are over
+        self._eval_frontier = EVAL_POSITION_BASE  # all evaluation positions below are consumed
         self.leases = Leases(lease_timeout_s, clock)
-        """What is PENDING and LEASED."""
+        """The PENDING and LEASED parts."""
         self.consumed = consumed if consumed is not None else ConsumedPositions()
-        """Training positions that units have consumed, in this run or in those that it continues."""
+        """Training positions that units of this run, or of the runs that it continues, have consumed."""
         self.has_lost_memory = False
-        """Whether a process is gone for good, so that what it held has to fit beside what the others hold."""
+        """Whether a process is gone for good, so that its parts must fit into the segments of the others."""
         self.num_produced = 0
-        """Positions whose parts have all been READY, each counted once."""
+        """Positions whose parts were all READY at one time, each counted once."""
 
     # --- positions ----------------------------------------------------------------------------------------------
 
     def add_sized(self, samples: Iterable[SizedSample], owner: int, texts: Iterable[PartReady]) -> None:
-        """Take in positions whose sizes are known and whose texts, in the same order, lie in the owner's segment.
+        """Take in sized positions. ``texts``, in the same order, lie in the owner's segment.
 
-        Raises StaleLeaseError for a lost owner, PoolError for a position known before and for text of another size.
+        Raises StaleLeaseError for a lost owner, PoolError for a position sized before and for text of another size.
         """
         is_lost, positions, alignment = self.leases.is_lost(owner), self._positions, self._alignment
         for sample, text in zip(samples, texts, strict=True):
@@ -89,7 +93,7 @@ class Parts:
             positions[position] = record
 
     def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
-        """Put encode batches of sized positions in line. Raises PoolError where one's parts take other bytes."""
+        """Put encode batches of sized positions in line. Raises PoolError if a batch's ``nbytes`` is wrong."""
         for batch in batches:
             record = BatchRecord(batch, {position: self[position].parts[batch.encoder] for position in batch.positions})
             nbytes = sum([part.aligned_nbytes for part in record.parts.values()])
@@ -101,17 +105,17 @@ class Parts:
             self.leases.add_batch(record)
 
     def __getitem__(self, position: int) -> PositionRecord:
-        """Return the record of a position; raises PoolError for one that is not known, or over."""
+        """Return the record of a position. Raises PoolError if it is not known, or consumed."""
         record = self._positions.get(position)
         if record is None:
             raise PoolError(f"position {position} was neither sized nor rejected, or is consumed")
         return record
 
     def reject(self, rejection: Rejection) -> bool:
-        """Quarantine a position, sized or not; its bytes are freed and nothing waits for it any more.
+        """Quarantine a position, sized or not. Its bytes are freed, and nothing waits for it any more.
 
-        Returns False, changing nothing, if it was rejected before (a batch encoded again meets the same bad image), is
-        consumed, or was handed out whole to a rank, which trains on it.
+        Returns False and changes nothing if the position was rejected before (a batch that is encoded again has the
+        same bad image), is consumed, or if a rank knows where all of it lies and trains on it.
         """
         position = rejection.ref.position
         record = self._positions.get(position)
@@ -129,22 +133,22 @@ class Parts:
         return True
 
     def is_consumed(self, position: int) -> bool:
-        """Whether a position is over."""
+        """Whether a position is consumed."""
         return position < self._eval_frontier if position >= EVAL_POSITION_BASE else position in self.consumed
 
     def is_rejected(self, position: int) -> bool:
-        """Whether a position is quarantined; raises PoolError for one that is not known, or over."""
+        """Whether a position is quarantined. Raises PoolError if it is not known, or consumed."""
         return self[position].rejected
 
     def is_done(self, position: int) -> bool:
-        """Whether nothing has to be produced for a position, now: it is complete, or rejected; errors as above."""
+        """Whether all parts of a position are READY, or it is rejected. Raises PoolError as ``is_rejected``."""
         record = self[position]
         return record.rejected or not record.missing
 
     def consume(self, unit: Unit) -> tuple[LedgerRow, ...]:
-        """End the positions of a unit, all of whose microbatches are released; returns a row for each.
+        """Consume the positions of a unit, all of whose microbatches are released. Returns a row for each position.
 
-        Units are consumed in their order.
+        Call it for units in their order.
         """
         records = [self._positions.pop(position) for position in unit.positions]
         for record in records:
@@ -163,10 +167,10 @@ class Parts:
     # --- what owners report -------------------------------------------------------------------------------------
 
     def ready(self, owner: int, part_ready: PartReady) -> Tier:
-        """Take in a part that its leaseholder has put; returns the tier that it lies in.
+        """Take in a part that its leaseholder has put into the pool. Returns the tier that it lies in.
 
-        Raises StaleLeaseError if the lease is no longer the owner's or the position was rejected (free the bytes),
-        PoolError for a wrong size and for extents outside the owner's segment.
+        Raises StaleLeaseError if the owner no longer holds the lease or the position was rejected: free the bytes then.
+        Raises PoolError for a wrong size and for extents outside the owner's segment.
         """
         part = self._leased_part(owner, part_ready)
         if part.lease_id != part_ready.epoch:
@@ -174,14 +178,14 @@ class Parts:
         return self._make_ready(part, owner, part_ready.extents)
 
     def text_ready(self, owner: int, part_ready: PartReady) -> None:
-        """Take in a text part that was produced again; errors as ``ready``, though leases of text have no epoch."""
+        """Take in a text part that was produced again. Raises as ``ready``; leases of text have no epoch."""
         self._make_ready(self._leased_part(owner, part_ready), owner, part_ready.extents)
 
     def expire_leases(self) -> tuple[Lease, ...]:
-        """Take back the leases that are too old, and return them.
+        """Take back leases that are too old, and return them.
 
-        What was reported under one is produced again with the rest, unless a rank knows where it lies. Otherwise two
-        owners, each holding half a batch, could both run out of room.
+        Parts that were reported under such a lease are produced again with the rest of the batch, unless a rank knows
+        where they lie. Otherwise two owners, each holding half a batch, could both run out of room.
         """
         expired = self.leases.expire()
         for record in expired:
@@ -192,7 +196,7 @@ class Parts:
         return tuple([record.lease for record in expired])
 
     def drop(self, part: PartRecord) -> None:
-        """Have a part released: it is not wanted any more, whatever its state."""
+        """Release a part that is no longer needed, in any state."""
         if part.state is READY:
             self._ready_of[part.owner].discard(part)
             self._release(part)
@@ -204,12 +208,12 @@ class Parts:
     # --- memory -------------------------------------------------------------------------------------------------
 
     def take_released(self, owner: int) -> tuple[Extent, ...]:
-        """Hand an owner the extents that it may free, each once."""
+        """Return the extents that an owner may free, each once."""
         self._released_nbytes.pop(owner, None)
         return tuple(self._released_of.pop(owner, ()))
 
     def released_nbytes(self, owner: int) -> int:
-        """Return what an owner's DRAM segment gains by freeing what ``take_released`` has for it."""
+        """Return the DRAM bytes that an owner gains when it frees what ``take_released`` has for it."""
         return self._released_nbytes.get(owner, 0)
 
     def occupancy(self) -> dict[Tier, int]:
@@ -217,9 +221,9 @@ class Parts:
         return {Tier.HBM: self._ready_hbm_nbytes, Tier.DRAM: self._ready_nbytes - self._ready_hbm_nbytes}
 
     def owner_lost(self, owner: int, for_good: bool = False) -> None:
-        """Have an owner's parts that are not released produced again, first in line. May be called twice.
+        """Have all parts of an owner that are not released produced again, first in line. May be called twice.
 
-        for_good: no other process takes its place, so that from now on ``make_room`` may be needed.
+        for_good: no new process takes its place, so ``make_room`` may be needed from now on.
         """
         self.has_lost_memory |= for_good
         self.leases.owner_lost(owner)
@@ -229,19 +233,22 @@ class Parts:
             self._make_pending(part)
 
     def may_evict(self, owner: int, encoder: str) -> bool:
-        """Whether ``make_room`` may work: a batch is in line, memory was lost for good, and nothing is leased."""
+        """Whether ``make_room`` may evict: memory was lost for good, a batch is in line, and none is leased."""
         if not self.has_lost_memory or self.leases.is_lost(owner) or self.leases.is_granted(encoder):
             return False
         return self.leases.first_in_line(encoder) is not None
 
     def make_room(self, owner: int, encoder: str, free_nbytes: int) -> bool:
-        """Evict parts from an owner's DRAM segment for the first batch in line, if ``free_nbytes`` do not hold it.
+        """Evict parts from an owner's DRAM segment for the first batch in line, if ``free_nbytes`` are too few.
 
-        Only where ``may_evict`` allows it: the survivors of a loss can be full of later positions. As long as every
-        lost process comes back with an empty segment, leases in order never need this. The farthest parts from being
-        used go first, batch by batch, since a batch is leased as one again; only those of later batches, and none that
-        a rank knows of. They are produced again in their turn; ``take_released`` has their extents. Returns whether
-        anything was evicted: nothing is where all of them would not be enough.
+        Does nothing unless ``may_evict``: after a loss for good, the other segments can be full of later positions. As
+        long as every lost process comes back with an empty segment, leases in order never need eviction.
+
+        Evicts whole batches, since a batch is leased as one again: the parts that are needed last go first. Only parts
+        of later batches go, and none whose place a rank knows. They are produced again in line; ``take_released`` has
+        their extents.
+
+        Returns whether parts were evicted. If all such parts together would not be enough, none is evicted.
         """
         blocked = self.leases.first_in_line(encoder) if self.may_evict(owner, encoder) else None
         if blocked is None:
@@ -269,7 +276,7 @@ class Parts:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def describe_waits(self, records: Iterable[PositionRecord]) -> str:
-        """Say what positions wait for: the first parts that are missing, each with its state, who has it, how long."""
+        """Return what positions wait for: the first missing parts, each with its state, its owner, and for how long."""
         waiting = [
             part
             for record in records
@@ -290,7 +297,7 @@ class Parts:
         if self.leases.is_lost(owner):
             raise _stale(owner, part_ready, "this process counts as lost")
         if record is None or record.rejected:
-            raise _stale(owner, part_ready, "the position was rejected, or is over")
+            raise _stale(owner, part_ready, "the position was rejected, or is consumed")
         part = record.part(part_ready.part)
         if part.state is not LEASED or part.owner != owner:
             holder = f" to process {part.owner}" if part.state is LEASED else ""
@@ -319,7 +326,7 @@ class Parts:
         return tier
 
     def _make_pending(self, part: PartRecord) -> None:
-        """Take a part that was READY from its position."""
+        """Have a part that was READY produced again; its position is then incomplete."""
         position = part.position
         position.missing += 1
         if position.missing == 1 and position.microbatch is not None:
@@ -327,13 +334,13 @@ class Parts:
         self.leases.make_pending(part)
 
     def _evict(self, part: PartRecord) -> None:
-        """Have the owner free a READY part, which is produced again in its turn."""
+        """Have the owner free a READY part, and have it produced again in line."""
         self._ready_of[part.owner].remove(part)
         self._release(part)
         self._make_pending(part)
 
     def _release(self, part: PartRecord) -> None:
-        """Have the owner of a READY part free its bytes."""
+        """Let the owner of a READY part free its bytes."""
         self._count_ready(part, -1)
         owner, extents = part.owner, part.extents
         self._released_of[owner] += extents
@@ -351,7 +358,7 @@ class Parts:
             self._ready_hbm_nbytes += sign * part.nbytes
 
     def _is_one_run(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> bool:
-        """Whether a reported part is one run of its size in its owner's DRAM segment, as nearly all are."""
+        """Whether a reported part is one run of the right size in its owner's DRAM segment, the usual case."""
         if len(extents) != 1:
             return False
         extent = extents[0]
@@ -359,7 +366,7 @@ class Parts:
         return 0 <= distance <= self._segment_nbytes - extent.nbytes and extent.nbytes == part.nbytes > 0
 
     def _checked_tier(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
-        """Return the tier of a reported part; raises where its size or its owner's segment say otherwise."""
+        """Return the tier of a reported part. Raises PoolError for a wrong size or another's segment."""
         nbytes, tier = 0, DRAM
         for extent in extents:
             nbytes += extent.nbytes
@@ -373,7 +380,7 @@ class Parts:
         if nbytes != part.nbytes:
             raise PoolError(
                 f"position {part.position.ref.position}: its {part.name} was sized as {part.nbytes} bytes, process "
-                f"{owner} put {nbytes}; the model's processing does not do what its sizing says"
+                f"{owner} put {nbytes}; the model's processing and its sizing disagree"
             )
         return tier
 

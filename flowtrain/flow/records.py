@@ -1,4 +1,4 @@
-"""What the flow remembers of a part, a position, a microbatch, an encode batch and a lease."""
+"""The flow's records: part, position, microbatch, encode batch, lease."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BatchKey = tuple[int, int]
 
 
 class PartState(enum.Enum):
-    """A part's life: PENDING -> LEASED -> READY -> RELEASED; a lost owner or lease takes it back to PENDING."""
+    """States of a part: PENDING -> LEASED -> READY -> RELEASED. A lost owner or lease takes it back to PENDING."""
 
     PENDING = "pending"
     LEASED = "leased"
@@ -26,7 +26,7 @@ class PartState(enum.Enum):
     RELEASED = "released"
 
 
-# A name costs a tenth of a member's attribute, and every part is looked at several times.
+# Looking up a module's name takes a tenth of the time of an enum member, and every part is read several times.
 PENDING, LEASED, READY, RELEASED = PartState
 DRAM = Tier.DRAM
 
@@ -34,8 +34,12 @@ DRAM = Tier.DRAM
 class PartRecord:
     """One part of a position.
 
-    nbytes, aligned_nbytes: of its array, and what that takes in a segment. owner: process index, NOBODY while it is
-    PENDING. lease_id: of the lease that it is under, which is also its epoch. batch: None for text.
+    nbytes: size of its array.
+    aligned_nbytes: bytes that the array takes in a segment.
+    owner: process index; NOBODY while the part is PENDING.
+    lease_id: its lease, which is also its epoch.
+    extents: where it lies while READY.
+    batch: its encode batch; None for text.
     """
 
     __slots__ = (
@@ -65,7 +69,7 @@ class PartRecord:
 
 
 class PositionRecord:
-    """One position. missing: parts that are not READY. produced: whether it was complete once."""
+    """One position. missing: count of parts that are not READY. produced: all parts were READY at one time."""
 
     __slots__ = ("microbatch", "missing", "parts", "produced", "ref", "rejected")
 
@@ -88,7 +92,7 @@ class PositionRecord:
         return record
 
     def part(self, name: str) -> PartRecord:
-        """Return a part by its name; raises PoolError for one that the position does not have."""
+        """Return a part by its name. Raises PoolError if the position has no such part."""
         part = self.parts.get(name)
         if part is None:
             raise PoolError(f"position {self.ref.position} has no part {name!r}; it has {', '.join(self.parts)}")
@@ -96,19 +100,19 @@ class PositionRecord:
 
     @property
     def is_located(self) -> bool:
-        """Whether a rank has learned where its microbatch lies."""
+        """Whether a rank knows where its microbatch lies."""
         return self.microbatch is not None and bool(self.microbatch.located_by)
 
     @property
     def is_handed_out(self) -> bool:
-        """Whether a rank has learned where all of it lies."""
+        """Whether a rank knows where all its parts lie."""
         microbatch = self.microbatch
         if microbatch is None or not microbatch.located_by:
             return False
         return microbatch.is_released or not self.missing
 
     def ledger_row(self, step: int) -> LedgerRow:
-        """Return how it ended, at the end of its unit."""
+        """Return its ledger row, at the end of its unit."""
         ref, microbatch = self.ref, self.microbatch
         dp_rank, slot = (microbatch.dp_rank, microbatch.slot) if microbatch is not None else (NOBODY, NOBODY)
         state = "rejected" if self.rejected else "consumed"
@@ -118,9 +122,13 @@ class PositionRecord:
 class MicrobatchRecord:
     """One planned microbatch of a data parallel replica.
 
-    unit: index. ready_slots: of its unit and replica, shared among their microbatches. missing: positions neither
-    complete nor rejected. located_by, read_by: ranks of the replica that know where it lies, that have read it.
-    left_out: rejected positions, as the ranks in ``located_by`` know them. is_released: every rank has read it.
+    unit: index of its unit.
+    ready_slots: slots of this unit and replica that may run; the microbatches share the set.
+    missing: count of positions that are neither complete nor rejected.
+    located_by: ranks of the replica that know where it lies.
+    read_by: ranks of the replica that have read it.
+    left_out: rejected positions, as the ranks in ``located_by`` know them.
+    is_released: every rank of the replica has read it.
     """
 
     __slots__ = (
@@ -149,13 +157,13 @@ class MicrobatchRecord:
         self.is_released = False
 
     def one_less_missing(self) -> None:
-        """Note that a position of it is complete, or rejected."""
+        """Note that one of its positions is complete, or rejected."""
         self.missing -= 1
         if not self.missing and not self.is_released:
             self.ready_slots.add(self.slot)
 
     def one_more_missing(self) -> None:
-        """Note that a complete position of it lost a part."""
+        """Note that one of its complete positions lost a part."""
         self.missing += 1
         self.ready_slots.discard(self.slot)
 
@@ -163,8 +171,11 @@ class MicrobatchRecord:
 class BatchRecord:
     """One encode batch.
 
-    parts: by position. pending: positions to be leased. num_unconsumed: positions that no unit has consumed. is_queued:
-    whether the batch stands in line.
+    key: place in the order of leases.
+    parts: its parts by position.
+    pending: positions whose parts are PENDING.
+    num_unconsumed: count of positions that no unit has consumed.
+    is_queued: the batch is in line.
     """
 
     __slots__ = ("batch", "is_queued", "key", "num_unconsumed", "parts", "pending", "refs")
@@ -180,7 +191,7 @@ class BatchRecord:
 
 
 class LeaseRecord:
-    """One lease. unreported: positions that its owner has not reported. granted_s: on the flow's clock."""
+    """One lease. unreported: positions that its owner has not reported. granted_s: by the flow's clock."""
 
     __slots__ = ("batch", "granted_s", "lease", "owner", "unreported")
 

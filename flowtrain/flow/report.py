@@ -1,4 +1,4 @@
-"""What the driver learns of a run: units done with their figures, rejections, checkpoints, spans."""
+"""The events of a run for the driver: units done with their figures, rejections, checkpoints, spans."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
 
 
 class EventLog:
-    """Collects what actors report until all have, and makes events of it.
+    """Collects the reports of actors, and builds an event when all ranks have reported.
 
-    num_ranks: of the backbone; all of them report. last_traced_step: spans are kept until it is done. num_rejected,
-    num_seen: training samples so far.
+    num_ranks: ranks of the backbone; all of them report.
+    refitter: fits the cost of microbatches to the reports.
+    last_traced_step: spans are kept until this step is done.
+    num_rejected: training samples rejected so far.
+    num_seen: training samples sized or rejected so far.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class EventLog:
         self._num_seen = num_seen
         self._events: list[Event] = []
         self.has_news = False
-        """Whether something happened that somebody waits for; spans alone can wait for it."""
+        """Whether the driver must get the events now; spans alone can wait."""
         self._reports: dict[int, list[RankReport]] = {}
         self._checkpoints: dict[int, set[int]] = {}
         self._stats: dict[int, PoolStats] = {}
@@ -39,7 +42,7 @@ class EventLog:
         self._produced_mark = 0
 
     def take(self) -> tuple[Event, ...]:
-        """Hand over what happened since the last call."""
+        """Return the events since the last call."""
         events = tuple(self._events)
         self._events.clear()
         self.has_news = False
@@ -51,31 +54,31 @@ class EventLog:
             self._events.append(SpansRecorded(spans))
 
     def stats(self, owner: int, stats: PoolStats | None) -> None:
-        """Note what a process's segment holds; None says nothing new."""
+        """Note the occupancy of a process's segment; None: no new values."""
         if stats is not None:
             self._stats[owner] = stats
 
     def forget(self, owner: int) -> None:
-        """A process is gone, and its segment with it."""
+        """Note that a process is gone, with its segment."""
         self._stats.pop(owner, None)
 
     def blocked(self, seconds: float) -> None:
-        """An encoder had nothing to encode for so long."""
+        """Add seconds in which an encoder had nothing to encode."""
         self._blocked_s += seconds
 
     def seen(self, num_samples: int) -> None:
-        """So many training samples more were sized, or rejected when they were."""
+        """Add the number of training samples that were just sized or rejected."""
         self._num_seen += num_samples
 
     def rejected(self, rejections: Sequence[Rejection]) -> None:
-        """Samples were quarantined, each for the first time."""
+        """Note samples that were quarantined, each for the first time."""
         if rejections:
             self._num_rejected += sum(rejection.ref.position < EVAL_POSITION_BASE for rejection in rejections)
             self.has_news = True
             self._events.append(Rejected(tuple(rejections), self._num_rejected, self._num_seen))
 
     def checkpoint_written(self, step: int, rank: int, directory: str) -> bool:
-        """A rank wrote its share; True once all have."""
+        """Note that a rank wrote its share; True once all ranks have."""
         ranks = self._checkpoints.setdefault(step, set())
         ranks.add(rank)
         if len(ranks) < self._num_ranks:
@@ -87,7 +90,7 @@ class EventLog:
         return True
 
     def finished(self, report: RankReport) -> bool:
-        """A rank finished a unit; True once all have, and then ``unit_done`` is due."""
+        """Note that a rank finished a unit; True once all ranks have, and then ``unit_done`` is due."""
         reports = self._reports.setdefault(report.unit, [])
         reports.append(report)
         return len(reports) == self._num_ranks
@@ -100,7 +103,14 @@ class EventLog:
         num_produced: int,
         hbm_nbytes: int,
     ) -> None:
-        """A unit is consumed. num_produced: positions produced so far. hbm_nbytes: of READY parts in HBM."""
+        """Note that a unit is consumed.
+
+        planned: the unit with its plan.
+        rows: ledger rows of its positions.
+        sampler_state: state from which a run continues after it.
+        num_produced: positions produced so far in the run.
+        hbm_nbytes: bytes of READY parts in HBM.
+        """
         plan = planned.plan
         reports = of_replicas(self._reports.pop(plan.unit.index))
         self.has_news = True
@@ -130,10 +140,10 @@ class EventLog:
 
 
 def of_replicas(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
-    """Merge the reports of all ranks to one for each replica, in order.
+    """Merge the reports of all ranks into one per replica, in order of the replicas.
 
-    Each duration is that of the rank that took longest, which the others wait for, microbatch by microbatch; the
-    replica starts with its first rank and finishes with its last.
+    Each duration is that of the slowest rank, since the others wait for it at every microbatch. A replica starts with
+    its first rank and finishes with its last.
     """
     replicas: dict[int, list[RankReport]] = {}
     for report in reports:

@@ -1,4 +1,4 @@
-"""The run's units on their way: which is sized next, what each runs, which may begin, where the run ends."""
+"""The run's units: which is sized next, what each one runs, which may begin, and where the run ends."""
 
 from __future__ import annotations
 
@@ -20,20 +20,28 @@ FlopsOf = Callable[[SampleSizes], SampleFlops]
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """A unit that was planned. started_s, finished_s: of planning, since the Unix epoch. flops: of its samples."""
+    """A unit that was planned."""
 
     plan: StepPlan
     started_s: float
+    """Start of planning, since the Unix epoch."""
     finished_s: float
+    """End of planning, since the Unix epoch."""
     flops: SampleFlops
+    """Model FLOPs of its samples."""
 
 
 class Steps:
-    """Gives all ranks the same plan and the same answer for the same unit, whenever the user stops the run.
+    """Keeps the units of a run. All ranks get the same plan and answer for a unit, also when the user stops the run.
 
-    units: those of the run in order. leftovers: units done in an earlier run of whose own positions some are left
-    (``arrival`` order); they are sized first. lookahead: units between the one that the backbone works on, or whose
-    plan it waits for, and the last that may be sized.
+    units: the run's units, in order.
+    leftovers: units that an earlier run has done without consuming all their own positions (``arrival`` order); they
+        are sized first.
+    lookahead: units that may be sized after the one that the backbone works on, or whose plan it waits for.
+    order: decides which positions a unit runs, and when it is planned.
+    planner: packs a unit's samples into microbatches.
+    microbatches: takes in the plans.
+    flops_of: counts the FLOPs of a unit's samples.
     """
 
     def __init__(
@@ -69,30 +77,30 @@ class Steps:
 
     @property
     def upcoming(self) -> Unit | None:
-        """The unit that is sized next, or None past the end."""
+        """The unit that is sized next; None past the end."""
         if not self._upcoming and (unit := next(self._units, None)) is not None:
             self._upcoming.append(unit)
         return self._upcoming[0] if self._upcoming else None
 
     def may_size(self, unit: Unit) -> bool:
-        """Whether a unit may be sized now: within the lookahead, or, in a run that stops, only if it was begun."""
+        """Whether a unit may be sized now: if it is within the lookahead; in a run that stops, only if it was begun."""
         if self._stop_requested:
             return unit.index <= self._begun
         return unit.index <= max(self._current, self._asked) + self._lookahead
 
     def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> PlannedUnit | None:
-        """Take in the upcoming unit without its rejected samples; returns its plan if it is planned at once."""
+        """Take in the upcoming unit without its rejected samples. Returns its plan if it is planned at once."""
         started = time.time()
         upcoming = self._upcoming.popleft()
         assert unit == upcoming, f"unit {unit} was reported, not {upcoming}"
         self._order.add(unit, samples, sampler_state)
         if unit.index < self._current:
-            return None  # a leftover: its positions run in the steps to come
+            return None  # a leftover: its positions run in later steps
         self._unfinished[unit.index] = unit
         return self._plan(unit, started) if self._order.is_planned_at_once(unit) else None
 
     def plan_now(self, unit_index: int) -> PlannedUnit | None:
-        """Plan a unit that is sized and has no plan, if enough is ready; the lookahead counts from it."""
+        """Plan a sized unit that has no plan, if enough is ready. From now on the lookahead counts from it."""
         if unit_index not in self._unfinished or unit_index in self._planned:
             return None
         self._asked = unit_index
@@ -104,7 +112,7 @@ class Steps:
         return planned.plan if planned is not None else None
 
     def finish(self, unit_index: int) -> tuple[PlannedUnit, SamplerState]:
-        """Forget a unit that was consumed. Returns its plan, and where a run goes on after it."""
+        """Forget a consumed unit. Returns its plan, and the state from which a run continues after it."""
         planned = self._planned.pop(unit_index)
         del self._unfinished[unit_index]
         self._current = unit_index + 1
@@ -114,14 +122,14 @@ class Steps:
     # --- where the run ends -------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """End the run after the step that is running and the evaluation that may follow it."""
+        """End the run after the running step and the evaluation that may follow it."""
         self._stop_requested = True
 
     def begin(self, unit_index: int) -> bool:
-        """Let a rank run a unit; False means stop."""
+        """Let a rank run a unit; False: stop."""
         if unit_index <= self._begun:
             return True
-        # A round of evaluation belongs to the step before it: a resumed run starts after both.
+        # An evaluation round belongs to the step before it: a resumed run starts after both.
         if self._stop_requested and self._stop_at is None and self._kind_of(unit_index) is not UnitKind.EVAL:
             self._stop_at = unit_index
         if self.is_past_end(unit_index):
@@ -130,27 +138,27 @@ class Steps:
         return True
 
     def is_past_end(self, unit_index: int) -> bool:
-        """Whether a unit that no rank began will never come: the run was stopped, or its units are used up."""
+        """Whether a unit that no rank began will never come: the run was stopped, or has no more units."""
         if self._stop_at is not None:
             return unit_index >= self._stop_at
         return self.upcoming is None and unit_index not in self._unfinished
 
     @property
     def are_over(self) -> bool:
-        """Whether the producers have nothing left to do: the backbone stopped, or all units are done."""
+        """Whether producers have nothing left to do: the backbone stopped, or all units are done."""
         if self._stop_at is not None:
             return not any(unit_index < self._stop_at for unit_index in self._unfinished)
         return self.upcoming is None and not self._unfinished
 
     def describe_wait(self, unit_index: int) -> str:
-        """Say why a unit has no plan."""
+        """Return why a unit has no plan."""
         unit, upcoming = self._unfinished.get(unit_index), self.upcoming
         reason = f", which waits for {self._order.describe_wait(unit)}" if unit is not None else ""
-        feeder = f"the feeder is to size unit {upcoming.index}" if upcoming is not None else "all units are sized"
+        feeder = f"the feeder sizes unit {upcoming.index} next" if upcoming is not None else "all units are sized"
         return f"unit {unit_index} is not planned yet{reason}; {feeder}"
 
     def _kind_of(self, unit_index: int) -> UnitKind | None:
-        """Kind of the unit that is next to begin; None past the end."""
+        """Return the kind of the unit that begins next; None past the end."""
         unit = self._unfinished.get(unit_index) or self.upcoming
         return unit.kind if unit is not None else None
 

@@ -1,4 +1,4 @@
-"""Free-space bookkeeping of one segment. Knows offsets only; never touches memory."""
+"""Free-space bookkeeping of one segment. It works on offsets only and never touches memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowtrain.errors import AddressError, OutOfPoolMemory
 from flowtrain.mempool.free_runs import FreeRuns
 
 Hold = NewType("Hold", int)
-"""Names a promise of bytes, made by ``Arena.hold``."""
+"""Id of a promise of bytes that ``Arena.hold`` gave."""
 
 Run = tuple[int, int]
 """(offset, nbytes) in the segment."""
@@ -18,13 +18,17 @@ Run = tuple[int, int]
 class Arena:
     """Allocates aligned runs of a segment; only the number of free bytes decides whether a request succeeds.
 
-    A request takes one contiguous run where there is one. Else it is spread over the largest runs. So a promise
-    (``hold``) is a mere count of bytes, which no fragmentation can break. (Whole runs rather than
-    blocks of a fixed size: they give the fewest pieces there can be, 2 to 3 times fewer than blocks of 64 KiB in
-    simulation, and no promise has to be rounded up to blocks.)
+    A request takes one contiguous run if one is long enough. Otherwise it is spread over the largest runs. So a promise
+    (``hold``) is only a count of bytes, which no fragmentation can break.
 
-    bound_nbytes: bytes to manage; what lies past the last multiple of ``alignment`` stays unused. knob: the
-    configuration key that sizes the segment, named when memory runs out. Not thread-safe: the pool locks.
+    Runs have any length instead of a fixed block size: this gives the fewest pieces possible, 2 to 3 times fewer than
+    blocks of 64 KiB in simulation, and promises need no rounding up to blocks.
+
+    Not thread-safe: the pool locks.
+
+    bound_nbytes: bytes to manage; bytes after the last multiple of ``alignment`` stay unused.
+    alignment: of every run, in bytes.
+    knob: configuration key that sets the segment's size, named when memory runs out.
     """
 
     __slots__ = (
@@ -54,7 +58,7 @@ class Arena:
 
     @property
     def bound_nbytes(self) -> int:
-        """Bytes under management: always ``free_nbytes + used_nbytes``."""
+        """Managed bytes: always ``free_nbytes + used_nbytes``."""
         return self._bound_nbytes
 
     @property
@@ -64,12 +68,12 @@ class Arena:
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes that belong to an allocation, with what alignment adds."""
+        """Bytes that belong to an allocation, alignment included."""
         return self._bound_nbytes - self._free_nbytes
 
     @property
     def available_nbytes(self) -> int:
-        """Free bytes that are promised to nobody."""
+        """Free bytes that are not promised."""
         return self._free_nbytes - self._held_nbytes
 
     @property
@@ -80,16 +84,16 @@ class Arena:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the free bytes that lie outside the largest free run: 0 if one run has all of them.
+        """Share of the free bytes that lie outside the largest free run; 0 if one run has all of them.
 
-        Never above ``1 - 1 / (num_runs + 1)``, since two free runs always have a used one between them. It costs no
-        memory: a request that no run can hold is cut into as few pieces as there can be.
+        Never above ``1 - 1 / (num_runs + 1)``, since a used run lies between any two free ones. Fragmentation wastes no
+        memory: a request that fits into no single run is cut into the fewest pieces possible.
         """
         return 1 - self.largest_free_nbytes / self._free_nbytes if self._free_nbytes else 0.0
 
     @property
     def num_runs(self) -> int:
-        """Runs that are in use."""
+        """Number of runs in use."""
         return len(self._used)
 
     def free_runs(self) -> list[Run]:
@@ -97,15 +101,15 @@ class Arena:
         return self._free.runs()
 
     def aligned(self, nbytes: int) -> int:
-        """Return what a request of ``nbytes`` really takes."""
+        """Return the bytes that a request of ``nbytes`` takes."""
         return -(-nbytes // self._alignment) * self._alignment
 
     def is_used(self, offset: int, nbytes: int) -> bool:
-        """Whether these bytes lie in one run that starts at ``offset`` and is in use."""
+        """Whether a run in use starts at ``offset`` and holds these bytes."""
         return nbytes <= self._used.get(offset, 0)
 
     def grow(self, bound_nbytes: int) -> None:
-        """Take in the bytes up to ``bound_nbytes``, newly bound. Raises AddressError if that is less than before."""
+        """Also manage the new bytes up to ``bound_nbytes``. Raises AddressError if that is less than before."""
         bound_nbytes -= bound_nbytes % self._alignment
         added = bound_nbytes - self._bound_nbytes
         if added < 0:
@@ -116,9 +120,9 @@ class Arena:
             self._free_nbytes += added
 
     def hold(self, nbytes: int) -> Hold:
-        """Promise bytes to later requests: those made under the returned id succeed while their sum stays within.
+        """Promise bytes to later requests. Requests under the returned id succeed until their sum exceeds ``nbytes``.
 
-        nbytes: the sum of the later requests, each rounded up by ``aligned``. Raises OutOfPoolMemory.
+        nbytes: sum of the later requests, each rounded up by ``aligned``. Raises OutOfPoolMemory.
         """
         nbytes = self.aligned(nbytes)
         if nbytes > self.available_nbytes:
@@ -130,14 +134,14 @@ class Arena:
         return hold
 
     def unhold(self, hold: Hold) -> None:
-        """Give back what is left of a promise. Raises AddressError for one that is not open."""
+        """Give back the rest of a promise. Raises AddressError if it is not open."""
         self._held_nbytes -= self._open(hold)
         del self._holds[hold]
 
     def allocate(self, nbytes: int, hold: Hold | None = None) -> tuple[Run, ...]:
-        """Take ``nbytes``, from a promise if one is given; returns runs in order, whose lengths sum to ``nbytes``.
+        """Take ``nbytes``, from a promise if one is given. Returns runs in order; their lengths sum to ``nbytes``.
 
-        Every run starts aligned. All or nothing: raises OutOfPoolMemory, or AddressError for a closed promise.
+        Every run starts aligned. Takes all or nothing: raises OutOfPoolMemory, or AddressError for a closed promise.
         """
         need = -(-nbytes // self._alignment) * self._alignment
         if hold is not None:
@@ -163,7 +167,7 @@ class Arena:
         return tuple(pieces)
 
     def free(self, runs: Sequence[Run]) -> int:
-        """Give runs back; returns the bytes freed. All or none: raises AddressError for a run that is not in use."""
+        """Free runs, all or none; returns the bytes freed. Raises AddressError for a run that is not in use."""
         seen: set[int] = set()
         for offset, nbytes in runs:
             used = self._used.get(offset)
@@ -182,14 +186,14 @@ class Arena:
         return freed
 
     def give_back(self, runs: Sequence[Run], hold: Hold | None) -> None:
-        """Undo requests: free their runs, and let an open promise have its bytes again."""
+        """Undo requests: free their runs, and give the bytes back to their promise if it is open."""
         freed = self.free(runs)
         if hold in self._holds:
             self._holds[hold] += freed
             self._held_nbytes += freed
 
     def _spread(self, need: int) -> list[Run]:
-        """Take ``need`` bytes, which are free, though in no single run."""
+        """Take ``need`` bytes from several runs; they are free, but in no single run."""
         pieces: list[Run] = []
         while need:
             offset = self._free.take(need)

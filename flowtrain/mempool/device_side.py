@@ -1,4 +1,4 @@
-"""What a process with an accelerator has of the pool beside DRAM: its end of the HBM tier, and page-locked memory."""
+"""The pool of a process with an accelerator, in addition to DRAM: its part of the HBM tier, and page-locked memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 
 class DeviceSide:
-    """A process's end of the HBM tier (FlowTrain 3.2). Thread-safe.
+    """A process's part of the HBM tier (FlowTrain 3.2). Thread-safe.
 
-    process_index, node_id, space, alignment: as of its ``Pool``. device: an accelerator that ``why_absent`` has nothing
-    against. segment_nbytes: what this process gives (0: it only reads). watermarks: when parts go to DRAM. Raises
-    ResourceError where the device does not give that much.
+    HBM is extra memory. Every lease has a promise of DRAM, so if the device is full, parts lie in DRAM. The check that
+    the pool is large enough does not count HBM.
 
-    HBM comes on top: whoever leases a batch is promised room in DRAM, so that a full device only means that parts lie
-    there, and the least pool that a run needs does not count on it.
+    process_index, node_id, space, alignment: as of its ``Pool``.
+    device: an accelerator for which ``why_absent`` returns None.
+    segment_nbytes: bytes that this process gives; 0: it only reads.
+    watermarks: when parts go to DRAM.
+
+    Raises ResourceError if the device does not have that much memory.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DeviceSide:
                 transports.register(Tier.HBM, destination, Distance.SAME_PROCESS, own)
 
     def export(self) -> SegmentExport | None:
-        """Return what peers need to read this process's HBM; None where it gives none."""
+        """Return what peers need to read this process's HBM; None if it gives none."""
         if self._segment is None:
             return None
         nbytes = len(self._segment.tensor)
@@ -69,10 +72,10 @@ class DeviceSide:
         return SegmentExport(self._process_index, self._node_id, Tier.HBM, os.getpid(), -1, nbytes, device=device)
 
     def write(self, nbytes: int, fill: Callable[[torch.Tensor], None]) -> tuple[Extent, ...] | None:
-        """Let ``fill`` write a part in place (uint8 [nbytes] on the device), if the policy wants it in HBM.
+        """Let ``fill`` write a part in place, uint8 ``[nbytes]`` on the device, if the policy puts it into HBM.
 
-        Returns its extent, whose bytes peers may read from then on; None where it is to lie in DRAM: above the
-        watermark, or with no run of the segment long enough.
+        Returns its extent, which peers may read from now on. None if the part goes to DRAM: above the watermark, or if
+        no run of the segment is long enough.
         """
         with self._lock:
             segment, need = self._segment, self._arena.aligned(nbytes)
@@ -91,23 +94,23 @@ class DeviceSide:
         return (Extent(self._base + offset, nbytes),)
 
     def is_used(self, offset: int, nbytes: int) -> bool:
-        """Whether own bytes are in use."""
+        """Whether these bytes of the own segment are in use."""
         with self._lock:
             return self._arena.is_used(offset, nbytes)
 
     def split(self, extents: Sequence[Extent]) -> tuple[list[Run], list[Extent]]:
-        """Return own HBM among extents as runs of the segment, and what is left of them."""
+        """Return the extents in own HBM, as runs of the segment, and the other extents."""
         end = self._base + self._arena.bound_nbytes
         own = [(extent.gva - self._base, extent.nbytes) for extent in extents if self._base <= extent.gva < end]
         return own, [extent for extent in extents if not self._base <= extent.gva < end]
 
     def free(self, runs: Sequence[Run]) -> None:
-        """Free own runs, all or none. Raises AddressError for one that is not in use."""
+        """Free own runs, all or none. Raises AddressError for a run that is not in use."""
         with self._lock:
             self._arena.free(runs)
 
     def close(self) -> None:
-        """Stop giving; the pool has closed its transports before."""
+        """Stop giving memory. The pool must close its transports first."""
         with self._lock:
             segment, self._segment = self._segment, None
         if segment is not None:

@@ -1,8 +1,8 @@
 """An index of free runs of bytes: coalescing, near-best fit and largest run, each in O(log n) amortised.
 
-Runs lie in size classes, 16 to each power of two (two-level segregated fit); a class is a heap whose top is its largest
-run. Entries of runs that are gone stay in their heap until they reach the top or outnumber the living. The run that was
-touched last is kept apart: what is freed is often asked for next, and then nothing else is looked at.
+Runs are sorted into size classes, 16 for each power of two (two-level segregated fit). A class is a heap with its
+largest run on top. Entries of runs that no longer exist stay in the heap until they reach the top or outnumber the
+others. The run that was touched last is kept apart: freed bytes are often needed next, and then no heap is searched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _SLACK = 16
 
 
 def _size_class(nbytes: int) -> int:
-    """Class of a size, monotone in it: sizes of one class differ by less than 1/16."""
+    """Return the class of a size; it never falls as sizes grow. Sizes of one class differ by less than 1/16."""
     if nbytes < 16:
         return nbytes
     shift = nbytes.bit_length() - 5
@@ -21,7 +21,7 @@ def _size_class(nbytes: int) -> int:
 
 
 class FreeRuns:
-    """Disjoint free runs ``(start, nbytes)``; neighbours are always one run."""
+    """Disjoint free runs ``(start, nbytes)``. Neighbours are always joined into one run."""
 
     __slots__ = ("_heaps", "_hot_nbytes", "_hot_start", "_living", "_nbytes_from", "_occupied", "_start_to")
 
@@ -43,7 +43,7 @@ class FreeRuns:
         return sorted([*self._nbytes_from.items(), *hot])
 
     def add(self, start: int, nbytes: int) -> None:
-        """Add a free run, joined with its free neighbours."""
+        """Add a free run, and join it with its free neighbours."""
         end = start + nbytes
         before = self._start_to.get(start)
         if before is not None:
@@ -65,7 +65,7 @@ class FreeRuns:
         self._hot_nbytes = end - start
 
     def take(self, nbytes: int) -> int | None:
-        """Cut ``nbytes`` from the start of a run that has as many, of the closest class; None if no run has."""
+        """Cut ``nbytes`` from the start of a long enough run, of the closest class; None if no run is long enough."""
         hot_nbytes = self._hot_nbytes
         if hot_nbytes != nbytes:
             start = self._take_closer(nbytes, hot_nbytes)
@@ -77,7 +77,7 @@ class FreeRuns:
         return start
 
     def take_largest(self) -> tuple[int, int]:
-        """Take the whole of the largest run; returns it (start, nbytes). There must be one."""
+        """Take the whole largest run; returns (start, nbytes). There must be one."""
         found = self.largest()
         assert found is not None
         if found[0] == self._hot_start and self._hot_nbytes:
@@ -94,7 +94,7 @@ class FreeRuns:
         return found
 
     def _take_closer(self, nbytes: int, hot_nbytes: int) -> int | None:
-        """As ``take``, from a run of a closer class than the one kept apart, or of any if that one is too short."""
+        """As ``take``, from a closer class than that of the run kept apart; from any class if that run is too short."""
         size_class = _size_class(nbytes)
         fitting = self._occupied >> size_class
         if hot_nbytes >= nbytes:
@@ -104,7 +104,7 @@ class FreeRuns:
             if run_nbytes >= nbytes:
                 self._cut(start, run_nbytes, nbytes)
                 return start
-            fitting &= fitting - 1  # the runs of the first class alone can be too short
+            fitting &= fitting - 1  # only runs of the first class can be too short
         return None
 
     def _cut(self, start: int, run_nbytes: int, nbytes: int) -> None:

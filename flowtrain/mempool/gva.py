@@ -9,7 +9,7 @@ from flowtrain.errors import AddressError, ConfigError
 from flowtrain.types.memory import Extent, Tier
 
 HBM_BASE = 1 << 56
-"""Default first address of the HBM region; address 0 belongs to nobody, so that a zeroed address is never valid."""
+"""Default first address of the HBM region. Address 0 belongs to no process, so a zeroed address is never valid."""
 
 DRAM_BASE = 1 << 60
 """Default first address of the DRAM region."""
@@ -27,16 +27,19 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AddressSpace:
-    """Two disjoint regions ``[B, B + N*C)``, one a tier; process i owns ``[B + i*C, B + (i+1)*C)`` of each.
+    """Two disjoint regions ``[B, B + N*C)``, one per tier; process i owns ``[B + i*C, B + (i+1)*C)`` of each.
 
-    num_processes: N, the processes that can ever take part. segment_nbytes: C, the most that one may give, in bytes.
-    hbm_base, dram_base: B of each tier. Raises ConfigError where the regions overlap or leave 64 bits.
+    Raises ConfigError if the regions overlap or do not fit into 64 bits.
     """
 
     num_processes: int
+    """N: processes that can ever take part in a run."""
     segment_nbytes: int
+    """C: the most bytes that a process may give in a tier."""
     hbm_base: int = HBM_BASE
+    """B of the HBM region."""
     dram_base: int = DRAM_BASE
+    """B of the DRAM region."""
 
     def __post_init__(self) -> None:
         if self.num_processes < 1 or self.segment_nbytes < 1:
@@ -58,7 +61,7 @@ class AddressSpace:
         return self.dram_base if tier is Tier.DRAM else self.hbm_base
 
     def gva(self, tier: Tier, process_index: int, offset: int) -> int:
-        """Return the address of a byte of a process's segment. Raises AddressError where there is no such byte."""
+        """Return the address of a byte of a process's segment. Raises AddressError if there is no such byte."""
         if not 0 <= process_index < self.num_processes:
             raise AddressError(f"process index {process_index} is outside the {self.num_processes} of the pool")
         if not 0 <= offset < self.segment_nbytes:
@@ -83,7 +86,7 @@ class AddressSpace:
         )
 
     def place(self, extent: Extent) -> Place:
-        """Return where an extent starts. Raises AddressError if it is empty or runs over its segment's end."""
+        """Return where an extent starts. Raises AddressError if it is empty or ends after its segment."""
         place = self.translate(extent.gva)
         if extent.nbytes < 1 or place.offset + extent.nbytes > self.segment_nbytes:
             raise AddressError(

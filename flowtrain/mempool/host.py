@@ -1,4 +1,4 @@
-"""What this machine lets a process have of its memory; read from the kernel, nothing is tried out but small."""
+"""Memory that this machine gives to a process, as the kernel reports it; nothing is allocated to find out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CGROUPS = (
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return what this host has; ``root`` stands in for ``/`` in tests."""
+    """Return this host's memory. root: a test's directory in place of ``/``."""
     total, available = _meminfo(root / "proc/meminfo")
     limit, used = _cgroup(root)
     if limit is not None and limit < total:
         available = min(available, max(0, limit - used))
     else:
-        limit = None  # version 1 says "unlimited" by a number larger than any machine
+        limit = None  # version 1 reports "unlimited" as a number larger than any machine's memory
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return HostMemory(total, available, limit, None if memlock == resource.RLIM_INFINITY else memlock)
 

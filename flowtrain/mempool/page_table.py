@@ -1,4 +1,4 @@
-"""A process's table of what its peers bound: address translation without asking anybody (FlowTrain 3.2)."""
+"""A process's table of the segments of its peers: it translates addresses without a message (FlowTrain 3.2)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.memory import Extent, SegmentExport, Tier
 
 SegmentKey = tuple[Tier, int]
-"""(tier, process index): names a segment for the whole run, since an index is never used again."""
+"""(tier, process index). It names a segment for the whole run, since an index is never used again."""
 
 
 class Mapping(NamedTuple):
-    """An extent resolved: ``nbytes`` bytes from ``offset`` of the segment that ``export`` describes."""
+    """A resolved extent: ``nbytes`` bytes from ``offset`` in the segment that ``export`` describes."""
 
     export: SegmentExport
     offset: int
@@ -22,10 +22,11 @@ class Mapping(NamedTuple):
 
 
 class PageTable:
-    """From (tier, process index) to what that process exported.
+    """Maps (tier, process index) to the export of that process.
 
-    A restarted process takes a new index, so an entry never comes to mean another process; it can only grow or go. Who
-    had an index is remembered when the entry is gone, so that an old address is never read from a new process.
+    A restarted process takes a new index. So an entry can grow or go, but it never changes to another process. The
+    table remembers the process of an index after the entry is gone, so that an old address is never read from a new
+    process.
     """
 
     def __init__(self, space: AddressSpace) -> None:
@@ -34,9 +35,10 @@ class PageTable:
         self._owners: dict[SegmentKey, tuple[str, int]] = {}
 
     def update(self, exports: Iterable[SegmentExport]) -> tuple[SegmentKey, ...]:
-        """Replace the table by what all living processes export; return the segments that are gone.
+        """Replace the table by the exports of all living processes. Returns the segments that are gone.
 
-        Raises AddressError for an index outside the space, more bytes than a segment has, and an index used again.
+        Raises AddressError for an index outside the space, for more bytes than a segment has, and for an index that is
+        used again.
         """
         fresh: dict[SegmentKey, SegmentExport] = {}
         for export in exports:
@@ -48,9 +50,9 @@ class PageTable:
         return gone
 
     def lookup(self, extent: Extent) -> Mapping | None:
-        """Resolve an extent; None is a miss: its process or its bytes are not in the table, which may be too old.
+        """Resolve an extent. None: its process or its bytes are not in the table, which may be out of date.
 
-        Raises AddressError for an extent that no table could resolve.
+        Raises AddressError for an extent that is invalid in every table.
         """
         place = self._space.place(extent)
         export = self._exports.get((place.tier, place.process_index))
@@ -59,7 +61,7 @@ class PageTable:
         return Mapping(export, place.offset, extent.nbytes)
 
     def export_of(self, tier: Tier, process_index: int) -> SegmentExport | None:
-        """Return what a process exports in a tier, or None."""
+        """Return the export of a process in a tier, or None."""
         return self._exports.get((tier, process_index))
 
     def _check(self, export: SegmentExport) -> None:

@@ -1,4 +1,4 @@
-"""The client of the unified memory pool: a process puts into its own segment and reads everybody's by address."""
+"""The client of the unified memory pool. A process puts into its own segment and reads all segments by address."""
 
 from __future__ import annotations
 
@@ -31,16 +31,22 @@ Data = np.ndarray | bytes | bytearray | memoryview
 
 
 class Pool:
-    """One process's end of the memory pool (FlowTrain 3.2). Thread-safe.
+    """One process's part of the memory pool (FlowTrain 3.2). Thread-safe.
 
-    process_index: this process's place in the address space, never used again in a run. node_id: equal for processes
-    that share memory. run_id: unique to the run; part of the memory's name. segment_nbytes: what this process gives
-    (0: it only reads). alignment: of every extent, in bytes. knob: the configuration key that sizes the segment, for
-    messages. fetch_exports: what all living processes export; called when an extent cannot be resolved.
-    processes_per_node: indices are given out node by node, so many to each (by default all belong to one node).
-    network: how other nodes are reached, if at all; transfer_timeout_s: what one read over it may take. device: what
-    this process has of the pool on its accelerator; closed with the pool. Raises ConfigError for a segment larger than
-    the address space allows, ResourceError for a network that does not start.
+    process_index: this process's place in the address space, never used again in a run.
+    node_id: equal for processes that share memory.
+    run_id: unique to the run; part of the memory's name.
+    segment_nbytes: DRAM that this process gives; 0: it only reads.
+    alignment: of every extent, in bytes.
+    knob: configuration key that sets the segment's size, for messages.
+    fetch_exports: returns the exports of all living processes; called when an extent cannot be resolved.
+    processes_per_node: size of each node's block of indices; None: all indices belong to one node.
+    network: how other nodes are reached; ``none``: not at all.
+    transfer_timeout_s: longest time of one read over the network.
+    device: this process's part of the pool on its accelerator; closed with the pool.
+
+    Raises ConfigError for a segment larger than the address space allows, ResourceError for a network that does not
+    start.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class Pool:
     # --- giving -------------------------------------------------------------------------------------------------
 
     def export(self) -> SegmentExport | None:
-        """Return what peers need to read this process's DRAM; None for a process that gives none."""
+        """Return what peers need to read this process's DRAM; None if it gives none."""
         if self._segment is None:
             return None
         segment = self._own_segment()
@@ -102,12 +108,12 @@ class Pool:
         )
 
     def exports(self) -> list[SegmentExport]:
-        """Return what peers need to read this process's segments, one a tier."""
+        """Return what peers need to read this process's segments, one per tier."""
         found = [self.export(), None if self._device is None else self._device.export()]
         return [export for export in found if export is not None]
 
     def grow(self, segment_nbytes: int) -> SegmentExport:
-        """Bind more memory, up to ``segment_nbytes`` in all; returns the export to publish anew."""
+        """Bind more memory, up to ``segment_nbytes`` in all. Returns the new export, to be published."""
         with self._lock:
             segment = self._own_segment()
             if not len(segment.array) <= segment_nbytes <= self._space.segment_nbytes:
@@ -123,10 +129,12 @@ class Pool:
         return export
 
     def put(self, data: Data, hold: Hold | None = None) -> tuple[Extent, ...]:
-        """Copy bytes into the own segment, on account of a lease's promise if one is given.
+        """Copy bytes into the own segment. Returns where they lie: one extent unless no contiguous run was long enough.
 
-        data: a buffer or an array of any type, as its bytes in C order. Returns where they lie: one extent unless no
-        contiguous run was free. Raises OutOfPoolMemory.
+        data: a buffer, or an array of any type; its bytes in C order are copied.
+        hold: promise of a lease from which the room is taken.
+
+        Raises OutOfPoolMemory.
         """
         source = _as_bytes(data)
         room = self.reserve(len(source), hold)
@@ -137,9 +145,9 @@ class Pool:
         return room.commit()
 
     def reserve(self, nbytes: int, hold: Hold | None = None) -> Reservation:
-        """Make room that the caller writes in place. Raises OutOfPoolMemory."""
+        """Reserve room that the caller writes in place, from a promise if one is given. Raises OutOfPoolMemory."""
         lock = self._lock
-        lock.acquire()  # not `with`: its look-ups cost 8 us where a large payload has emptied the caches
+        lock.acquire()  # not `with`: its look-ups take 8 us after a large payload has emptied the caches
         try:
             array = self._array
             if array is None:
@@ -150,31 +158,31 @@ class Pool:
         return room_of(self, self._base, array, runs, hold)
 
     def write_on_device(self, nbytes: int, fill: Callable[[Tensor], None]) -> tuple[Extent, ...] | None:
-        """Let ``fill`` write a part into HBM, as ``DeviceSide.write``; None where it is to lie in DRAM."""
+        """Let ``fill`` write a part into HBM, as ``DeviceSide.write``; None if the part goes to DRAM."""
         return None if self._device is None else self._device.write(nbytes, fill)
 
     def give_back(self, extents: Sequence[Extent], hold: Hold | None) -> None:
-        """Free own extents that nobody was told of, into the promise they came from; for an aborted ``Reservation``."""
+        """Free own extents that no process knows of, into the promise they came from; for aborted reservations."""
         runs = [self._own_run(extent) for extent in extents]
         with self._lock:
             self._arena.give_back(runs, hold)
 
     def hold(self, nbytes: int) -> Hold:
-        """Promise room to the parts of a lease; ``put`` and ``reserve`` under it then succeed.
+        """Promise room to the parts of a lease. ``put`` and ``reserve`` under the promise then succeed.
 
-        nbytes: the sum of the parts' sizes, each rounded up to the alignment. Raises OutOfPoolMemory.
+        nbytes: sum of the parts' sizes, each rounded up to the alignment. Raises OutOfPoolMemory.
         """
         with self._lock:
             self._own_segment()
             return self._arena.hold(nbytes)
 
     def unhold(self, hold: Hold) -> None:
-        """Give back what is left of a promise."""
+        """Give back the rest of a promise."""
         with self._lock:
             self._arena.unhold(hold)
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Free own extents, all or none of a tier. Raises AddressError for one that is foreign, or not in use."""
+        """Free own extents, all or none of a tier. Raises AddressError for one of another process, or not in use."""
         on_device: list[Run] = []
         if self._device is not None:
             on_device, extents = self._device.split(extents)
@@ -185,7 +193,7 @@ class Pool:
             self._device.free(on_device)
 
     def stats(self) -> PoolStats:
-        """Return the own segment's occupancy; promised bytes count as used, so ``free_nbytes`` can be leased."""
+        """Return the own segment's occupancy. Promised bytes count as used, so ``free_nbytes`` can be leased."""
         with self._lock:
             arena = self._arena
             return PoolStats(
@@ -200,38 +208,38 @@ class Pool:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def get(self, extents: Sequence[Extent]) -> np.ndarray:
-        """Return the bytes of a part, uint8: a read-only zero-copy view of a single extent, else one copy.
+        """Return the bytes of a part, uint8: a read-only zero-copy view of a single extent, a copy of several.
 
-        A view is valid until the part is released: its owner may write there again. It stays readable when the owner
-        dies. Raises OwnerLostError if the owner is gone (ask the coordinator by position), AddressError for an extent
-        outside what is bound, and for an own one that was freed.
+        A view is valid until the part is released; then its owner may write there again. It stays readable after the
+        owner's death. Raises OwnerLostError if the owner is gone (ask the coordinator by position), AddressError for an
+        extent outside the bound bytes, and for an own extent that was freed.
         """
         return self._reader.get(extents)
 
     def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
-        """As ``get``, for several parts; what lies on other nodes comes by one transfer an owner."""
+        """As ``get``, for several parts. Parts on other nodes come in one transfer per owner."""
         return self._reader.prefetch(parts).result()
 
     def prefetch(self, parts: Sequence[Sequence[Extent]]) -> PendingBatch:
-        """As ``get_batch``, whose bytes its ``result()`` returns: transfers from other nodes are under way until then.
+        """Start transfers from other nodes, and return at once. ``PendingBatch.result`` returns the bytes.
 
-        Where the network reads memory by itself (RDMA) they run meanwhile; where it cannot (TCP) they are asked for at
-        once, and go on in ``result()``. What lies on this node is viewed at once. Raises as ``get``, here or there.
+        If the network reads memory by itself (RDMA), transfers run in the meantime. If it cannot (TCP), they are
+        requested now and continue in ``result()``. Parts on this node are viewed now. Both calls raise as ``get``.
         """
         return self._reader.prefetch(parts)
 
     def read_into(self, extents: Sequence[Extent], destination: np.ndarray) -> None:
-        """Copy the bytes of a part into ``destination`` (uint8, exactly as long), for a reader's staging buffer."""
+        """Copy the bytes of a part into ``destination`` (uint8, exactly as long), such as a staging buffer."""
         self._reader.read_batch_into([extents], destination)
 
     def read_batch_into(self, parts: Sequence[Sequence[Extent]], destination: np.ndarray) -> None:
-        """As ``read_into``, for several parts one after another; batched as ``get_batch``."""
+        """As ``read_into``, for several parts one after another, in one batch as ``get_batch``."""
         self._reader.read_batch_into(parts, destination)
 
     def copy_to_device(self, extents: Sequence[Extent], destinations: Sequence[Tensor]) -> None:
         """Copy extents of the HBM tier, each into a tensor (uint8, as long) on this process's device.
 
-        The bytes are there when this returns. Raises OwnerLostError as ``get``, PoolError without that tier here.
+        The copies are complete when this returns. Raises OwnerLostError as ``get``, PoolError without an HBM tier here.
         """
         self._reader.copy_to_device(extents, destinations)
 
@@ -240,7 +248,7 @@ class Pool:
         return self._space.translate(extent.gva).tier
 
     def close(self) -> None:
-        """Stop giving and reading. Views stay valid; the memory goes with the last process that maps it."""
+        """Stop giving and reading. Views stay valid; the memory is freed with the last process that maps it."""
         with self._lock:
             if self._closed:
                 return
@@ -277,7 +285,7 @@ class Pool:
 
 
 def _node_block(process_index: int, space: AddressSpace, processes_per_node: int | None) -> range:
-    """Return the indices that can live on the node of this process."""
+    """Return the indices that processes on this process's node can have."""
     size = processes_per_node or space.num_processes
     start = process_index - process_index % size
     return range(start, min(start + size, space.num_processes))

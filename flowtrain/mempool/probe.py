@@ -1,4 +1,4 @@
-"""What the pool's transports give between two processes, measured on memory like a run's own."""
+"""Measures the pool's transports between two processes, on memory like that of a run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ SMALL_NBYTES = 4 << 10
 LARGE_NBYTES = 16 << 20
 SEGMENT_NBYTES = 2 * LARGE_NBYTES
 SLOW_SHARE = 1 / 4
-"""A link below this share of what others of its transport give is named."""
+"""A link is reported as slow below this share of the speed of other links of its transport."""
 SLOW_NETWORK_SHARE = 1 / 50
-"""A network below this share of a plain copy on its reader is named, too; Ethernet of 10 Gbit/s gives a tenth."""
+"""A network is reported as slow below this share of a plain copy on its reader; 10 Gbit/s Ethernet gives a tenth."""
 _SMALL_READS, _LARGE_READS = 200, 20
 _TIMEOUT_S = 30.0
 
 
 class Probe:
-    """One process that gives a segment of known bytes and reads those of others.
+    """One process that gives a segment of known bytes and reads the segments of others.
 
-    process_index, node_id, run_id: as of a ``Pool``. num_processes: probes in all. network: bring the network
-    transport, where NIXL is; it opens ports.
+    run_id, process_index, node_id: as of a ``Pool``.
+    num_processes: number of probes.
+    network: also try the network transport, if NIXL is installed; it opens ports.
     """
 
     def __init__(self, run_id: str, process_index: int, node_id: str, num_processes: int, network: bool = True) -> None:
@@ -60,16 +61,16 @@ class Probe:
             self._offer = nixl.offer(self._segment.array)
 
     def export(self) -> SegmentExport:
-        """Return what the others need to read this segment."""
+        """Return what other probes need to read this segment."""
         nbytes = len(self._segment.array)
         return SegmentExport(
             self._index, self._node_id, Tier.DRAM, os.getpid(), self._segment.fd, nbytes, network=self._offer
         )
 
     def measure(self, owner: SegmentExport) -> tuple[Link, ...]:
-        """Read another process's segment, or the own one, by every transport that can; says which cannot.
+        """Read another process's segment, or the own one, by every possible transport. Failed links have a ``fault``.
 
-        On one node that is shared memory, and the network as well, to see that it works.
+        On one node, shared memory is tried, and the network too, to check that it works.
         """
         if owner.process_index == self._index:
             return (self._measure(LocalTransport.name, owner),)
@@ -79,7 +80,7 @@ class Probe:
         return tuple(self._measure(name, owner) for name in names)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         for transport in self._transports.values():
             transport.close()
         self._segment.close()
@@ -98,7 +99,7 @@ class Probe:
 
 
 def slow_links(links: Sequence[Link]) -> list[str]:
-    """Name the links that are far below the others of their transport, and networks far below a plain copy."""
+    """Return a warning for each link that is far slower than others of its transport, or a network than a copy."""
     warnings = []
     for link in links:
         if link.bytes_per_s is None:
@@ -107,7 +108,7 @@ def slow_links(links: Sequence[Link]) -> list[str]:
         usual = statistics.median([speed for speed in peers if speed is not None] or [0.0])
         if link.bytes_per_s < SLOW_SHARE * usual:
             warnings.append(
-                f"{_name(link)} gives {_speed(link.bytes_per_s)}, others of its kind {_speed(usual)}: look at what "
+                f"{_name(link)} gives {_speed(link.bytes_per_s)}, others of its kind {_speed(usual)}: check what "
                 f"else runs there{'' if link.source == link.destination else ', at the cable and the interfaces'}"
             )
             continue
@@ -138,9 +139,9 @@ def _speed(bytes_per_s: float) -> str:
 
 
 def _measure(transport: Transport, owner: SegmentExport) -> tuple[float, float]:
-    """Return (seconds of a small read, bytes a second of large ones). Raises PoolError where wrong bytes arrive."""
+    """Return (seconds of a small read, bytes per second of large reads). Raises PoolError if wrong bytes arrive."""
     expected = _known_bytes(owner.process_index)
-    # Each read takes other bytes than the last, so that no cache has them.
+    # Each read takes other bytes than the one before, so that no cache has them.
     large = [Mapping(owner, i % 2 * LARGE_NBYTES, LARGE_NBYTES) for i in range(_LARGE_READS)]
     small = [Mapping(owner, i * SMALL_NBYTES, SMALL_NBYTES) for i in range(_SMALL_READS)]
     buffer = np.empty(LARGE_NBYTES, np.uint8)

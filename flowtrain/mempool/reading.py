@@ -1,4 +1,4 @@
-"""The reading half of a pool: from addresses to bytes, by whatever transport leads to their owner."""
+"""The reading half of a pool: it resolves addresses and reads the bytes by the transport that reaches their owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Part = Sequence[Extent]
 
 
 class PendingBatch:
-    """Parts on their way here. ``result`` waits for them; one that is dropped unread gives its buffers back."""
+    """A read of parts in progress. ``result`` waits for it; if it is dropped unread, its buffers are given back."""
 
     def __init__(
         self, reader: PoolReader, lengths: Sequence[int], arrivals: Sequence[tuple[Arrival, Sequence[int]]]
@@ -33,10 +33,10 @@ class PendingBatch:
         self._arrivals: Sequence[tuple[Arrival, Sequence[int]]] | None = arrivals
 
     def result(self) -> list[np.ndarray]:
-        """Return the bytes of each part, uint8: a read-only view of a single extent, else one copy. To be called once.
+        """Return the bytes of each part, uint8: a read-only view of a single extent, a copy of several. Call it once.
 
-        Waits for the network at most ``pool.transfer_timeout_s``. Raises OwnerLostError, with who and what is missing,
-        if an owner is gone or that passes.
+        Waits for the network at most ``pool.transfer_timeout_s``. Raises OwnerLostError, which names the owner and the
+        missing bytes, if an owner is gone or after that time.
         """
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is None:
@@ -56,10 +56,13 @@ class PendingBatch:
 
 
 class PoolReader:
-    """Reads everybody's segments. Thread-safe.
+    """Reads the segments of all processes. Thread-safe.
 
-    process_index, node_id: of this process. transports: the routes from here; closed with the reader. own_exports: what
-    this process itself exports. is_used: whether an offset and length of its segment of a tier are in use.
+    process_index, node_id: of this process.
+    space: the pool's address space.
+    transports: the transports by route; closed with the reader.
+    own_exports: returns this process's own exports.
+    is_used: whether bytes of an own segment are in use, by tier, offset and length.
     fetch_exports: as of a ``Pool``.
     """
 
@@ -82,7 +85,7 @@ class PoolReader:
         self._fetch_exports = fetch_exports
         self._refreshing = threading.Lock()
         self._closed = False
-        self._windows: dict[int, np.ndarray] = {}  # same-node peers' bound bytes, by index; what ``get`` looks at first
+        self._windows: dict[int, np.ndarray] = {}  # bound bytes of same-node peers, by index; ``get`` looks here first
         self._table = PageTable(space)
         self._table.update(own_exports())
 
@@ -141,7 +144,7 @@ class PoolReader:
 
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:
-        """A block that, when it finds an owner gone, lets go of the segments of all that are gone."""
+        """If the block finds an owner gone, let go of the segments of all processes that are gone."""
         try:
             yield
         except OwnerLostError:
@@ -149,7 +152,7 @@ class PoolReader:
             raise
 
     def refresh(self) -> None:
-        """Fetch all exports anew, in one thread at a time, so that no older list replaces a newer one."""
+        """Fetch all exports again, in one thread at a time, so that no older list replaces a newer one."""
         with self._refreshing:
             exports = [export for export in self._fetch_exports() if export.process_index != self._process_index]
             self._windows.clear()
@@ -158,9 +161,9 @@ class PoolReader:
                     transport.drop(segment)
 
     def _routed(self, extents: Part) -> list[tuple[Transport, list[int], list[Mapping]]]:
-        """Resolve extents and sort them by transport: each with the places in ``extents`` of what it is to read."""
+        """Resolve extents and group them by transport, each with its indices in ``extents`` and its sources."""
         routes: dict[int, tuple[Transport, list[int], list[Mapping]]] = {}
-        # Extents of a batch lie in few segments: what one resolved to holds for those after it.
+        # Extents of a batch lie in few segments: the segment of one extent mostly serves those after it.
         indices: list[int] = []
         sources: list[Mapping] = []
         export: SegmentExport | None = None
@@ -202,7 +205,7 @@ class PoolReader:
         return source, self._transports.choose(export.tier, Tier.DRAM, distance)
 
     def _open_window(self, export: SegmentExport, transport: Transport) -> None:
-        # An own extent goes on being looked up, since it may have been freed.
+        # An own extent is looked up at every read, since it may have been freed.
         if export.process_index == self._process_index or export.node_id != self._node_id or export.tier != Tier.DRAM:
             return
         with self._refreshing:

@@ -1,4 +1,4 @@
-"""Room in a process's segment that is written where it will lie."""
+"""Reserved room in a process's segment, which the caller writes in place."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ _SET_NBYTES: Callable[[Extent, int], None] = Extent.nbytes.__set__  # type: igno
 
 
 class Giver(Protocol):
-    """Whose room it is: a ``Pool``."""
+    """The owner of the room: a ``Pool``."""
 
     def give_back(self, extents: Sequence[Extent], hold: Hold | None) -> None:
-        """Free room that was not committed, back into the promise that it came from."""
+        """Free room that was not committed, and give it back to the promise that it came from."""
 
 
 class Reservation:
-    """Room in the pool to be written in place: fill ``views``, then ``commit``. Leaving the block without it aborts.
+    """Room in the pool to write in place: fill ``views``, then ``commit``. Leaving the block without ``commit`` aborts.
 
-    extents: where the bytes will lie. views: the same runs as writable uint8 arrays, in order.
+    giver: the pool.
+    extents: where the bytes will lie.
+    views: the same runs as writable uint8 arrays, in order.
+    hold: promise that the room came from, or None.
     """
 
     __slots__ = ("_giver", "_hold", "extents", "views")
@@ -37,18 +40,18 @@ class Reservation:
     ) -> None:
         self.extents = extents
         self.views = views
-        self._giver: Giver | None = giver  # None once it is settled
+        self._giver: Giver | None = giver  # None after a commit or an abort
         self._hold = hold
 
     def commit(self) -> tuple[Extent, ...]:
-        """Keep the bytes; returns their extents."""
+        """Keep the bytes. Returns their extents."""
         if self._giver is None:
             raise self._settled()
         self._giver = None
         return self.extents
 
     def abort(self) -> None:
-        """Free the room again, back into the lease's promise if it came from one."""
+        """Free the room again, and give it back to its promise if it came from one."""
         giver, self._giver = self._giver, None
         if giver is None:
             raise self._settled()
@@ -70,11 +73,11 @@ class Reservation:
 def room_of(giver: Giver, base: int, array: np.ndarray, runs: Sequence[Run], hold: Hold | None) -> Reservation:
     """Return the reservation of ``runs`` of a segment: ``array`` has its bytes, ``base`` is its address.
 
-    Where the payloads have emptied the caches each object and call counts: in one run it is made by the fewest.
+    After large payloads have emptied the caches every object and call costs time, so a single run uses the fewest.
     """
     if len(runs) == 1:
         ((offset, nbytes),) = runs
-        extent = _NEW(Extent)  # past the setattr of its frozen class, a third of the time
+        extent = _NEW(Extent)  # without the frozen class's __setattr__: a third of the time
         _SET_GVA(extent, base + offset)
         _SET_NBYTES(extent, nbytes)
         return Reservation(giver, (extent,), (array[offset : offset + nbytes],), hold)

@@ -1,4 +1,4 @@
-"""From the pool onto a device beside its computing: through page-locked memory, on a stream of their own."""
+"""Copies parts from the pool to a device while it computes: through page-locked memory, on a separate stream."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flowtrain.types.memory import Extent, Tier
 
 
 class DeviceStaging:
-    """Brings parts onto an accelerator while another thread computes there. For one thread.
+    """Brings parts onto an accelerator while another thread computes there. Use it from one thread.
 
-    Parts in HBM are copied within the node's devices; those in DRAM are read into one page-locked buffer, which is used
-    again once the copy from it is done.
+    Parts in HBM are copied between the node's devices. Parts in DRAM are read into one page-locked buffer, which is
+    reused once the copy from it is done.
     """
 
     def __init__(self, pool: Pool, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class DeviceStaging:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run what is started inside on the side stream; may be nested, as a ``with`` on the stream may not."""
+        """Run the work started inside on the side stream. May be nested, unlike ``with`` on the stream itself."""
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)
         try:
@@ -36,9 +36,10 @@ class DeviceStaging:
             torch.accelerator.set_stream(before)
 
     def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[torch.Tensor]:
-        """Return the bytes of each part, uint8 on the device, there once the side stream is.
+        """Return the bytes of each part, uint8 on the device, valid once the side stream has reached this point.
 
-        What lies in HBM was copied when this returns, so that it may be released. Raises as ``Pool.get_batch``.
+        All parts may be released when this returns: reads of HBM are complete, and DRAM was read into the buffer.
+        Raises as ``Pool.get_batch``.
         """
         extents = [extent for part in parts for extent in part]
         with self.aside():
@@ -53,15 +54,15 @@ class DeviceStaging:
         return list(memory.split([sum(extent.nbytes for extent in part) for part in parts]))
 
     def mark(self) -> torch.Event:
-        """Return an event behind all that was started aside so far, for ``hand_over``."""
+        """Return an event after all work started aside so far, for ``hand_over``."""
         return self._stream.record_event()
 
     def hand_over(self, tensors: Iterable[torch.Tensor], ready: torch.Event) -> None:
-        """Let the calling thread's stream use tensors that were made aside: it waits for ``ready``, the thread not."""
+        """Let the calling thread's stream use these tensors. It waits for ``ready``; the thread does not block."""
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(ready)
         for tensor in tensors:
-            tensor.record_stream(stream)  # else their memory could be taken for the next batch while in use
+            tensor.record_stream(stream)  # otherwise their memory could be reused for the next batch while in use
 
     def _stage(self, extents: Sequence[Extent], places: Sequence[torch.Tensor]) -> None:
         nbytes = sum(extent.nbytes for extent in extents)

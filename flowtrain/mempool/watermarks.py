@@ -1,4 +1,4 @@
-"""Which tier a new part goes to, by high and low watermarks (FlowTrain 3.2)."""
+"""Chooses the tier of a new part by high and low watermarks (FlowTrain 3.2)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from flowtrain.types.memory import Tier
 
 
 class Occupied(Protocol):
-    """How full a process's segment of one tier is, in bytes; an ``Arena`` is one."""
+    """Occupancy of a process's segment of one tier, in bytes, such as an ``Arena``."""
 
     @property
     def bound_nbytes(self) -> int:
-        """What there is."""
+        """Bytes of the segment."""
 
     @property
     def available_nbytes(self) -> int:
-        """What is neither used nor promised."""
+        """Bytes that are neither used nor promised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Shares of a segment in use: above ``high`` it takes nothing more until it is below ``low``.
+    """Shares of a segment in use. Above ``high`` it takes no more parts until its use is below ``low``.
 
     Raises ConfigError unless 0 < low <= high <= 1.
     """
@@ -38,9 +38,9 @@ class Watermarks:
 
 
 class TierPolicy:
-    """HBM first; above its high watermark DRAM, until HBM is below its low one. Not thread-safe: the pool locks.
+    """Chooses HBM; above HBM's high watermark DRAM, until HBM is below its low one. Not thread-safe: the pool locks.
 
-    It never drops: where the chosen tier has no room its arena says so, and the producer waits.
+    No part is dropped: if the chosen tier has no room, its arena raises an error and the producer waits.
     """
 
     def __init__(self, watermarks: Watermarks | None = None) -> None:
@@ -48,7 +48,7 @@ class TierPolicy:
         self._overflows = False
 
     def choose(self, nbytes: int, segments: Mapping[Tier, Occupied]) -> Tier:
-        """Return the tier for ``nbytes``, aligned. segments: the process's own; without one of HBM it is DRAM."""
+        """Return the tier for ``nbytes``, aligned. segments: the process's own, by tier; without HBM always DRAM."""
         hbm = segments.get(Tier.HBM)
         if hbm is None:
             return Tier.DRAM

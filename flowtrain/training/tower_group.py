@@ -23,7 +23,7 @@ from flowtrain.training.mesh import LOOPBACK, TP_AXIS, join_process_group, waiti
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT = timedelta(days=1)
-"""How long a follower asks for the next forward before it asks again; a leader that ends breaks the wait at once."""
+"""How long an encoder rank waits for the next forward before it asks again; the leader's end stops the wait at once."""
 DEATH_S = 3.0
 """How long after a broken connection to look whether the process behind it has ended."""
 GOODBYE_S = 10.0
@@ -99,7 +99,7 @@ class TowerGroup:
         dist.broadcast(batch, src=0)
 
     def receive(self, dtype: torch.dtype) -> Tensor | None:
-        """A follower: wait, as long as it takes, for the next batch; None when the leader wants no more.
+        """On an encoder rank: wait without limit for the next batch; None when the leader wants no more.
 
         Raises ReplicaLostError when the leader is gone.
         """

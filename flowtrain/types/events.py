@@ -1,4 +1,4 @@
-"""What the coordinator sends the driver: units done, rejections, checkpoints, spans."""
+"""Events that the coordinator sends to the driver: units done, rejections, checkpoints, fitted costs, spans."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ CHECKPOINT_SCHEMA = 1
 
 @message
 class LedgerRow:
-    """One position's end, for ``ledger.parquet``."""
+    """How one position ended: a row of ``ledger.parquet``."""
 
     position: int
     source: int
     """Index of its source in the configuration."""
     row: int
+    """Its row in the source."""
     epoch: int
     """The source's epoch, from 0."""
     step: int
-    """The step that it belonged to."""
+    """Training step of its unit; for an evaluation sample, the step that the evaluation follows."""
     dp_rank: int
-    """-1 where it was rejected before planning."""
+    """-1 if it was rejected before planning."""
     slot: int
-    """-1 where it was rejected before planning."""
+    """Microbatch of the rank; -1 if it was rejected before planning."""
     state: str
+    """``consumed`` or ``rejected``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +42,19 @@ class UnitDone:
 
     unit: Unit
     reports: tuple[RankReport, ...]
-    """One a data parallel replica, with the times of its slowest rank."""
+    """One per data parallel replica, with the times of its slowest rank."""
     plan_digest: str
-    """``StepPlan.digest`` of its plan."""
+    """``StepPlan.digest`` of the unit's plan."""
     plan_time_s: float
-    """Seconds of planning it."""
+    """Seconds that planning the unit took."""
     num_microbatches: int
     """Over all ranks."""
     packing_fill: float
     """Share of the microbatches' capacity that samples fill."""
     dp_imbalance: float
-    """Cost of the costliest rank over the mean of all ranks, minus one; 0 if even."""
+    """Cost of the costliest rank over the mean of all ranks, minus one; 0 if all are equal."""
     flops: Flops
-    """Of the samples that ran, not of those rejected after planning."""
+    """Of the samples that ran; samples rejected after planning do not count."""
     blocked_s: float
     """Seconds that encoders waited for the backbone since the last unit's end, summed over encoders."""
     produced_samples: int
@@ -66,7 +68,7 @@ class UnitDone:
     ledger: tuple[LedgerRow, ...]
     """Positions that ended with this unit."""
     sampler_state: SamplerState
-    """Where a resume goes on after it."""
+    """Where a resume continues after this unit."""
     pool_hbm_nbytes: int = 0
     """Bytes used in HBM, over all segments."""
 
@@ -84,7 +86,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """All ranks wrote their share of the checkpoint after ``step`` into ``directory``; the driver commits it."""
+    """All ranks wrote their shares of the checkpoint after ``step`` into ``directory``; the driver commits it."""
 
     step: int
     directory: str
@@ -92,7 +94,7 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class CostFitted:
-    """The cost of a microbatch was fitted to measured ones, in seconds (see ``scheduler/cost_profile.py``)."""
+    """A cost model was fitted to measured microbatches (see ``scheduler/cost_profile.py``)."""
 
     step: int
     """Training steps done."""
@@ -103,11 +105,11 @@ class CostFitted:
     r2: float
     """Share of the measured variance that the fit explains."""
     other_r2: float
-    """As much of the other form."""
+    """Share of the variance that the other form explains."""
     num_rows: int
-    """Measured microbatches that it was fitted to, outliers left out."""
+    """Measured microbatches in the fit, without outliers."""
     in_use: bool
-    """Later units are planned with it."""
+    """Whether later units are planned with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Memory: the pool's tiers and extents, what a process exports of its segments, and what a host has of it."""
+"""Memory: tiers and extents of the pool, what processes export of their segments, and what a host has."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class DeviceExport:
-    """What the device runtime of a peer on the same node needs to map device memory (``mempool/tiers/hbm.py``)."""
+    """What a peer's device runtime on the same node needs to map device memory (``mempool/tiers/hbm.py``)."""
 
     runtime: str
     """Name of the device runtime."""
     handle: bytes
     """The runtime's handle of the allocation."""
     storage_nbytes: int
-    """Bytes of segment plus stamp."""
+    """Bytes of segment plus stamp, its storage."""
     storage_offset: int
-    """Where they start in the allocation, in bytes."""
+    """Where the storage starts in the allocation, in bytes."""
     counter_file: bytes
     """Shared file in which torch counts readers."""
     counter_index: int
     """This allocation's entry in it."""
     stamp: bytes
-    """Random bytes that the memory ends with."""
+    """Random bytes at the end of the storage, which identify it."""
     started_ticks: int
-    """When the process started, in clock ticks since boot."""
+    """When the owner's process started, in clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentExport:
-    """What a process publishes of its bound memory in one tier, enough for a peer to map it."""
+    """What a process publishes about its bound memory in one tier, so that a peer can map it."""
 
     process_index: int
-    """The process's place in the address space, never used again in a run."""
+    """The process's place in the address space. An index is never used again in a run."""
     node_id: str
-    """Peers with the same value can map ``/proc/<pid>/fd/<fd>``."""
+    """Node of the process. Peers on the same node can map ``/proc/<pid>/fd/<fd>``."""
     tier: Tier
     pid: int
     fd: int
@@ -61,35 +61,35 @@ class SegmentExport:
     bound_nbytes: int
     """Bytes bound, from the segment's start."""
     network: bytes | None = None
-    """What the network transport of a peer on another node needs; None where the process offers none."""
+    """What the network transport of a peer on another node needs; None if the process is not on the network."""
     device: DeviceExport | None = None
-    """None in DRAM."""
+    """How a peer maps device memory; None in DRAM."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Occupancy of one process's segment, in bytes; what is promised to leases counts as used."""
+    """Occupancy of one process's DRAM segment, in bytes. Bytes promised to leases count as used."""
 
     bound_nbytes: int
     """Bytes that have physical memory."""
     used_nbytes: int
     free_nbytes: int
     largest_free_nbytes: int
-    """Of the largest free run."""
+    """Length of the largest free run."""
     num_extents: int
     """Extents in use."""
     fragmentation: float = 0.0
-    """Share of all free bytes, promised ones included, outside the largest free run."""
+    """Share of the free bytes that lie outside the largest free run; promised bytes count as free here."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes that a host has and may use now."""
+    """Memory that a host has and can use now, in bytes."""
 
     total_nbytes: int
     """Of the machine."""
     available_nbytes: int
-    """What new segments can take without swapping and within the control group's limit."""
+    """What new segments can take without swapping, within the control group's limit."""
     cgroup_nbytes: int | None
     """Limit of the control group; None: unlimited."""
     memlock_nbytes: int | None
@@ -98,18 +98,19 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way to read from one node on another, or on the same one, as ``flowtrain doctor`` measures it."""
+    """One way to read memory of a node from another or the same node, as ``flowtrain doctor`` measures it."""
 
     source: str
     """Node that has the bytes."""
     destination: str
     """Node that reads them."""
     transport: str
+    """Name of the transport."""
     latency_s: float | None = None
-    """Median of a small read (4 KiB) as a readable array; None where none was made."""
+    """Median time of a small read (4 KiB) into a readable array; None if it was not measured."""
     bytes_per_s: float | None = None
-    """Median of large reads (16 MiB) into a buffer of the reader; None where none was made."""
+    """Median speed of large reads (16 MiB) into a buffer of the reader; None if it was not measured."""
     fault: str | None = None
-    """Why it does not work; None where it does."""
+    """Why the link does not work; None if it works or was not tried."""
     off: str | None = None
-    """The key of the configuration that turns it off, so that it was not tried."""
+    """Key and value of the configuration that turn it off; None if it was tried."""

@@ -12,31 +12,32 @@ from flowtrain.types.wire import message
 
 @message
 class PartReady:
-    """An owner's report that a part lies in its segment."""
+    """An owner's report that it has put a part into its segment."""
 
     position: int
     part: str
     """``TEXT_PART`` or an encoder's name."""
     epoch: int
-    """The lease's; 0 for text."""
+    """Epoch of the lease; 0 for text."""
     extents: tuple[Extent, ...]
-    """In row order."""
+    """Where the part lies, in row order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A batch leased to one owner, which forwards it whole, so that the bits never change, and keeps what is needed."""
+    """A batch leased to one owner. The owner forwards it whole, so that features never change."""
 
     lease_id: int
+    """Unique in the run."""
     epoch: int
-    """Reports under an older one are refused."""
+    """Reports under an older epoch are refused."""
     batch: EncodeBatch
     refs: tuple[SampleRef, ...]
     """All samples of the batch."""
     needed: tuple[int, ...]
     """Positions whose features go into the pool."""
     nbytes: int
-    """What the needed parts take, aligned; reserved in the owner's segment until they are READY."""
+    """Bytes that the needed parts take, each aligned; reserved in the owner's segment until they are READY."""
 
 
 @message
@@ -50,126 +51,149 @@ class PartLocation:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLocation:
-    """Everything that a rank needs to run one microbatch; ``rejected`` positions are left out of it."""
+    """Everything that a rank needs to read one microbatch."""
 
     unit: int
+    """Index of its unit."""
     slot: int
+    """Index of the microbatch on its replica."""
     dp_rank: int
+    """Replica that runs it."""
     parts: tuple[PartLocation, ...]
+    """All parts of its positions, without rejected positions."""
     rejected: tuple[int, ...]
+    """Planned positions that the rank leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A timed stretch of work of one actor, for the trace; times are seconds since the Unix epoch."""
+    """A timed piece of one actor's work, for the trace."""
 
     actor: str
+    """Name of the actor."""
     name: str
+    """Kind of work."""
     start_s: float
+    """Since the Unix epoch."""
     end_s: float
+    """Since the Unix epoch."""
     args: dict[str, int | float | str] = field(default_factory=dict)
+    """Details that the trace shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one backbone rank reports after a unit; the flow merges those of a replica.
-
-    The loss, the norm, the rate and the totals are global, so equal on all ranks; durations are this rank's own.
-    """
+    """What one backbone rank reports after a unit; the flow merges the reports of a replica's ranks."""
 
     unit: int
+    """Index of the unit."""
     kind: UnitKind
     step: int
+    """Training step of the unit, as in ``Unit``."""
     dp_rank: int
+    """The rank's replica."""
     loss: float
+    """Global, so equal on all ranks."""
     grad_norm: float | None
-    """None for an evaluation."""
+    """Global; None for an evaluation."""
     lr: float | None
-    """None for an evaluation."""
+    """Learning rate; None for an evaluation."""
     num_samples: int
+    """Over all ranks."""
     num_tokens: int
+    """Over all ranks."""
     num_target_tokens: int
+    """Tokens that carry loss, over all ranks."""
     started_s: float
     """Since the Unix epoch."""
     finished_s: float
     """Since the Unix epoch."""
     starved_s: float
-    """The rank waited for a microbatch."""
+    """Seconds that this rank waited for plans and microbatches since its last report."""
     fetch_s: float
-    """Its prefetch thread copied from the pool."""
+    """Seconds that its prefetch thread took to read and assemble the microbatches of the unit."""
     microbatch_s: tuple[float, ...] = ()
-    """Forward and backward of each microbatch by its slot, without the wait for its data; empty for an evaluation."""
+    """Seconds of each microbatch's forward and backward, by slot, without waits for data. Empty for an evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlowSettings:
-    """Where a run's flow starts; the rest of what it needs is the configuration and the model's shape."""
+    """Where a run's flow starts. It also needs the configuration and the model's shape."""
 
     global_batch_size: int
+    """Positions of a step."""
     dp_size: int
     """Data parallel replicas of the backbone."""
     num_steps: int
-    """Of the whole run."""
+    """Steps of the whole run."""
     total_positions: int | None
-    """Training positions of the whole run; None where ``num_steps`` alone ends it."""
+    """Training positions of the whole run; None if ``num_steps`` alone ends it."""
     eval_every: int | None
-    """Steps between evaluation rounds; None: there are none."""
+    """Steps between evaluation rounds; None: no evaluation."""
     num_eval: int
     """Samples of an evaluation round."""
     start_step: int
-    """Steps done before."""
+    """Steps that earlier runs have done."""
     sampler_state: SamplerState
-    """After ``start_step``."""
+    """Where the order of samples stands after ``start_step``."""
     cost: CostModel
-    """What steps are planned with."""
+    """Cost of a microbatch, with which steps are planned."""
     num_rejected: int
-    """Training samples that were rejected so far."""
+    """Training samples rejected so far."""
     num_seen: int
-    """Training samples that were sized or rejected so far."""
+    """Training samples sized or rejected so far."""
     replica_size: int = 1
     """Ranks of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a pool process learns when it joins. Only the feeder needs more than its index."""
+    """The answer to a pool process that joins. Only the feeder needs more than its index."""
 
     process_index: int
-    """Place in the address space, never used again in the run."""
+    """Place in the address space. An index is never used again in a run."""
     sampler_state: SamplerState | None = None
-    """After the last unit that was reported; the feeder continues from there."""
+    """State after the last unit that a feeder reported; the new feeder continues there."""
     next_unit: int = 0
-    """Index of the unit that is sized next, -1 past the end."""
+    """Index of the unit that is sized next; -1 past the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedReport:
-    """What the feeder reports: one sized unit or none, and text parts that it produced again."""
+    """The feeder's report: one sized unit or none, and text parts that it produced again."""
 
     unit: Unit | None = None
-    """None: nothing was sized, the feeder only asks."""
+    """The sized unit; None: nothing was sized, the feeder only asks for work."""
     sized: tuple[SizedSample, ...] = ()
+    """The unit's samples, without rejected ones."""
     texts: tuple[PartReady, ...] = ()
     """texts[i] is the READY text part of sized[i]."""
     rejections: tuple[Rejection, ...] = ()
+    """Samples of the unit that cannot be used."""
     sampler_state: SamplerState | None = None
-    """After ``unit``."""
+    """State after ``unit``; None without a unit."""
     remade: tuple[PartReady, ...] = ()
-    """Text parts that were lost."""
+    """Lost text parts, produced again."""
     stats: PoolStats | None = None
+    """Occupancy of the feeder's segment; None in the first report."""
     spans: tuple[Span, ...] = ()
+    """New spans for the trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedOrder:
-    """What the feeder does next: free ``released``, produce ``remake`` again, size ``unit``, or stop."""
+    """What the feeder does next: free memory, then stop, produce lost texts again, or size a unit."""
 
     unit: Unit | None
+    """Unit to size, or None."""
     remake: tuple[SampleRef, ...]
+    """Samples whose text it produces again."""
     released: tuple[Extent, ...]
+    """Own extents that it frees first."""
     stop: bool
+    """The run is over for the feeder."""
     consumed: tuple[int, ...] = ()
-    """Positions of the unit that an earlier run has consumed, to be drawn but not sized."""
+    """Positions of the unit that an earlier run has consumed: the feeder draws them but does not size them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +206,18 @@ class RoomOrder:
 
 @dataclass(frozen=True, slots=True)
 class EncoderReport:
-    """What an encoder reports of a lease that it finished."""
+    """An encoder's report of a lease that it finished."""
 
     ready: tuple[PartReady, ...] = ()
+    """Needed parts that it has put into the pool."""
     rejections: tuple[Rejection, ...] = ()
+    """Samples of the batch that cannot be used."""
     stats: PoolStats | None = None
+    """Occupancy of its DRAM segment; None: no new values."""
     blocked_s: float = 0.0
-    """Time since its last report that it had nothing to encode."""
+    """Seconds since its last report that it waited for a lease."""
     spans: tuple[Span, ...] = ()
+    """New spans for the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +225,7 @@ class HandInReply:
     """The answer to an encoder's report."""
 
     refused: tuple[Extent, ...]
-    """Of parts whose lease is no longer the encoder's; it frees them."""
+    """Extents of parts whose lease the encoder no longer holds; it frees them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +233,7 @@ class LeaseOrder:
     """What an encoder does next: free ``released``, then encode ``lease``, or stop."""
 
     lease: Lease | None
-    """None: it must wait for memory, for the lookahead or for sizes, and asks again."""
+    """None: the encoder waits for memory, for the lookahead or for sizes, and asks again."""
     released: tuple[Extent, ...]
     stop: bool
 
@@ -215,9 +243,9 @@ class PlanReply:
     """The plan of a unit, or why there is none."""
 
     plan: StepPlan | None
-    """None: there is none yet, or never."""
+    """None: not planned yet, or past the end."""
     is_past_end: bool
-    """The unit will not come: the run ends before it."""
+    """True: the run ends before this unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +253,6 @@ class LocateReply:
     """Where microbatches lie, or why not."""
 
     locations: tuple[MicrobatchLocation, ...]
-    """Empty: the first that was asked for is not ready yet, or never."""
+    """Empty: the first wanted microbatch is not ready yet, or is past the end."""
     is_past_end: bool
-    """The unit will not come: the run ends before it."""
+    """True: the run ends before this unit."""

@@ -1,4 +1,4 @@
-"""What a unit of the backbone runs, by which degrees and at which cost."""
+"""Plans: the backbone's degrees, the cost of a microbatch, units, and what each unit runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PLAN_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Data x pipeline x tensor parallel degrees.
+    """Data, pipeline and tensor parallel degrees.
 
-    Ranks are numbered with the tensor axis fastest, then the pipeline's, so that a tensor parallel group is a run of
-    neighbouring ranks and fits on one node.
+    Rank numbers count the tensor axis first, then the pipeline axis. So a tensor parallel group has consecutive ranks
+    and fits on one node.
     """
 
     dp: int = 1
@@ -27,12 +27,12 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.dp * self.pp * self.tp
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one data parallel replica; they all work on the same microbatches."""
+        """Ranks of one data parallel replica. They all work on the same microbatches."""
         return self.pp * self.tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
@@ -41,7 +41,7 @@ class Degrees:
         return replica, member // self.tp, member % self.tp
 
     def rank(self, dp_rank: int, pp_rank: int, tp_rank: int) -> int:
-        """Inverse of ``coordinates``."""
+        """Return the rank at these coordinates; inverse of ``coordinates``."""
         return (dp_rank * self.pp + pp_rank) * self.tp + tp_rank
 
     def __str__(self) -> str:
@@ -52,20 +52,19 @@ class Degrees:
 class CostModel:
     """Cost of a microbatch: ``constant + per_token * tokens + per_longest * longest**2 + per_square * sum(len**2)``.
 
-    All four kinds of cost have this form, so one compiled search serves them all. A microbatch without samples costs
-    nothing.
+    All four kinds of cost have this form, so one compiled search serves all. A microbatch without samples costs 0.
     """
 
     name: str
-    """The kind, which decides the unit: capacities, FLOPs or seconds."""
+    """Kind of cost, which decides the unit: capacities, FLOPs or seconds."""
     per_token: float
-    """Of each token of the microbatch."""
+    """Cost of each token of the microbatch."""
     per_longest: float = 0.0
-    """Of the squared length of its longest sub-sequence."""
+    """Cost per squared length of its longest sub-sequence."""
     per_square: float = 0.0
-    """Of the sum of its sub-sequences' squared lengths, what packed attention computes."""
+    """Cost per unit of the sum of its sub-sequences' squared lengths, which is what packed attention computes."""
     constant: float = 0.0
-    """Of each microbatch."""
+    """Cost of each microbatch, whatever its samples."""
 
     def __call__(self, lengths: Sequence[int]) -> float:
         """Return the cost of one microbatch; lengths: tokens of its sub-sequences."""
@@ -94,14 +93,14 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """What one device can do at most in the run's compute type, the denominator of MFU."""
+    """Peak of one device in the run's compute type: the denominator of MFU."""
 
     device: str
-    """Its name, as torch has it, or ``cpu``."""
+    """The device's name in torch, or ``cpu``."""
     flops: float
     """Dense FLOP/s."""
     source: str
-    """A data sheet, or how it was measured."""
+    """Where the number is from: a data sheet, or a measurement."""
 
 
 class UnitKind(enum.StrEnum):
@@ -113,18 +112,18 @@ class UnitKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What the backbone runs at a time: a training step, or an evaluation round."""
+    """What the backbone runs at one time: a training step or an evaluation round."""
 
     index: int
     """Place in the run's sequence of units."""
     kind: UnitKind
     step: int
-    """Optimizer steps finished once a TRAIN unit is done, so the first is 1; of an EVAL unit, the step it follows."""
+    """TRAIN: number of the step, from 1. EVAL: the step that the round follows."""
     first_position: int
     num_positions: int
-    """Its positions follow each other."""
+    """Its positions are consecutive, from ``first_position``."""
     chosen: tuple[int, ...] = ()
-    """In ``arrival`` order, as many positions that run instead, ascending; empty until they are chosen."""
+    """In ``arrival`` order: the same number of positions, ascending, that run instead. Empty until they are chosen."""
 
     @property
     def positions(self) -> Sequence[int]:
@@ -134,7 +133,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """A sample's place in a microbatch, with the lengths that give every shape, as of ``SizedSample``."""
+    """A sample of a microbatch, with the lengths that decide every shape; fields as in ``SizedSample``."""
 
     position: int
     num_tokens: int
@@ -144,15 +143,15 @@ class PlannedSample:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """A packed sequence for one DP rank."""
+    """A packed sequence for one data parallel rank."""
 
     slot: int
-    """Index of the microbatch on its rank; the microbatches of one slot run side by side."""
+    """Index of the microbatch on its rank. The ranks run the microbatches of one slot at the same time."""
     dp_rank: int
     samples: tuple[PlannedSample, ...]
-    """May be empty: the rank then runs one token of zero weight."""
+    """Empty: the rank runs one token of zero weight."""
     cost: float
-    """As the run's ``CostModel`` sees it, in that model's unit."""
+    """By the run's ``CostModel``, in that model's unit."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,13 +166,14 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class EncodeBatch:
-    """Positions whose parts one encoder forwards together; a function of positions and sizes, never of arrival."""
+    """Positions whose images one encoder forwards together. It depends on positions and sizes, never on arrival."""
 
     unit: int
     """Index of the unit that needs them."""
     index: int
     """Place among the unit's encode batches, in order of need."""
     encoder: str
+    """Name of the encoder."""
     positions: tuple[int, ...]
     num_patches: int
     """Patches over all its images."""
@@ -185,27 +185,28 @@ class EncodeBatch:
 class StepPlan:
     """What one unit runs: ``num_slots`` times ``dp_size`` microbatches, as columns over its samples.
 
-    All ranks have the same number of microbatches; positions found bad later are subtracted by the backbone.
+    All ranks have the same number of microbatches. The backbone leaves out positions that are found bad later.
     """
 
     unit: Unit
     dp_size: int
+    """Data parallel replicas."""
     microbatch_tokens: int
-    """Capacity that the microbatches are packed to."""
+    """Capacity of a microbatch, in tokens."""
     positions: tuple[int, ...]
-    """``[num_samples]``, microbatch after microbatch: slot 0 first, in a slot rank 0 first."""
+    """``[num_samples]``, one microbatch after another: slot 0 first, and rank 0 first within a slot."""
     lengths: tuple[int, ...]
-    """``[num_samples]``, tokens of the backbone sequence."""
+    """``[num_samples]``, tokens of each backbone sequence."""
     vision_lengths: tuple[int, ...]
     """``[num_samples]``, vision tokens among them."""
     target_lengths: tuple[int, ...]
     """``[num_samples]``, tokens among them that carry loss."""
     ends: tuple[int, ...]
-    """``[num_microbatches]``, where each microbatch ends in the columns above."""
+    """``[num_microbatches]``, index after each microbatch's last sample in the columns above."""
     costs: tuple[float, ...]
-    """``[num_microbatches]``, as the run's cost model sees them."""
+    """``[num_microbatches]``, by the run's cost model."""
     encode_batches: tuple[EncodeBatch, ...]
-    """What the encoders forward for it, in order of need."""
+    """What the encoders forward for the unit, in order of need."""
     schema: int = STEP_PLAN_SCHEMA
 
     @classmethod
@@ -216,7 +217,7 @@ class StepPlan:
         slots: Sequence[Sequence[Microbatch]],
         encode_batches: Iterable[EncodeBatch],
     ) -> StepPlan:
-        """Build from ``slots[k][rank]``, whose microbatches carry their slot and rank."""
+        """Build a plan from ``slots[k][rank]``, the microbatch of slot k on each rank."""
         microbatches = [microbatch for slot in slots for microbatch in slot]
         samples = [sample for microbatch in microbatches for sample in microbatch.samples]
         return cls(
@@ -286,11 +287,11 @@ class StepPlan:
 
     @property
     def slots(self) -> tuple[tuple[Microbatch, ...], ...]:
-        """All microbatches, built for this call: ``slots[k][rank]`` is the k-th of a rank."""
+        """All microbatches, built again by each call: ``slots[k][rank]`` is the k-th of a rank."""
         return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
 
     def digest(self) -> str:
-        """Return a hash of the whole plan, 16 hexadecimal digits: equal plans have equal ones, on every machine."""
+        """Return a hash of the whole plan in 16 hexadecimal digits; equal plans have equal hashes on every machine."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def _bounds(self, slot: int, dp_rank: int) -> tuple[int, int]:

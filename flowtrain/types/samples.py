@@ -1,4 +1,4 @@
-"""Samples: where they come from, how large they are, why one is rejected."""
+"""Samples: where they come from, how large they are, and why one is rejected."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from flowtrain.types.wire import message
 
 TEXT_PART = "text"
-"""Name of the part that holds a sample's token ids and labels; every other part is named after its encoder."""
+"""Name of the part that holds a sample's token ids and labels. Any other part has the name of its encoder."""
 
 
 EVAL_POSITION_BASE = 1 << 60
-"""Evaluation samples live at positions from here on, so that they never shift the training order."""
+"""Evaluation samples have positions from here on, so that they never shift the training order."""
 
 
 @message
@@ -33,18 +33,18 @@ class SampleRef:
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """Where the order of samples stands: what a feeder continues from, and what a checkpoint keeps."""
+    """Where the order of samples stands. A feeder continues from it, and a checkpoint keeps it."""
 
     next_position: int
     """Position that is drawn next."""
     counts: tuple[int, ...] = ()
-    """Samples drawn so far, by source."""
+    """Samples drawn so far from each source."""
     seed: int = 0
-    """What the order was made from, with ``sizes``, so that a state cannot continue another order unnoticed."""
+    """Seed of the order. ``seed`` and ``sizes`` name the order, so that a state never continues another one."""
     sizes: tuple[int, ...] = ()
-    """Rows, by source."""
+    """Rows of each source."""
     consumed: tuple[int, ...] = ()
-    """Positions from ``next_position`` on that are consumed already, ascending; none unless samples run by arrival."""
+    """Consumed positions from ``next_position`` on, ascending; always empty in ``deterministic`` order."""
 
     def to_dict(self) -> dict[str, int | list[int]]:
         """Return plain numbers and lists, for a checkpoint."""
@@ -65,7 +65,7 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """What one image becomes."""
+    """Sizes that follow from one image."""
 
     num_patches: int
     """Patches that the encoder computes."""
@@ -99,11 +99,11 @@ class SizedSample:
     num_tokens: int
     """Length of its backbone sequence, vision tokens included."""
     num_vision_tokens: int
-    """Tokens among them that images fill."""
+    """Tokens of the sequence that images fill."""
     num_target_tokens: int
-    """Tokens among them that carry loss (after the shift by one)."""
+    """Tokens of the sequence that carry loss, after the shift by one."""
     parts: tuple[PartSize, ...]
-    """Its text, and its images for each encoder that has any."""
+    """Its text, and its images for each encoder that gets some."""
 
     @property
     def position(self) -> int:
@@ -130,4 +130,4 @@ class Rejection:
     ref: SampleRef
     reason: RejectReason
     detail: str
-    """What was seen, with both values where two disagree."""
+    """What was found; if two values disagree, both."""

@@ -1,4 +1,4 @@
-"""How messages that travel by the hundred are declared."""
+"""Declares message classes that are sent by the hundred."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True)
 def message(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass with slots whose pickle is its class and values: a third of the time of the standard one.
+    """Turn a class into a frozen dataclass with slots whose pickle is its class and values.
 
-    For what control messages carry by the hundred.
+    It pickles in a third of the standard time; use it for records that control messages carry by the hundred.
     """
     cls = dataclass(frozen=True, slots=True)(cls)
     assert len(cls.__dataclass_fields__) > 1, f"{cls}: of one field attrgetter gives no tuple"  # type: ignore[attr-defined]

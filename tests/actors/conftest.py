@@ -1,4 +1,4 @@
-"""A small data set, with a torn image and an oversized sample, and the run that trains on it."""
+"""A small data set with a torn image and an oversized sample, and the configuration of a run on it."""
 
 from __future__ import annotations
 

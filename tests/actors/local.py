@@ -1,4 +1,4 @@
-"""A coordinator on an event loop of its own thread, and links to it: actors' classes run as threads, without Ray."""
+"""A coordinator on an event loop in its own thread, and links to it. Actor classes run as threads, without Ray."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flowtrain.actors.link import CoordinatorLink, P, Question, R
 from flowtrain.flow.flow import Flow
 
 LIMIT_S = 60.0
-"""No single call of a test takes that long unless it hangs."""
+"""No single call of a test takes this long unless it hangs."""
 
 
 class LocalLink(CoordinatorLink):
-    """Calls a coordinator that lives on another thread's event loop."""
+    """Calls a coordinator on another thread's event loop."""
 
     def __init__(self, coordinator: Coordinator, loop: asyncio.AbstractEventLoop) -> None:
         self._coordinator = coordinator
@@ -34,7 +34,7 @@ class LocalLink(CoordinatorLink):
 
 @contextmanager
 def local_coordinator(make_flow: Callable[[], Flow], poll_s: float = 0.2) -> Iterator[LocalLink]:
-    """Run a coordinator for the time of the block."""
+    """Run a coordinator during the block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="coordinator", daemon=True)
     thread.start()
@@ -47,7 +47,7 @@ def local_coordinator(make_flow: Callable[[], Flow], poll_s: float = 0.2) -> Ite
 
 
 class Background:
-    """A function that runs in a thread; ``join`` returns what it returned, or raises what it raised."""
+    """A function that runs in a thread. ``join`` returns its result, or raises its error."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._result: Any = None

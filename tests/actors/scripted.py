@@ -53,7 +53,7 @@ class ScriptedLink(CoordinatorLink):
 
 
 def reader_of(config: RunConfig, link: ScriptedLink, run_id: str) -> Pool:
-    """A second process's end of the pool, which reads what the producer has put."""
+    """Return a second process's pool, which reads what the producer has put."""
     return Pool(
         process_index=INDEX + 1,
         node_id="node-0",
@@ -68,5 +68,5 @@ def reader_of(config: RunConfig, link: ScriptedLink, run_id: str) -> Pool:
 
 
 def new_run_id() -> str:
-    """No two pools of a process share a name."""
+    """Return a new run id, so that no two pools of a process share a name."""
     return f"test-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Long polls: they answer as soon as what they wait for may have changed, and with nothing when their time is up."""
+"""Long polls answer as soon as their condition may have changed, and with nothing when their time is up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Scenario = Callable[["World"], Awaitable[None]]
 
 
 class World:
-    """A coordinator, a feeder and an encoder that joined it."""
+    """A coordinator with a feeder and an encoder that have joined it."""
 
     def __init__(self, flow: Flow, poll_s: float) -> None:
         self.coordinator = Coordinator(lambda: flow, poll_s)
@@ -60,7 +60,7 @@ class World:
         return order
 
     async def size_next(self) -> None:
-        """Size the unit that is due; does not wait for the order after it."""
+        """Size the next unit; do not wait for the order after it."""
         order = await self.feed()
         assert order.unit is not None
         report = self.feeder.make(order.unit, order.remake)
@@ -91,7 +91,7 @@ class World:
 
 
 async def settle() -> None:
-    """Let everybody who can run do so."""
+    """Let all tasks run that can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -141,7 +141,7 @@ def test_a_part_that_is_ready_wakes_the_rank() -> None:
 
 
 @pytest.mark.parametrize("arrival", [False, True])
-def test_a_rank_hears_of_as_many_as_it_has_room_for_and_releases_with_the_question(arrival: bool) -> None:
+def test_a_rank_gets_as_many_as_it_has_room_for_and_releases_with_the_question(arrival: bool) -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         await world.encode_all()
@@ -160,13 +160,13 @@ def test_a_rank_hears_of_as_many_as_it_has_room_for_and_releases_with_the_questi
     play(scenario, arrival=arrival)
 
 
-def test_in_arrival_order_a_part_that_is_ready_wakes_who_waits_for_a_plan() -> None:
+def test_in_arrival_order_a_part_that_is_ready_wakes_ranks_that_wait_for_a_plan() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         plan = await waiting(world.coordinator.next_plan(0))
         said = await world.coordinator.describe_wait(0, None, 0)
         assert "unit 0 is not planned yet, which waits for 3 parts: vision of position 0" in said
-        assert said.endswith("the feeder is to size unit 1")
+        assert said.endswith("the feeder sizes unit 1 next")
         await world.encode_all()
         assert (await soon(plan)).plan.unit.chosen == (0, 1, 2, 3)
 
@@ -204,7 +204,7 @@ def test_released_memory_wakes_a_feeder_without_room() -> None:
     play(scenario)
 
 
-def test_the_last_to_read_a_unit_wakes_those_who_are_ahead() -> None:
+def test_the_last_rank_to_read_a_unit_wakes_ranks_that_are_ahead() -> None:
     async def scenario(world: World) -> None:
         coordinator = world.coordinator
         for _ in range(2):
@@ -259,7 +259,7 @@ def test_room_that_a_report_leaves_wakes_the_encoder_that_waits_for_it(why: str)
 
 
 def in_hbm(encoder: SimulatedEncoder) -> EncoderReport:
-    """What an encoder hands in that finds room for its first lease in device memory."""
+    """Return an encoder's report of its first lease, all of which lies in device memory."""
     lease, hold = encoder.work.pop(0)
     encoder.arena.unhold(hold)
     offsets = range(0, 1 << 20, 1 << 10)
@@ -354,7 +354,7 @@ def test_waits_end_with_nothing_when_their_time_is_up() -> None:
     play(scenario, poll_s=0.01)
 
 
-def test_text_that_was_made_again_in_vain_comes_back_to_be_freed() -> None:
+def test_text_that_was_produced_again_in_vain_comes_back_to_be_freed() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         successor = SimulatedFeeder((await world.coordinator.join("feeder-0", "node")).process_index)
@@ -368,7 +368,7 @@ def test_text_that_was_made_again_in_vain_comes_back_to_be_freed() -> None:
     play(scenario)
 
 
-def test_nobody_waits_for_events_once_they_ended() -> None:
+def test_no_call_waits_for_events_once_they_ended() -> None:
     async def scenario(world: World) -> None:
         events = await waiting(world.coordinator.events())
         await world.coordinator.end_events()
@@ -381,7 +381,7 @@ def test_nobody_waits_for_events_once_they_ended() -> None:
     play(scenario)
 
 
-def test_a_plan_past_the_end_is_said_to_be_none() -> None:
+def test_a_plan_past_the_end_is_reported_as_none() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         assert await soon(world.coordinator.next_plan(1)) == PlanReply(None, is_past_end=True)

@@ -1,4 +1,4 @@
-"""An encoder against a scripted coordinator: what it forwards, what it puts and reports, and how it ends."""
+"""An encoder against a scripted coordinator: what it forwards, puts and reports, and how it ends."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class World:
         self.features: dict[int, np.ndarray] = {}
 
     def keep(self, owner: int, report: EncoderReport) -> HandInReply:
-        """Take in what is handed in, reading it at once."""
+        """Take in a report, and read its parts at once."""
         assert owner == INDEX
         for part in report.ready:
             self.features[part.position] = self.pool.get(part.extents).view(np.float32).reshape(-1, DIM).copy()
@@ -112,7 +112,7 @@ class World:
         return [args[1] for args in self.link.said["hand_in"]]
 
     def free_nbytes(self) -> list[int]:
-        """What the encoder said was free, each time it asked for a lease."""
+        """The free bytes that the encoder reported each time it asked for a lease."""
         return [args[2] for args in self.link.said["lease"]]
 
 
@@ -123,7 +123,7 @@ def world(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Any:
-    """Whatever happens, the thread that leases ends with the encoder."""
+    """The thread that leases ends with the encoder in every case."""
     yield
     deadline = time.monotonic() + 20.0
     while any(thread.name == "lease" for thread in threading.enumerate()):
@@ -180,8 +180,8 @@ def test_memory_that_is_released_or_refused_is_free_again(world: World) -> None:
     assert world.free_nbytes()[-1] == world.free_nbytes()[0], "all is free again"
 
 
-def test_room_is_told_with_what_a_report_gives_back(world: World) -> None:
-    """Else the encoder waits with less than it has, and nobody knows."""
+def test_room_is_reported_with_what_a_report_gives_back(world: World) -> None:
+    """Otherwise the encoder would wait although it has more room than it reported."""
     asked: list[int] = []
 
     def nothing(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
@@ -225,7 +225,7 @@ def test_a_coordinator_that_is_gone_ends_the_encoder(world: World) -> None:
         world.run(WorkerLostError("the coordinator died"))
 
 
-def test_a_lease_that_does_not_fit_says_so(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_does_not_fit_names_the_key(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     small = override_config(config, [f"encoders.vision.segment_nbytes={1 << 16}"])
     world = World(small, monkeypatch)
     with pytest.raises(OutOfPoolMemory, match=r"encoders\.vision\.segment_nbytes"):

@@ -42,13 +42,13 @@ def joined_at(config: RunConfig, position: int) -> Joined:
 
 @pytest.fixture(scope="module")
 def expected(config: RunConfig) -> list[SizedResult | Rejection]:
-    """What sizing gives for the first three units."""
+    """Results of sizing the first three units."""
     feed = Feed.from_config(config)
     return [result for step in (1, 2, 3) for result in feed.next_unit(unit_of(step))]
 
 
 def texts_of(report: FeedReport) -> tuple[Extent, ...]:
-    """Where a unit's texts lie, which the backbone is done with."""
+    """Return the extents of a unit's texts, which the backbone has read."""
     return tuple(extent for part in report.texts for extent in part.extents)
 
 
@@ -59,7 +59,7 @@ def narrow(config: RunConfig) -> RunConfig:
 
 
 class World:
-    """One feeder's run, and a look into its segment while it runs."""
+    """One feeder's run; it also reads the feeder's segment during the run."""
 
     def __init__(self, config: RunConfig, position: int = 0) -> None:
         self.link = ScriptedLink(joined_at(config, position))
@@ -72,7 +72,7 @@ class World:
         self.texts[part.position] = self.pool.get(part.extents).view(np.int32).reshape(2, -1).copy()
 
     def reading(self, order: FeedOrder) -> Any:
-        """Answer a report with ``order`` after reading what it says is ready."""
+        """Read the parts that a report names, then answer it with ``order``."""
 
         def answer(owner: int, report: FeedReport) -> FeedOrder:
             assert owner == INDEX
@@ -117,7 +117,7 @@ def test_a_successor_goes_on_where_the_last_report_ended(
     ]
 
 
-def test_text_is_made_again_as_it_was(config: RunConfig, expected: list[SizedResult | Rejection]) -> None:
+def test_text_is_produced_again_as_it_was(config: RunConfig, expected: list[SizedResult | Rejection]) -> None:
     lost = [result for result in expected[:3] if isinstance(result, SizedResult)]
     refs = tuple(result.sample.ref for result in lost)
     world = World(config, position=2 * BATCH)

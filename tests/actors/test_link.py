@@ -1,4 +1,4 @@
-"""What comes of a coordinator that raises, does not answer, or is gone; and how long a wait may last."""
+"""Calls to a coordinator that raises, does not answer, or is gone; and how long a wait may last."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_other_errors_keep_their_remote_traceback(world: World) -> None:
         world.link.ask(CoordinatorApi.lease)
 
 
-def test_a_coordinator_that_is_gone_or_silent_is_said(world: World) -> None:
+def test_a_coordinator_that_is_gone_or_silent_is_reported(world: World) -> None:
     world.answer = ray.exceptions.RayActorError(None, "The actor died.")
     with pytest.raises(WorkerLostError, match="the coordinator died"):
         world.link.ask(CoordinatorApi.lease)
@@ -103,12 +103,12 @@ def test_a_wait_warns_in_time_and_then_ends(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_an_endless_wait_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    patience = Patience("encoder-0", LIMITS, lambda: "the backbone is behind", endless=True)
+    patience = Patience("encoder-0", LIMITS, lambda: "the backbone is slower", endless=True)
     clock.now_s = 1e6
     patience.tick()
 
 
-def test_spans_are_handed_over_once() -> None:
+def test_spans_are_returned_once() -> None:
     spans = SpanLog("encoder-0")
     spans.add("encode", 1.0, 2.0, images=3)
     spans.add("put", 2.0, 3.0)

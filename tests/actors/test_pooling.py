@@ -1,4 +1,4 @@
-"""What an actor has of the pool: whether it gives HBM, and the line that says why not."""
+"""An actor's part of the pool: whether it gives HBM, and the log line with the reason if not."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SKIPPED = "memory pool: the hbm tier is skipped "
             {"hbm_segment_nbytes": 4096, "hbm_high_watermark": 0.8},
             None,
             4096,
-            "memory pool: each encoder is to give 4096 bytes of hbm; above 80% features go to dram",
+            "memory pool: each encoder gives 4096 bytes of hbm; above 80% features go to dram",
         ),
     ],
 )
-def test_what_an_encoder_gives_of_hbm_is_said(
+def test_the_hbm_that_an_encoder_gives_is_logged(
     settings: dict[str, Any], reason: str | None, nbytes: int, line: str
 ) -> None:
     assert hbm_offer(PoolConfig(**settings), reason) == (nbytes, line)

@@ -1,4 +1,4 @@
-"""The prefetch thread: order, contents, lost owners, errors that reach the training thread, and an end in any case."""
+"""The prefetch thread: order, contents, lost owners, errors that reach the training thread, and its end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FakePool:
 
 
 class FakeCoordinator(CoordinatorLink):
-    """Units of two samples a microbatch, one with an image, one without. Answers as the real one, at once or soon.
+    """Units with two samples per microbatch, one with an image, one without. It answers like the real coordinator.
 
     ready: (unit, slot) that may run. ends_at: first unit that never comes.
     """
@@ -89,7 +89,7 @@ class FakeCoordinator(CoordinatorLink):
         self.changed = threading.Condition()
 
     def make(self, position: int) -> None:
-        """Put a position's parts, again where they were lost."""
+        """Put a position's parts, also those that were lost."""
         parts = {TEXT_PART: self.pool.put(np.full((2, TEXT_NBYTES // 8), position, np.int32))}
         if position % 2 == 0:
             parts[VISION] = self.pool.put(np.full((4, DIM), position, np.float32))
@@ -165,7 +165,7 @@ def prefetcher(
     text_only: bool = False,
     staging: Any = None,
 ) -> Iterator[Prefetcher]:
-    """A prefetcher that hands over its samples as they were read."""
+    """Return a prefetcher whose batches are the samples as they were read."""
     started = Prefetcher(
         name="rank",
         rank=RANK,
@@ -227,7 +227,7 @@ def test_what_is_for_other_ranks_is_not_read() -> None:
 
 
 class Staging:
-    """What is staged, in which thread it is made, and who it is handed to."""
+    """Notes what is staged, by which thread, and which thread gets it."""
 
     def __init__(self, pool: FakePool) -> None:
         self.pool = pool
@@ -246,7 +246,7 @@ class Staging:
         return [torch.from_numpy(data) for data in self.pool.get_batch(parts)]
 
     def mark(self) -> str:
-        return f"behind {len(self.staged)} parts"
+        return f"after {len(self.staged)} parts"
 
     def hand_over(self, tensors: Any, ready: Any) -> None:
         self.handed_over.append((tensors, ready, threading.get_ident()))
@@ -266,7 +266,7 @@ def test_features_are_staged_aside_and_handed_to_the_training_thread() -> None:
     assert torch.equal(with_image.features, torch.zeros(4, DIM)) and text_only.features is None
     assert isinstance(with_image.text, np.ndarray)
     assert staging.staged == [*link.parts[0][VISION]], "text is packed on the host"
-    assert staging.handed_over == [("the batch's tensors", "behind 1 parts", threading.get_ident())]
+    assert staging.handed_over == [("the batch's tensors", "after 1 parts", threading.get_ident())]
 
 
 def test_the_plans_order_waits_for_its_next_microbatch() -> None:
@@ -332,7 +332,7 @@ def test_what_lies_elsewhere_is_read_before_a_lost_part_is_asked_for_again() -> 
 
 
 @pytest.mark.parametrize("arrival", [False, True])
-def test_what_comes_before_a_lost_part_is_handed_over_and_what_comes_behind_it_waits(arrival: bool) -> None:
+def test_microbatches_before_a_lost_part_are_delivered_and_those_after_it_wait(arrival: bool) -> None:
     link = FakeCoordinator(num_slots=5)
     link.pool.lost.update(link.parts[position][VISION][0].gva for position in (2, 6))
     limits = LimitsConfig(stall_timeout_s=LIMIT_S)
@@ -348,7 +348,7 @@ def test_what_comes_before_a_lost_part_is_handed_over_and_what_comes_behind_it_w
     assert len(link.released) == 5
 
 
-def test_a_microbatch_that_is_read_does_not_wait_for_those_told_of_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_microbatch_that_is_read_does_not_wait_for_those_located_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     link = FakeCoordinator()
     gate, get_batch = threading.Event(), link.pool.get_batch
     slow = link.parts[2][TEXT_PART]
@@ -380,7 +380,7 @@ def test_no_more_is_fetched_ahead_than_asked_for() -> None:
 
 @pytest.mark.parametrize("arrival", [False, True])
 def test_what_was_read_is_released_before_anything_is_waited_for(arrival: bool) -> None:
-    """Else memory of later units waits in the pool for another rank, whose earlier one may need it."""
+    """Otherwise memory of later units would wait in the pool for another rank, whose earlier unit may need it."""
     link = FakeCoordinator(num_units=3, num_slots=2)
     link.ends_at = 9
     with prefetcher(link, depth=3, arrival=arrival) as fetching:
@@ -417,7 +417,7 @@ def test_an_error_surfaces_wherever_the_training_thread_waits() -> None:
             fetching.next_microbatch()
 
 
-def test_an_error_comes_behind_what_was_fetched_before_it() -> None:
+def test_an_error_comes_after_what_was_fetched_before_it() -> None:
     link = FakeCoordinator()
     del link.pool.memory[link.parts[2][TEXT_PART][0].gva]
     with prefetcher(link, depth=1) as fetching:
@@ -427,7 +427,7 @@ def test_an_error_comes_behind_what_was_fetched_before_it() -> None:
             fetching.next_microbatch()
 
 
-def test_whoever_waits_too_long_is_told_for_what() -> None:
+def test_a_wait_that_is_too_long_names_what_it_waits_for() -> None:
     link = FakeCoordinator()
     link.ready.clear()
     limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.05)

@@ -54,7 +54,7 @@ def encoders_load_one_by_one() -> Iterator[None]:
 
 
 class Rank:
-    """A backbone rank that reads what it would train on."""
+    """A backbone rank that reads its samples and does not train."""
 
     def __init__(self, config: RunConfig, link: LocalLink, run_id: str) -> None:
         self._link = link
@@ -85,7 +85,7 @@ class Rank:
             self.samples[sample.position] = SampleArrays(sample.position, sample.text.copy(), features)
 
     def run(self, stop_after: int | None = None) -> int:
-        """Run to the end; asks for a stop in a unit. Returns how many units ran."""
+        """Run to the end, and request a stop in one unit. Returns how many units ran."""
         unit = 0
         try:
             while self._link.ask(CoordinatorApi.begin, unit):
@@ -112,7 +112,7 @@ def run_everybody(
     encoders: Sequence[type[Encoder]] = (Encoder, Encoder),
     meanwhile: Callable[[Rank], None] = lambda rank: None,
 ) -> tuple[Rank, list[LedgerRow], list[int], int]:
-    """Returns the rank, the ledger, the rejected rows and how many units ran; calls ``meanwhile`` while they do."""
+    """Return the rank, the ledger, the rejected rows and how many units ran. Calls ``meanwhile`` during the run."""
     prepared = prepare(config)
     settings = first_flow_settings(prepared)
     with local_coordinator(lambda: build_flow(config, prepared.model_spec, settings)) as link:
@@ -135,7 +135,7 @@ def run_everybody(
 
 @pytest.fixture(scope="module")
 def expected(config: RunConfig) -> dict[int, SampleArrays]:
-    """Text and features of every good position, made without the flow, one image at a time."""
+    """Text and features of every good position, produced without the flow, one image at a time."""
     feed, family, sources = Feed.from_config(config), family_from_config(config), SourceSet.from_config(config.data)
     module = family.load_encoder(VISION)
     samples = {}
@@ -172,14 +172,14 @@ def test_a_rank_gets_every_good_sample_once(config: RunConfig, expected: dict[in
     check_samples(rank.samples, expected)
 
 
-def test_a_stop_ends_everybody_behind_the_step_that_runs(config: RunConfig, expected: dict[int, SampleArrays]) -> None:
+def test_a_stop_ends_all_actors_after_the_running_step(config: RunConfig, expected: dict[int, SampleArrays]) -> None:
     _, ledger, _, num_units = run_everybody(config, stop_after=1)
     assert num_units == 2
     assert [row.position for row in ledger] == list(range(2 * BATCH))
 
 
 class Faltering(Encoder):
-    """Dies once with its first batch encoded but not handed in, and is started again, as the controller does."""
+    """Dies once, before it reports its first encoded batch. Then it is started again, as by the controller."""
 
     died = threading.Event()
 
@@ -197,7 +197,7 @@ class Faltering(Encoder):
         super()._hand_in(*args)  # type: ignore[arg-type]
 
 
-def test_what_a_lost_encoder_had_leased_is_made_by_another(
+def test_batches_that_a_lost_encoder_had_leased_are_produced_by_another(
     config: RunConfig, expected: dict[int, SampleArrays]
 ) -> None:
     Faltering.died.clear()
@@ -209,7 +209,7 @@ def test_what_a_lost_encoder_had_leased_is_made_by_another(
 
 
 class Holding(Encoder):
-    """Encodes one image a batch, and keeps what it made of position 0 until the gate opens."""
+    """Encodes one image per batch, and holds the features of position 0 until the gate opens."""
 
     gate = threading.Event()
     others: set[int]
@@ -225,7 +225,7 @@ class Holding(Encoder):
 def test_by_arrival_steps_go_on_without_what_a_slow_encoder_holds_until_it_must_come(
     config: RunConfig, order: str, num_before: int
 ) -> None:
-    """The slow one holds up to two batches: one handed in late, one leased behind it."""
+    """The slow encoder holds up to two batches: one reported late, and one leased after it."""
     window = config.scheduler.lookahead_steps
     Holding.gate.clear()
     Holding.others = set()
@@ -233,7 +233,7 @@ def test_by_arrival_steps_go_on_without_what_a_slow_encoder_holds_until_it_must_
     with_images = {p for p in range((window + 1) * BATCH) if p % 8 not in (1, 6)} - {TORN_ROW, OVERSIZED_ROW}
 
     def wait(rank: Rank) -> None:
-        """Until the others are done with all that the window shows them, and the rank with what it can run of it."""
+        """Wait until the others have produced all that the window allows, and the rank has run all that it can."""
         deadline = time.monotonic() + LIMIT_S
         while len(with_images - Holding.others) > 2 or rank.num_done < num_before:
             assert time.monotonic() < deadline, (rank.num_done, Holding.others)

@@ -1,4 +1,4 @@
-"""What measures a run's modules, on a tiny model and without Ray: what it reports, not how long anything takes."""
+"""The profiler on a tiny model, without Ray: what it reports, not how long anything takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the executor runs on a backbone rank: batches reach the stages, and times go to the slots of the plan."""
+"""Timed stages: batches reach the trainer's stages, and times go to the slots of the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK_S = 0.01
 
 
 class Stages:
-    """Notes what it is called with; every stage computes for a while."""
+    """Notes its calls; every stage computes for a while."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -46,7 +46,7 @@ def compute() -> None:
 
 
 def fetched(number: int) -> Fetched:
-    """By arrival microbatch k is any slot."""
+    """In ``arrival`` order microbatch k is any slot."""
     batch: Any = f"batch {number}"
     return Fetched(NUM_MICROBATCHES - 1 - number, batch, 0.0)
 

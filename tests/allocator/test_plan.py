@@ -115,7 +115,7 @@ def test_an_encoders_degrees_travel_from_a_plan_to_a_configuration() -> None:
     assert plan_overrides(plan)[:2] == ("encoders.vit.data_parallel_size=3", "encoders.vit.tensor_parallel_size=2")
     config = make_config().with_plan(from_yaml(to_yaml(plan)))
     assert fixed_plan(config) == plan
-    assert requirements(plan) == Requirements(10, 1.6, 8.0, 3 * (1 << 20) + (1 << 18)), "followers give no memory"
+    assert requirements(plan) == Requirements(10, 1.6, 8.0, 3 * (1 << 20) + (1 << 18)), "encoder ranks give no memory"
 
 
 @settings(deadline=None)

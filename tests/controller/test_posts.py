@@ -43,12 +43,12 @@ def test_backbone_ranks_are_numbered_with_the_tensor_axis_fastest() -> None:
 def test_an_encoder_has_its_followers_beside_it() -> None:
     plan = plan_of(ModulePlan(num_cpus=1.0), encoder_tp=2)
     posts = [post for post in posts_of(replace(plan, encoders={**plan.encoders, "audio": ModulePlan()}))]
-    encoders = [post for post in posts if post.role in (Role.ENCODER, Role.FOLLOWER)]
+    encoders = [post for post in posts if post.role in (Role.ENCODER, Role.ENCODER_RANK)]
     assert [(post.name, post.role, post.place) for post in encoders] == [
         ("encoder-0", Role.ENCODER, "encoder-0"),
-        ("encoder-0-tp1", Role.FOLLOWER, "encoder-0"),
+        ("encoder-0-tp1", Role.ENCODER_RANK, "encoder-0"),
         ("encoder-1", Role.ENCODER, "encoder-1"),
-        ("encoder-1-tp1", Role.FOLLOWER, "encoder-1"),
+        ("encoder-1-tp1", Role.ENCODER_RANK, "encoder-1"),
         ("encoder-2", Role.ENCODER, "encoder-2"),
     ]
     assert {bundle["CPU"] for bundle in bundles_of(posts)} == {1.0}

@@ -127,7 +127,7 @@ FOLLOWERS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encode
 
 
 def with_followers() -> RunState:
-    return RunState({**ACTORS, **dict.fromkeys(FOLLOWERS, Role.FOLLOWER)}, MAX_RESTARTS, 0.1, leaders=FOLLOWERS)
+    return RunState({**ACTORS, **dict.fromkeys(FOLLOWERS, Role.ENCODER_RANK)}, MAX_RESTARTS, 0.1, leaders=FOLLOWERS)
 
 
 def test_a_replica_dies_with_any_of_its_processes_and_its_deaths_count_together() -> None:

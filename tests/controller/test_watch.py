@@ -99,7 +99,7 @@ def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None
 def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SETTLE_S", 0.0)
     follower = "encoder-0-tp1"
-    world = World(monkeypatch, {**ROLES, follower: Role.FOLLOWER}, {follower: "encoder-0"})
+    world = World(monkeypatch, {**ROLES, follower: Role.ENCODER_RANK}, {follower: "encoder-0"})
     closed = task_error(RuntimeError("connection closed by peer"))
     together = lambda: [world.crew.finish("encoder-0", closed), world.crew.finish(follower, died())]  # noqa: E731
     world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain.actors.encoder_follower import EncoderFollower
+from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
@@ -42,7 +42,7 @@ def losses_of(config: RunConfig) -> list[float]:
     return [json.loads(line)["loss"] for line in run_dir(config).metrics.read_text().splitlines()]
 
 
-class MortalFollower(EncoderFollower):
+class MortalEncoderRank(EncoderRank):
     """Dies in its second forward, once."""
 
     _num_forwards = 0
@@ -56,7 +56,7 @@ class MortalFollower(EncoderFollower):
         super().forward(module, batch)
 
 
-def test_split_encoders_train_as_whole_ones_and_outlive_a_follower(tmp_path: Path, ray_cluster: None) -> None:
+def test_split_encoders_train_as_whole_ones_and_outlive_an_encoder_rank(tmp_path: Path, ray_cluster: None) -> None:
     world = World(seed=7)
     world.add_mixed(BATCH * NUM_STEPS)
     world.write(tmp_path / "data.parquet")
@@ -66,7 +66,7 @@ def test_split_encoders_train_as_whole_ones_and_outlive_a_follower(tmp_path: Pat
     # As ``flowtrain train --plan`` does.
     planned = override_config(whole, ["name=split"]).with_plan(fixed_plan(split))
     assert planned == split
-    run_training(planned, classes=ActorClasses(follower=MortalFollower))
+    run_training(planned, classes=ActorClasses(encoder_rank=MortalEncoderRank))
     assert (tmp_path / "runs" / "split.died").exists()
     assert losses_of(split) == pytest.approx(losses_of(whole), rel=1e-5)
     ledger = read_ledger(run_dir(split).ledger).to_pylist()

@@ -52,7 +52,7 @@ def plan(
     per_batch: int = 1,
     kind: UnitKind = UnitKind.TRAIN,
 ) -> StepPlan:
-    """Plan samples in order: microbatches side by side, encode batches of ``per_batch`` samples with images."""
+    """Plan samples in order, with encode batches of ``per_batch`` samples with images."""
     chunks = [tuple(samples[i : i + per_microbatch]) for i in range(0, len(samples), per_microbatch)]
     while not chunks or len(chunks) % dp_size:
         chunks.append(())
@@ -82,7 +82,7 @@ def _microbatch(slot: int, rank: int, samples: Sequence[SizedSample]) -> Microba
 
 
 class Tables:
-    """The parts table and the microbatches over it, as a flow owns them; one rank a replica."""
+    """The parts table and the microbatches over it, as in a flow; one rank per replica."""
 
     def __init__(
         self, space: AddressSpace, lease_timeout_s: float, clock: Callable[[], float] = time.monotonic

@@ -1,6 +1,6 @@
-"""Feeder, encoders and ranks as the coordinator sees them: they make no data, but keep a real arena each.
+"""Simulated feeder, encoders and ranks for a flow. They produce no data, but each producer has a real arena.
 
-Every sample is a function of its position, so a part that is made again has the same size.
+Every sample is a function of its position, so a part that is produced again has the same size.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ BATCH = 4
 MAX_BATCH_PATCHES = 8
 LIMITS = {VISION: MAX_BATCH_PATCHES}
 ENCODER_NBYTES = 2 * MAX_BATCH_PATCHES * ALIGNMENT
-"""Two largest batches; two encoders just hold a worst-case unit."""
+"""Room for two largest batches, so two encoders just hold a worst-case unit."""
 ARRIVAL_NBYTES = 12 * ALIGNMENT
-"""Beside one largest lease (of 7 * 64 bytes) room for half of what BATCH - 1 largest samples take, and a bit."""
+"""Room for one largest lease (7 * 64 bytes) and a bit more than half of BATCH - 1 largest samples."""
 TEXT_NBYTES = 1 << 14
 LEASE_TIMEOUT_S = 60.0
 
@@ -91,7 +91,7 @@ def build_flow(
     trace_steps: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
-    """A flow over ``num_steps`` steps of ``BATCH`` samples; sampler_state: that of ``start_step`` by arrival."""
+    """Return a flow over ``num_steps`` steps of ``BATCH`` samples. sampler_state: after ``start_step``, by arrival."""
     state = sampler_state or SamplerState(start_step * BATCH)
     parts = Parts(
         SPACE,
@@ -120,7 +120,7 @@ def build_flow(
 
 
 def located(flow: Flow, unit: int, slot: int | None, rank: int) -> MicrobatchLocation | None:
-    """Where one microbatch lies, or None while it has to wait."""
+    """Return where one microbatch lies, or None while it must wait."""
     return next(iter(flow.microbatches.locate(unit, slot, rank)), None)
 
 
@@ -143,7 +143,7 @@ class Owner:
         )
 
     def free(self, extents: tuple[Extent, ...]) -> None:
-        """The arena refuses what is freed twice."""
+        """Free extents; the arena refuses a second free."""
         self.arena.free([(SPACE.translate(extent.gva).offset, extent.nbytes) for extent in extents])
 
     def has(self, extent: Extent) -> bool:
@@ -158,7 +158,7 @@ class Owner:
 
 
 class SimulatedFeeder(Owner):
-    """Sizes units: ``make`` is the work between an order and its report."""
+    """Sizes units. ``make`` is the work between an order and its report."""
 
     def __init__(self, index: int, nbytes: int = TEXT_NBYTES) -> None:
         super().__init__(index, nbytes)
@@ -207,7 +207,7 @@ class SimulatedEncoder(Owner):
             for position in good
         )
         self.arena.unhold(hold)
-        # A batch is decoded whole, so it meets all its bad images, also those that it met before.
+        # A batch is decoded whole, so it has all its bad images again, also known ones.
         bad = tuple(rejection_of(position) for position in lease.batch.positions if is_found_bad_late(position))
         return EncoderReport(ready, bad, self.stats, 0.5)
 
@@ -233,7 +233,7 @@ class SimulatedRank:
         return self.rank // self.replica_size
 
     def move(self, check: Callable[[MicrobatchLocation], None] = lambda location: None) -> bool:
-        """Do the next thing if it can be done; returns whether it could."""
+        """Do the next step if possible; returns whether it was."""
         if self.stopped:
             return False
         if not self.running:

@@ -1,4 +1,4 @@
-"""Which positions are consumed: as a plain set would have it, in little room, and through a checkpoint."""
+"""The consumed positions equal a plain set, take little memory, and survive a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts go when memory was lost for good; the parts' machine covers it among all other faults."""
+"""Which parts are evicted after memory was lost for good. test_parts_machine.py covers it among other faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def encode(tables: Tables, owner: int) -> Lease:
 
 @pytest.fixture
 def tables() -> Tables:
-    """Units 0 to 3 of two positions, a batch and a microbatch each; the first lies with DEAD, the others do not."""
+    """Units 0 to 3 with two positions, a batch and a microbatch each. The first lies in DEAD's segment."""
     tables = Tables(SPACE, lease_timeout_s=60.0)
     for unit in range(NUM_UNITS):
         samples: list[SizedSample] = [sized(2 * unit + i, NBYTES) for i in range(2)]
@@ -53,7 +53,7 @@ def positions_of(extents: tuple[Extent, ...]) -> list[int]:
     return sorted(SPACE.translate(found.gva).offset // 1024 for found in extents)
 
 
-def test_the_farthest_batch_goes_whole_and_is_made_again_in_its_turn(tables: Tables) -> None:
+def test_the_farthest_batch_is_evicted_whole_and_produced_again_in_line(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD, for_good=True)
     assert tables.parts.leases.grant(SURVIVOR, VISION, NBYTES) is None
     assert tables.parts.make_room(SURVIVOR, VISION, NBYTES)
@@ -62,17 +62,17 @@ def test_the_farthest_batch_goes_whole_and_is_made_again_in_its_turn(tables: Tab
     assert not tables.is_ready(3, 0, 0) and tables.is_ready(1, 0, 0)
     assert encode(tables, SURVIVOR).batch.positions == (0, 1)
     assert encode(tables, SURVIVOR).batch.positions == (6, 7)
-    assert tables.parts.num_produced == 8, "a position that is made again counts once"
+    assert tables.parts.num_produced == 8, "a position that is produced again counts once"
 
 
-def test_it_goes_on_until_there_is_room_and_not_further(tables: Tables) -> None:
+def test_eviction_ends_when_there_is_room(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD, for_good=True)
     assert tables.parts.make_room(SURVIVOR, VISION, 0)
     assert positions_of(tables.parts.take_released(SURVIVOR)) == [6, 7]
     assert not tables.parts.make_room(SURVIVOR, VISION, 2 * NBYTES), "there is room"
 
 
-def test_nothing_goes_while_somebody_comes_back_or_still_encodes(tables: Tables) -> None:
+def test_nothing_is_evicted_while_a_process_comes_back_or_still_encodes(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD)
     assert not tables.parts.make_room(SURVIVOR, VISION, 0), "its successor has room"
     lease = tables.parts.leases.grant(5, VISION, 1 << 20)
@@ -87,7 +87,7 @@ def test_nothing_goes_while_somebody_comes_back_or_still_encodes(tables: Tables)
     assert other is not None and not tables.parts.make_room(5, VISION, 0), "who encodes will report"
 
 
-def test_what_a_rank_was_told_to_read_and_what_is_earlier_stays(tables: Tables) -> None:
+def test_parts_that_a_rank_has_located_and_earlier_parts_stay(tables: Tables) -> None:
     for unit in (1, 3):
         assert tables.locate(unit, 0, 0) is not None
     tables.parts.owner_lost(DEAD, for_good=True)

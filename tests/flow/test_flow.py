@@ -41,7 +41,7 @@ DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL = 2, 2, 4, 2, 3
 
 
 class FlowMachine(RuleBasedStateMachine):
-    """Everybody may be slow, producers may die with a report under way, and the user may stop the run."""
+    """All processes may be slow, producers may die while a report is on its way, and the user may stop the run."""
 
     @initialize(
         lookahead=st.integers(1, 3),
@@ -141,7 +141,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     @rule(arrives=st.booleans())
     def feeder_dies(self, arrives: bool) -> None:
-        """Its last report may still arrive after the controller, or its successor, said that it is gone."""
+        """Its last report may arrive after the controller or its successor has reported its death."""
         dead = self.feeder
         del self.owners[dead.index]
         self.feeder = self.join_feeder()
@@ -196,7 +196,7 @@ class FlowMachine(RuleBasedStateMachine):
         self.take_events()
 
     def check_location(self, location: MicrobatchLocation) -> None:
-        """What a rank is told to read is there, for all its samples but the rejected ones."""
+        """All located parts exist, for all samples except rejected ones."""
         for part in location.parts:
             assert not is_found_bad_early(part.position)
             for extent in part.extents:
@@ -206,7 +206,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     @rule(slow=st.integers(0, NUM_ENCODERS), rounds=st.integers(1, 12))
     def time_goes_by(self, slow: int, rounds: int) -> None:
-        """Everybody works but one encoder, which keeps its work, or all do."""
+        """All processes work, or all except one encoder, which keeps its work."""
         for _ in range(rounds):
             self.everybody_moves(but=slow)
 
@@ -218,7 +218,7 @@ class FlowMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2))
     def everything_dies(self, back: int) -> None:
-        """The run is resumed behind one of its last steps, from what the checkpoint of that step holds."""
+        """The run is resumed after one of its last steps, from that step's checkpoint."""
         self.take_events()
         whole = [end for end, unit in enumerate(self.units, 1) if not evaluates(unit, self.evaluation)]
         ends = [0, *(end for end in whole if end <= len(self.events))]
@@ -246,7 +246,7 @@ class FlowMachine(RuleBasedStateMachine):
         return done == len(self.units) or any(False in rank.answers.values() for rank in self.ranks)
 
     def teardown(self) -> None:
-        """With no further fault the run ends, whatever happened before; one encoder may be slower than the other."""
+        """Without further faults the run ends, in every case; one encoder may be slower than the other."""
         if not hasattr(self, "flow"):
             return
         for number in range(800):
@@ -299,7 +299,7 @@ class FlowMachine(RuleBasedStateMachine):
             self.check_memory_is_free()
 
     def check_order(self, event: UnitDone, consumed: ConsumedPositions) -> None:
-        """A position runs once, by arrival at most so many steps late or early; the state knows which have run."""
+        """A position runs once, by arrival within the window; the sampler's state lists the positions that have run."""
         consumed.add(event.unit.positions)
         state = ConsumedPositions.at(event.sampler_state)
         assert (state.frontier, state.ahead) == (consumed.frontier, consumed.ahead)
@@ -330,12 +330,12 @@ class FlowMachine(RuleBasedStateMachine):
 
 
 def evaluates(unit: Unit, evaluation: tuple[int | None, int]) -> bool:
-    """Whether a step is followed by an evaluation, which the checkpoint behind it waits for."""
+    """Whether an evaluation follows a step; the step's checkpoint waits for it."""
     return unit.kind is UnitKind.TRAIN and evaluation[0] is not None and unit.step % evaluation[0] == 0
 
 
 def rank_is_ahead(ranks: list[SimulatedRank], rank: int) -> bool:
-    """Collectives keep the ranks within one unit of each other."""
+    """Whether a rank must wait: collectives keep ranks within one unit of each other."""
     return not ranks[rank].running and ranks[rank].unit > min(other.unit for other in ranks)
 
 
@@ -381,7 +381,7 @@ def test_a_stop_before_the_first_step_ends_without_sizing_anything() -> None:
     assert order is not None and order.stop and flow.steps.is_past_end(0)
 
 
-def test_a_unit_that_was_begun_is_sized_and_run_though_the_stop_came_first() -> None:
+def test_a_unit_that_was_begun_is_sized_and_run_although_the_stop_came_first() -> None:
     flow = build_flow(dp_size=1)
     feeder, encoder = joined(flow)
     assert flow.steps.begin(0)
@@ -410,7 +410,7 @@ def test_a_stop_waits_for_the_evaluation_of_the_step_that_ran() -> None:
     assert [event.unit.kind for event in flow.log.take() if isinstance(event, UnitDone)] == ["train", "eval"]
 
 
-def test_a_feeder_without_room_is_told_when_the_run_ends() -> None:
+def test_a_feeder_without_room_learns_when_the_run_ends() -> None:
     flow = build_flow(dp_size=1)
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
@@ -436,7 +436,7 @@ def test_a_finished_run_resumed_has_nothing_to_do() -> None:
     assert lease_order is not None and lease_order.stop
 
 
-def test_the_successor_of_a_dead_feeder_goes_on_behind_what_was_reported() -> None:
+def test_the_successor_of_a_dead_feeder_continues_after_the_last_report() -> None:
     flow = build_flow(lookahead=2)
     feeder, _ = joined(flow)
     feed_next(flow, feeder)
@@ -529,10 +529,10 @@ def test_a_checkpoint_is_announced_once_all_ranks_wrote_it() -> None:
     assert flow.log.take() == (CheckpointWritten(2, "there"),)
 
 
-def test_what_a_wait_waits_for_is_said() -> None:
+def test_a_wait_names_what_it_waits_for() -> None:
     flow = build_flow(dp_size=1)
     feeder, _ = joined(flow)
-    assert "the feeder is to size unit 0" in flow.describe_wait(0, None, 0)
+    assert "the feeder sizes unit 0 next" in flow.describe_wait(0, None, 0)
     feed_next(flow, feeder)
     assert VISION in flow.describe_wait(0, 0, 0)
 

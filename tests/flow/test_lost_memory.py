@@ -1,4 +1,4 @@
-"""An encoder is lost for good while the other's segment is full of later positions: the run ends all the same."""
+"""An encoder is lost for good while the other's segment is full of later positions: the run still ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class World:
         return self.feeder.report is not None
 
     def encode(self, encoder: SimulatedEncoder) -> bool:
-        """Ask once; returns whether a batch came of it."""
+        """Ask once for a lease; returns whether one was granted."""
         encoder.take(self.flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes))
         if not encoder.work:
             return False
@@ -63,7 +63,7 @@ class World:
         return True
 
     def run(self, encoders: list[SimulatedEncoder]) -> bool:
-        """Everybody works; returns whether the run came to its end."""
+        """Let all processes work; returns whether the run ended."""
         for _ in range(ROUNDS):
             self.feed()
             for encoder in encoders:
@@ -85,7 +85,7 @@ class World:
 
 
 def lose_the_first_batches(world: World) -> SimulatedEncoder:
-    """encoder-1 makes the first two batches, encoder-0 is full of what follows; then encoder-1 dies for good."""
+    """encoder-1 has the first two batches, encoder-0 is full of later ones; then encoder-1 dies for good."""
     while world.feed():
         pass
     survivor, dead = world.encoders
@@ -119,8 +119,8 @@ def test_without_eviction_it_would_be_stuck(monkeypatch: pytest.MonkeyPatch) -> 
     assert any("no encoder has room" in wait for wait in waits)
 
 
-def test_who_hands_in_the_last_batch_is_asked_for_its_room_anew() -> None:
-    """Nothing is evicted while somebody encodes, nor for room that was measured before what it encoded was put."""
+def test_the_encoder_that_reports_the_last_batch_is_asked_again_for_its_room() -> None:
+    """Nothing is evicted while an encoder encodes, nor by a room that was measured before its features were put."""
     world = World(arrival=False)
     while world.feed():
         pass

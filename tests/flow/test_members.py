@@ -1,4 +1,4 @@
-"""Places in the address space: node by node, never twice, and only the living are read from."""
+"""Indices in the address space: node by node, never twice; only living processes are read."""
 
 from __future__ import annotations
 

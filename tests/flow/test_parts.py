@@ -21,7 +21,7 @@ PLENTY = 1 << 20
 
 
 class Setup:
-    """A directory with a clock that the test moves, and owners that put each part at a fresh address."""
+    """A parts table with a clock that the test moves, and owners that put each part at a new address."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -66,7 +66,7 @@ def setup() -> Setup:
 def test_the_life_of_a_position(setup: Setup) -> None:
     d = setup.tables
     setup.feed_and_plan(sized(0, 100), sized(1))
-    assert d.ready_slots(0, 0) == (1,)  # text alone waits for nobody
+    assert d.ready_slots(0, 0) == (1,)  # text alone waits for no encoder
     assert d.locate(0, 0, 0) is None
 
     lease = setup.lease()
@@ -94,7 +94,7 @@ def test_the_life_of_a_position(setup: Setup) -> None:
 def test_leases_follow_unit_and_batch_order_and_never_skip(setup: Setup) -> None:
     setup.feed_and_plan(sized(0, 900), sized(1, 100))
     setup.feed_and_plan(sized(2, 100), index=1)
-    assert setup.tables.parts.leases.grant(ENCODER, VISION, 500) is None, "the small batches behind must wait"
+    assert setup.tables.parts.leases.grant(ENCODER, VISION, 500) is None, "the small batches after it must wait"
     order = [setup.lease().batch for _ in range(3)]
     assert [(batch.unit, batch.index) for batch in order] == [(0, 0), (0, 1), (1, 0)]
     assert setup.tables.parts.leases.grant(ENCODER, VISION, PLENTY) is None
@@ -134,7 +134,7 @@ def test_only_lost_parts_of_a_batch_are_needed_but_all_refs_come_along(setup: Se
 
 @given(reported=st.integers(0, 3), located=st.booleans(), sizes=st.lists(st.integers(1, 640), min_size=4, max_size=4))
 def test_an_expired_lease_does_not_split_its_batch(reported: int, located: bool, sizes: list[int]) -> None:
-    """Else two segments of one largest batch each could have no room for the second batch of a step."""
+    """Otherwise two segments of one largest batch each could have no room for a step's second batch."""
     setup = Setup()
     samples = [sized(position, nbytes) for position, nbytes in enumerate(sizes * 2)]
     setup.feed_and_plan(*samples, per_batch=4, per_microbatch=2 if located else 8)
@@ -173,7 +173,7 @@ def test_an_expired_lease_that_was_taken_again_by_the_same_owner_has_a_new_epoch
         setup.report(ENCODER, second)
 
 
-def test_lost_text_is_made_again(setup: Setup) -> None:
+def test_lost_text_is_produced_again(setup: Setup) -> None:
     d = setup.tables
     setup.feed_and_plan(sized(0), sized(1))
     d.locate(0, 0, 0)
@@ -204,12 +204,12 @@ def test_a_rank_that_read_before_the_owner_died_may_release(setup: Setup) -> Non
     with pytest.raises(StaleLeaseError, match="released"):
         setup.report(OTHER, again)
     assert [row.state for row in d.consume(0)] == ["consumed"]
-    with pytest.raises(StaleLeaseError, match="is over"):
+    with pytest.raises(StaleLeaseError, match="is consumed"):
         setup.report(OTHER, again)
     assert d.parts.leases.grant(OTHER, VISION, PLENTY) is None
 
 
-def test_a_rejected_position_is_waited_for_by_nobody(setup: Setup) -> None:
+def test_nothing_waits_for_a_rejected_position(setup: Setup) -> None:
     d = setup.tables
     setup.feed_and_plan(sized(0, 100), sized(1, 100), per_microbatch=2, per_batch=2)
     lease = setup.lease()
@@ -302,7 +302,7 @@ def test_a_plan_must_fit_what_was_sized(setup: Setup) -> None:
     good = plan(samples)
     short = dataclasses.replace(good.encode_batches[0], nbytes=100)
     for bad, message in [
-        (dataclasses.replace(good, encode_batches=good.encode_batches[:1]), "need 2 parts .* make 1"),
+        (dataclasses.replace(good, encode_batches=good.encode_batches[:1]), "need 2 parts .* have 1"),
         (dataclasses.replace(good, encode_batches=(short, good.encode_batches[1])), "100 bytes; its parts take 128"),
         (plan(samples[:1], count=2), "leaves out its position 1"),
         (plan([*samples, samples[0]]), "planned twice"),
@@ -320,7 +320,7 @@ def test_a_plan_must_fit_what_was_sized(setup: Setup) -> None:
 def test_release_and_consume_refuse_what_is_not_due(setup: Setup) -> None:
     d = setup.tables
     setup.feed_and_plan(sized(0))
-    for unit, slot, message in [(0, 0, "never learned where it lies"), (0, 3, "not planned"), (9, 0, "not planned")]:
+    for unit, slot, message in [(0, 0, "does not know where it lies"), (0, 3, "not planned"), (9, 0, "not planned")]:
         with pytest.raises(PoolError, match=message):
             d.release(unit, slot, 0)
     with pytest.raises(PoolError, match="1 of its microbatches are not released"):
@@ -357,7 +357,7 @@ def test_many_waiting_parts_are_cut_short(setup: Setup) -> None:
 
 
 def test_batches_may_stand_in_line_before_any_plan_and_outlive_a_unit(setup: Setup) -> None:
-    """As in arrival order: two batches of two, of which a unit takes the second and third position."""
+    """As in ``arrival`` order: a unit takes the second and third position of two batches of two."""
     d = setup.tables
     samples = [sized(position, 100) for position in range(4)]
     setup.feed(*samples)
@@ -399,7 +399,7 @@ def test_batches_may_stand_in_line_before_any_plan_and_outlive_a_unit(setup: Set
 def test_a_plan_without_batches_needs_them_in_line(setup: Setup) -> None:
     samples = [sized(0, 100)]
     setup.feed(*samples)
-    with pytest.raises(PoolError, match="need 1 parts from encoders, its encode batches make 0"):
+    with pytest.raises(PoolError, match="need 1 parts from encoders, its encode batches have 0"):
         setup.tables.microbatches.add(dataclasses.replace(plan(samples), encode_batches=()))
 
 
@@ -443,7 +443,7 @@ def test_a_pool_must_hold_a_worst_case_step(segments: list[int], largest: int, p
 @given(st.lists(st.integers(20, 60), min_size=1, max_size=4), st.integers(1, 20), st.integers(0, 200))
 @settings(deadline=None)
 def test_a_lease_fits_however_the_rest_is_scattered(segments: list[int], largest: int, held: int) -> None:
-    """The worst way leaves every segment one byte less than the lease takes."""
+    """In the worst way every segment has one byte less free than the lease takes."""
     enough_to_block = sum(segment - largest + 1 for segment in segments)
     try:
         check_scattered_capacity(segments, largest, held, "encoders.vision.segment_nbytes")
@@ -455,7 +455,7 @@ def test_a_lease_fits_however_the_rest_is_scattered(segments: list[int], largest
         assert held < enough_to_block
 
 
-def test_a_segment_that_cannot_hold_one_sample_is_told_from_a_pool_that_cannot_hold_a_step() -> None:
+def test_a_segment_too_small_for_a_sample_and_a_pool_too_small_for_a_step_have_their_own_errors() -> None:
     with pytest.raises(ConfigError, match=r"no segment can hold one sample: the largest has 49 bytes.*up to 50; raise"):
         check_capacity([49] * 9, 50, 1, "pool.text_segment_nbytes")
     with pytest.raises(ConfigError, match="cannot hold one step"):

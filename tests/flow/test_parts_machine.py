@@ -1,7 +1,7 @@
-"""The directory under random deaths, expiries, rejections and slow reports, against an independent model.
+"""The parts table under random deaths, expiries, rejections and slow reports, against an independent model.
 
-Owners keep their bytes in a real ``Arena``, so that room is as short as in life: two encoder segments hold just one
-worst-case unit. One of the three encoders may be lost for good.
+Owners keep their bytes in a real ``Arena``, so that room is really short: two encoder segments just hold one worst-case
+unit. One of the three encoders may be lost for good.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEASE_TIMEOUT_S = 60.0
 
 @dataclass
 class Work:
-    """A lease as its holder sees it."""
+    """A lease and its holder's progress."""
 
     lease: Lease
     hold: Hold
@@ -54,7 +54,7 @@ class Owner:
 
 
 class PartsMachine(RuleBasedStateMachine):
-    """Feeder, three encoders and two ranks, each of which may be slow, and all but the ranks may die."""
+    """Feeder, three encoders and two ranks. Each may be slow, and all except the ranks may die."""
 
     @initialize()
     def start(self) -> None:
@@ -70,7 +70,7 @@ class PartsMachine(RuleBasedStateMachine):
         self.next_unit = self.next_position = self.current = 0
         self.leased: dict[int, tuple[int, int]] = {}  # image part -> (owner, lease id)
         self.ready: dict[tuple[int, str], tuple[int, tuple[Extent, ...]]] = {}  # part -> where it lies
-        self.made_under: dict[int, int] = {}  # image part -> the lease under which it was made last
+        self.made_under: dict[int, int] = {}  # image part -> the lease under which it was last produced
         self.given_up: set[int] = set()  # positions whose microbatch is released
         self.located: dict[tuple[int, int, int], MicrobatchLocation] = {}
         self.released: set[tuple[int, int, int]] = set()
@@ -147,7 +147,7 @@ class PartsMachine(RuleBasedStateMachine):
             self.leased[position] = (owner.index, lease.lease_id)
 
     def make_room(self, owner: Owner, free: int) -> None:
-        """As the flow does when nothing could be leased: first what is released, then what may be evicted."""
+        """As the flow does when nothing could be leased: first free released parts, then evict."""
         if released := self.tables.parts.take_released(owner.index):
             owner.free(released)
             return
@@ -159,7 +159,7 @@ class PartsMachine(RuleBasedStateMachine):
         owner.free(evicted)
 
     def evictable(self, owner: Owner, free: int) -> list[int]:
-        """Positions whose images must go: of whole batches from the last backwards, not read, until there is room."""
+        """Return the positions whose images are evicted: whole batches, last first, not read, until there is room."""
         first = self.first_in_line()
         if first is None or self.leased or len(self.encoders) == NUM_ENCODERS:
             return []
@@ -174,7 +174,7 @@ class PartsMachine(RuleBasedStateMachine):
         return chosen if free >= first[2] else []
 
     def read_positions(self) -> set[int]:
-        """Those that a rank was told to read."""
+        """Return the positions that a rank has located."""
         return {p for unit, slot, rank in self.located for p in self.plans[unit].microbatch_positions(slot, rank)}
 
     def encoder(self, which: int) -> Owner:
@@ -245,7 +245,7 @@ class PartsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plans)
     @rule()
     def everybody_encodes(self) -> None:
-        """Until the segments are full, or there is nothing more to do."""
+        """Encode until the segments are full, or nothing is left to do."""
         for _ in range(LOOKAHEAD * UNIT_SIZE):
             for which in range(len(self.encoders)):
                 self.lease(which)
@@ -288,7 +288,7 @@ class PartsMachine(RuleBasedStateMachine):
             for position, (_, lease_id) in list(self.leased.items()):
                 if lease_id == lease.lease_id:
                     del self.leased[position]
-            for position in set(lease.needed) - self.read_positions():  # the batch is made again whole
+            for position in set(lease.needed) - self.read_positions():  # the whole batch is produced again
                 if self.made_under.get(position) == lease.lease_id:
                     self.ready.pop((position, VISION), None)
 
@@ -378,7 +378,7 @@ class PartsMachine(RuleBasedStateMachine):
             assert owner.arena.available_nbytes >= 0
 
     def teardown(self) -> None:
-        """Without further faults everything comes to an end: no deadlock, and no byte stays behind."""
+        """Without further faults the run ends: no deadlock, and no byte is left over."""
         if not hasattr(self, "directory"):
             return
         for _ in range(200):
@@ -414,7 +414,7 @@ TestPartsMachine = PartsMachine.TestCase
 
 
 def test_the_model_notices_a_lack_of_room() -> None:
-    """The machine's segments are really short: each holds one largest batch, so both hold one unit and no more."""
+    """The machine's segments are really short: each holds one largest batch, so both together hold one unit."""
     arena = Arena(SEGMENT_NBYTES, ALIGNMENT, "knob")
     arena.hold(PER_BATCH * LARGEST)
     with pytest.raises(OutOfPoolMemory):

@@ -1,4 +1,4 @@
-"""What the ranks of a replica have in common: the order of their microbatches, who is left out, and one report."""
+"""What the ranks of a replica share: the order of their microbatches, the rejected samples, and one report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_MEMBERS = 2
 
 
 class World:
-    """A flow with one replica of two ranks, a feeder, and an encoder that does what it is told to."""
+    """A flow with one replica of two ranks, a feeder, and an encoder that the test drives."""
 
     def __init__(self, **options: object) -> None:
         self.flow: Flow = build_flow(**{"dp_size": 1, "replica_size": NUM_MEMBERS, "lookahead": 2, **options})  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_each_replica_has_an_order_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("arrival", [False, True])
-def test_nobody_reads_ahead_of_a_unit_that_others_still_read(arrival: bool) -> None:
+def test_no_rank_reads_ahead_of_a_unit_that_others_still_read(arrival: bool) -> None:
     world = World()
     for _ in range(2):
         world.feed()
@@ -138,7 +138,8 @@ def test_nobody_reads_ahead_of_a_unit_that_others_still_read(arrival: bool) -> N
     slot = None if arrival else 0
     assert located(world.flow, 1, slot, 0) is None
     said = world.flow.describe_wait(1, slot, 0)
-    assert said == f"unit 1 comes when all ranks have read unit 0, which lacks {world.plan().num_slots}"
+    num_left = world.plan().num_slots
+    assert said == f"unit 1 waits until all ranks have read unit 0: {num_left} microbatches are left"
     world.read_all(0, 1)
     assert located(world.flow, 1, slot, 0) is not None
 
@@ -153,7 +154,7 @@ def test_one_rank_alone_reads_ahead() -> None:
 
 
 def lose_and_reject(world: World, rank: int) -> int:
-    """A rank is told of a microbatch; then its images are lost, and one turns out bad when they are made again."""
+    """A rank locates a microbatch. Then its images are lost, and one is bad when they are produced again."""
     world.feed()
     world.encode()
     slot, position = next(
@@ -170,7 +171,7 @@ def lose_and_reject(world: World, rank: int) -> int:
     return slot
 
 
-def test_a_rank_whose_microbatch_was_lost_before_anybody_else_came_leaves_out_what_is_bad_now() -> None:
+def test_a_rank_whose_microbatch_was_lost_before_others_located_it_leaves_out_bad_samples() -> None:
     world = World()
     slot = lose_and_reject(world, rank=0)
     again = located(world.flow, 0, slot, 0)
@@ -186,7 +187,7 @@ def test_no_rank_leaves_out_what_another_may_have_trained_on() -> None:
         located(world.flow, 0, slot, 1)
 
 
-def test_what_the_next_microbatch_waits_for_is_said_to_each_rank() -> None:
+def test_each_rank_gets_what_its_next_microbatch_waits_for() -> None:
     world = World()
     world.feed()
     assert "unit 0 is planned" not in world.flow.describe_wait(0, None, 0)

@@ -14,12 +14,12 @@ from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.order import ArrivalWindow
 
 Ready = Callable[[int, int], bool]
-"""(step, position) -> whether the position is ready when a rank asks for the step, if nothing is waited for."""
+"""(step, position) -> whether the position is ready when a rank asks for the step, without any wait."""
 
 
 @dataclass
 class Run:
-    """Steps of ``batch`` positions, of which ``total`` are trained; sizes groups as far ahead as the feeder does."""
+    """Steps of ``batch`` positions; ``total`` positions are trained. Groups are sized as far ahead as by the feeder."""
 
     batch: int
     total: int
@@ -38,7 +38,7 @@ class Run:
         return step == self.num_steps or (self.close_every is not None and step % self.close_every == 0)
 
     def run(self, start: int, until: int, is_ready: Ready) -> None:
-        """Resume behind ``start`` steps from what they consumed, and run until ``until`` steps are done."""
+        """Resume after ``start`` steps from what they consumed, and run until ``until`` steps are done."""
         consumed = ConsumedPositions()
         for step in range(1, start + 1):
             consumed.add(self.taken[step])
@@ -52,7 +52,7 @@ class Run:
             consumed.add(self.taken[step])
 
     def choose(self, window: ArrivalWindow, step: int, is_ready: Ready) -> tuple[int, ...]:
-        """What a step takes; where too little is ready, everything becomes so one position after another."""
+        """Return what a step takes. If too little is ready, one position after another becomes ready."""
         size = len(self.group(step))
         waiting = [p for p in window.open_positions(self.num_steps) if not is_ready(step, p)]
         while (chosen := window.choose(step, size, lambda p: p not in waiting)) is None:
@@ -88,10 +88,10 @@ def test_every_position_runs_once_and_none_too_late(run_and_ready: tuple[Run, Re
 
 @given(runs(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), max_size=4))
 @settings(deadline=None)
-def test_a_resume_behind_any_step_loses_nothing_and_repeats_nothing(
+def test_a_resume_after_any_step_loses_nothing_and_repeats_nothing(
     run_and_ready: tuple[Run, Ready], kills: list[tuple[int, int]]
 ) -> None:
-    """Killed when so many steps are done, with so many of them behind the last checkpoint."""
+    """Kill the run after some steps; some of them come after the last checkpoint."""
     run, is_ready = run_and_ready
     step = 0
     for at, lost in kills:
@@ -113,7 +113,7 @@ def test_where_everything_is_ready_steps_run_in_order(run_and_ready: tuple[Run, 
 
 
 def window_of(num_groups: int, *, window: int = 1, close_every: int | None = None) -> ArrivalWindow:
-    """Groups of three positions; the run goes on behind them."""
+    """Return a window with groups of three positions; the run has more after them."""
     made = ArrivalWindow(window, 100, close_every)
     for step in range(1, num_groups + 1):
         made.add_group(step, range((step - 1) * 3, step * 3))
@@ -133,7 +133,7 @@ def test_what_must_run_now_is_taken_unready() -> None:
     assert window.choose(2, 3, lambda p: False) == (0, 1, 2)
 
 
-def test_a_step_before_an_evaluation_takes_all_that_is_left_and_nothing_from_behind_it() -> None:
+def test_a_step_before_an_evaluation_takes_all_that_is_left_and_nothing_from_after_it() -> None:
     window = window_of(3, close_every=2)
     assert window.choose(1, 3, lambda p: p > 4) is None, "positions of step 3 wait for the evaluation"
     assert window.choose(1, 3, lambda p: p in (0, 4, 5, 6)) == (0, 4, 5)

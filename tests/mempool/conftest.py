@@ -13,7 +13,7 @@ from flowtrain.types.memory import SegmentExport
 
 
 class Peers:
-    """Pools of one run in one process; ``published`` is what the coordinator would list."""
+    """Pools of one run in one process. ``published`` has the exports that the coordinator would list."""
 
     def __init__(self, segment_capacity: int = 1 << 24) -> None:
         self.run_id = uuid.uuid4().hex[:12]
@@ -60,14 +60,14 @@ def peers() -> Iterator[Peers]:
 
 
 def mappings(run_id: str) -> list[str]:
-    """Lines of this process's memory map that belong to a run."""
+    """Return the lines of this process's memory map that belong to a run."""
     gc.collect()
     with open("/proc/self/maps") as lines:
         return [line for line in lines if f"flowtrain-{run_id}-" in line]
 
 
 def traces(run_id: str) -> list[str]:
-    """Everything on this machine that still holds memory of a run: descriptors, mappings, files in /dev/shm."""
+    """Return all holders of a run's memory on this machine: descriptors, mappings, files in /dev/shm."""
     found = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if run_id in name]
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

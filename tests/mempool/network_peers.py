@@ -1,4 +1,4 @@
-"""Processes of one run that count as different nodes: an owner that does as it is told, over forced TCP."""
+"""Processes of one run that count as different nodes: owners that follow commands, over forced TCP."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 
 def payload(seed: int, nbytes: int) -> np.ndarray:
-    """Bytes that only this seed has."""
+    """Return bytes that are unique to this seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 def open_pool(
     run_id: str, index: int, nbytes: int, fetch: Callable[[], list[SegmentExport]], timeout_s: float = 20.0
 ) -> Pool:
-    """The pool of a process; indices of one block of ``PER_NODE`` are one node."""
+    """Return the pool of a process. A block of ``PER_NODE`` indices is one node."""
     return Pool(
         process_index=index,
         node_id=f"node-{index // PER_NODE}",
@@ -50,7 +50,7 @@ def open_pool(
 
 
 def serve(connection: Connection, run_id: str, index: int, nbytes: int, host: Host | None) -> None:
-    """A peer's process: answers (method, arguments) until it is told to end."""
+    """Run a peer's process: answer (method, arguments) until the command to end."""
     os.environ["UCX_TLS"] = "tcp"
     if host is not None:
         host.enter()
@@ -90,7 +90,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 class Owner:
-    """A peer as the test sees it. ``export`` is what it published last."""
+    """A peer as seen from the test. ``export`` is its latest export."""
 
     def __init__(self, run_id: str, index: int, nbytes: int, host: Host | None = None) -> None:
         self._connection, other_end = CONTEXT.Pipe()
@@ -100,21 +100,21 @@ class Owner:
         self.export: SegmentExport = self._answer()
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Have it do something and return what came of it."""
+        """Send a command, and return its result."""
         self.tell(method, *args)
         return self._answer()
 
     def tell(self, method: str, *args: Any) -> None:
-        """Have it do something that gives no answer."""
+        """Send a command that has no answer."""
         self._connection.send((method, *args))
 
     def put(self, seed: int, nbytes: int) -> tuple[Extent, ...]:
-        """Have it put the payload of a seed."""
+        """Let it put the payload of a seed."""
         extents: tuple[Extent, ...] = self.ask("put", seed, nbytes)
         return extents
 
     def grow(self, nbytes: int) -> None:
-        """Have it bind more, and publish that."""
+        """Let it bind more memory, and publish that."""
         self.export = self.ask("grow", nbytes)
 
     def end(self) -> None:
@@ -138,7 +138,7 @@ class Net:
         self.num_fetches = 0
 
     def owner(self, index: int, nbytes: int = 4 << 20, host: Host | None = None) -> Owner:
-        """Start an owner; host: where, if not here."""
+        """Start an owner. host: where it runs; None: here."""
         self.owners[index] = Owner(self.run_id, index, nbytes, host)
         return self.owners[index]
 
@@ -149,14 +149,14 @@ class Net:
         return pool
 
     def exports(self) -> list[SegmentExport]:
-        """What the coordinator would list."""
+        """Return the exports that the coordinator would list."""
         self.num_fetches += 1
         return [owner.export for owner in self.owners.values()]
 
 
 @contextmanager
 def net() -> Iterator[Net]:
-    """A run whose processes do not outlive the block."""
+    """A run whose processes end with the block."""
     made = Net()
     try:
         yield made

@@ -27,7 +27,7 @@ def arena(bound: int = 64 * 100) -> Arena:
 
 
 def fragmented(gaps: int) -> Arena:
-    """Return an arena whose free bytes are ``gaps`` runs of 64 bytes with used ones between."""
+    """Return an arena whose free bytes are ``gaps`` runs of 64 bytes, with used runs between them."""
     result = arena(2 * gaps * ALIGNMENT)
     runs = [result.allocate(ALIGNMENT) for _ in range(2 * gaps)]
     for run in sorted(runs)[::2]:
@@ -173,7 +173,7 @@ def test_growth_joins_the_free_end() -> None:
         a.grow(64)
 
 
-def test_nothing_is_asked_nothing_is_taken() -> None:
+def test_an_empty_request_takes_nothing() -> None:
     a = arena(64)
     a.allocate(64)
     assert a.allocate(0) == ()

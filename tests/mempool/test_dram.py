@@ -130,7 +130,7 @@ def test_a_closed_or_vanished_owner_is_lost(segment: DramSegment, region: DramRe
         region.view(closed, 0, 1)
 
 
-def test_a_number_that_is_somebody_elses_now_is_never_read(
+def test_a_pid_or_descriptor_that_is_used_again_is_never_read(
     segment: DramSegment, region: DramRegion, run_id: str
 ) -> None:
     """A pid or descriptor may be used again: by another segment, another run, or a pipe that would block."""

@@ -66,7 +66,7 @@ def test_extents_lie_in_one_segment(offset: int, nbytes: int) -> None:
         (0, 1, 1, 1 << 40),
         (1 << 25, 1 << 36, 1 << 56, 1 << 60),  # the first region runs into the second
         (16, 1 << 60, 1 << 10, 1 << 62),
-        (8, 4096, 0, 1 << 40),  # zero is nobody's address
+        (8, 4096, 0, 1 << 40),  # address zero belongs to no process
         (2, 1 << 20, 1 << 30, (1 << 64) - (1 << 20)),
     ],
 )
@@ -93,7 +93,7 @@ def test_lookup_resolves_what_is_bound_and_misses_the_rest() -> None:
         table.lookup(Extent(7, 1))
 
 
-def test_update_tells_what_is_gone_and_takes_in_growth() -> None:
+def test_update_returns_what_is_gone_and_takes_in_growth() -> None:
     table = PageTable(SPACE)
     assert table.update([export(1), export(2)]) == ()
     assert table.update([export(2, bound=2048), export(3)]) == ((Tier.DRAM, 1),)
@@ -101,14 +101,14 @@ def test_update_tells_what_is_gone_and_takes_in_growth() -> None:
 
 
 @pytest.mark.parametrize("again", [export(1, pid=78), export(1, bound=512)])
-def test_an_index_that_comes_to_mean_another_process_is_refused(again: SegmentExport) -> None:
+def test_an_index_that_another_process_uses_again_is_refused(again: SegmentExport) -> None:
     table = PageTable(SPACE)
     table.update([export(1)])
     with pytest.raises(AddressError, match="used again"):
         table.update([again])
 
 
-def test_an_index_stays_its_owners_when_that_is_gone() -> None:
+def test_an_index_belongs_to_its_owner_after_that_is_gone() -> None:
     table = PageTable(SPACE)
     table.update([export(1)])
     table.update([])

@@ -1,4 +1,4 @@
-"""The HBM tier, as far as a machine without an accelerator can try it; ``scripts/check_hbm.py`` tries the rest."""
+"""The HBM tier as far as it runs without an accelerator; ``scripts/check_hbm.py`` checks the rest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 # --- what a peer sends is checked before the device's runtime sees it -----------------------------------------------
 
 
-def test_an_export_as_an_owner_makes_it_is_taken() -> None:
+def test_an_export_as_an_owner_builds_it_is_accepted() -> None:
     device = device_export()
     assert checked_export(export(device)) is device
 
@@ -105,7 +105,7 @@ def test_an_export_without_a_handle_is_refused() -> None:
 # --- whose memory it is ---------------------------------------------------------------------------------------------
 
 
-def test_a_process_is_alive_until_it_dies_though_nobody_has_reaped_it(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_dead_process_counts_as_dead_before_it_is_reaped(sleeper: subprocess.Popen[bytes]) -> None:
     born = started_ticks(sleeper.pid)
     assert born is not None and started_ticks(sleeper.pid) == born
     sleeper.send_signal(signal.SIGKILL)
@@ -128,7 +128,7 @@ def test_the_memory_of_a_killed_owner_is_lost(sleeper: subprocess.Popen[bytes]) 
             read(lent)
 
 
-def test_a_process_that_got_a_dead_owners_number_is_not_taken_for_it(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_with_a_dead_owners_pid_is_not_taken_for_it(sleeper: subprocess.Popen[bytes]) -> None:
     earlier = export(device_export(started_ticks=(started_ticks(sleeper.pid) or 0) - 1), sleeper.pid)
     with pytest.raises(OwnerLostError, match="is gone with its process"):
         HbmRegion(ACCELERATOR).tensor(earlier)
@@ -138,7 +138,7 @@ def test_a_process_that_got_a_dead_owners_number_is_not_taken_for_it(sleeper: su
 
 
 def reader_side(peers: Peers) -> DeviceSide:
-    """The end of a process that gives no HBM, as a backbone rank's."""
+    """Return the device side of a process that gives no HBM, like a backbone rank."""
     return DeviceSide(READER, "node-a", peers.space, ACCELERATOR, 0, 64, Watermarks())
 
 
@@ -160,7 +160,7 @@ def test_hbm_is_read_on_its_own_node_alone(peers: Peers, distance: Distance, des
         transports.choose(Tier.HBM, destination, distance)
 
 
-def test_a_reader_is_told_why_it_cannot_have_a_part_in_hbm(peers: Peers, sleeper: subprocess.Popen[bytes]) -> None:
+def test_the_error_names_why_a_part_in_hbm_cannot_be_read(peers: Peers, sleeper: subprocess.Popen[bytes]) -> None:
     there = Extent(peers.space.gva(Tier.HBM, OWNER, 256), 64)
     lent = export(device_export(started_ticks=started_ticks(sleeper.pid)), sleeper.pid)
     with pytest.raises(PoolError, match="no transport reads hbm into dram at distance same_node"):
@@ -204,7 +204,7 @@ def test_dram_goes_on_as_before_beside_a_device_side(peers: Peers) -> None:
 # --- without a device -----------------------------------------------------------------------------------------------
 
 
-def test_where_there_is_no_tier_a_line_says_why() -> None:
+def test_a_line_names_why_there_is_no_tier() -> None:
     assert why_absent(torch.device("cpu")) == "no accelerator"
     assert why_absent(torch.device("xpu")) == "memory of xpu devices is not shared by this version"
     assert why_absent(ACCELERATOR) is None
@@ -216,7 +216,7 @@ def test_a_device_that_cannot_share_memory_is_refused_with_the_key() -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
-def test_the_check_for_devices_says_that_there_is_none() -> None:
+def test_the_check_for_devices_reports_that_there_is_none() -> None:
     script = REPOSITORY / "scripts" / "check_hbm.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -227,7 +227,7 @@ def test_the_check_for_devices_says_that_there_is_none() -> None:
 
 
 class Ledger:
-    """Notes what is to be locked, and what the memory held at that moment."""
+    """Notes what is locked, and the memory's content at that moment."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
@@ -272,7 +272,7 @@ def test_a_segment_is_locked_once_touched_and_unlocked_when_it_closes() -> None:
     assert len(pages.events) == 2
 
 
-def test_a_segment_that_grows_is_locked_at_its_new_place_and_leaves_no_lock_behind() -> None:
+def test_a_segment_that_grows_is_locked_at_its_new_place_alone() -> None:
     pages = Ledger()
     segment = DramSegment(secrets.token_hex(6), 0, 1 << 20, pages)
     pages.wait(1)

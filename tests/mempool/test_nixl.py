@@ -1,4 +1,4 @@
-"""Reads between nodes, for real: OS processes that share nothing but NIXL over forced TCP."""
+"""Real reads between nodes: OS processes that share only NIXL over forced TCP."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_views_outlive_later_reads_and_the_pool(peers: Net) -> None:
     assert (views[0] == payload(0, 100_000)).all() and (again == payload(5, 100_000)).all()
 
 
-def test_batches_travel_side_by_side_and_one_that_nobody_wants_is_given_back(peers: Net) -> None:
+def test_batches_travel_at_once_and_one_that_is_dropped_unread_is_given_back(peers: Net) -> None:
     owner, reader = peers.owner(0, 16 << 20), peers.reader(4)
     parts = [owner.put(seed, 3 << 20) for seed in range(3)]
     batches = [reader.prefetch([part]) for part in parts]
@@ -104,7 +104,7 @@ def test_batches_travel_side_by_side_and_one_that_nobody_wants_is_given_back(pee
         late.result()
 
 
-def test_an_owner_that_nobody_reads_leaves_the_cores_alone(peers: Net) -> None:
+def test_an_owner_that_is_not_read_leaves_the_cores_alone(peers: Net) -> None:
     owner, reader = peers.owner(0), peers.reader(4)
     reader.get(owner.put(1, 5000))
     sleeps, ticks = _sleeps(owner), _cpu_ticks(owner)
@@ -146,7 +146,7 @@ def test_a_killed_owner_is_lost(peers: Net) -> None:
         reader.get(part)
 
 
-def test_an_owner_that_hangs_is_given_up_and_what_it_sends_late_harms_nobody(peers: Net) -> None:
+def test_an_owner_that_hangs_is_given_up_and_its_late_bytes_do_no_harm(peers: Net) -> None:
     hanging, other, reader = peers.owner(0, 16 << 20), peers.owner(4, 16 << 20), peers.reader(8, timeout_s=0.5)
     part, others = hanging.put(1, 8 << 20), other.put(2, 8 << 20)
     reader.get(hanging.put(3, 1000))

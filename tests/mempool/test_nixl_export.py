@@ -1,4 +1,4 @@
-"""What surrounds NIXL's transfers, without a transfer: exports, runs, where things land, what is said without NIXL."""
+"""The code around NIXL's transfers, without a transfer: exports, runs, layout in the buffer, the error without NIXL."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_is_found_byte_by_byte_in_the_pieces(pieces: list[Piece], data: st
 
 
 @given(RUNS)
-def test_what_is_read_is_all_that_is_wanted_and_no_more_than_small_gaps(wanted: list[tuple[int, int]]) -> None:
+def test_reads_cover_all_that_is_wanted_and_only_small_gaps_in_addition(wanted: list[tuple[int, int]]) -> None:
     export = SegmentExport(0, "node", Tier.DRAM, 1, 1, 1 << 20)
     (share,) = lay_out([Mapping(export, offset, nbytes) for offset, nbytes in wanted])[0].values()
     asked = {byte for offset, nbytes in wanted for byte in range(offset, offset + nbytes)}
@@ -60,7 +60,7 @@ def test_what_is_read_is_all_that_is_wanted_and_no_more_than_small_gaps(wanted: 
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300), st.integers(1, 9000)), min_size=1, max_size=30))
-def test_nothing_lands_on_anything_else(wanted: list[tuple[int, int, int]]) -> None:
+def test_no_source_lands_on_another(wanted: list[tuple[int, int, int]]) -> None:
     exports = [SegmentExport(index, "node", Tier.DRAM, 1, 1, 1 << 20) for index in range(3)]
     sources = [Mapping(exports[index], block * 256, nbytes) for index, block, nbytes in wanted]
     shares, starts, end = lay_out(sources)
@@ -77,9 +77,9 @@ def test_nothing_lands_on_anything_else(wanted: list[tuple[int, int, int]]) -> N
         assert source.offset + source.nbytes <= offset + nbytes, "an extent lands in one piece"
 
 
-def test_without_nixl_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nixl_the_error_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "nixl_module", lambda: None)
-    with pytest.raises(ResourceError, match=r"flowtrain\[nixl\].*pool\.network: none"):
+    with pytest.raises(ResourceError, match=r"flowtrain\[nixl-cu12\].*flowtrain\[nixl-cu13\].*pool\.network: none"):
         Agent("alone", serves=False)
 
 

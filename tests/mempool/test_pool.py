@@ -126,7 +126,7 @@ def test_released_bytes_are_used_again(peers: Peers) -> None:
     assert owner.put(bytes(NBYTES)) == extents
 
 
-def test_foreign_freed_and_impossible_extents_are_told_apart(peers: Peers) -> None:
+def test_foreign_freed_and_impossible_extents_have_their_own_errors(peers: Peers) -> None:
     owner, other = peers.open(0), peers.open(1)
     kept, extents = owner.put(b"kept"), owner.put(b"abc")
     with pytest.raises(AddressError, match="process 1 cannot free .* belong to process 0"):
@@ -249,7 +249,7 @@ def test_a_process_that_only_reads_cannot_give(peers: Peers) -> None:
             act()
 
 
-def test_a_closed_pool_says_so_and_closes_twice(peers: Peers) -> None:
+def test_a_closed_pool_reports_it_and_closes_twice(peers: Peers) -> None:
     owner = peers.open(0)
     extents = owner.put(b"abc")
     owner.close()
@@ -270,7 +270,7 @@ def test_another_node_needs_a_transport_that_is_not_there(peers: Peers) -> None:
         reader.get(owner.put(b"abc"))
 
 
-def test_an_empty_registry_says_that_it_has_nothing() -> None:
+def test_an_empty_registry_reports_that_it_has_nothing() -> None:
     with pytest.raises(PoolError, match="hbm into dram at distance same_node; this process has: none"):
         TransportRegistry().choose(Tier.HBM, Tier.DRAM, Distance.SAME_NODE)
 

@@ -54,7 +54,7 @@ def owner(run_id: str) -> Iterator[SegmentExport]:
         process.join(30)
 
 
-def test_what_works_is_measured_and_what_does_not_says_why(run_id: str, owner: SegmentExport) -> None:
+def test_a_link_that_works_is_measured_and_one_that_does_not_has_the_reason(run_id: str, owner: SegmentExport) -> None:
     reader = Probe(run_id, 2, "a", NUM_PROCESSES)
     (local,) = reader.measure(reader.export())
     shared, network = reader.measure(owner)
@@ -112,7 +112,7 @@ def test_a_link_far_below_the_others_is_named() -> None:
     assert any(text.startswith("local from a to a gives 2 GB/s, others of its kind 10") for text in slow_links(good))
 
 
-def test_a_network_that_is_alone_is_held_against_a_plain_copy() -> None:
+def test_a_network_without_others_is_compared_with_a_plain_copy() -> None:
     copy = link("local", "b", "b", 10)
     assert slow_links([copy, link("nixl", "a", "b", 0.3), link("nixl", "b", "a", None)]) == []
     (warning,) = slow_links([copy, link("nixl", "a", "b", 0.1)])

@@ -1,4 +1,4 @@
-"""The pool between real OS processes: zero-copy reads, a killed owner, nothing left behind."""
+"""The pool between real OS processes: zero-copy reads, a killed owner, no memory left over."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def payload(seed: int, nbytes: int) -> np.ndarray:
 
 
 def write(run_id: str, connection: Connection) -> None:
-    """The owner: puts two parts, exports, then waits to be killed (or told to end)."""
+    """Run the owner: put two parts, export, then wait to be killed or for the command to end."""
     pool = open_pool(run_id, 3, 4 << 20, [])
     connection.send((pool.export(), [pool.put(payload(seed, 1 << 20)) for seed in range(2)]))
     connection.recv()
@@ -41,7 +41,7 @@ def write(run_id: str, connection: Connection) -> None:
 
 
 def read(run_id: str, connection: Connection) -> None:
-    """A peer: reads what it is told to, and goes on reading what it has mapped when the owner is dead."""
+    """Run a peer: read the given parts, and read mapped ones again after the owner's death."""
     export, parts = connection.recv()
     pool = open_pool(run_id, 4, 0, [export])
     views = pool.get_batch(parts)
@@ -61,7 +61,7 @@ def wait_until_clean(run_id: str) -> list[str]:
     return found
 
 
-def test_a_killed_owner_is_still_read_by_who_mapped_it_and_lost_to_others() -> None:
+def test_a_killed_owner_is_still_read_where_it_was_mapped_and_lost_elsewhere() -> None:
     run_id = uuid.uuid4().hex[:12]
     to_writer, writer_end = CONTEXT.Pipe()
     to_reader, reader_end = CONTEXT.Pipe()
@@ -95,13 +95,13 @@ def test_a_killed_owner_is_still_read_by_who_mapped_it_and_lost_to_others() -> N
 
 
 def write_as(run_id: str, index: int, seed: int, connection: Connection) -> None:
-    """An owner under an index that it is given."""
+    """Run an owner under a given index."""
     pool = open_pool(run_id, index, 4 << 20, [])
     connection.send((pool.export(), pool.put(payload(seed, 1 << 20))))
     connection.recv()
 
 
-def test_what_a_restarted_process_has_is_never_read_under_old_addresses() -> None:
+def test_a_restarted_process_is_never_read_under_old_addresses() -> None:
     run_id = uuid.uuid4().hex[:12]
     published: list[SegmentExport] = []
     reader = Pool(4, "node", run_id, SPACE, 0, 256, "knob", lambda: published, processes_per_node=64)
@@ -141,7 +141,7 @@ def test_what_a_restarted_process_has_is_never_read_under_old_addresses() -> Non
     assert wait_until_clean(run_id) == []
 
 
-def test_an_owner_that_ends_by_itself_leaves_nothing() -> None:
+def test_an_owner_that_ends_by_itself_leaves_no_memory() -> None:
     run_id = uuid.uuid4().hex[:12]
     connection, other_end = CONTEXT.Pipe()
     writer = CONTEXT.Process(target=write, args=(run_id, other_end))

@@ -1,4 +1,4 @@
-"""The small version of benchmarks/soak.py; what goes wrong there is an exit code of 1 and a line that says what."""
+"""The small version of benchmarks/soak.py, which reports a fault by exit code 1 and a line of text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 NUM_SAMPLES, NUM_KILLS = 2_000, 5
 
 
-def test_every_position_is_consumed_once_whoever_is_killed() -> None:
+def test_every_position_is_consumed_once_whichever_process_is_killed() -> None:
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "benchmarks/soak.py", "--samples", str(NUM_SAMPLES), "--kills", str(NUM_KILLS), "--json"],

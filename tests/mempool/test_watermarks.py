@@ -1,4 +1,4 @@
-"""The overflow of HBM into DRAM, as a rule about every sequence of puts and releases."""
+"""The overflow of HBM into DRAM: a rule for every sequence of puts and releases."""
 
 from __future__ import annotations
 

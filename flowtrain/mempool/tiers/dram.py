@@ -1,7 +1,7 @@
 """The DRAM tier on one node: segments in anonymous shared memory, read by peers without a copy.
 
-A segment is a memfd that peers open through ``/proc/<pid>/fd/<fd>``: it has no name in ``/dev/shm`` that could be left
-behind, and its pages go with the last process that maps it.
+A segment is a memfd that peers open through ``/proc/<pid>/fd/<fd>``. So no file can be left over in ``/dev/shm``, and
+the pages are freed with the last process that maps them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_NAME = 240
 
 
 def segment_name(run_id: str, process_index: int) -> str:
-    """Return the memfd's name, unique as long as ``run_id`` is; ``/proc/<pid>/maps`` and ``fd`` show it."""
+    """Return the memfd's name, unique if ``run_id`` is; ``/proc/<pid>/maps`` and ``/proc/<pid>/fd`` show it."""
     return f"flowtrain-{run_id}-{process_index}"
 
 
@@ -40,15 +40,21 @@ class Pages(Protocol):
         """Lock the pages of a mapping."""
 
     def unlock(self, address: int) -> None:
-        """Let them go, before they are unmapped; not locked is fine."""
+        """Unlock the pages, before they are unmapped; they need not be locked."""
 
 
 class DramSegment:
-    """What this process gives to the pool: bound shared memory, writable here, read-only for peers.
+    """The shared memory that this process gives to the pool: writable here, read-only for peers.
 
-    nbytes: bytes bound at first. Fresh pages are touched by a background thread, since a first touch is slow, joined to
-    huge ones where the kernel can, and then locked by ``pages`` where it is given. Raises ResourceError where the
-    machine refuses the memory.
+    A background thread touches new pages, since a first touch is slow. It joins them into huge pages if the kernel can,
+    and then locks them with ``pages``.
+
+    run_id: unique to the run.
+    process_index: of this process.
+    nbytes: bytes bound at first.
+    pages: locks the pages; None: they are not locked.
+
+    Raises ResourceError if the machine refuses the memory.
     """
 
     def __init__(self, run_id: str, process_index: int, nbytes: int, pages: Pages | None = None) -> None:
@@ -60,7 +66,7 @@ class DramSegment:
         self._touchers: list[threading.Thread] = []
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # A reader's mapping can then never lose bytes that it counts on (that would be a SIGBUS).
+            # So a reader's mapping never loses bytes, which would be a SIGBUS.
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._array = self._bind(0, nbytes)
         except BaseException:
@@ -74,15 +80,15 @@ class DramSegment:
 
     @property
     def array(self) -> np.ndarray:
-        """All bound bytes, uint8, writable. A view of it keeps the memory mapped, also after ``close``."""
+        """All bound bytes, uint8, writable. A view of the array keeps the memory mapped, also after ``close``."""
         return self._array
 
     def grow(self, nbytes: int) -> None:
-        """Bind more memory, up to ``nbytes`` in all. Views of the array stay valid; the array becomes a longer one."""
+        """Bind more memory, up to ``nbytes`` in all. Old views stay valid; ``array`` is then a longer array."""
         self._array = self._bind(len(self._array), nbytes)
 
     def close(self) -> None:
-        """Stop offering the memory to peers; those who map it keep it."""
+        """Stop offering the memory to peers. Peers that map it keep it."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -108,7 +114,7 @@ class DramSegment:
         return array
 
     def _touch(self, array: np.ndarray, address: int, start: int) -> None:
-        """Touch the pages of ``array``, which this thread thereby keeps mapped, from byte ``start`` on; lock them."""
+        """Touch the pages of ``array`` from byte ``start`` on, then lock them. The argument keeps the array mapped."""
         joins = True
         for offset in range(start - start % _TOUCH_NBYTES, len(array), _TOUCH_NBYTES):
             if self._closing.is_set():
@@ -119,7 +125,7 @@ class DramSegment:
                 break
             whole = nbytes - nbytes % virtual_memory.HUGE_PAGE_NBYTES
             joins = joins and (not whole or virtual_memory.join_pages(address + offset, whole))
-        if self._pages is not None:  # locked ones can no more be joined
+        if self._pages is not None:  # last, since locked pages cannot be joined
             self._pages.lock(address, len(array))
 
 
@@ -130,7 +136,7 @@ def _unmap(pages: Pages | None, address: int, nbytes: int) -> None:
 
 
 class _Reservation:
-    """A range of addresses, given back when neither the region nor a view needs it any more."""
+    """A range of addresses, given back when neither the region nor a view needs it."""
 
     def __init__(self, nbytes: int) -> None:
         self.address = virtual_memory.reserve(nbytes)
@@ -141,11 +147,15 @@ class _Reservation:
 
 
 class DramRegion:
-    """This process's read-only picture of its node's part of the DRAM region.
+    """This process's read-only mapping of its node's part of the DRAM region.
 
-    processes: the indices that live on this node. Their part of the region is one contiguous range of addresses here
-    too, and each segment is mapped at its place when first read, so that a read is an addition. Where the host forbids
-    such a reservation, segments are mapped wherever there is room; the interface is the same.
+    The node's part of the region is also one contiguous range of addresses in this process. Each segment is mapped at
+    its place when it is first read, so that finding an extent is an addition. If the host forbids such a reservation,
+    segments are mapped at any free place, with the same interface.
+
+    space: the pool's address space.
+    run_id: unique to the run.
+    processes: indices that processes on this node can have.
     """
 
     def __init__(self, space: AddressSpace, run_id: str, processes: range) -> None:
@@ -163,9 +173,9 @@ class DramRegion:
         return self._reservation is not None
 
     def view(self, export: SegmentExport, offset: int, nbytes: int) -> np.ndarray:
-        """Return bytes of a segment as a read-only uint8 array without copying.
+        """Return bytes of a segment as a read-only uint8 array, without copying.
 
-        The caller has checked that they are bound. The view keeps the segment mapped, whatever becomes of its owner.
+        The caller must check that the bytes are bound. The view keeps the segment mapped, also after the owner's death.
         Raises OwnerLostError if the segment was never mapped here and its owner is gone.
         """
         array = self._arrays.get(export.process_index)
@@ -174,7 +184,7 @@ class DramRegion:
         return array[offset : offset + nbytes]
 
     def drop(self, process_index: int) -> None:
-        """Let go of a segment; its memory is given back when the last view of it is gone."""
+        """Let go of a segment. Its memory is given back when the last view of it is gone."""
         with self._lock:
             self._arrays.pop(process_index, None)
 
@@ -211,14 +221,14 @@ class DramRegion:
 
     def _map(self, fd: int, export: SegmentExport) -> np.ndarray:
         reservation, index = self._reservation, export.process_index
-        # A place is used once: should a segment that was let go come back, a view of the first mapping may be alive.
+        # A place is used once: if a dropped segment comes back, a view of its first mapping may still exist.
         if reservation is None or index not in self._processes or index in self._placed:
             address = virtual_memory.map_file(fd, export.bound_nbytes, writable=False)
             return virtual_memory.array_at(
                 address, export.bound_nbytes, writable=False, on_release=virtual_memory.unmap
             )
-        # All that the segment can ever become is mapped at once, so that growth needs no new mapping; who looks past
-        # the bound bytes has been stopped by the page table.
+        # The segment's largest size is mapped at once, so that growth needs no new mapping. The page table refuses
+        # reads past the bound bytes.
         nbytes = self._space.segment_nbytes
         address = reservation.address + self._processes.index(index) * nbytes
         virtual_memory.map_file(fd, nbytes, writable=False, address=address)
@@ -227,12 +237,12 @@ class DramRegion:
 
 
 def _open_segment(export: SegmentExport, run_id: str) -> int:
-    """Open a peer's segment. Raises OwnerLostError if that process is gone, or its number is somebody else's now."""
+    """Open a peer's segment. Raises OwnerLostError if the process is gone, or another one has its pid."""
     path = f"/proc/{export.pid}/fd/{export.fd}"
     expected = f"/memfd:{segment_name(run_id, export.process_index)} (deleted)"
     found = None
     try:
-        # Looked at first, since opening a stranger's pipe or device may block or do something.
+        # The link is checked first, since opening another program's pipe or device may block or have effects.
         found = os.readlink(path)
         if found == expected:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
 """The HBM tier on one node: segments of device memory, read by peers through the device runtime's IPC.
 
-Here and in ``page_lock`` alone the runtime has a name: CUDA, by the calls with which ``torch.multiprocessing`` shares a
-storage (torch 2.11 to 2.13). Nothing is unpickled: what crosses is a ``DeviceExport``, checked before it is used. Not
-yet run on a device; ``scripts/check_hbm.py`` tries it on one.
+Only this file and ``page_lock`` name the runtime: CUDA, with the calls by which ``torch.multiprocessing`` shares a
+storage (torch 2.11 to 2.13). Nothing is unpickled: peers send a ``DeviceExport``, which is checked before it is used.
+This has not run on a device yet; ``scripts/check_hbm.py`` tries it on one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ KNOB = "pool.hbm_segment_nbytes"
 NO_ACCELERATOR = "no accelerator"
 STAMP_NBYTES = 16
 _RUNTIME = "cuda"
-_HANDLE_NBYTES = range(64, 1 << 16)  # a runtime's handle of 64 bytes, and what torch puts before it
+_HANDLE_NBYTES = range(64, 1 << 16)  # the runtime's handle of 64 bytes, and the bytes that torch puts before it
 _COUNTERS = 10_000  # in one of torch's files of reference counters
 _COUNTER_FILE = re.compile(rb"/torch_[0-9_]{1,200}")
-_STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/<pid>/stat, behind the name
+_STATE_FIELD, _STARTED_FIELD = 0, 19  # of /proc/<pid>/stat, counted after the name
 
 
 def why_absent(device: torch.device) -> str | None:
-    """Say why a process that computes on ``device`` has no HBM tier; None where it can have one."""
+    """Return why a process that computes on ``device`` has no HBM tier; None if it can have one."""
     if device.type == "cpu":
         return NO_ACCELERATOR
     return None if device.type == _RUNTIME else f"memory of {device.type} devices is not shared by this version"
@@ -39,7 +39,7 @@ def why_absent(device: torch.device) -> str | None:
 def started_ticks(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it is gone, or dead and not yet reaped.
 
-    With its number it names a process for good: numbers are used again.
+    The pid and this time together identify a process for good; a pid alone can be used again.
     """
     try:
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -51,7 +51,7 @@ def started_ticks(pid: int) -> int | None:
 class HbmSegment:
     """Device memory that this process gives to the pool: writable here, exported to its node.
 
-    nbytes: bytes bound, for good. Raises ResourceError where the device has not so many left, or cannot share them.
+    nbytes: bytes bound, for good. Raises ResourceError if the device has too little memory left, or cannot share it.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -60,7 +60,7 @@ class HbmSegment:
             memory = torch.empty(nbytes + STAMP_NBYTES, dtype=torch.uint8, device=device)
             memory[nbytes:].copy_(torch.frombuffer(bytearray(stamp), dtype=torch.uint8))
             torch.accelerator.synchronize(device)
-            # What it ends with is an event, which nobody needs to wait for: the stamp is there.
+            # The last values describe an event; no reader needs to wait for it, since the stamp is written already.
             _, handle, size, offset, counter_file, index, *_ = memory.untyped_storage()._share_cuda_()
         except RuntimeError as error:
             raise ResourceError(
@@ -74,16 +74,16 @@ class HbmSegment:
         self.export = DeviceExport(_RUNTIME, handle, size, offset, counter_file, index, stamp, started)
 
     def close(self) -> None:
-        """Stop offering the memory; it is free when the last view of it here is gone. Peers must not read it then."""
-        # Torch counts on one reader of each handle and keeps memory that none has read; here the owner decides.
+        """Stop offering the memory. It is freed with the last view of it here; peers must not read it any more."""
+        # Torch expects one reader of each handle and keeps memory that none has read. Here the owner decides.
         torch.UntypedStorage._release_ipc_counter_cuda(self.export.counter_file, self.export.counter_index)
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
 class HbmRegion:
-    """This process's picture of its node's HBM segments: each imported onto ``device`` when it is first read.
+    """The HBM segments of this process's node, each imported onto ``device`` when it is first read.
 
-    The owner may compute on a device that this process does not see: the runtime maps its memory all the same.
+    The owner may compute on a device that this process does not see; the runtime maps its memory in that case too.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,9 +92,9 @@ class HbmRegion:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def tensor(self, export: SegmentExport) -> torch.Tensor:
-        """Return a peer's bound bytes, uint8; valid while the peer lives, so copy and then ``check_owner``.
+        """Return a peer's bound bytes, uint8. They are valid while the peer lives: copy them, then ``check_owner``.
 
-        Raises OwnerLostError if the peer is gone, PoolError for an export that is none or that cannot be mapped.
+        Raises OwnerLostError if the peer is gone, PoolError for an invalid export or one that cannot be mapped.
         """
         with self._lock:
             tensor = self._tensors.get(export.process_index)
@@ -143,7 +143,7 @@ class HbmRegion:
             self.check_owner(export)
             raise PoolError(
                 f"the hbm segment of process {export.process_index} cannot be mapped onto {self._device} ({error}); "
-                f"devices must reach each other's memory, and processes share a container: else set {KNOB} to 0"
+                f"devices must reach each other's memory, and processes must share a container; or set {KNOB} to 0"
             ) from error
         if stamp != found.stamp:
             raise OwnerLostError(
@@ -154,7 +154,7 @@ class HbmRegion:
 
 
 def checked_export(export: SegmentExport) -> DeviceExport:
-    """Return the device part of an export if every field is what the runtime may be given. Raises PoolError."""
+    """Return the device part of an export, if every field is safe to give to the runtime. Raises PoolError."""
     device = export.device
     if type(device) is not DeviceExport:
         raise PoolError(f"process {export.process_index} exports {export.tier} without a handle of device memory")
@@ -168,7 +168,7 @@ def checked_export(export: SegmentExport) -> DeviceExport:
 
 
 def _wrong_fields(device: DeviceExport, bound_nbytes: int) -> list[str]:
-    types = {field.name: field.type for field in fields(device)}  # as written: this is no place for a subclass
+    types = {field.name: field.type for field in fields(device)}  # by exact name: subclasses are refused
     if wrong := [name for name, kind in types.items() if type(getattr(device, name)).__name__ != kind]:
         return wrong
     holds = {

@@ -1,4 +1,4 @@
-"""Page-locked DRAM: what the device's copy engine reads and writes without a detour, and beside other work."""
+"""Page-locked DRAM: the device's copy engine reads and writes it directly, at the same time as other work."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ALL_DEVICES = 1
 class PageLock:
     """Page-locks mapped memory with the device runtime, for all devices of this process. Thread-safe.
 
-    What the runtime refuses stays pageable, and a warning says why: copies are slower, nothing else changes.
+    Memory that the runtime refuses stays pageable, and a warning gives the reason. Only copies are slower then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.RLock()  # a mapping may die, and be unlocked, at any moment
+        self._lock = threading.RLock()  # a mapping may end, and be unlocked, at any moment
         self._locked: set[int] = set()
 
     def lock(self, address: int, nbytes: int) -> None:
         """Lock a mapping's pages, which touches them all.
 
-        To be called in a thread that starts no kernels: the runtime remembers a refusal for the thread's next one.
+        Call it in a thread that starts no kernels: the runtime reports a refusal again at the thread's next kernel.
         """
         with self._lock:
             error = torch.cuda.cudart().cudaHostRegister(address, nbytes, _ALL_DEVICES)
@@ -34,15 +34,15 @@ class PageLock:
                 self._locked.add(address)
                 return
         logger.warning(
-            "%d bytes of pool memory cannot be page-locked, so that copies between them and %s are slower: "
-            "cudaHostRegister says %s",
+            "%d bytes of pool memory cannot be page-locked, so copies between them and %s are slower: "
+            "cudaHostRegister reports %s",
             nbytes,
             self._device,
             torch.cuda.CudaError(int(error)),
         )
 
     def unlock(self, address: int) -> None:
-        """Let the pages of a mapping go, before it is unmapped; not locked is fine."""
+        """Unlock a mapping's pages, before it is unmapped; they need not be locked."""
         with self._lock:
             if address in self._locked:
                 self._locked.discard(address)

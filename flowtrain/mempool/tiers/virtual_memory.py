@@ -1,4 +1,4 @@
-"""Mappings at chosen addresses, which Python's mmap module cannot make: thin wrappers round libc."""
+"""Mappings at chosen addresses, which Python's mmap module does not offer: thin wrappers round libc."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def reserve(nbytes: int) -> int:
-    """Reserve a contiguous range of addresses that costs no memory; returns its start. Raises OSError if forbidden.
+    """Reserve a contiguous range of addresses, which takes no memory. Returns its start. Raises OSError if forbidden.
 
-    It starts where a huge page can, so that a file mapped there can lie in huge pages.
+    The start is aligned for huge pages, so that a file mapped there can use them.
     """
     return _reserve(nbytes)
 
 
 def withdraw(address: int, nbytes: int) -> None:
-    """Turn part of a reservation back into mere addresses; whatever was mapped there lets go of its pages."""
+    """Turn part of a reservation back into reserved addresses, and unmap what was mapped there."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
     _map(address, nbytes, _PROT_NONE, flags, -1)
 
 
 def map_file(fd: int, nbytes: int, *, writable: bool, address: int | None = None) -> int:
-    """Map a file's first bytes, shared; at ``address`` (inside a reservation) if it is given, else where there is room.
+    """Map a file's first bytes, shared: at ``address`` inside a reservation, or at any free place if it is None.
 
-    Returns the address, which is one where a huge page can start unless it was given. Raises OSError.
+    Returns the address; an address that was not given is aligned for huge pages. Raises OSError.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     start = _reserve(nbytes) if address is None else address
@@ -63,16 +63,18 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Touch a writable range without changing it; False where the kernel does not know how (before Linux 5.14)."""
+    """Touch a writable range without changing it. Returns False if the kernel cannot (before Linux 5.14)."""
     return _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0
 
 
 def join_pages(address: int, nbytes: int) -> bool:
-    """Bring the populated pages of a range together in huge pages; False where this kernel cannot (before Linux 6.1).
+    """Join the populated pages of a range into huge pages. Returns False if the kernel cannot (before Linux 6.1).
 
-    Contents stay, and may be written meanwhile; pages that are pinned, or for which there is no huge page now, are left
-    alone. address, nbytes: multiples of ``HUGE_PAGE_NBYTES``. (Shared memory gets huge pages by itself only where the
-    host's ``shmem_enabled`` says so; copies into small ones were 5 to 10 % slower.)
+    The contents stay, and may be written at the same time. Pages that are pinned, or without a free huge page, stay as
+    they are. address, nbytes: multiples of ``HUGE_PAGE_NBYTES``.
+
+    Reason: shared memory gets huge pages by itself only if the host's ``shmem_enabled`` allows it. Copies into small
+    pages were 5 to 10 % slower.
     """
     return _libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0 or ctypes.get_errno() != errno.EINVAL
 
@@ -80,8 +82,8 @@ def join_pages(address: int, nbytes: int) -> bool:
 def array_at(address: int, nbytes: int, *, writable: bool, on_release: Callable[[int, int], None]) -> np.ndarray:
     """Return mapped bytes as a uint8 array.
 
-    ``on_release(address, nbytes)`` is called when the array and every view of it are gone; not at exit, when the system
-    unmaps.
+    ``on_release(address, nbytes)`` is called when the array and every view of it are gone. It is not called at exit,
+    when the system unmaps.
     """
     memory = _Memory(address, nbytes, writable)
     weakref.finalize(memory, on_release, address, nbytes).atexit = False
@@ -89,7 +91,7 @@ def array_at(address: int, nbytes: int, *, writable: bool, on_release: Callable[
 
 
 class _Memory:
-    """What numpy keeps as the base of an array and of all its views."""
+    """The base that numpy keeps for an array and all its views."""
 
     def __init__(self, address: int, nbytes: int, writable: bool) -> None:
         self.__array_interface__ = {

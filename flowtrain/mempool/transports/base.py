@@ -1,4 +1,4 @@
-"""What every transport can do: bring the bytes of resolved extents here."""
+"""The interface of all transports: they bring the bytes of resolved extents to this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Distance(enum.StrEnum):
-    """How far apart the owner of the bytes and their reader are."""
+    """Distance between the owner of the bytes and their reader."""
 
     SAME_PROCESS = "same_process"
     SAME_NODE = "same_node"
@@ -26,38 +26,38 @@ class Distance(enum.StrEnum):
 
 
 class Arrival(ABC):
-    """Bytes on their way to this process; one that is dropped unread gives back what it took."""
+    """A read in progress. If it is dropped unread, it gives back its buffers."""
 
     @abstractmethod
     def wait(self) -> list[np.ndarray]:
-        """Return the bytes of each source, uint8, read-only; to be called once. Raises OwnerLostError."""
+        """Wait, and return the bytes of each source, uint8, read-only. Call it once. Raises OwnerLostError."""
 
 
 class Arrived(Arrival):
-    """Bytes that were here at once."""
+    """A read that is complete already."""
 
     def __init__(self, data: list[np.ndarray]) -> None:
         self._data = data
 
     def wait(self) -> list[np.ndarray]:
-        """Return them."""
+        """Return the bytes."""
         return self._data
 
 
 class Transport(ABC):
-    """One way to read pool memory. Thread-safe; extents reach it already resolved by the page table."""
+    """One way to read pool memory. Thread-safe. Its sources are extents that the page table has resolved."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def view(self, source: Mapping) -> np.ndarray | None:
-        """Return the bytes as a read-only uint8 array without copying; None where this transport can only copy.
+        """Return the bytes as a read-only uint8 array without copying; None if this transport can only copy.
 
         Raises OwnerLostError if the owner is gone and its memory with it.
         """
 
     def read(self, sources: Sequence[Mapping]) -> list[np.ndarray]:
-        """Return the bytes of each source, as ``view`` does; a batch is one call, so that a network makes one transfer.
+        """Return the bytes of each source, as ``view`` does. A batch is one call, so that a network makes one transfer.
 
         Raises OwnerLostError as ``view``.
         """
@@ -66,20 +66,20 @@ class Transport(ABC):
         return [view for view in views if view is not None]
 
     def start(self, sources: Sequence[Mapping]) -> Arrival:
-        """As ``read``, but a network only starts its transfer, so that the caller can do something else meanwhile."""
+        """As ``read``, but a network only starts its transfer, so that the caller can work in the meantime."""
         return Arrived(self.read(sources))
 
     def scatter(self, sources: Sequence[Mapping], destinations: Sequence[np.ndarray]) -> None:
-        """Copy the bytes of each source into its destination (uint8, as long); a batch is one call."""
+        """Copy the bytes of each source into its destination, uint8 of the same length. A batch is one call."""
         for data, destination in zip(self.read(sources), destinations, strict=True):
             destination[:] = data
 
     def copy(self, sources: Sequence[Mapping], destinations: Sequence[Tensor]) -> None:
-        """Copy each source into its destination (uint8, as long) on a device, there when this returns."""
+        """Copy each source into its destination on a device, uint8 of the same length; complete when this returns."""
         raise PoolError(f"transport {self.name} does not write device memory")
 
     def read_into(self, sources: Sequence[Mapping], destination: np.ndarray) -> None:
-        """Copy the bytes of ``sources``, one after another, into ``destination`` (uint8, as long as their sum)."""
+        """Copy the bytes of ``sources``, one after another, into ``destination`` (uint8, of their total length)."""
         nbytes = sum(source.nbytes for source in sources)
         if nbytes != len(destination):
             raise PoolError(f"{nbytes} bytes were read into a destination of {len(destination)}")

@@ -1,4 +1,4 @@
-"""Reads of HBM segments: of the own one, and of same-node peers' through the device runtime's IPC."""
+"""Reads of HBM segments: the own segment, and those of same-node peers through the device runtime's IPC."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from flowtrain.types.memory import SegmentExport, Tier
 
 
 class DeviceTransport(Transport):
-    """Copies out of device memory, to the host or within the device. There are no views: a peer's memory goes with it.
+    """Copies out of device memory, to the host or within the device. It has no views: memory goes with its owner.
 
-    device: that this process computes on; copies run on its current stream, and are done when a call returns.
+    device: the device that this process computes on. Copies run on its current stream; they are complete when a call
+        returns.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,19 +39,19 @@ class DeviceTransport(Transport):
         self.copy(sources, [torch.from_numpy(destination) for destination in destinations])
 
     def copy(self, sources: Sequence[Mapping], destinations: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its destination (uint8, as long), on the host or the device.
+        """Copy each source into its destination (uint8, of the same length), on the host or the device.
 
-        Raises OwnerLostError if an owner is gone; what was copied is then not to be used.
+        Raises OwnerLostError if an owner is gone; the copied bytes must not be used then.
         """
         exports = {source.export.process_index: source.export for source in sources}.values()
-        for export in exports:  # a read of what is no memory any more would break this process's device context
+        for export in exports:  # a read of freed memory would break this process's device context
             self._check(export)
         try:
             for (export, offset, nbytes), destination in zip(sources, destinations, strict=True):
                 destination.copy_(self._tensor(export)[offset : offset + nbytes], non_blocking=True)
             torch.accelerator.current_stream(self._device).synchronize()
         finally:
-            # Again, since an owner may die at any moment, and what it had may be anybody's then.
+            # Again, since an owner may die at any moment, and another process may then get its memory.
             for export in exports:
                 self._check(export)
 
@@ -63,7 +64,7 @@ class DeviceTransport(Transport):
 
 
 class HbmLocalTransport(DeviceTransport):
-    """Reads of this process's own HBM segment."""
+    """Reads this process's own HBM segment."""
 
     name: ClassVar[str] = "local"
 
@@ -76,7 +77,7 @@ class HbmLocalTransport(DeviceTransport):
 
 
 class DeviceIpcTransport(DeviceTransport):
-    """Reads of same-node peers' HBM segments."""
+    """Reads the HBM segments of same-node peers."""
 
     name: ClassVar[str] = "device_ipc"
 

@@ -1,4 +1,4 @@
-"""Buffers that network reads land in: registered once, handed out as views, taken back when the views are gone."""
+"""Buffers for network reads: registered once, returned as views, and reused when the views are gone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SMALLEST_NBYTES = 1 << 20
 
 
 class LandingBuffer:
-    """Registered memory of the process. ``address`` and ``nbytes`` say where."""
+    """Registered memory of the process: ``nbytes`` bytes at ``address``."""
 
     def __init__(self, nbytes: int) -> None:
-        # A page more, so that the bytes can start at a page, as those of a segment do.
+        # One page more, so that the bytes can start at a page, like those of a segment.
         self._memory = np.empty(nbytes + virtual_memory.PAGE_NBYTES, np.uint8)
         self.address = -(-self._memory.ctypes.data // virtual_memory.PAGE_NBYTES) * virtual_memory.PAGE_NBYTES
         self.nbytes = nbytes
@@ -30,17 +30,19 @@ class LandingBuffer:
 class LandingBuffers:
     """All landing buffers of one transport; the caller serialises ``take``.
 
-    register: makes a new buffer known to the network; called once a buffer, since registering is slow. Sizes are powers
-    of two, so that reads of similar sizes share one buffer and all sizes together need less than twice the largest.
+    Sizes are powers of two, so that reads of similar sizes share a buffer, and one buffer of each size together take
+    less than twice the largest.
+
+    register: registers a new buffer with the network; called once per buffer, since it is slow.
     """
 
     def __init__(self, register: Callable[[LandingBuffer], None]) -> None:
         self._register = register
-        # Views die in any thread at any moment, and appending to a deque needs no lock.
+        # Views end in any thread at any moment, and appending to a deque needs no lock.
         self._idle: defaultdict[int, deque[LandingBuffer]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> LandingBuffer:
-        """Return a buffer of at least ``nbytes`` that nobody reads."""
+        """Return a buffer of at least ``nbytes`` that is not in use."""
         size = max(_SMALLEST_NBYTES, 1 << (nbytes - 1).bit_length())
         idle = self._idle[size]
         if idle:
@@ -50,12 +52,12 @@ class LandingBuffers:
         return buffer
 
     def give_back(self, buffer: LandingBuffer) -> None:
-        """Let a buffer be taken again that nobody reads and no transfer writes."""
+        """Let a buffer be reused. No view may read it, and no transfer may write it."""
         self._idle[buffer.nbytes].append(buffer)
 
     def hand_over(self, buffer: LandingBuffer, let_go: Callable[[], None]) -> np.ndarray:
-        """Return the buffer's bytes, uint8, read-only; ``let_go`` is called when they and every view of them are gone.
+        """Return the buffer's bytes, uint8, read-only. ``let_go`` is called when they and every view of them are gone.
 
-        It is to give the buffer back, once no transfer writes it.
+        ``let_go`` must give the buffer back, once no transfer writes it.
         """
         return virtual_memory.array_at(buffer.address, buffer.nbytes, writable=False, on_release=lambda *_: let_go())

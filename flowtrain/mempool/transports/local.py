@@ -1,4 +1,4 @@
-"""Reads of the process's own segment."""
+"""Reads the process's own DRAM segment."""
 
 from __future__ import annotations
 

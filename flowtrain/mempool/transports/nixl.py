@@ -1,4 +1,4 @@
-"""Reads from other nodes by NIXL: one-sided, and one transfer an owner for all extents of a batch (FlowTrain 3.2)."""
+"""Reads from other nodes by NIXL: one-sided, with one transfer per owner for all extents of a batch (FlowTrain 3.2)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ from flowtrain.mempool.transports.nixl_offer import NixlOffer
 from flowtrain.types.memory import SegmentExport
 
 _SPIN_S = 20e-3
-"""A waiting thread yields its core between two looks for so long, then sleeps: where the network cannot read memory
-itself, the bytes are taken in by looking."""
+"""A waiting thread yields its core between two polls for this time, then sleeps between polls. A network that cannot
+read memory itself takes in the bytes during polls."""
 _POLL_S = 50e-6
 
 
 class NixlTransport(Transport):
-    """DRAM of other nodes, read into registered buffers of this process; what it returns are views of these.
+    """Reads DRAM of other nodes into registered buffers of this process, and returns views of these.
 
-    name: of this process on the network, unique. timeout_s: what one batch may take. Thread-safe: NIXL's agent is not,
-    so one thread at a time enters it; threads wait for their transfers outside. Raises ResourceError without NIXL.
+    Thread-safe. NIXL's agent is not, so one thread at a time enters it; threads wait for their transfers outside.
+
+    name: of this process on the network, unique.
+    timeout_s: longest time of one batch.
+
+    Raises ResourceError without NIXL.
     """
 
     name: ClassVar[str] = "nixl"
@@ -43,7 +47,7 @@ class NixlTransport(Transport):
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._agent = agent = Agent(f"{name}-{secrets.token_hex(4)}", serves=False)
-        # At the latest before the interpreter frees the memory that the agent still writes.
+        # Runs at the latest before the interpreter frees the memory that the agent still writes.
         self._closer = weakref.finalize(self, agent.close)
         self._offer: NixlOffer | None = None
         self._peers: dict[SegmentKey, Peer] = {}
@@ -53,11 +57,11 @@ class NixlTransport(Transport):
         self._dropped: deque[Batch] = deque()
 
     def offer(self, array: np.ndarray) -> bytes:
-        """Let others read the own segment; as ``NixlOffer.export``."""
+        """Let other processes read the own segment; as ``NixlOffer.export``."""
         with self._lock:
             self._check_open()
             if self._offer is None:
-                # An agent of its own: a thread that answers others and a thread that reads would wait for each other.
+                # A second agent: a thread that answers other processes and a thread that reads would block each other.
                 self._offer = NixlOffer(f"{self._name}-{secrets.token_hex(4)}")
         return self._offer.export(array)
 
@@ -66,20 +70,20 @@ class NixlTransport(Transport):
         return self.read((source,))[0]
 
     def read(self, sources: Sequence[Mapping]) -> list[np.ndarray]:
-        """Read all sources, by one transfer from each owner, all under way at once.
+        """Read all sources, with one transfer from each owner; all transfers run at once.
 
-        Returns read-only views of a buffer that is used again when the last of them is gone. Raises OwnerLostError if
-        an owner is gone, does not answer in time, or is not the process that published the segment.
+        Returns read-only views of a buffer, which is reused when the last view is gone. Raises OwnerLostError if an
+        owner is gone, does not answer in time, or is not the process that published the segment.
         """
         return self.start(sources).wait()
 
     def start(self, sources: Sequence[Mapping]) -> Arrival:
-        """Start to ``read``."""
+        """Start a ``read``."""
         if not sources:
             return Arrived([])
         shares, starts, nbytes = lay_out(sources)
         batch = self._begin(shares, nbytes)
-        # The views are made while the bytes travel.
+        # The views are created while the bytes travel.
         data = self._landing.hand_over(batch.buffer, lambda: self._let_go(batch))
         views = [data[start : start + source.nbytes] for start, source in zip(starts, sources, strict=True)]
         return _Landing(self, batch, views)
@@ -129,7 +133,7 @@ class NixlTransport(Transport):
         return batch
 
     def _let_go(self, batch: Batch) -> None:
-        """Take note that nobody looks at a batch any more. Takes no lock: garbage collection calls it anywhere."""
+        """Note that a batch has no views any more. Takes no lock: garbage collection calls it anywhere."""
         if batch.has_arrived:
             self._landing.give_back(batch.buffer)
         else:
@@ -158,7 +162,7 @@ class NixlTransport(Transport):
         return peer
 
     def _wait(self, batch: Batch) -> None:
-        """Wait for all transfers. Raises OwnerLostError for the first that breaks off, or at the limit."""
+        """Wait for all transfers. Raises OwnerLostError when one breaks off, or at the limit."""
         started = time.monotonic()
         waiting = list(batch.shares.values())
         while True:
@@ -215,7 +219,7 @@ class NixlTransport(Transport):
             self._agent.disconnect(peer.name)
 
     def _reap(self) -> None:
-        """Take back the buffers of batches that nobody wants, each once nothing can be written into it any more."""
+        """Take back the buffers of unread batches, each when no transfer can write into it any more."""
         while self._dropped:
             batch = self._dropped.popleft()
             self._under_way.remove(batch)
@@ -231,13 +235,13 @@ class NixlTransport(Transport):
         self._abandoned = left
 
     def _settle(self, share: Share) -> None:
-        """Release the transfer of an abandoned share, if it came to an end."""
+        """Release the transfer of an abandoned share, if it has ended."""
         if share.handle is None:
             return
         try:
             ended = self._agent.is_done(share.handle)
         except TransferError:
-            ended = True  # some of its runs may be under way yet: only a release tells
+            ended = True  # some of its runs may still be running: only a release shows it
         if ended:
             self._release(share)
 
@@ -251,7 +255,7 @@ class NixlTransport(Transport):
 
 
 class _Landing(Arrival):
-    """A batch under way, and what will be in ``views`` once it has arrived."""
+    """A batch in progress, and the views of its buffer, valid once it has arrived."""
 
     def __init__(self, transport: NixlTransport, batch: Batch, views: list[np.ndarray]) -> None:
         self._transport = transport

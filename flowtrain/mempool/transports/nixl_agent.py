@@ -1,4 +1,4 @@
-"""A NIXL agent as the transport needs it. Nothing else imports NIXL, which is an optional dependency."""
+"""A NIXL agent for the transport. No other module imports NIXL, an optional dependency."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flowtrain.errors import ResourceError
 
 logger = logging.getLogger(__name__)
 
-_MODULES = ("nixl_cu12", "nixl_cu13")  # one build a CUDA release; without a device both do the same
+_MODULES = ("nixl_cu12", "nixl_cu13")  # one build per CUDA release; without a device both do the same
 NIXL_INSTALL = "pip install 'flowtrain[nixl-cu12]', or 'flowtrain[nixl-cu13]' for CUDA 13"
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _UCX_DEFAULTS = {"UCX_TCP_TX_SEG_SIZE": "64k"}
-"""What UCX is told unless the user did: over TCP it answers a READ in segments of this size; with its own 8 KiB large
-batches are several times slower. Other links do not look at it."""
+"""UCX settings, unless the user set them. Over TCP, UCX answers a READ in segments of this size; with its default of
+8 KiB large batches are several times slower. Other links ignore it."""
 
 _WAKE_US = 10_000
-"""How often NIXL's thread looks for work that it was not woken for. With 0, as NIXL's own Python API has it, the thread
-spins: a core of every process."""
+"""How often NIXL's thread looks for work without being woken. With 0, the value of NIXL's own Python API, the thread
+spins and takes a core of every process."""
 
 Descriptor = tuple[int, int, int]
 """(address, nbytes, 0) in DRAM."""
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class TransferError(Exception):
-    """NIXL refused or broke off; the transport says what that means."""
+    """NIXL refused a call, or a transfer broke off. The transport raises its own error for it."""
 
 
 def nixl_module() -> str | None:
@@ -39,11 +39,14 @@ def nixl_module() -> str | None:
 
 
 class Agent:
-    """One end of the network. Not thread-safe: the caller lets in one thread at a time.
+    """A process's connection to the network. Not thread-safe: the caller lets in one thread at a time.
 
-    serves: others read this process's memory: it has a thread that answers them and sleeps until it is woken. Without
-    one, transfers go on when somebody asks how far they are (and by themselves where the network can read memory).
-    Raises ResourceError where NIXL is not installed or does not start.
+    name: unique on the network.
+    serves: other processes read this process's memory. The agent then has a thread that answers them and sleeps until
+        it is woken. Without the thread, transfers advance when the caller asks for their state; where the network can
+        read memory itself, they also advance without that.
+
+    Raises ResourceError if NIXL is not installed or does not start.
     """
 
     def __init__(self, name: str, *, serves: bool) -> None:
@@ -70,17 +73,17 @@ class Agent:
         self._registered: list[tuple[Any, object]] = []
 
     def register(self, address: int, nbytes: int, owner: object) -> None:
-        """Make memory known to the network, for as long as the agent lives; ``owner`` is kept alive until then."""
+        """Register memory with the network until the agent closes; ``owner`` is kept alive until then."""
         registration = self._regions([(address, nbytes)])
         self._call(self._agent.registerMem, registration)
         self._registered.append((registration, owner))
 
     def metadata(self, memory: Sequence[tuple[int, int]]) -> bytes:
-        """Return what a peer needs to connect and to read these registered runs."""
+        """Return what a peer needs to connect and to read these registered runs of (address, nbytes)."""
         return bytes(self._call(self._agent.getLocalPartialMD, self._regions(memory), True, [self._backend]))
 
     def connect(self, metadata: bytes) -> str:
-        """Take in a peer, or what is new of it; returns its name. Raises TransferError where nobody answers."""
+        """Connect to a peer, or take in its new metadata; returns its name. Raises TransferError without an answer."""
         return self._call(self._agent.loadRemoteMD, metadata).decode()
 
     def disconnect(self, name: str) -> None:
@@ -91,7 +94,7 @@ class Agent:
             logger.debug("%s was not connected any more: %s", name, error)
 
     def read(self, name: str, here: list[Descriptor], there: list[Descriptor]) -> int:
-        """Start one transfer of all these runs; returns its handle. Raises TransferError if the peer is gone."""
+        """Start one transfer of all these runs. Returns its handle. Raises TransferError if the peer is gone."""
         runs = [self._nixl.nixlXferDList(self._nixl.DRAM_SEG, descriptors) for descriptors in (here, there)]
         handle = int(self._call(self._agent.createXferReq, self._nixl.NIXL_READ, *runs, name))
         try:
@@ -109,7 +112,7 @@ class Agent:
         return bool(state == self._nixl.NIXL_SUCCESS)
 
     def release(self, handle: int) -> bool:
-        """Forget a transfer; False while it is under way and cannot be broken off, so that bytes may still arrive."""
+        """Forget a transfer. Returns False while it runs and cannot be stopped, so that bytes may still arrive."""
         try:
             self._call(self._agent.releaseXferReq, handle)
         except TransferError as error:
@@ -118,7 +121,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """Leave the network; only then the memory is let go, since NIXL crashes on memory that went before it."""
+        """Leave the network, and only then let go of the memory: NIXL crashes if memory is freed first."""
         for registration, _ in reversed(self._registered):
             try:
                 self._call(self._agent.deregisterMem, registration)
@@ -142,6 +145,6 @@ def _warn_of_slow_settings() -> None:
         if "expandable_segments:true" in os.environ.get(variable, "").lower().replace(" ", ""):
             logger.warning(
                 "%s has expandable_segments:True, with which NIXL reads device memory hundreds of times slower without "
-                "saying so; leave it out when encoders and backbone are on different nodes",
+                "a warning; leave it out when encoders and backbone are on different nodes",
                 variable,
             )

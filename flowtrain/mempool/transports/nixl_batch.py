@@ -1,4 +1,4 @@
-"""One batch of network reads: what is asked of each owner, and where it lands."""
+"""One batch of network reads: the runs to read from each owner, and where they land."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flowtrain.mempool.transports.nixl_export import STAMP_NBYTES, NetworkExport
 from flowtrain.types.memory import SegmentExport
 
 LARGEST_GAP_NBYTES = PAGE_NBYTES
-"""Extents that lie at most this far apart are read as one run: the bytes between cost less than one more request."""
+"""Extents that lie at most this far apart are read as one run: reading the gap takes less than one more request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An owner as this process connected to it. wire: the export that this was read from, to see when it changes."""
+    """A connected owner. wire: the bytes that ``export`` was read from, to notice when they change."""
 
     name: str
     export: NetworkExport
@@ -26,7 +26,7 @@ class Peer:
 
 
 Run = tuple[int, int, int]
-"""Bytes of a segment that are read together: (offset, nbytes, where they land in the buffer)."""
+"""Bytes of a segment that are read together: (offset, nbytes, start in the landing buffer)."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch on its way into ``buffer``, or there."""
+    """A batch that is being read into ``buffer``, or has arrived."""
 
     buffer: LandingBuffer
     shares: dict[SegmentKey, Share] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Batch:
 
 
 def lay_out(sources: Sequence[Mapping]) -> tuple[dict[SegmentKey, Share], list[int], int]:
-    """Plan where everything lands: shares by owner, the start of each source in the buffer, the buffer's size.
+    """Plan where everything lands. Returns shares by owner, each source's start in the buffer, the buffer's size.
 
     Sources that overlap or lie close are read as one run.
     """
@@ -79,8 +79,8 @@ def _lay_out_owner(
     sources: Sequence[Mapping], ascending: Sequence[int], runs: list[Run], starts: list[int], start: int
 ) -> int:
     """Fill in the runs and starts of one owner's sources, from ``start`` on; returns where they end in the buffer."""
-    first = last = sources[ascending[0]].offset  # of the run at hand
-    # As far into a page as it is in the segment, so that every extent keeps its alignment.
+    first = last = sources[ascending[0]].offset  # of the current run
+    # At the same offset in a page as in the segment, so that every extent keeps its alignment.
     start += (first - start) % PAGE_NBYTES
     for index in ascending:
         _, offset, nbytes = sources[index]
@@ -97,12 +97,12 @@ def _lay_out_owner(
 
 
 def requests(share: Share, export: NetworkExport, buffer_address: int) -> tuple[list[Descriptor], list[Descriptor]]:
-    """Return what is to be read, stamp first: where it lands, and where it lies in the owner. Raises AddressError."""
+    """Return the descriptors to read, stamp first: landing places, and places in the owner. Raises AddressError."""
     here = [(buffer_address + share.stamp_start, STAMP_NBYTES, 0)]
     there = [(export.stamp_address, STAMP_NBYTES, 0)]
     piece = export.pieces[0]
     offset, nbytes, _ = share.runs[-1]
-    if offset + nbytes <= piece.nbytes:  # the rule: a segment that has not grown
+    if offset + nbytes <= piece.nbytes:  # the usual case: a segment that has not grown
         base = piece.address
         here += [(buffer_address + start, nbytes, 0) for _, nbytes, start in share.runs]
         there += [(base + offset, nbytes, 0) for offset, nbytes, _ in share.runs]
@@ -117,5 +117,5 @@ def requests(share: Share, export: NetworkExport, buffer_address: int) -> tuple[
 
 
 def key_of(export: SegmentExport) -> SegmentKey:
-    """Return what names an export's segment."""
+    """Return the key of an export's segment."""
     return export.tier, export.process_index

@@ -1,4 +1,4 @@
-"""What a process publishes so that others read its segment over the network: the bytes of ``SegmentExport.network``."""
+"""What a process publishes for reads of its segment over the network: the bytes of ``SegmentExport.network``."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class NetworkExport:
-    """A segment as its owner registered it.
-
-    stamp: random bytes that this process alone has, at ``stamp_address``; read along with every transfer, they tell it
-    from another one that came to listen at its address. pieces: the segment from its start, one a growth. metadata:
-    NIXL's own.
-    """
+    """A segment as its owner registered it."""
 
     stamp: bytes
+    """Random bytes of this process. Every transfer reads them too, to notice another process at the same address."""
     stamp_address: int
+    """Where the stamp lies in the owner."""
     pieces: tuple[Piece, ...]
+    """The segment from its start, one piece per growth."""
     metadata: bytes
+    """NIXL's own."""
 
     def to_bytes(self) -> bytes:
         """Return the wire form."""
@@ -44,7 +43,7 @@ class NetworkExport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> NetworkExport:
-        """Read the wire form. Raises PoolError for bytes that are none."""
+        """Read the wire form. Raises PoolError for other bytes."""
         if len(data) < _HEADER.size or not data.startswith(_MAGIC):
             raise PoolError(f"{len(data)} bytes that start with {data[:4]!r} are no network export of this version")
         _, stamp, stamp_address, count = _HEADER.unpack_from(data)
@@ -53,7 +52,7 @@ class NetworkExport:
         return cls(stamp, stamp_address, pieces, data[end:])
 
     def locate(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield (address in the owner, nbytes) of a run of the segment: one pair a piece. Raises AddressError."""
+        """Yield (address in the owner, nbytes) of a run of the segment, a pair per piece. Raises AddressError."""
         start, end = 0, offset + nbytes
         for piece in self.pieces:
             low, high = max(offset, start), min(end, start + piece.nbytes)

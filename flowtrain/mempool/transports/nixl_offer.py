@@ -1,4 +1,4 @@
-"""The giving half of the NIXL transport: an agent that answers others' reads of the own segment."""
+"""The giving half of the NIXL transport: an agent that answers reads of the own segment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NixlOffer:
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
         self._agent = agent = Agent(name, serves=True)
-        # At the latest before the interpreter frees the memory that the agent still serves.
+        # Runs at the latest before the interpreter frees the memory that the agent still serves.
         self._closer = weakref.finalize(self, agent.close)
         self._stamp = np.frombuffer(secrets.token_bytes(STAMP_NBYTES), np.uint8).copy()
         agent.register(self._stamp.ctypes.data, STAMP_NBYTES, self._stamp)
@@ -27,9 +27,9 @@ class NixlOffer:
         self._export = b""
 
     def export(self, array: np.ndarray) -> bytes:
-        """Register the segment, or what it grew by; returns ``SegmentExport.network``.
+        """Register the segment, or the bytes that it grew by. Returns ``SegmentExport.network``.
 
-        array: all its bytes, uint8; a longer one at each growth, whose first bytes are the same memory.
+        array: all its bytes, uint8. After a growth it is a longer array that starts with the same memory.
         """
         with self._lock:
             if not self._closer.alive:

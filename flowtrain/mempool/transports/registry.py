@@ -1,4 +1,4 @@
-"""Which transport reads what: chosen from source tier, destination tier and distance (FlowTrain 3.2)."""
+"""Chooses the transport by source tier, destination tier and distance (FlowTrain 3.2)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class TransportRegistry:
         self._routes: dict[Route, Transport] = {}
 
     def register(self, source: Tier, destination: Tier, distance: Distance, transport: Transport) -> None:
-        """Let a transport serve a route; each route has one."""
+        """Let a transport serve a route. A route has one transport."""
         route = (source, destination, distance)
         assert route not in self._routes, f"{route} is served by {self._routes[route].name} already"
         self._routes[route] = transport
 
     def choose(self, source: Tier, destination: Tier, distance: Distance) -> Transport:
-        """Return the transport of a route. Raises PoolError, with the routes that there are, if it has none."""
+        """Return the transport of a route. Raises PoolError, which lists the known routes, if there is none."""
         transport = self._routes.get((source, destination, distance))
         if transport is None:
             known = ", ".join(f"{s} to {d} {far} ({t.name})" for (s, d, far), t in self._routes.items()) or "none"
@@ -36,5 +36,5 @@ class TransportRegistry:
         return transport
 
     def __iter__(self) -> Iterator[Transport]:
-        """Go over the transports, each once."""
+        """Iterate over the transports, each once."""
         return iter({id(transport): transport for transport in self._routes.values()}.values())

@@ -1,4 +1,4 @@
-"""Reads of a same-node peer's DRAM segment through shared memory."""
+"""Reads the DRAM segments of same-node peers through shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SharedMemoryTransport(Transport):
         self._region = region
 
     def view(self, source: Mapping) -> np.ndarray:
-        """Return a peer's bytes, read-only. Raises OwnerLostError if they were never mapped and the peer is gone."""
+        """Return a peer's bytes, read-only. Raises OwnerLostError if the peer is gone and was never mapped here."""
         return self._region.view(*source)
 
     def drop(self, segment: SegmentKey) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of an encoder replica have in common, and the ranks that only forward their part of the tower."""
+"""Encoder ranks: they hold a part of a split vision tower and only forward it. Also what they share with the leader."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flowtrain.training.tower_group import TowerGroup
 
 
 def rank_name(leader: str, rank: int) -> str:
-    """Name of a rank's actor; the leader, which has the replica's name, is rank 0."""
+    """Return the name of a rank's actor. The leader is rank 0 and has the replica's name."""
     return f"{leader}-tp{rank}" if rank else leader
 
 
 def join_replica(
     config: RunConfig, encoder: str, leader: str, rank: int, port: int, listener: socket.socket | None = None
 ) -> TowerGroup:
-    """Meet the other ranks of a replica at the leader's port; raises StallError when they do not come."""
+    """Meet the other ranks of a replica at the leader's port. Raises StallError when they do not come."""
     size = config.encoders[encoder].tensor_parallel_size
     return TowerGroup(
         [rank_name(leader, each) for each in range(size)],
@@ -43,11 +43,15 @@ def load_split(family: Family, encoder: str, group: TowerGroup) -> VisionEncoder
     return module
 
 
-class EncoderFollower:
+class EncoderRank:
     """A rank of an encoder replica's tensor parallel group other than the leader (``Encoder``).
 
-    It has no part in leasing, decoding or the pool: it waits for batches that the leader forwards, forwards them too,
-    and ends with it. leader: the name of the leader's actor.
+    It does not lease, decode or use the pool. It waits for the batches that the leader forwards, forwards its part of
+    the tower over them, and ends with the leader.
+
+    encoder: name of the encoder in the configuration.
+    leader: name of the leader's actor.
+    rank: place in the group, from 1.
     """
 
     def __init__(self, config: RunConfig, encoder: str, leader: str, rank: int) -> None:
@@ -57,7 +61,7 @@ class EncoderFollower:
         self._rank = rank
 
     def run(self, port: int) -> None:
-        """Forward with the leader, which listens on ``port`` of this node, until it wants no more.
+        """Forward with the leader until it wants no more. port: where the leader listens on this node.
 
         Raises ReplicaLostError when another rank is gone, StallError when ranks do not come.
         """

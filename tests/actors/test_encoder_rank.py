@@ -1,4 +1,4 @@
-"""Encoder replicas of several processes: the same features, and an end for all when one of them ends."""
+"""Encoder replicas of several processes give the same features, and all their processes end when one ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flowtrain.actors.encoder import Encoder
-from flowtrain.actors.encoder_follower import EncoderFollower, rank_name
+from flowtrain.actors.encoder_rank import EncoderRank, rank_name
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ReplicaLostError, StallError
@@ -47,13 +47,13 @@ def lease(number: int, positions: Sequence[int]) -> LeaseOrder:
 
 
 def idle(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
-    """No work for longer than ranks wait for each other."""
+    """Give no work for longer than ranks wait for each other."""
     time.sleep(1.2 * STALL_S)
     return NOTHING
 
 
 def lead(end: Connection, config: RunConfig, orders: Sequence[Any]) -> Features:
-    """An encoder that follows a script; it tells its port, then of every report. Returns what it put into the pool."""
+    """Run an encoder by a script; send its port, then a number for each report. Returns what it put into the pool."""
     link, run_id, features = ScriptedLink(), new_run_id(), {}
     pool = reader_of(config, link, run_id)
 
@@ -72,15 +72,15 @@ def lead(end: Connection, config: RunConfig, orders: Sequence[Any]) -> Features:
 
 
 def follow(end: Connection, config: RunConfig, rank: int, port: int, deed: Callable[[], Any] | None = None) -> None:
-    """A follower that does something in its first forward."""
+    """Run an encoder rank that calls ``deed`` before each forward."""
 
-    class Follower(EncoderFollower):
+    class ScriptedRank(EncoderRank):
         def forward(self, module: VisionEncoder, batch: torch.Tensor) -> None:
             if deed is not None:
                 deed()
             super().forward(module, batch)
 
-    Follower(config, VISION, NAME, rank).run(port)
+    ScriptedRank(config, VISION, NAME, rank).run(port)
 
 
 def die() -> None:
@@ -109,14 +109,14 @@ class Process:
         self._process.start()
         other_end.close()
 
-    def said(self) -> Any:
-        """The next thing that it sends."""
+    def next_message(self) -> Any:
+        """Return the next thing that it sends."""
         assert self._end.poll(LIMIT_S), f"nothing came in {LIMIT_S:g} s"
         return self._end.recv()
 
     def result(self) -> Any:
-        """What it returned or raised."""
-        while isinstance(last := self.said(), int):
+        """Return what it returned, or the error that it raised."""
+        while isinstance(last := self.next_message(), int):
             pass
         return last
 
@@ -130,7 +130,7 @@ def replica(config: RunConfig, orders: Sequence[Any], deed: Callable[[], Any] | 
     """The processes of a replica, the leader first."""
     processes = [Process(lead, config, orders)]
     try:
-        port = processes[0].said()
+        port = processes[0].next_message()
         size = config.encoders[VISION].tensor_parallel_size
         processes += [Process(follow, config, rank, port, deed) for rank in range(1, size)]
         yield processes
@@ -143,11 +143,11 @@ def split(config: RunConfig, size: int, *overrides: str) -> RunConfig:
     return override_config(config, [f"encoders.vision.tensor_parallel_size={size}", *overrides])
 
 
-def test_a_replica_of_two_makes_the_features_of_one(config: RunConfig) -> None:
+def test_a_replica_of_two_produces_the_features_of_one(config: RunConfig) -> None:
     orders = [lease(1, [0, 2, TORN]), lease(2, [TORN]), idle, lease(3, [4, 5, 7]), STOP]
     with replica(split(config, 2, f"limits.stall_timeout_s={STALL_S}"), orders) as processes:
         found, ended = [process.result() for process in processes]
-    assert ended is None, "the follower ends with its leader"
+    assert ended is None, "the encoder rank ends with its leader"
     with replica(config, [order for order in orders if order is not idle]) as (lone,):
         expected = lone.result()
     assert list(found) == list(expected) == [0, 2, 4, 5, 7]
@@ -162,38 +162,38 @@ def test_batches_in_half_precision_travel_too(config: RunConfig) -> None:
     assert list(found) == [0, 2] and ended is None
 
 
-def test_a_leader_names_the_follower_that_died(config: RunConfig) -> None:
+def test_a_leader_names_the_encoder_rank_that_died(config: RunConfig) -> None:
     with replica(split(config, 2), [lease(1, [0, 2]), STOP], die) as (leader, _):
         error = leader.result()
     assert isinstance(error, ReplicaLostError) and str(error) == f"{NAME} lost {rank_name(NAME, 1)} in a forward"
 
 
-def test_an_idle_follower_ends_when_its_leader_died(config: RunConfig) -> None:
-    with replica(split(config, 2), [lease(1, [0]), *[idle] * 100]) as (leader, follower):
-        assert leader.said() == 1
+def test_an_idle_encoder_rank_ends_when_its_leader_died(config: RunConfig) -> None:
+    with replica(split(config, 2), [lease(1, [0]), *[idle] * 100]) as (leader, other):
+        assert leader.next_message() == 1
         leader.kill()
-        error = follower.result()
+        error = other.result()
     assert isinstance(error, ReplicaLostError) and str(error) == f"encoder-0-tp1 lost {NAME}", repr(error)
 
 
-def test_a_follower_that_does_not_take_part_is_not_waited_for_forever(config: RunConfig) -> None:
+def test_the_wait_for_an_encoder_rank_that_does_not_take_part_is_limited(config: RunConfig) -> None:
     with replica(split(config, 2, "limits.stall_timeout_s=2"), [lease(1, [0, 2]), STOP], hang) as (leader, _):
         error = leader.result()
     assert isinstance(error, StallError), repr(error)
     assert "in a forward for encoder-0-tp1" in str(error) and "limits.stall_timeout_s (2 s)" in str(error)
 
 
-def test_ranks_that_do_not_come_are_not_waited_for_forever(config: RunConfig) -> None:
+def test_the_wait_for_ranks_that_do_not_come_is_limited(config: RunConfig) -> None:
     waiting = split(config, 2, "limits.start_timeout_s=1")
     process = Process(lead, waiting, [STOP])
-    process.said()
+    process.next_message()
     error = process.result()
     process.kill()
     assert isinstance(error, StallError) and "encoder-0 waited 1 s (limits.start_timeout_s)" in str(error)
 
 
 def run_ahead(end: Connection, names: Sequence[str], has_sent: Event, port: int = 0) -> list[list[int]]:
-    """A rank whose collectives wait for nobody, as an accelerator's; followers receive once all is sent."""
+    """Run a rank whose collectives do not wait, like an accelerator's; the other rank receives once all is sent."""
     dist.broadcast = lambda *arguments, **options: None
     rank, cpu = (1 if port else 0), torch.device("cpu")
     if rank:
@@ -213,11 +213,11 @@ def run_ahead(end: Connection, names: Sequence[str], has_sent: Event, port: int 
     return []
 
 
-def test_a_leader_may_run_ahead_of_its_followers() -> None:
+def test_a_leader_may_run_ahead_of_the_other_ranks() -> None:
     has_sent = multiprocessing.get_context("forkserver").Event()
-    processes = [Process(run_ahead, ("lead", "follow"), has_sent)]
+    processes = [Process(run_ahead, ("leader", "other"), has_sent)]
     try:
-        processes.append(Process(run_ahead, ("lead", "follow"), has_sent, processes[0].said()))
+        processes.append(Process(run_ahead, ("leader", "other"), has_sent, processes[0].next_message()))
         assert processes[1].result() == [[1, 4], [2, 4], [3, 4]]
         assert processes[0].result() == []
     finally:

@@ -193,10 +193,6 @@ class Coordinator(CoordinatorApi):
         self._events_ended = True
         self._event_signal.notify()
 
-    async def take_events(self) -> tuple[Event, ...]:
-        """See ``CoordinatorApi``."""
-        return self._flow.log.take()
-
     async def request_stop(self) -> None:
         """See ``CoordinatorApi``."""
         self._flow.steps.request_stop()

@@ -111,10 +111,6 @@ class CoordinatorApi(Protocol):
         """Answer the waiting ``events`` at once, and all later ones: everything was reported."""
         ...
 
-    async def take_events(self) -> tuple[Event, ...]:
-        """Return the events since the last call, without waiting."""
-        ...
-
     async def request_stop(self) -> None:
         """End the run after the running step and the evaluation that may follow it."""
         ...

@@ -93,16 +93,19 @@ class Parts:
             positions[position] = record
 
     def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
-        """Put encode batches of sized positions in line. Raises PoolError if a batch's ``nbytes`` is wrong."""
-        for batch in batches:
-            record = BatchRecord(batch, {position: self[position].parts[batch.encoder] for position in batch.positions})
-            nbytes = sum([part.aligned_nbytes for part in record.parts.values()])
-            if nbytes != batch.nbytes:
-                raise PoolError(
-                    f"unit {batch.unit}, encode batch {batch.index} was planned with {batch.nbytes} bytes; its parts "
-                    f"take {nbytes} when aligned (pool.alignment)"
-                )
+        """Put encode batches of sized positions in line; none of them if one has the wrong ``nbytes`` (PoolError)."""
+        for record in [self._batch_record(batch) for batch in batches]:
             self.leases.add_batch(record)
+
+    def _batch_record(self, batch: EncodeBatch) -> BatchRecord:
+        record = BatchRecord(batch, {position: self[position].parts[batch.encoder] for position in batch.positions})
+        nbytes = sum([part.aligned_nbytes for part in record.parts.values()])
+        if nbytes != batch.nbytes:
+            raise PoolError(
+                f"unit {batch.unit}, encode batch {batch.index} was planned with {batch.nbytes} bytes; its parts take "
+                f"{nbytes} when aligned (pool.alignment)"
+            )
+        return record
 
     def __getitem__(self, position: int) -> PositionRecord:
         """Return the record of a position. Raises PoolError if it is not known, or consumed."""

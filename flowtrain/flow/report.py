@@ -48,9 +48,9 @@ class EventLog:
         self.has_news = False
         return events
 
-    def spans(self, spans: tuple[Span, ...], last_step: int) -> None:
-        """Keep spans for the trace. last_step: steps done so far."""
-        if spans and last_step < self._last_traced_step:
+    def spans(self, spans: tuple[Span, ...], num_done: int) -> None:
+        """Keep spans for the trace. num_done: steps done so far."""
+        if spans and num_done < self._last_traced_step:
             self._events.append(SpansRecorded(spans))
 
     def stats(self, owner: int, stats: PoolStats | None) -> None:

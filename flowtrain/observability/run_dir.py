@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from flowtrain.observability.files import PRIVATE_DIRECTORY, open_private, repla
 logger = logging.getLogger(__name__)
 
 _LOCK = ".lock"
+_LOCK_ATTEMPTS, _LOCK_RETRY_S = 5, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def held_run_dir(config: RunConfig) -> Iterator[None]:
     # A file that can be written, since NFS has no other locks; it stays, since removing it would race with the next.
     descriptor = open_private(root / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
         raise ConfigError(
@@ -130,6 +132,16 @@ def held_run_dir(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a run's directory; raises BlockingIOError. Tries a few times: ``is_held`` takes the lock for an instant."""
+    for _ in range(_LOCK_ATTEMPTS - 1):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_RETRY_S)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def open_run_dir(config: RunConfig, resume: bool) -> RunDir:

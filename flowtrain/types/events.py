@@ -70,7 +70,7 @@ class UnitDone:
     sampler_state: SamplerState
     """Where a resume continues after this unit."""
     pool_hbm_nbytes: int = 0
-    """Bytes used in HBM, over all segments."""
+    """Bytes of READY parts in HBM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ class SamplerState:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SamplerState:
         """Read what ``to_dict`` wrote."""
-        columns = {name: tuple(plain.get(name, ())) for name in ("counts", "sizes", "consumed")}
-        return cls(next_position=plain["next_position"], seed=plain["seed"], **columns)
+        counts, sizes = tuple(plain["counts"]), tuple(plain["sizes"])
+        return cls(plain["next_position"], counts, plain["seed"], sizes, tuple(plain.get("consumed", ())))
 
 
 @dataclass(frozen=True, slots=True)

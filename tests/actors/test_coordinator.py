@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.signals import Signal
+from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.types.events import UnitDone
 from flowtrain.types.memory import Extent, Tier
@@ -178,7 +180,7 @@ def test_a_finished_unit_wakes_the_feeder_and_the_driver() -> None:
         for _ in range(2):
             await world.size_next()
         await world.encode_all()
-        await world.coordinator.take_events()
+        world.coordinator._flow.log.take()
         world.coordinator._flow.room_order(world.feeder.index)  # the text of samples that were found bad
         feed = await waiting(world.coordinator.feed(world.feeder.index, FeedReport()))
         events = await waiting(world.coordinator.events())
@@ -415,3 +417,9 @@ def test_a_signal_between_two_attempts_is_not_lost(num_waiters: int) -> None:
         assert counts[:-1] == [5] * num_waiters
 
     asyncio.run(whole())
+
+
+def test_every_question_has_its_answer() -> None:
+    """A method that only the Protocol has would answer None."""
+    questions = [name for name, member in vars(CoordinatorApi).items() if inspect.iscoroutinefunction(member)]
+    assert len(questions) > 10 and set(questions) <= set(vars(Coordinator))

@@ -156,7 +156,8 @@ def test_an_emulated_run_consumes_every_position(world: World, tmp_path: Path) -
         runs = [run for role, make in ACTORS.items() for run in make(Job(role=role, **job_fields), link)[0]]
         for actor in [Background(run) for run in runs]:
             actor.join()
-        done = [event for event in link.ask(CoordinatorApi.take_events) if isinstance(event, UnitDone)]
+        link.ask(CoordinatorApi.end_events)
+        done = [event for event in link.ask(CoordinatorApi.events) if isinstance(event, UnitDone)]
     assert [event.unit.step for event in done] == [1, 2, 3]
     assert [row.position for event in done for row in event.ledger] == list(range(BATCH * num_steps))
     assert all(row.state == "consumed" for event in done for row in event.ledger)

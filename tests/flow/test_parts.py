@@ -312,6 +312,7 @@ def test_a_plan_must_fit_what_was_sized(setup: Setup) -> None:
         fresh.feed(*samples)
         with pytest.raises(PoolError, match=message):
             fresh.tables.microbatches.add(bad)
+        assert fresh.tables.parts.leases.first_in_line(VISION) is None, "a plan is taken whole or not at all"
     d.microbatches.add(good)
     with pytest.raises(PoolError, match="unit 0 was planned twice"):
         d.microbatches.add(good)

@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TEST_WORKERS ?= 2
 
-.PHONY: setup demo test lint format bench clean
+.PHONY: setup demo test test-fast test-full lint format bench clean
 
 setup: $(STAMP)
 
@@ -21,9 +21,22 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@bash scripts/demo.sh
 
-# Two files at a time: tests wait for Ray much of theirs; a file's tests share what it starts.
+# Two files at a time: tests wait for Ray much of theirs; a file's tests share what it starts. In the order of the
+# files, or the few long tests of tests/e2e would come last, when there is nothing left to run beside them.
+IN_FILES := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_FILES) $(PYTEST_ARGS)
+
+# What needs no Ray cluster and no processes of its own.
+test-fast: setup
+	$(BIN)/python -m pytest $(IN_FILES) -m "not e2e and not processes and not slow and not nightly" $(PYTEST_ARGS)
+
+# Every test, the long campaigns too, and ten times as many examples of hypothesis.
+test-full: setup
+	@echo "All of it runs only on Linux as root with iproute2 and g++ (apt-get install iproute2 g++) and a CUDA device;" \
+	      "what is skipped says what it lacks."
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(IN_FILES) --timeout 3600 -m "" $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _backbone_data import FEATURE_DIM, PlainBatch
+from shared.backbone_data import FEATURE_DIM, PlainBatch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from _hosts import NoHosts
-from _node_pair import node_pair
 from _report import Figure, at_least
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from shared.hosts import NoHosts
+from shared.node_pair import node_pair
 
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _backbone_data import Mix, PlainBatch, draw_lengths, full_step, made_equal, packed_step, padded_step
 from _backbone_runs import MODELS, Ours, PlainHF, Setting, specs_of
 from _report import Figure, at_least, commit, emit
 from rich.console import Console
+from shared.backbone_data import Mix, PlainBatch, draw_lengths, full_step, made_equal, packed_step, padded_step
 
 from flowtrain.costs.flops import backbone_training_flops
 from flowtrain.training.peak import device_peak

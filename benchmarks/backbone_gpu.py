@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _backbone_data import Mix, draw_lengths, packed_step
 from _backbone_runs import MODELS, Ours, Setting, specs_of
-from _device_profile import profile_step
-from _memory_trace import held_by, peak_above_now
 from _report import Figure, at_least, at_most, commit, emit
 from rich.console import Console
+from shared.backbone_data import Mix, draw_lengths, packed_step
+from shared.device_profile import profile_step
+from shared.memory_trace import held_by, peak_above_now
 
 from flowtrain.costs.flops import backbone_training_flops
 from flowtrain.costs.memory import Chunk, MicrobatchSize, StepMemory, TrainingSetup, predict_step_memory

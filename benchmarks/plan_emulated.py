@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from _emulated_run import Emulation, Measured
-from _emulated_splits import Split, all_splits, planned_split, worth_trying
-from _emulated_world import MAX_DEVICES, MIN_DEVICES, PERIOD_STEPS, VISION, World, draw_ratios, draw_world
 from _report import Figure, at_least, emit
 from rich.console import Console
 from rich.table import Table
+from shared.emulated_run import Emulation, Measured
+from shared.emulated_splits import Split, all_splits, planned_split, worth_trying
+from shared.emulated_world import MAX_DEVICES, MIN_DEVICES, PERIOD_STEPS, VISION, World, draw_ratios, draw_world
 
 TARGET = 0.97
 NEAR = 0.85

@@ -95,7 +95,7 @@ def predict(steps: int, directory: str) -> tuple[dict[str, float], dict[str, flo
     path = Path(directory) / "profile.json"
     path.write_text(report.profile.to_json(), encoding="utf-8")
     plans = {
-        each.name: flowtrain.allocate(config, devices=each.num_devices, profile=path).allocation for each in PLACEMENTS
+        each.name: flowtrain.plan(config, devices=each.num_devices, profile=path).allocation for each in PLACEMENTS
     }
     alone = {module.name: module.production for module in plans[PLACEMENTS[0].name].modules}
     return {name: plan.rate for name, plan in plans.items()}, alone

@@ -4,15 +4,17 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "allocate", "doctor", "pack", "plan", "profile", "train"]
+_FUNCTIONS = ("doctor", "dry_run", "pack", "plan", "profile", "train")
+__all__ = ["__version__", *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
     """Import ``train``, ``plan`` and the like when they are first used, so that ``import flowtrain`` stays light."""
-    if name in ("allocate", "doctor", "pack", "plan", "profile", "train"):
+    if name in _FUNCTIONS:
         return getattr(import_module("flowtrain.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return what a user may take from here, whether it is imported yet or not."""
+    return sorted(__all__)

@@ -1,30 +1,32 @@
-"""FlowTrain from Python: ``train``, ``plan``, ``profile``, ``allocate``, ``pack``, ``doctor``; the CLI wraps these."""
+"""FlowTrain from Python: each function does what the command of its name does; the CLI only wraps these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowtrain.allocator.plan import plan_overrides, read_plan
+from flowtrain.allocator.plan import read_plan
 from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
+from flowtrain.types.run_plan import Plan
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
     from flowtrain.controller.doctor import DoctorReport
+    from flowtrain.controller.dry_run import DryRunReport
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning.report import PlanReport
-    from flowtrain.controller.prepare import Prepared
     from flowtrain.controller.profiling import ProfileReport
     from flowtrain.controller.run import RunSummary
-    from flowtrain.controller.start import Resumption
 
 ConfigLike = RunConfig | str | PathLike[str]
+PlanLike = Plan | str | PathLike[str]
 
 
 def train(
@@ -32,41 +34,40 @@ def train(
     overrides: Sequence[str] = (),
     resume: bool = False,
     *,
-    plan: str | PathLike[str] | None = None,
+    plan: PlanLike | None = None,
+    loading: Callable[[RunConfig], AbstractContextManager[object]] = lambda config: nullcontext(),
 ) -> RunSummary:
     """Train; returns what came of it.
 
     config: a configuration, or the path of a YAML file. overrides: ``section.key=value``, applied in order. resume: go
-    on from the last complete checkpoint. plan: a ``plan.yaml`` whose degrees and resources are taken; overrides change
-    them again. Raises ConfigError before anything starts, other FlowTrainErrors later.
+    on from the last complete checkpoint. plan: the ``plan`` of what ``flowtrain.plan`` returns, or a ``plan.yaml``,
+    whose degrees and resources are taken; overrides change them again. loading: entered while libraries are imported.
+    Raises ConfigError before anything starts, other FlowTrainErrors later.
     """
     resolved = resolve(config, overrides, plan=plan)
     check_run_dir(resolved, resume)
     # Ray and torch are imported only once the configuration is known to be good.
-    from flowtrain.controller.run import run_training
+    with loading(resolved):
+        from flowtrain.controller.run import run_training
 
     return run_training(resolved, resume)
 
 
-def plan(config: ConfigLike, overrides: Sequence[str] = ()) -> Prepared:
-    """What ``train`` would run: actors, steps, data sizes, memory. Starts nothing and needs no cluster."""
-    resolved = resolve(config, overrides)
-    from flowtrain.controller.prepare import prepare
+def dry_run(
+    config: ConfigLike, overrides: Sequence[str] = (), resume: bool = False, *, plan: PlanLike | None = None
+) -> DryRunReport:
+    """What ``train`` with the same arguments would do: actors, steps, data sizes, memory, what a resume goes on from.
 
-    return prepare(resolved)
-
-
-def resumption(prepared: Prepared) -> Resumption:
-    """What ``train`` with ``resume`` would go on from, and with which changes; raises ConfigError where it would not.
-
-    prepared: what ``plan`` returns. Nothing is started or changed.
+    Starts nothing, changes nothing and needs no cluster. Raises ConfigError or DataError where ``train`` would.
     """
-    from flowtrain.controller.start import foresee_resume
+    resolved = resolve(config, overrides, plan=plan)
+    check_run_dir(resolved, resume)
+    from flowtrain.controller.dry_run import foresee_run
 
-    return foresee_resume(prepared)
+    return foresee_run(resolved, resume)
 
 
-def allocate(
+def plan(
     config: ConfigLike,
     overrides: Sequence[str] = (),
     *,
@@ -82,7 +83,7 @@ def allocate(
     the table of devices; by default an H200, or what the profile was measured on; several, each with its number, as
     ``h200=64`` or ``h200=8x8`` for 8 nodes of 8. profile: what ``flowtrain profile`` wrote. devices: how many; by
     default as many as the run's own degrees take. nodes: that they are spread over; by default 8 devices a node. Starts
-    nothing. Raises ConfigError, DataError.
+    nothing. The report's ``plan`` is what ``train`` takes. Raises ConfigError, DataError.
     """
     from flowtrain.controller.planning.devices import AskedDevices
     from flowtrain.controller.planning.planned import is_model_file, planned_model
@@ -111,7 +112,7 @@ def profile(
     devices: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ProfileReport:
-    """Measure a run's modules on the devices there are, for ``allocate`` (FlowTrain 3.3); trains nothing.
+    """Measure a run's modules on the devices there are, for ``plan`` (FlowTrain 3.3); trains nothing.
 
     devices: that measure side by side; by default those of the largest node, eight at most. progress: is told what
     comes next. Raises ConfigError or DataError where the run could not work, ResourceError where devices are missing.
@@ -171,34 +172,44 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
 
 
 def resolve(
-    config: ConfigLike,
-    overrides: Sequence[str] = (),
-    check_paths: bool = True,
-    *,
-    plan: str | PathLike[str] | None = None,
+    config: ConfigLike, overrides: Sequence[str] = (), check_paths: bool = True, *, plan: PlanLike | None = None
 ) -> RunConfig:
     """The configuration with overrides applied; raises ConfigError. check_paths: data and models must exist.
 
-    plan: a ``plan.yaml`` that is applied before the overrides.
+    plan: sets degrees and resources before the overrides, as of ``train``.
     """
-    if plan is not None:
-        planned = plan_overrides(read_plan(plan))
-        try:
-            return resolve(config, [*planned, *overrides], check_paths)
-        except ConfigError as error:
-            resolve(config, overrides, check_paths)  # a fault that is there without the plan is not the plan's
-            raise ConfigError(f"with the plan {plan}: {error}") from error
+    if plan is None:
+        return _resolved(config, overrides, check_paths)
+    chosen, name = (plan, "given") if isinstance(plan, Plan) else (read_plan(plan), str(plan))
+    try:
+        return _resolved(config, overrides, check_paths, chosen)
+    except ConfigError as error:
+        own = _refusal(config, overrides, check_paths)
+        if own is not None and (not own.faults or set(own.faults) & set(error.faults)):
+            raise own from None  # what is there without the plan, too, is not the plan's
+        raise ConfigError(f"with the plan {name}: {error}", error.faults) from error
+
+
+def _resolved(config: ConfigLike, overrides: Sequence[str], check_paths: bool, chosen: Plan | None = None) -> RunConfig:
     if isinstance(config, RunConfig):
-        resolved = override_config(config, overrides, check_paths)
+        resolved = override_config(config, overrides, check_paths, chosen)
     else:
-        resolved = _loaded(config, overrides, check_paths)
+        resolved = _loaded(config, overrides, check_paths, chosen)
     check_startable(resolved)
     return resolved
 
 
-def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bool) -> RunConfig:
+def _refusal(config: ConfigLike, overrides: Sequence[str], check_paths: bool) -> ConfigError | None:
     try:
-        return load_config(path, overrides, check_paths)
+        _resolved(config, overrides, check_paths)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bool, chosen: Plan | None) -> RunConfig:
+    try:
+        return load_config(path, overrides, check_paths, chosen)
     except ConfigError as error:
         from flowtrain.controller.planning.planned import is_model_file
 

@@ -6,13 +6,59 @@ Each says what went wrong, where, and what to do. They keep their arguments in `
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class FaultCode(enum.StrEnum):
+    """What is wrong with a configuration, for code that decides by it."""
+
+    KEY = "key"
+    """A key is unknown, or one is missing."""
+    VALUE = "value"
+    """A key's value is of the wrong type, or out of range, or names a file that is not there."""
+    CONFLICT = "conflict"
+    """Two keys contradict each other."""
+    DEGREES = "degrees"
+    """The model, the batch or the devices do not allow a parallel degree."""
+    ENCODERS = "encoders"
+    """The encoders are not those that the run's family, or its plan, has."""
+    POOL = "pool"
+    """A segment of the memory pool has the wrong size for the run."""
+    RESUME = "resume"
+    """A resumed run must keep the key's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong with a configuration."""
+
+    key: str
+    """Dotted, as in ``training.max_steps``: what a user would change; empty where it is no single key."""
+    code: FaultCode
+    text: str
+    """What a user reads: the key, the values and the way out."""
+
 
 class FlowTrainError(Exception):
     """Base of every error that FlowTrain raises on purpose; `str(error)` is complete and readable by a user."""
 
 
 class ConfigError(FlowTrainError, ValueError):
-    """A configuration was refused; the message names file, key, value and the way out. The CLI exits with code 2."""
+    """A configuration was refused; the message names file, key, value and the way out. The CLI exits with code 2.
+
+    faults: each fault that the message shows; empty where it is not about keys, as of a file that cannot be read.
+    """
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults)  # pickled with the exception's other attributes
+
+    @classmethod
+    def of(cls, key: str, code: FaultCode, text: str) -> ConfigError:
+        """Build it of one fault, whose text is the whole message."""
+        return cls(text, [Fault(key, code, text)])
 
 
 class ResourceError(FlowTrainError, RuntimeError):

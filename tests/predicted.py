@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flowtrain.actors.make_flow import make_planner
-
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.predict import sized_units
 from flowtrain.controller.prepare import prepare
+from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.plan import StepPlan
 
 
 def predicted_plans(config: RunConfig, num_steps: int | None = None) -> Iterator[StepPlan]:
     """Yield the plans of a run's training steps, of all of them or of the first ``num_steps``."""
     prepared = prepare(config, check_pool=False)
-    planner = make_planner(config, prepared.plan.backbone.data_parallel_size, prepared.cost)
+    planner = StepPlanner.from_config(config, prepared.plan.backbone.data_parallel_size, prepared.cost)
     for sized in sized_units(prepared, num_steps):
         yield planner.plan(sized.unit, sized.samples)

@@ -147,8 +147,8 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 @every_page
 def test_make_targets_exist(page: Path) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"^    make (\w+)|`make (\w+)", page.read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"^    make ([\w-]+)|`make ([\w-]+)", page.read_text(), re.MULTILINE)
     assert {one or other for one, other in named} <= set(targets)
 
 

@@ -26,8 +26,6 @@ MAX_DEVICES = 1 << 14
 MIN_BATCH_PATCHES = 256
 """Smaller encoder batches are not suggested: this is one image of 224 pixels with patches of 14."""
 
-_BATCH = "training.global_batch_size"
-
 
 def infeasible(
     request: Request, enumerations: Mapping[Key, Enumeration], problem: FlowProblem, solver: Solver
@@ -49,10 +47,10 @@ def infeasible(
 
 def _no_configuration(request: Request, module: str, found: Mapping[str, Enumeration]) -> ConfigError:
     label = module if module == BACKBONE else f"encoders.{module}"
-    ways = list(_ways_out(request, module))
-    batch_decides = any(way.startswith(_BATCH) for way in ways)
+    batch = next((changed for changed in _divisible_batches(request, module) if _is_feasible(changed)), None)
+    ways = list(_ways_out(request, module, batch))
     reasons = [
-        f"on {request.cluster.counts[name]} {name}: {_last_reason(request, module, name, each, batch_decides)}"
+        f"on {request.cluster.counts[name]} {name}: {_last_reason(request, module, name, each, batch is not None)}"
         for name, each in found.items()
     ]
     way = f"feasible with {'; or with '.join(ways)}"
@@ -76,17 +74,19 @@ def _last_reason(request: Request, module: str, device_type: str, found: Enumera
     return ", ".join(str(reason) for reason in found.pruned)
 
 
-def _ways_out(request: Request, module: str) -> Iterator[str]:
-    """Single changes that make the request feasible; if none does, more devices together with full recomputation."""
+def _ways_out(request: Request, module: str, batch: Request | None) -> Iterator[str]:
+    """Single changes that make the request feasible; if none does, more devices together with full recomputation.
+
+    batch: the request with the next larger feasible global batch; None if there is none.
+    """
     recomputed = replace(request, setup=replace(request.setup, activation_checkpointing="full"))
     may_recompute = module == BACKBONE and request.setup.activation_checkpointing != "full"
     found = False
     if may_recompute and _is_feasible(recomputed):
         yield "backbone.activation_checkpointing=full"
         found = True
-    batch = next((changed for changed in _divisible_batches(request, module) if _is_feasible(changed)), None)
     if batch is not None:
-        yield f"{_BATCH}={batch.workload.global_batch_size}"
+        yield f"training.global_batch_size={batch.workload.global_batch_size}"
         found = True
     smaller = next((key for key, changed in _smaller_batches(request, module) if _is_feasible(changed)), None)
     if smaller is not None:

@@ -1,80 +1,23 @@
-"""The plan of a run: how many actors each module gets, with which parallelism and which resources."""
+"""Plans that a configuration's degrees spell out, what they take, and their YAML."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from flowtrain.config.messages import Document, render_validation
+from flowtrain.config.messages import Document, refused
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import Path as KeyPath
-from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
+from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
-from flowtrain.types.plan import PLAN_SCHEMA, Degrees
-
-_Degree = Annotated[int, Field(ge=1)]
-_Amount = Annotated[float, Field(ge=0)]
-
-
-@dataclass(frozen=True, slots=True)
-class ModulePlan:
-    """Parallel degrees of one module and what each of its actors takes.
-
-    num_cpus, num_devices: reserved for each actor; fractions are allowed. accelerator_type: of these devices, as Ray
-    calls it; None for any. segment_nbytes: what each data parallel
-    replica gives to the memory pool, in bytes; the first of its actors has it.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    data_parallel_size: _Degree = 1
-    tensor_parallel_size: _Degree = 1
-    pipeline_parallel_size: _Degree = 1
-    num_cpus: _Amount = 0.0
-    num_devices: _Amount = 0.0
-    segment_nbytes: Annotated[int, Field(ge=0)] = 0
-    accelerator_type: str | None = None
-
-    @property
-    def degrees(self) -> Degrees:
-        """The three degrees together."""
-        return Degrees(self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
-
-    @property
-    def num_actors(self) -> int:
-        """Actors of this module, one per rank of all its replicas."""
-        return self.degrees.world_size
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The whole run's plan, as saved in ``plan.yaml``; ``encoders`` by name, in the configuration's order."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    encoders: dict[str, ModulePlan]
-    backbone: ModulePlan
-    feeder: ModulePlan
-    schema: int = PLAN_SCHEMA
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all encoders and the backbone take turns on one accelerator."""
-        actors = [*self.encoders.values(), self.backbone]
-        shares = [each.num_devices for each in actors]
-        return all(each.num_actors == 1 for each in actors) and min(shares) > 0.0 and sum(shares) <= 1.0
-
-    def modules(self) -> Iterator[tuple[str, ModulePlan]]:
-        """Iterate over (name, plan) of all modules: encoders, backbone, feeder."""
-        yield from self.encoders.items()
-        yield "backbone", self.backbone
-        yield "feeder", self.feeder
+from flowtrain.types.plan import PLAN_SCHEMA
+from flowtrain.types.run_plan import Key, ModulePlan, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +30,18 @@ class Requirements:
     pool_nbytes: int
 
 
-def fixed_plan(config: RunConfig, use_devices: bool = False) -> Plan:
+def fixed_plan(config: RunConfig) -> Plan:
     """Return the plan that the configuration's explicit degrees spell out.
 
-    use_devices: encoder and backbone actors take their accelerator each, or their share of one, unless
-    ``model.device`` is ``cpu``.
+    Encoder and backbone actors take their accelerator each, or their share of one, unless ``model.device`` is ``cpu``;
+    where the cluster has none, see ``Plan.without_devices``.
     """
-    takes_devices = use_devices and config.model.device != "cpu"
     encoders = {
         name: ModulePlan(
             data_parallel_size=encoder.data_parallel_size,
             tensor_parallel_size=encoder.tensor_parallel_size,
             num_cpus=encoder.num_cpus,
-            num_devices=encoder.num_devices if takes_devices else 0.0,
+            num_devices=encoder.num_devices,
             segment_nbytes=encoder.segment_nbytes,
             accelerator_type=encoder.accelerator_type,
         )
@@ -110,11 +52,12 @@ def fixed_plan(config: RunConfig, use_devices: bool = False) -> Plan:
         tensor_parallel_size=config.backbone.tensor_parallel_size,
         pipeline_parallel_size=config.backbone.pipeline_parallel_size,
         num_cpus=config.backbone.num_cpus,
-        num_devices=config.backbone.num_devices if takes_devices else 0.0,
+        num_devices=config.backbone.num_devices,
         accelerator_type=config.backbone.accelerator_type,
     )
     # The feeder reserves no CPU: it runs ahead of everybody and yields, and small machines have none to spare.
-    return Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=config.pool.text_segment_nbytes))
+    plan = Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=config.pool.text_segment_nbytes))
+    return plan.without_devices() if config.model.device == "cpu" else plan
 
 
 def requirements(plan: Plan) -> Requirements:
@@ -128,41 +71,17 @@ def requirements(plan: Plan) -> Requirements:
     )
 
 
-def degree_overrides(plan: Plan) -> tuple[str, ...]:
-    """Return the plan's parallel degrees as changes to a configuration."""
-    found = []
-    for key, module in _configured(plan):
-        for axis, degree in (
-            ("data", module.data_parallel_size),
-            ("tensor", module.tensor_parallel_size),
-            ("pipeline", module.pipeline_parallel_size),
-        ):
-            if key == "backbone" or axis != "pipeline" or degree > 1:  # an encoder has no such axis
-                found.append(f"{key}.{axis}_parallel_size={degree}")
-    return tuple(found)
-
-
 def plan_overrides(plan: Plan) -> tuple[str, ...]:
-    """Return all that a configuration says of a plan, as changes to it.
-
-    Whether actors take devices is not among it: a run looks whether its cluster has some; but which, and how much of
-    one.
-    """
-    resources = [f"{key}.num_cpus={module.num_cpus!r}" for key, module in _configured(plan)]
-    for key, module in _configured(plan):
-        if module.num_devices:
-            resources.append(f"{key}.num_devices={module.num_devices!r}")
-        if module.accelerator_type is not None:
-            resources.append(f"{key}.accelerator_type={module.accelerator_type}")
-    resources += [f"encoders.{name}.segment_nbytes={each.segment_nbytes}" for name, each in plan.encoders.items()]
-    return (*degree_overrides(plan), *resources, f"pool.text_segment_nbytes={plan.feeder.segment_nbytes}")
+    """Return all that a configuration has of a plan as a user would write it on the command line."""
+    return _written(plan.settings())
 
 
-def plan_changes(config: RunConfig, plan: Plan) -> tuple[str, ...]:
-    """Return the plan's degrees, and what else of it differs from a configuration, as changes to that."""
-    usual = set(plan_overrides(fixed_plan(config, use_devices=True)))
-    degrees = degree_overrides(plan)
-    return (*degrees, *(each for each in plan_overrides(plan) if each not in usual and each not in degrees))
+def changed_overrides(plan: Plan, usual: Plan) -> tuple[str, ...]:
+    """Return the plan's degrees, and what else of it differs from ``usual``, as ``plan_overrides`` does."""
+    degrees, others = plan.degree_settings(), usual.settings()
+    return _written(
+        {key: value for key, value in plan.settings().items() if key in degrees or others.get(key) != value}
+    )
 
 
 def to_yaml(plan: Plan) -> str:
@@ -189,7 +108,7 @@ def from_yaml(text: str, label: str = "plan.yaml") -> Plan:
     except YamlError as error:
         raise ConfigError(f"{label}: {error}") from error
     except ValidationError as error:
-        raise ConfigError(render_validation(Document(label, values, nearest=_nearest_key), error)) from error
+        raise refused(Document(label, values, nearest=_nearest_key), error) from error
 
 
 def _nearest_key(path: KeyPath, values: Any) -> str | None:
@@ -207,10 +126,8 @@ def read_plan(path: str | PathLike[str]) -> Plan:
         raise ConfigError(f"{path}: the plan cannot be read: {error}") from error
 
 
-def _configured(plan: Plan) -> Iterator[tuple[str, ModulePlan]]:
-    """Modules with a section of their own in the configuration, by its key."""
-    yield from ((f"encoders.{name}", module) for name, module in plan.encoders.items())
-    yield "backbone", plan.backbone
+def _written(settings: Mapping[Key, int | float | str]) -> tuple[str, ...]:
+    return tuple(f"{dotted(key)}={value}" for key, value in settings.items())
 
 
 def _exact(amount: float) -> float:

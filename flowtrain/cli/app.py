@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 import flowtrain
 from flowtrain.errors import ConfigError, FlowTrainError
+
+if TYPE_CHECKING:
+    from flowtrain.config.run import RunConfig
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -62,23 +64,14 @@ def train(
     with _errors_to_exit_codes():
         from flowtrain import api
         from flowtrain.cli.tables import plan_tables, resume_table, summary_table
-        from flowtrain.observability.progress import ProgressDisplay
-        from flowtrain.observability.run_dir import check_run_dir
 
-        resolved = api.resolve(config, overrides or (), plan=plan_file)
-        check_run_dir(resolved, resume)
         if dry_run:
-            from flowtrain.controller.predict import image_tokens
-
-            prepared = api.plan(resolved)
-            # Before anything is shown: what a resume refuses is refused here too.
-            tables = [resume_table(api.resumption(prepared), prepared.num_steps)] if resume else []
-            Console().print(*plan_tables(prepared, image_tokens(prepared)), *tables, sep="\n")
+            report = api.dry_run(config, overrides or (), resume, plan=plan_file)
+            resumption = report.resumption
+            tables = [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
+            Console().print(*plan_tables(report.run, report.image_tokens), *tables, sep="\n")
             return
-        with ProgressDisplay(resolved.observability.progress) as display, _interrupt_exits_at_once():
-            display.phase("loading libraries")
-            importlib.import_module("flowtrain.controller.run")
-        summary = api.train(resolved, resume=resume)
+        summary = api.train(config, overrides or (), resume, plan=plan_file, loading=_loading_shown)
         Console().print(summary_table(summary), soft_wrap=True)
         if summary.stopped:
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -236,6 +229,15 @@ def _find_run(run: str) -> Path:
             return candidate
     looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
     raise ConfigError(f"no run {run!r}: there is no {looked}")
+
+
+@contextmanager
+def _loading_shown(config: RunConfig) -> Iterator[None]:
+    from flowtrain.observability.progress import ProgressDisplay
+
+    with ProgressDisplay(config.observability.progress) as display, _interrupt_exits_at_once():
+        display.phase("loading libraries")
+        yield
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from flowtrain.allocator.plan import plan_overrides, to_yaml
 from flowtrain.allocator.program.solvers import SolverName
 from flowtrain.cli.output_path import check_output_path, check_plot_path
 from flowtrain.cli.plan_tables import plan_report_tables
-from flowtrain.controller.planning.notes import REFUSED
+from flowtrain.config.yaml_text import dotted
 from flowtrain.controller.planning.planned import is_model_file
 from flowtrain.controller.planning.report import PlanReport
 from flowtrain.errors import ConfigError
@@ -33,16 +33,16 @@ def plan(
     save: Path | None,
     plot: Path | None,
 ) -> None:
-    """Allocate as ``api.allocate`` does, save, show and draw it; raises ConfigError.
+    """Plan as ``api.plan`` does, save, show and draw it; raises ConfigError.
 
-    asked: devices and profile, as keyword arguments of that. What cannot be drawn is refused behind all else.
+    asked: devices and profile, as keyword arguments of that. Plot errors are raised last.
     """
     if plot is not None:
         check_plot_path(plot, PLOT_ENDINGS)
     if save is not None:
         check_output_path("--save", save)
     # An unknown solver is refused by its name, as one that is not installed.
-    report = api.allocate(config, overrides, solver=cast(SolverName, solver), **asked)
+    report = api.plan(config, overrides, solver=cast(SolverName, solver), **asked)
     if save is not None:
         _save(report, save)
     if as_json:
@@ -50,8 +50,7 @@ def plan(
     else:
         Console().print(*plan_report_tables(report), sep="\n")
         if save is not None:
-            refused = any(note.startswith(REFUSED) for note in report.notes)
-            print(f"\nsaved; {'once what the notes say is mended, ' if refused else ''}start it with")
+            print(f"\nsaved; {'once what the notes say is fixed, ' if report.faults else ''}start it with")
             print(shlex.join(_start(config, overrides, report, save)))  # a line that can be copied, however long
     if plot is not None:
         _draw(report, plot)
@@ -60,12 +59,12 @@ def plan(
 
 def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> list[str]:
     """The command that trains by the plan; overrides of what is in it would undo it."""
-    changes = plan_overrides(report.plan)
-    decided = {change.partition("=")[0] for change in changes}
+    decided = {dotted(key) for key in report.plan.settings()}
+    sections = {dotted(key[:length]) for key in report.plan.settings() for length in range(1, len(key))}
     keys = {text: text.partition("=")[0].strip() for text in overrides}
     others = [text for text, key in keys.items() if key not in decided]
-    if any(one.startswith(f"{keys[text]}.") for text in others for one in decided):  # a whole section
-        others += changes
+    if sections & set(keys.values()):  # a whole section would undo the plan's part of it
+        others += plan_overrides(report.plan)
     return ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from flowtrain.allocator.plan import fixed_plan, requirements
+from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.run_cost import cost_label
@@ -48,14 +48,14 @@ def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]])
         stages = f"{chunks} slices of the layers a rank" if chunks > 1 else "a slice of the layers a rank"
         run.add_row("pipeline", f"{config.backbone.pipeline_schedule}, {stages}")
     run.add_row("CPUs", f"{needs.num_cpus:g}")
-    num_devices = requirements(fixed_plan(config, use_devices=True)).num_devices
+    num_devices = needs.num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
     run.add_row("memory pool", nbytes_text(needs.pool_nbytes))
 
     actors = Table(title="actors", title_justify="left")
     for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
         actors.add_column(heading, justify="left" if heading == "module" else "right")
-    for name, module in prepared.plan.modules():
+    for name, module in prepared.plan.without_devices().modules():  # what is sure without looking at a cluster
         segment = nbytes_text(module.segment_nbytes) if module.segment_nbytes else "-"
         if module.segment_nbytes and module.degrees.replica_size > 1:
             segment += " a replica"

@@ -11,19 +11,26 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flowtrain.config.messages import Document, refusal, render_validation
+from flowtrain.config.messages import Document, refusal, refused
 from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.paths import resolve_paths
+from flowtrain.config.put_plan import put_plan
 from flowtrain.config.run import RunConfig
+from flowtrain.config.schema import nearest_key
+from flowtrain.config.yaml_text import Path as KeyPath
 from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
+from flowtrain.types.run_plan import Plan
 
 
-def load_config(path: str | PathLike[str], overrides: Sequence[str] = (), check_paths: bool = True) -> RunConfig:
+def load_config(
+    path: str | PathLike[str], overrides: Sequence[str] = (), check_paths: bool = True, plan: Plan | None = None
+) -> RunConfig:
     """Configuration in a YAML file with overrides (``section.key=value``) applied and its paths made absolute.
 
-    check_paths: paths of data and local models must exist. Raises ConfigError with one message that names file, key,
-    value and the nearest valid key for every fault found.
+    check_paths: paths of data and local models must exist. plan: sets degrees and resources before the overrides, which
+    may change them again. Raises ConfigError with one message that names file, key, value and the nearest valid key for
+    every fault found.
     """
     file = Path(path).expanduser()
     try:
@@ -35,14 +42,19 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = (), check_
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of keys, not {type(values).__name__}")
-    document = Document(str(path), values, lines, apply_overrides(values, overrides))
+    document = Document(str(path), values, lines, _changed(values, overrides, plan), nearest_key)
     return _build(document, file.resolve().parent, check_paths)
 
 
-def override_config(config: RunConfig, overrides: Sequence[str], check_paths: bool = True) -> RunConfig:
-    """A configuration with overrides applied; relative paths in it start from the current directory."""
+def override_config(
+    config: RunConfig, overrides: Sequence[str], check_paths: bool = True, plan: Plan | None = None
+) -> RunConfig:
+    """A configuration with overrides applied; relative paths in it start from the current directory.
+
+    plan: as of ``load_config``.
+    """
     values = plain_values(config)
-    document = Document("configuration", values, {}, apply_overrides(values, overrides))
+    document = Document("configuration", values, {}, _changed(values, overrides, plan), nearest_key)
     return _build(document, Path.cwd(), check_paths)
 
 
@@ -67,10 +79,17 @@ def _build(document: Document, config_dir: Path, check_paths: bool) -> RunConfig
         values = plain_values(RunConfig.model_validate(document.values))
         faults = resolve_paths(values, document, config_dir, check_paths)
         if faults:
-            raise ConfigError(refusal(document.label, faults))
+            raise refusal(document.label, faults)
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(render_validation(document, error)) from error
+        raise refused(document, error) from error
+
+
+def _changed(values: dict[str, Any], overrides: Sequence[str], plan: Plan | None) -> dict[KeyPath, str]:
+    """Apply overrides and a plan to ``values``; returns where each change was set and by which text."""
+    origins = apply_overrides(values, overrides)
+    # The overrides win although they come first: only now is it known which encoders there are.
+    return origins if plan is None else put_plan(values, plan, kept=origins) | origins
 
 
 def _plain(value: Any) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from flowtrain.config.schema import nearest_key
 from flowtrain.config.yaml_text import Path, dotted
+from flowtrain.errors import ConfigError, Fault, FaultCode
 
 _MAX_VALUE_LENGTH = 60
 
@@ -45,14 +45,14 @@ class Document:
     """A configuration before validation, with what is needed to say where a value came from.
 
     label: the file as the user named it. lines: line of every value in the file. overrides: text of the override that
-    set a value. nearest: the valid key most like an unknown one, of the document's values, or None.
+    set a value. nearest: finds the valid key most like an unknown one, of the document's values, or None.
     """
 
     label: str
     values: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
     overrides: Mapping[Path, str] = field(default_factory=dict)
-    nearest: Callable[[Path, Any], str | None] = nearest_key
+    nearest: Callable[[Path, Any], str | None] = lambda path, values: None
 
     def place(self, path: Path, text: str) -> str | None:
         """``override 'a.b=1'`` or ``line 12`` of a fault at ``path``; None where neither is known.
@@ -69,17 +69,17 @@ class Document:
         return f"line {self.lines[known[0]]}" if known else None
 
 
-def refusal(label: str, faults: Sequence[str]) -> str:
-    """One message for all faults of a file."""
+def refusal(label: str, faults: Sequence[Fault]) -> ConfigError:
+    """One error for all faults of a file."""
     if len(faults) == 1:
-        return f"{label}: {faults[0]}"
-    return "\n".join([f"{label}: {len(faults)} errors", *(f"  - {fault}" for fault in faults)])
+        return ConfigError(f"{label}: {faults[0].text}", faults)
+    return ConfigError("\n".join([f"{label}: {len(faults)} errors", *(f"  - {each.text}" for each in faults)]), faults)
 
 
-def render_validation(document: Document, error: ValidationError) -> str:
-    """Message for what pydantic found."""
-    faults = [_fault(document, details) for details in error.errors(include_url=False) if not _is_echo(details)]
-    return refusal(document.label, faults)
+def refused(document: Document, error: ValidationError) -> ConfigError:
+    """One error for all that pydantic found."""
+    details = [each for each in error.errors(include_url=False) if not _is_echo(each)]
+    return refusal(document.label, [fault for each in details for fault in _faults(document, each)])
 
 
 def fault_line(document: Document, path: Path, text: str) -> str:
@@ -99,23 +99,32 @@ def _is_echo(details: ErrorDetails) -> bool:
     return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
-def _fault(document: Document, details: ErrorDetails) -> str:
+def _faults(document: Document, details: ErrorDetails) -> Iterator[Fault]:
+    path, error = tuple(details["loc"]), (details.get("ctx") or {}).get("error")
+    if isinstance(error, ConfigError):  # of a check that knows what it refuses
+        for fault in error.faults:
+            yield replace(fault, text=fault_line(document, path, fault.text))
+        return
+    code, where, text = _described(document, details)
+    yield Fault(dotted(path), code, fault_line(document, where, text))
+
+
+def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Path, str]:
+    """What pydantic refused, the path whose place is shown, and the words for it."""
     path, kind, value = tuple(details["loc"]), details["type"], details["input"]
     context: dict[str, Any] = details.get("ctx") or {}
     key = dotted(path)
-    if kind == "value_error":
-        return fault_line(document, path, str(context["error"]))
     if kind == "missing":
-        return fault_line(document, path[:-1], f"{key} is missing; it is required")
+        return FaultCode.KEY, path[:-1], f"{key} is missing; it is required"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):  # of models and of dataclasses
-        return fault_line(document, path, _unknown_key(document, path, value))
+        return FaultCode.KEY, path, _unknown_key(document, path, value)
     if kind in _NEEDS_ITEMS:
         count = _NEEDS_ITEMS[kind].format(**context)
-        return fault_line(document, path, f"{key} has {context['actual_length']} entries; it must have {count}")
+        return FaultCode.VALUE, path, f"{key} has {context['actual_length']} entries; it must have {count}"
     if kind not in _EXPECTED:
-        return fault_line(document, path, f"{key} = {show_value(value)}: {details['msg']}")
+        return FaultCode.VALUE, path, f"{key} = {show_value(value)}: {details['msg']}"
     text = f"{key} = {show_value(value)}: must be {_EXPECTED[kind].format(**context)}"
-    return fault_line(document, path, text + _nearest_value(kind, value, context))
+    return FaultCode.VALUE, path, text + _nearest_value(kind, value, context)
 
 
 def _unknown_key(document: Document, path: Path, value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from flowtrain.config.messages import Document, fault_line
 from flowtrain.config.schema import ANY
 from flowtrain.config.yaml_text import Path, dotted
+from flowtrain.errors import Fault, FaultCode
 
 _FILES = (
     ("data", "sources", ANY, "path"),
@@ -34,15 +35,15 @@ _MODELS = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[str]:
+def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[Fault]:
     """Make the paths in ``values`` absolute, in place; returns a fault for each that does not exist (if ``check``)."""
-    faults: list[str] = []
+    faults: list[Fault] = []
     for patterns, may_be_hub_id in ((_FILES, False), (_MODELS, True)):
         for pattern in patterns:
             for holder, path in _holders(values, pattern, ()):
                 fault = _resolve(holder, path, config_dir, may_be_hub_id)
                 if fault and check:
-                    faults.append(fault_line(document, path, fault))
+                    faults.append(Fault(dotted(path), FaultCode.VALUE, fault_line(document, path, fault)))
     return faults
 
 

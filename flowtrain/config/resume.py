@@ -9,7 +9,7 @@ from typing import Any
 
 from flowtrain.config.load import digest_of, plain_values
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, Fault, FaultCode
 
 _MAY_CHANGE = (
     "name",
@@ -56,9 +56,10 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
                 [
                     f"run {new.name!r} cannot be resumed with this configuration; "
                     "set these keys back, or start a run under another name:",
-                    *(f"  - {fault}" for fault in faults),
+                    *(f"  - {fault.text}" for fault in faults),
                 ]
-            )
+            ),
+            faults,
         )
 
 
@@ -83,12 +84,13 @@ def config_digest(config: RunConfig) -> str:
     return digest_of({key: value for key, value in _flat(config).items() if not _free(key) and key not in _MAY_GROW})
 
 
-def _fault(key: str, old: Any, new: Any) -> str | None:
+def _fault(key: str, old: Any, new: Any) -> Fault | None:
     if _free(key):
         return None
+    text = f"{key} was {old!r}, is now {new!r}"
     if key in _MAY_GROW and old is not None and new is not None:
-        return None if new > old else f"{key} was {old!r}, is now {new!r}; it may only grow"
-    return f"{key} was {old!r}, is now {new!r}"
+        return None if new > old else Fault(key, FaultCode.RESUME, f"{text}; it may only grow")
+    return Fault(key, FaultCode.RESUME, text)
 
 
 def _free(key: str) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
+from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
+from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
+from flowtrain.errors import ConfigError, Fault, FaultCode
+from flowtrain.types.run_plan import Plan
 from flowtrain.types.samples import TEXT_PART
 
 
@@ -40,7 +45,7 @@ class RunConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _across_roles(self) -> RunConfig:
-        for check in (
+        checks = (
             _capacity_holds_a_sample,
             _batch_feeds_every_rank,
             _a_frozen_cost_is_given,
@@ -52,65 +57,90 @@ class RunConfig(ConfigModel):
             _segments_fit_the_space,
             _hbm_has_a_device,
             _modules_have_an_origin,
-        ):
-            check(self)
+        )
+        fault = next((fault for check in checks for fault in check(self)), None)
+        if fault is not None:
+            raise ConfigError(fault.text, [fault])
         return self
 
+    def with_plan(self, plan: Plan) -> RunConfig:
+        """Return it with a plan's degrees, resources and pool segments; raises ConfigError where they do not fit it."""
+        values = self.model_dump()
+        origins = put_plan(values, plan)
+        try:
+            return RunConfig.model_validate(values)
+        except ValidationError as error:
+            raise refused(Document(f"run {self.name!r} with this plan", values, overrides=origins), error) from error
 
-def _capacity_holds_a_sample(config: RunConfig) -> None:
+
+def _capacity_holds_a_sample(config: RunConfig) -> Iterator[Fault]:
     if config.data.max_seq_len > config.scheduler.microbatch_tokens:
-        raise ValueError(
+        yield Fault(
+            "data.max_seq_len",
+            FaultCode.CONFLICT,
             f"data.max_seq_len ({config.data.max_seq_len}) is larger than scheduler.microbatch_tokens "
             f"({config.scheduler.microbatch_tokens}): a longest sample would fit no microbatch; lower the first or "
-            "raise the second"
+            "raise the second",
         )
 
 
-def _batch_feeds_every_rank(config: RunConfig) -> None:
+def _batch_feeds_every_rank(config: RunConfig) -> Iterator[Fault]:
     dp_size, batch = config.backbone.data_parallel_size, config.training.global_batch_size
     if batch < dp_size:
-        raise ValueError(
+        yield Fault(
+            "backbone.data_parallel_size",
+            FaultCode.DEGREES,
             f"training.global_batch_size ({batch}) is smaller than backbone.data_parallel_size ({dp_size}): some "
-            "ranks would never have a sample; raise the first or lower the second"
+            "ranks would never have a sample; raise the first or lower the second",
         )
 
 
-def _a_frozen_cost_is_given(config: RunConfig) -> None:
+def _a_frozen_cost_is_given(config: RunConfig) -> Iterator[Fault]:
     order, scheduler = config.data.order, config.scheduler
     if scheduler.cost == "profile" and scheduler.cost_profile is None and order == "deterministic":
-        raise ValueError(
+        yield Fault(
+            "scheduler.cost_profile",
+            FaultCode.CONFLICT,
             f"scheduler.cost ('profile') needs scheduler.cost_profile with data.order ({order!r}), whose costs are "
             "frozen from the start; give the cost_profile.json that an earlier run of this model wrote into its "
-            "directory, or set data.order to 'arrival', which fits costs while it runs"
+            "directory, or set data.order to 'arrival', which fits costs while it runs",
         )
 
 
-def _encoder_names(config: RunConfig) -> None:
+def _encoder_names(config: RunConfig) -> Iterator[Fault]:
     for name in config.encoders:
         if name == TEXT_PART or not name.isidentifier():
-            raise ValueError(f"encoders: {name!r} is no valid encoder name; use an identifier other than {TEXT_PART!r}")
-
-
-def _not_yet_parallel(config: RunConfig) -> None:
-    degree = config.backbone.context_parallel_size
-    if degree > 1:
-        raise ValueError(
-            f"backbone.context_parallel_size ({degree}) above 1 is not supported yet; set it to 1, and use "
-            "backbone.tensor_parallel_size and backbone.activation_checkpointing for long sequences"
-        )
-
-
-def _split_encoders_have_a_place(config: RunConfig) -> None:
-    for name, encoder in config.encoders.items():
-        if encoder.tensor_parallel_size > 1 and not encoder.num_cpus:
-            raise ValueError(
-                f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 needs "
-                f"encoders.{name}.num_cpus (0) above 0: by what its actors reserve they come to lie on one node; a "
-                "fraction is enough"
+            yield Fault(
+                f"encoders.{name}",
+                FaultCode.ENCODERS,
+                f"encoders: {name!r} is no valid encoder name; use an identifier other than {TEXT_PART!r}",
             )
 
 
-def _ranks_have_whole_devices(config: RunConfig) -> None:
+def _not_yet_parallel(config: RunConfig) -> Iterator[Fault]:
+    degree = config.backbone.context_parallel_size
+    if degree > 1:
+        yield Fault(
+            "backbone.context_parallel_size",
+            FaultCode.DEGREES,
+            f"backbone.context_parallel_size ({degree}) above 1 is not supported yet; set it to 1, and use "
+            "backbone.tensor_parallel_size and backbone.activation_checkpointing for long sequences",
+        )
+
+
+def _split_encoders_have_a_place(config: RunConfig) -> Iterator[Fault]:
+    for name, encoder in config.encoders.items():
+        if encoder.tensor_parallel_size > 1 and not encoder.num_cpus:
+            yield Fault(
+                f"encoders.{name}.num_cpus",
+                FaultCode.CONFLICT,
+                f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 needs "
+                f"encoders.{name}.num_cpus (0) above 0: by what its actors reserve they come to lie on one node; a "
+                "fraction is enough",
+            )
+
+
+def _ranks_have_whole_devices(config: RunConfig) -> Iterator[Fault]:
     if config.model.device == "cpu":
         return
     backbone = config.backbone
@@ -121,27 +151,33 @@ def _ranks_have_whole_devices(config: RunConfig) -> None:
     }
     for key, (num_devices, num_ranks) in found.items():
         if num_ranks > 1 and num_devices < 1:
-            raise ValueError(
+            yield Fault(
+                f"{key}.num_devices",
+                FaultCode.DEGREES,
                 f"{key}.num_devices ({num_devices:g}) below 1 would have several of {num_ranks} ranks on one "
-                "accelerator, where NCCL does not join them; set it to 1, or the parallel sizes to 1"
+                "accelerator, where NCCL does not join them; set it to 1, or the parallel sizes to 1",
             )
 
 
-def _schedule_has_its_chunks(config: RunConfig) -> None:
+def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
     schedule, chunks = config.backbone.pipeline_schedule, config.backbone.chunks_per_rank
     if schedule == "interleaved_1f1b" and chunks < 2:
-        raise ValueError(
+        yield Fault(
+            "backbone.chunks_per_rank",
+            FaultCode.CONFLICT,
             f"backbone.pipeline_schedule ({schedule!r}) needs backbone.chunks_per_rank ({chunks}) of at least 2; raise "
-            "it, or set the schedule to '1f1b'"
+            "it, or set the schedule to '1f1b'",
         )
     if schedule == "1f1b" and chunks > 1:
-        raise ValueError(
+        yield Fault(
+            "backbone.chunks_per_rank",
+            FaultCode.CONFLICT,
             f"backbone.chunks_per_rank ({chunks}) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now "
-            f"{schedule!r}); set that, or the first to 1"
+            f"{schedule!r}); set that, or the first to 1",
         )
 
 
-def _segments_fit_the_space(config: RunConfig) -> None:
+def _segments_fit_the_space(config: RunConfig) -> Iterator[Fault]:
     limit = config.pool.max_segment_nbytes
     sizes = {
         "pool.text_segment_nbytes": config.pool.text_segment_nbytes,
@@ -150,24 +186,32 @@ def _segments_fit_the_space(config: RunConfig) -> None:
     sizes |= {f"encoders.{name}.segment_nbytes": e.segment_nbytes for name, e in config.encoders.items()}
     for key, nbytes in sizes.items():
         if nbytes > limit:
-            raise ValueError(f"{key} ({nbytes}) is larger than pool.max_segment_nbytes ({limit}); raise the second")
+            yield Fault(
+                key,
+                FaultCode.POOL,
+                f"{key} ({nbytes}) is larger than pool.max_segment_nbytes ({limit}); raise the second",
+            )
 
 
-def _hbm_has_a_device(config: RunConfig) -> None:
+def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
     pool, device = config.pool, config.model.device
     if pool.hbm_segment_nbytes and device == "cpu":
-        raise ValueError(
+        yield Fault(
+            "pool.hbm_segment_nbytes",
+            FaultCode.CONFLICT,
             f"pool.hbm_segment_nbytes ({pool.hbm_segment_nbytes}) is memory of accelerators, and model.device "
-            f"({device!r}) uses none; set the first to 0 or the second to 'auto'"
+            f"({device!r}) uses none; set the first to 0 or the second to 'auto'",
         )
     if pool.hbm_low_watermark > pool.hbm_high_watermark:
-        raise ValueError(
+        yield Fault(
+            "pool.hbm_segment_nbytes",
+            FaultCode.CONFLICT,
             f"pool.hbm_low_watermark ({pool.hbm_low_watermark:g}) is above pool.hbm_high_watermark "
-            f"({pool.hbm_high_watermark:g}); lower the first or raise the second"
+            f"({pool.hbm_high_watermark:g}); lower the first or raise the second",
         )
 
 
-def _modules_have_an_origin(config: RunConfig) -> None:
+def _modules_have_an_origin(config: RunConfig) -> Iterator[Fault]:
     modules: dict[str, EncoderConfig | BackboneConfig] = {
         f"encoders.{name}": encoder for name, encoder in config.encoders.items()
     }
@@ -175,10 +219,14 @@ def _modules_have_an_origin(config: RunConfig) -> None:
     for key, module in modules.items():
         given = [name for name in ("path", "config") if getattr(module, name) is not None]
         if len(given) == 2:
-            raise ValueError(f"{key}.path and {key}.config are both given; keep one of them")
-        if config.model.path is not None and given:
-            raise ValueError(
-                f"model.path ({config.model.path}) is a whole checkpoint and {key}.{given[0]} is given too; keep one"
+            yield Fault(key, FaultCode.CONFLICT, f"{key}.path and {key}.config are both given; keep one of them")
+        elif config.model.path is not None and given:
+            yield Fault(
+                key,
+                FaultCode.CONFLICT,
+                f"model.path ({config.model.path}) is a whole checkpoint and {key}.{given[0]} is given too; keep one",
             )
-        if config.model.path is None and not given:
-            raise ValueError(f"{key} needs a path or a config (or give model.path, a whole checkpoint)")
+        elif config.model.path is None and not given:
+            yield Fault(
+                key, FaultCode.CONFLICT, f"{key} needs a path or a config (or give model.path, a whole checkpoint)"
+            )

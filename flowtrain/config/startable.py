@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import Fault, FaultCode
 
 
-def startable_faults(config: RunConfig) -> list[str]:
-    """Say why no run starts like that; empty where one does."""
+def startable_faults(config: RunConfig) -> list[Fault]:
+    """Return why no run starts like that; empty where one does."""
     if len(config.encoders) == 1:
         return []
-    return [
+    text = (
         f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); family {config.model.family!r} "
         "has exactly one encoder"
-    ]
+    )
+    return [Fault("encoders", FaultCode.ENCODERS, text)]
 
 
 def check_startable(config: RunConfig) -> None:
     """Raise ConfigError, with all faults, where no run starts like that."""
     if faults := startable_faults(config):
-        raise ConfigError(refusal(f"run {config.name!r}", faults))
+        raise refusal(f"run {config.name!r}", faults)

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.errors import ConfigError, FaultCode
 
 
 class LearningRateConfig(ConfigModel):
@@ -43,9 +44,11 @@ class TrainingConfig(ConfigModel):
     @model_validator(mode="after")
     def _one_end(self) -> TrainingConfig:
         if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError(
+            raise ConfigError.of(
+                "training.max_steps",
+                FaultCode.CONFLICT,
                 f"give exactly one of training.max_steps (now {self.max_steps}) "
-                f"and training.num_epochs (now {self.num_epochs})"
+                f"and training.num_epochs (now {self.num_epochs})",
             )
         return self
 

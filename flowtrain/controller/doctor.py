@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from flowtrain.allocator.plan import Plan, fixed_plan, requirements
+from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.posts import bundles_of, posts_of
@@ -23,6 +23,7 @@ from flowtrain.mempool.host import host_memory
 from flowtrain.mempool.probe import Probe, slow_links
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.memory import HostMemory, Link, Tier
+from flowtrain.types.run_plan import Plan
 
 DOCTOR_SCHEMA = 1
 
@@ -99,7 +100,7 @@ def examine(config: RunConfig) -> DoctorReport:
 def judge(prepared: Prepared, nodes: Sequence[NodeReport], links: Sequence[Link]) -> DoctorReport:
     """Hold what was found against what the run needs, with Ray's counts of the cluster as they are now."""
     config = prepared.config
-    plan = fixed_plan(config, use_devices=any(node.num_devices for node in nodes))
+    plan = prepared.plan if any(node.num_devices for node in nodes) else prepared.plan.without_devices()
     segments = [post.segment_nbytes for post in posts_of(plan)]
     resources, may_spread = _resources(config, plan)
     checks = (_step(prepared), resources, _node_memory(nodes, segments, may_spread))

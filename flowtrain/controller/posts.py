@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from flowtrain.actors.encoder_follower import rank_name
 from flowtrain.actors.feeder import NAME as FEEDER
-from flowtrain.allocator.plan import ModulePlan, Plan
 from flowtrain.controller.cluster import ACCELERATOR_TYPE, Bundle
 from flowtrain.controller.state import Role
+from flowtrain.types.run_plan import ModulePlan, Plan
 
 ACCELERATOR_AMOUNT = 0.001
 """Of a node's one ``accelerator_type:X``, as Ray takes for an actor that asks for a type."""

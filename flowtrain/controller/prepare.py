@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
-from flowtrain.allocator.plan import Plan, fixed_plan
+from flowtrain.allocator.plan import fixed_plan
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
@@ -27,27 +27,29 @@ from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
+from flowtrain.types.run_plan import Plan
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start.
-
-    source_sizes: rows of each training source; source_names in the same order. num_eval: samples of an evaluation
-    round, 0 for none. num_steps, total_positions: as ``num_steps_of``. cost: that the first step is planned with;
-    cost_profile: the measured one that it comes from, or None.
-    """
+    """A run that can start."""
 
     config: RunConfig
     plan: Plan
+    """With the devices that actors take where the cluster has some."""
     model_spec: ModelSpec
     source_names: tuple[str, ...]
     source_sizes: tuple[int, ...]
+    """Rows of each training source, in the order of ``source_names``."""
     num_eval: int
+    """Samples of an evaluation round, 0 for none."""
     num_steps: int
     total_positions: int | None
+    """As ``num_steps_of`` returns it, and ``num_steps`` too."""
     cost: CostModel
+    """That the first step is planned with."""
     cost_profile: CostProfile | None
+    """The measured one that ``cost`` comes from, or None."""
 
     @property
     def eval_every(self) -> int | None:
@@ -60,7 +62,7 @@ class Prepared:
         return max(1, sum(self.source_sizes))
 
 
-def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = True) -> Prepared:
+def prepare(config: RunConfig, check_pool: bool = True) -> Prepared:
     """Look at data and model headers; raises ConfigError or DataError where the run could not work.
 
     check_pool: a memory pool that is too small is one of the reasons.
@@ -75,16 +77,17 @@ def prepare(config: RunConfig, use_devices: bool = False, check_pool: bool = Tru
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
     spec = model_spec(family)
-    check_degrees(config, spec, family.vision_config.model_type)
-    if (tensor_parallel_size := fixed_plan(config).backbone.degrees.tp) > 1:
-        family.check_tensor_parallel(tensor_parallel_size)
+    plan = fixed_plan(config)
+    check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
+    if plan.backbone.tensor_parallel_size > 1:
+        family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     if check_pool:
         check_memory(config, family, num_eval)
     cost_profile = configured_profile(config, spec)
     return Prepared(
         config=config,
-        plan=fixed_plan(config, use_devices),
+        plan=plan,
         model_spec=spec,
         source_names=tuple(source.name for source in sources.train),
         source_sizes=sources.sizes,
@@ -106,19 +109,17 @@ def model_spec(family: Family) -> ModelSpec:
     return ModelSpec({name: vision}, connector, backbone)
 
 
-def check_degrees(config: RunConfig, spec: ModelSpec, tower_type: str) -> None:
+def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_type: str) -> None:
     """Raise ConfigError, with all faults, where modules cannot be split as the configuration says.
 
-    tower_type: ``model_type`` of the vision tower.
+    degrees: of the backbone. tower_type: ``model_type`` of the vision tower.
     """
-    backbone = config.backbone
-    degrees = fixed_plan(config).backbone.degrees
-    faults = degree_faults(degrees, spec.backbone, chunks_per_rank=backbone.chunks_per_rank)
+    faults = degree_faults(degrees, spec.backbone, chunks_per_rank=config.backbone.chunks_per_rank)
     for name, encoder in config.encoders.items():
         tp = encoder.tensor_parallel_size
         faults += encoder_degree_faults(name, tp, spec.encoders[name], tower_type, TOWER_PLANS)
     if faults:
-        raise ConfigError(refusal(f"run {config.name!r}", faults))
+        raise refusal(f"run {config.name!r}", faults)
 
 
 def unsplittable(family: Family, spec: ModelSpec) -> frozenset[str]:

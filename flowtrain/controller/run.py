@@ -20,7 +20,6 @@ from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.coordinator import start_flow
 from flowtrain.actors.pooling import hbm_offer
-from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, crew
@@ -39,7 +38,7 @@ from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
-from flowtrain.observability.run_dir import RunDir, check_run_dir, held_run_dir, open_run_dir, run_dir
+from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.types.events import CheckpointWritten, CostFitted, Event
@@ -72,10 +71,10 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
     """Train as the configuration says and return how it ended.
 
     resume: continue behind the last complete checkpoint of a run with this name, or start if it has none. classes: the
-    actors' plain classes, for tests. Raises FlowTrainError; whatever happens, no actor and no pool memory stays behind.
+    actors' plain classes, for tests. The caller has asked ``check_run_dir``, which refuses before this is imported.
+    Raises FlowTrainError; whatever happens, no actor and no pool memory stays behind.
     """
     started = time.monotonic()
-    check_run_dir(config, resume)
     stop = threading.Event()
     with ExitStack() as stack:
         stack.enter_context(_stop_on_signals(stop))
@@ -286,10 +285,10 @@ def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> R
 
 
 def _with_devices(prepared: Prepared) -> Prepared:
-    """Plan accelerators in where the cluster has them."""
-    if ray.cluster_resources().get("GPU", 0) < 1 or prepared.config.model.device == "cpu":
-        return prepared
-    return replace(prepared, plan=fixed_plan(prepared.config, use_devices=True))
+    """Plan without accelerators where the cluster has none."""
+    if ray.cluster_resources().get("GPU", 0) < 1:
+        return replace(prepared, plan=prepared.plan.without_devices())
+    return prepared
 
 
 @contextmanager

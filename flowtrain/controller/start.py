@@ -15,7 +15,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared
 from flowtrain.errors import ConfigError
 from flowtrain.flow.consumed import ConsumedPositions
-from flowtrain.observability.run_dir import RunDir, check_run_dir, run_dir
+from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.training import checkpoint_store
 from flowtrain.types.plan import CostModel, Degrees
 from flowtrain.types.samples import SamplerState
@@ -100,8 +100,10 @@ class Resumption:
 
 
 def foresee_resume(prepared: Prepared) -> Resumption:
-    """Look at the run's directory as a resume would, changing nothing; raises ConfigError where that would refuse."""
-    check_run_dir(prepared.config, resume=True)
+    """Look at the run's directory as a resume would, changing nothing; raises ConfigError where that would refuse.
+
+    The caller has asked ``check_run_dir``.
+    """
     files = run_dir(prepared.config)
     check_goes_on(files, prepared)
     changed = changed_since(files, prepared.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 
 
 def check_capacity(segments: Sequence[int], largest_part_nbytes: int, parts_per_step: int, knob: str) -> None:
@@ -21,16 +21,20 @@ def check_capacity(segments: Sequence[int], largest_part_nbytes: int, parts_per_
         return
     least = -(-parts_per_step // max(1, len(segments))) * largest_part_nbytes
     if segments and not room:
-        raise ConfigError(
+        raise ConfigError.of(
+            knob,
+            FaultCode.POOL,
             f"no segment can hold one sample: the largest has {max(segments)} bytes, and a sample of data.max_seq_len "
             f"tokens, with the batch that it is encoded in, takes up to {largest_part_nbytes}; raise {knob} to at "
-            f"least {least}, which holds a step of {parts_per_step} such parts, or lower data.max_seq_len"
+            f"least {least}, which holds a step of {parts_per_step} such parts, or lower data.max_seq_len",
         )
     given = f"{len(segments)} segments of {sum(segments)} bytes in all" if segments else "no segment at all"
-    raise ConfigError(
+    raise ConfigError.of(
+        knob,
+        FaultCode.POOL,
         f"the pool cannot hold one step, so the run could get stuck: a step has up to {parts_per_step} parts of up to "
         f"{largest_part_nbytes} bytes, and {given} hold {room}; raise {knob} to at least {least}, or lower "
-        "training.global_batch_size or data.max_seq_len"
+        "training.global_batch_size or data.max_seq_len",
     )
 
 
@@ -56,9 +60,11 @@ def check_scattered_capacity(segments: Sequence[int], largest_lease_nbytes: int,
     if room >= held_nbytes:
         return
     least = largest_lease_nbytes - (-held_nbytes // max(1, len(segments)))
-    raise ConfigError(
+    raise ConfigError.of(
+        knob,
+        FaultCode.POOL,
         f"the pool cannot hold one step in arrival order, so the run could get stuck: beside {held_nbytes} bytes that "
         f"a step may wait with, {len(segments)} segments of {sum(segments)} bytes in all have no room for a lease of "
         f"{largest_lease_nbytes} bytes; raise {knob} to at least {least}, lower training.global_batch_size or "
-        "data.max_seq_len, or set data.order to deterministic"
+        "data.max_seq_len, or set data.order to deterministic",
     )

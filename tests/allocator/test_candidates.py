@@ -61,7 +61,6 @@ def reason_against(
     return PruneReason.MEMORY if peak(Degrees(dp, pp, tp)) > memory else None
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     count=st.integers(1, 40),
     devices_per_node=st.sampled_from([1, 2, 4, 6, 8]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+from flowtrain.errors import FaultCode
 from flowtrain.types.plan import Degrees
 
 SPEC = TransformerSpec(
@@ -38,7 +39,7 @@ def test_every_rank_has_its_coordinates_and_tensor_groups_are_neighbours(degrees
     ],
 )
 def test_what_does_not_fit_is_said(degrees: Degrees, chunks: int, spec: TransformerSpec, said: str) -> None:
-    assert any(said in fault for fault in degree_faults(degrees, spec, chunks_per_rank=chunks))
+    assert any(said in fault.text for fault in degree_faults(degrees, spec, chunks_per_rank=chunks))
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=7), Degrees(pp=4), Degrees(2, 2, 4), Degrees(1, 1, 4)])
@@ -65,13 +66,14 @@ TOWER = VisionSpec(
 def test_a_tower_is_split_by_its_heads_alone() -> None:
     assert [tp for tp in range(1, 8) if not encoder_degree_faults("vit", tp, TOWER, "vit", ("vit",))] == [1, 2, 3, 6]
     (fault,) = encoder_degree_faults("vit", 4, TOWER)
-    assert fault == "encoders.vit.tensor_parallel_size (4) does not divide the tower's attention heads (6)"
+    assert (fault.key, fault.code) == ("encoders.vit.tensor_parallel_size", FaultCode.DEGREES)
+    assert fault.text == "encoders.vit.tensor_parallel_size (4) does not divide the tower's attention heads (6)"
 
 
 def test_a_tower_without_a_plan_is_not_split() -> None:
     assert encoder_degree_faults("vit", 1, TOWER, "beit", ("vit",)) == []
     (fault,) = encoder_degree_faults("vit", 2, TOWER, "beit", ("clip", "vit"))
-    assert fault == (
+    assert fault.text == (
         "encoders.vit.tensor_parallel_size (2) above 1 has no plan for a tower of type 'beit'; set it to 1, or use one "
         "of clip, vit"
     )

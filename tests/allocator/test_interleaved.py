@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate, PruneReason
@@ -22,7 +22,6 @@ SLOT_S = 3.0
 """Forward 1 and backward 2, as in ``makespan``."""
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 4))
 def test_the_fill_is_that_of_the_action_lists(pp: int, num_microbatches: int, chunks: int) -> None:
     chunks = 1 if pp == 1 else chunks

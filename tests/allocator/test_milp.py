@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate
@@ -103,7 +103,6 @@ def as_tuple(worth: Levels) -> tuple[float, float, int]:
 
 
 @pytest.mark.parametrize("solver", installed_solvers())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=problems())
 def test_the_optimum_is_brute_forces_in_all_three_levels(solver: str, problem: FlowProblem) -> None:
     best, solution = brute_force(problem), solve(problem, Solver(solver))
@@ -117,7 +116,6 @@ def test_the_optimum_is_brute_forces_in_all_three_levels(solver: str, problem: F
     assert all(taken <= problem.devices[each] for each, taken in devices_by_type(solution.choice).items())
 
 
-@settings(deadline=None, max_examples=200)
 @given(problem=problems())
 def test_reduction_loses_no_optimum(problem: FlowProblem) -> None:
     best = brute_force(problem)
@@ -129,7 +127,6 @@ def test_reduction_loses_no_optimum(problem: FlowProblem) -> None:
     assert found is not None and as_tuple(found) == as_tuple(best)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=problems())
 def test_rivals_are_the_best_of_other_consumers(problem: FlowProblem) -> None:
     solution = solve(problem)
@@ -144,7 +141,6 @@ def test_rivals_are_the_best_of_other_consumers(problem: FlowProblem) -> None:
     assert all(split.choice.consumer in best and split.production >= split.levels.rate for split in found)
 
 
-@settings(deadline=None, max_examples=200)
 @given(problem=problems())
 def test_the_best_split_has_the_optimal_rate(problem: FlowProblem) -> None:
     best, splits = brute_force(problem), best_splits(problem)
@@ -161,7 +157,6 @@ def test_the_best_split_has_the_optimal_rate(problem: FlowProblem) -> None:
 
 
 @pytest.mark.parametrize("solver", installed_solvers())
-@settings(deadline=None, max_examples=15)
 @given(problem=problems())
 def test_missing_devices_are_the_fewest(solver: str, problem: FlowProblem) -> None:
     missing = fewest_missing_devices(problem, Solver(solver))

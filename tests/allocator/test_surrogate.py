@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
@@ -91,7 +91,6 @@ def test_tensor_parallel_communication_is_four_reductions_a_layer() -> None:
     assert slow - free == pytest.approx(2 * (2 * 3 / 4) * values / 1e11)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]))
 def test_more_devices_are_never_more_than_proportionally_faster(dp: int, pp: int, tp: int) -> None:
     found = surrogate(replace(SETUP, optimizer="sgd"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _backbone_data import Mix, draw_lengths, full_step, made_equal, packed_step, padded_step
-from _device_profile import covered, kind_of
-from _memory_trace import peak_above_now
 from hypothesis import given
 from hypothesis import strategies as st
+from shared.backbone_data import Mix, draw_lengths, full_step, made_equal, packed_step, padded_step
+from shared.device_profile import covered, kind_of
+from shared.memory_trace import peak_above_now
 
 from flowtrain.training.batch import IGNORED_LABEL
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flowtrain import api
 from flowtrain.allocator.plan import fixed_plan, read_plan
 from flowtrain.allocator.program.solvers import installed_solvers
 from flowtrain.cli.app import app
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from tests.cli.test_cli import flowtrain_command
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,9 +114,9 @@ def test_a_run_is_planned_and_takes_the_plan_that_was_saved(tmp_path: Path) -> N
     for name, module in (("vision", chosen.encoders["vision"]), ("backbone", chosen.backbone)):
         assert vars_of(module.degrees) == degrees[name]
     assert degrees["backbone"]["dp"] > 1, "the same as the configuration's"
-    assert fixed_plan(api.resolve(QUICKSTART, plan=saved), use_devices=True) == chosen
+    assert fixed_plan(api.resolve(QUICKSTART, plan=saved)) == chosen
     # The overrides that are printed do the same.
-    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"]), use_devices=True) == chosen
+    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"])) == chosen
     # Later overrides win.
     assert api.resolve(QUICKSTART, ["backbone.data_parallel_size=1"], plan=saved).backbone.data_parallel_size == 1
     result = CliRunner(env={"COLUMNS": "200"}).invoke(
@@ -130,33 +131,37 @@ def vars_of(degrees: Any) -> dict[str, int]:
 
 
 def test_a_run_has_as_many_devices_as_its_own_degrees_take() -> None:
-    report = flowtrain.allocate(QUICKSTART, ["backbone.data_parallel_size=4"])
+    report = flowtrain.plan(QUICKSTART, ["backbone.data_parallel_size=4"])
     assert report.cluster.num_devices == 6 and report.allocation.devices <= 6
     assert report.planned.workload.lengths.max() <= 512
 
 
 def test_notes_say_what_a_run_would_refuse_or_wait_for() -> None:
     ahead = ["scheduler.lookahead_steps=200"]
-    report = flowtrain.allocate(QUICKSTART, ahead, devices=2)
+    report = flowtrain.plan(QUICKSTART, ahead, devices=2)
     (note,) = [note for note in report.notes if note.startswith("the pool holds less")]
     enough = int(note.split("segment_nbytes=")[1].split()[0])
-    report = flowtrain.allocate(QUICKSTART, [*ahead, f"encoders.vision.segment_nbytes={enough}"], devices=2)
+    report = flowtrain.plan(QUICKSTART, [*ahead, f"encoders.vision.segment_nbytes={enough}"], devices=2)
     assert not [note for note in report.notes if note.startswith("the pool")]
     assert report.pool.segments_nbytes >= report.pool.features_nbytes
 
 
-def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes() -> None:
+def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes(tmp_path: Path) -> None:
     overrides = ["encoders.vision.segment_nbytes=65536", "scheduler.lookahead_steps=1", "data.max_seq_len=512"]
-    report = flowtrain.allocate(QUICKSTART, overrides, devices=2)
+    report = flowtrain.plan(QUICKSTART, overrides, devices=2)
     nbytes = report.plan.encoders["vision"].segment_nbytes
     assert report.pool.fault is None
     note = next(note for note in report.notes if "segment_nbytes" in note)
     assert note.startswith(f"encoders.vision.segment_nbytes is raised from 65536 to {nbytes}: ")
-    # What it says is taken, and nothing smaller is.
-    changes = [*overrides, *report.overrides]
-    assert flowtrain.plan(QUICKSTART, changes).num_steps == 240
-    with pytest.raises(ConfigError, match="segment_nbytes to at least"):
-        flowtrain.plan(QUICKSTART, [*changes, f"encoders.vision.segment_nbytes={nbytes - 1}"])
+    # What it says is taken, as overrides or as the plan itself, and nothing smaller is.
+    others = [f"runs_dir={tmp_path}", *overrides[1:]]
+    changes = [*others, *report.overrides]
+    assert flowtrain.dry_run(QUICKSTART, changes) == flowtrain.dry_run(QUICKSTART, others, plan=report.plan)
+    with pytest.raises(ConfigError, match="segment_nbytes to at least") as caught:
+        flowtrain.dry_run(QUICKSTART, [*changes, f"encoders.vision.segment_nbytes={nbytes - 1}"])
+    assert [(fault.key, fault.code) for fault in caught.value.faults] == [
+        ("encoders.vision.segment_nbytes", FaultCode.POOL)
+    ]
 
 
 def test_interleaved_pipelines_are_planned_as_they_run() -> None:
@@ -219,6 +224,32 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
         api.resolve(QUICKSTART, plan=saved)
 
 
+def test_a_fault_that_is_there_without_the_plan_is_not_the_plans(tmp_path: Path) -> None:
+    chosen = fixed_plan(api.resolve(QUICKSTART))
+    wide = replace(chosen, backbone=replace(chosen.backbone, data_parallel_size=64))
+    for overrides in (["seed=-1"], ["backbone=7"], ["seed"]):
+        with pytest.raises(ConfigError) as without:
+            api.resolve(QUICKSTART, overrides)
+        with pytest.raises(ConfigError) as caught:
+            api.resolve(QUICKSTART, overrides, plan=wide)
+        assert str(caught.value) == str(without.value)
+    said = r"training.global_batch_size \(16\) is smaller than backbone.data_parallel_size \(64\)"
+    with pytest.raises(ConfigError, match=f"^with the plan given: .*quickstart.yaml: {said}") as caught:
+        flowtrain.dry_run(QUICKSTART, [f"runs_dir={tmp_path}"], plan=wide)
+    assert [fault.key for fault in caught.value.faults] == ["backbone.data_parallel_size"]
+
+
+def test_a_plan_and_overrides_may_put_right_what_the_file_alone_is_refused_for(tmp_path: Path) -> None:
+    chosen, file = fixed_plan(api.resolve(QUICKSTART)), tmp_path / "run.yaml"
+    file.write_text(Path(QUICKSTART).read_text().replace("backbone:\n", "backbone:\n  data_parallel_size: 32\n"))
+    with pytest.raises(ConfigError, match="some ranks would never"):
+        api.resolve(file, check_paths=False)
+    assert fixed_plan(api.resolve(file, check_paths=False, plan=chosen)) == chosen
+    wide = replace(chosen, backbone=replace(chosen.backbone, data_parallel_size=64))
+    again = ["backbone.data_parallel_size=2"]
+    assert api.resolve(file, again, check_paths=False, plan=wide).backbone.data_parallel_size == 2
+
+
 def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
     given = ("--devices", "4", "--save", str(saved))
@@ -236,7 +267,7 @@ def test_an_override_of_a_whole_section_does_not_undo_the_plan(tmp_path: Path) -
     *_, line = plan(QUICKSTART, section, "--devices", "4", "--save", str(saved)).stdout.splitlines()
     _, _, _, *overrides = shlex.split(line.split(" --plan ")[0])
     assert overrides[0] == section and overrides[1].startswith("encoders.vision.data_parallel_size=")
-    assert fixed_plan(api.resolve(QUICKSTART, overrides, plan=saved), use_devices=True) == read_plan(saved)
+    assert fixed_plan(api.resolve(QUICKSTART, overrides, plan=saved)) == read_plan(saved)
 
 
 def test_a_model_file_cannot_be_trained() -> None:

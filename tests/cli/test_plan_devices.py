@@ -11,7 +11,7 @@ import yaml
 import flowtrain
 from flowtrain import api
 from flowtrain.allocator.plan import fixed_plan, read_plan
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from tests.cli.test_plan import MODELS, PAPER, QUICKSTART, plan, record_of, refused
 
 SMALL = str(MODELS / "vlm_6b.yaml")
@@ -81,6 +81,10 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     record = record_of(str(file), "--devices", "64")
     assert list(modules_of(record)) == [*names, "backbone"]
     assert any(f"a run refuses this plan: encoders has {count} entries" in note for note in record["notes"])
+    (fault,) = flowtrain.plan(file, devices=64).faults
+    assert (fault.key, fault.code) == ("encoders", FaultCode.ENCODERS)
+    said = "saved; once what the notes say is fixed, start it with"
+    assert said in plan(str(file), "--devices", "64", "--save", str(tmp_path / "plan.yaml")).stdout
 
 
 def test_a_run_with_several_encoders_is_refused_before_it_starts() -> None:
@@ -88,7 +92,7 @@ def test_a_run_with_several_encoders_is_refused_before_it_starts() -> None:
     encoder = config.encoders["vision"].model_dump()
     several = type(config).model_validate(config.model_dump() | {"encoders": {"vision": encoder, "sound": encoder}})
     message = r"encoders has 2 entries \(vision, sound\); family 'llava' has exactly one encoder"
-    for start in (flowtrain.train, flowtrain.plan, flowtrain.allocate):
+    for start in (flowtrain.train, flowtrain.dry_run, flowtrain.plan):
         with pytest.raises(ConfigError, match=message):
             start(several)
 
@@ -102,16 +106,18 @@ def test_one_device_is_shared_and_a_run_takes_its_half(tmp_path: Path) -> None:
     assert "on 1 of 1 device, shared" in text and "encoders and backbone share the one device" in text
     chosen = read_plan(saved)
     assert chosen.is_shared and chosen.encoders["vision"].num_devices == chosen.backbone.num_devices == 0.5
-    assert fixed_plan(api.resolve(QUICKSTART, plan=saved), use_devices=True) == chosen
-    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"]), use_devices=True) == chosen
+    assert fixed_plan(api.resolve(QUICKSTART, plan=saved)) == chosen
+    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"])) == chosen
     # What a cluster without accelerators sees of it is what it sees of the configuration.
-    assert fixed_plan(api.resolve(QUICKSTART, plan=saved)).backbone.num_devices == 0.0
+    without = flowtrain.dry_run(QUICKSTART, [f"runs_dir={tmp_path}"], plan=chosen).run.plan.without_devices()
+    assert without == fixed_plan(api.resolve(QUICKSTART, plan=saved)).without_devices()
+    assert without.encoders["vision"].num_devices == without.backbone.num_devices == 0.0
 
 
 @pytest.mark.parametrize(("devices", "share"), [(1, 0.5), (3, 1.0)])
 def test_shares_of_the_configuration_are_not_shared_again(devices: int, share: float) -> None:
     shared = ("encoders.vision.num_devices=0.5", "backbone.num_devices=0.5")
-    plan = api.allocate(QUICKSTART, shared, devices=devices).plan
+    plan = api.plan(QUICKSTART, shared, devices=devices).plan
     assert (plan.encoders["vision"].num_devices, plan.backbone.num_devices) == (share, share)
 
 
@@ -187,4 +193,4 @@ def test_what_cannot_be_drawn_is_shown_and_saved_all_the_same(tmp_path: Path) ->
 @pytest.mark.parametrize("asked", [{"devices": 0}, {"devices": 8, "nodes": 0}, {"nodes": -1}])
 def test_no_devices_at_all_are_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"(devices|nodes) \(--\1\) is (0|-1); it must be at least 1"):
-        flowtrain.allocate(SMALL, **asked)
+        flowtrain.plan(SMALL, **asked)

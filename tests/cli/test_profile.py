@@ -68,7 +68,7 @@ def test_a_plan_takes_device_and_rates_from_the_profile(saved: Path) -> None:
     assert (device["name"], device["devices_per_node"], device["memory_nbytes"]) == ("cpu", 4, 2**33)
     encoder, _ = record["allocation"]["modules"]
     # An image forwarded in batches of eight takes 5 ms, and 5 ms to decode; some samples have none, some several.
-    workload = api.allocate(QUICKSTART, devices=2, profile=saved).planned.workload
+    workload = api.plan(QUICKSTART, devices=2, profile=saved).planned.workload
     images = float(workload.images["vision"][0].mean())
     assert encoder["production"] == pytest.approx(1 / (0.01 * images), rel=1e-6)
     text = plan(QUICKSTART, "--profile", str(saved), "--devices", "2").stdout
@@ -78,13 +78,13 @@ def test_a_plan_takes_device_and_rates_from_the_profile(saved: Path) -> None:
 def test_images_decode_beside_an_accelerator(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(replace(profile, device="Some Accelerator").to_json())
-    report = api.allocate(QUICKSTART, devices=2, profile=path)
+    report = api.plan(QUICKSTART, devices=2, profile=path)
     images = float(report.planned.workload.images["vision"][0].mean())
     assert report.allocation.modules[0].production == pytest.approx(1 / (0.005 * images), rel=1e-6)
     slow = replace(profile, device="Some Accelerator", images={"vision": ImageCosts(decode_s=0.02, batch_s=0.0)})
     path.write_text(slow.to_json())
     for threads, seconds in ((1, 0.02), (2, 0.01)):
-        found = api.allocate(QUICKSTART, [f"encoders.vision.decode_threads={threads}"], devices=2, profile=path)
+        found = api.plan(QUICKSTART, [f"encoders.vision.decode_threads={threads}"], devices=2, profile=path)
         assert found.allocation.modules[0].production == pytest.approx(1 / (seconds * images), rel=1e-6)
 
 

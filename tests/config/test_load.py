@@ -3,12 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.config.load import dump_resolved, load_config, override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 
 REPOSITORY = Path(__file__).parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -105,7 +105,6 @@ def test_the_realistic_example_names_hub_models_and_the_users_data() -> None:
         load_config(path)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     seed=st.integers(0, 2**63),
     learning_rate=st.floats(0, 1),
@@ -134,3 +133,22 @@ def test_overrides_of_a_loaded_config(minimal: Path) -> None:
     config = load_config(minimal)
     assert override_config(config, []) == config
     assert override_config(config, ["training.max_steps=9"]).training.max_steps == 9
+
+
+def test_a_refusal_carries_each_fault_with_its_key_and_kind(minimal: Path) -> None:
+    def faults(*overrides: str) -> list[tuple[str, FaultCode]]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(minimal, overrides)
+        assert all(fault.text in str(caught.value) for fault in caught.value.faults)
+        return [(fault.key, fault.code) for fault in caught.value.faults]
+
+    assert faults("sed=1", "seed=-1", "data.sources.0.weight=x") == [
+        ("seed", FaultCode.VALUE),
+        ("data.sources.0.weight", FaultCode.VALUE),
+        ("sed", FaultCode.KEY),
+    ]
+    assert faults("training.num_epochs=1") == [("training.max_steps", FaultCode.CONFLICT)]
+    assert faults("backbone.data_parallel_size=4096") == [("backbone.data_parallel_size", FaultCode.DEGREES)]
+    assert faults("data.sources.0.path=none") == [("data.sources.0.path", FaultCode.VALUE)]
+    assert faults("pool.text_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576")[0][1] is FaultCode.POOL
+    assert faults("no override") == [] and faults("seed=[") == [], "what cannot be read has no key"

@@ -67,7 +67,7 @@ NAMES = ["encoder-0", "encoder-1", "backbone-dp0-pp0-tp0", "backbone-dp1-pp0-tp0
 
 
 def start(config: RunConfig) -> Crew:
-    posts = posts_of(fixed_plan(config))
+    posts = posts_of(fixed_plan(config).without_devices())
     return start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
 
 
@@ -83,7 +83,7 @@ def test_actors_are_spawned_by_name_in_the_runs_namespace(config: RunConfig, act
 
 def test_the_ranks_of_a_tensor_parallel_group_share_a_bundle(config: RunConfig, actors: FakeActors) -> None:
     backbone = config.backbone.model_copy(update={"tensor_parallel_size": 2})
-    posts = posts_of(fixed_plan(config.model_copy(update={"backbone": backbone})))
+    posts = posts_of(fixed_plan(config.model_copy(update={"backbone": backbone})).without_devices())
     group: Any = SimpleNamespace(id=None, bundle_specs=[{}] * 4)
     start_actors(config, posts, group, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
     bundles = {
@@ -115,7 +115,7 @@ class FakeEncoder:
 def test_a_replica_starts_and_ends_whole(config: RunConfig, actors: FakeActors) -> None:
     encoders = {"vision": config.encoders["vision"].model_copy(update={"tensor_parallel_size": 2})}
     config = config.model_copy(update={"encoders": encoders})
-    posts = posts_of(fixed_plan(config))
+    posts = posts_of(fixed_plan(config).without_devices())
     crew = start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]
     assert [args for _, options, args in actors.spawned if options["name"] == "encoder-1-tp1"] == [
         (config, "vision", "encoder-1", 1)

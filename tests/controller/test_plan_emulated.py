@@ -6,14 +6,15 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
-from _emulated_actors import EmulatedTimes
-from _emulated_hosts import ACTORS, Job
-from _emulated_run import config_of, settings_of
-from _emulated_splits import Split, all_splits, planned_split, worth_trying
-from _emulated_world import (
+from hypothesis import given
+from hypothesis import strategies as st
+from shared.emulated_actors import EmulatedTimes
+from shared.emulated_hosts import ACTORS, Job
+from shared.emulated_run import config_of, settings_of
+from shared.emulated_splits import Split, all_splits, planned_split, worth_trying
+from shared.emulated_world import (
     BATCH,
     LARGEST_RATIO,
     LEAST_RATIO,
@@ -26,8 +27,6 @@ from _emulated_world import (
     draw_ratios,
     draw_world,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.controller.prepare import prepare
@@ -56,7 +55,6 @@ def test_ratios_cover_their_range_evenly(count: int, seed: int) -> None:
     assert ratios == draw_ratios(count, seed)
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000), ratio=st.floats(LEAST_RATIO, LARGEST_RATIO))
 def test_a_drawn_profile_is_valid_and_scales_imperfectly(
     world: World, tmp_path_factory: pytest.TempPathFactory, seed: int, ratio: float

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.plan import ModulePlan, Plan, requirements
+from flowtrain.allocator.plan import requirements
 from flowtrain.controller.posts import bundle_indices, bundles_of, posts_of
 from flowtrain.controller.state import Role
+from flowtrain.types.run_plan import ModulePlan, Plan
 
 DEGREES = st.integers(1, 4)
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+import flowtrain
 from flowtrain.config.load import override_config
 from flowtrain.config.resume import Change
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.dry_run import DryRunReport
+from flowtrain.controller.predict import image_tokens
 from flowtrain.controller.prepare import Prepared, prepare
 from flowtrain.controller.start import Resumption, check_goes_on, find_start, foresee_resume
 from flowtrain.data.feed import sampler_from_config
@@ -97,8 +100,11 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"
     find_start(RunDir(root), first, split.changes)
     assert split.inexact[-1] in caplog.messages
+    assert flowtrain.dry_run(first.config, resume=True) == DryRunReport(
+        first, image_tokens(first), foresee_resume(first)
+    )
     with pytest.raises(ConfigError, match="seed was 0, is now 5"):
-        foresee_resume(config(1, "seed=5"))
+        flowtrain.dry_run(config(1, "seed=5").config, resume=True)
     checkpointed(first, root, 3, NUM_ROWS)
     with pytest.raises(ConfigError, match="20 positions are trained"):
-        foresee_resume(config(2))
+        flowtrain.dry_run(config(2).config, resume=True)

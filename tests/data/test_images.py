@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -81,7 +81,6 @@ def test_truncated_data_is_sized_and_then_corrupt(encoded_image: Encode, fmt: st
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@settings(deadline=None, max_examples=150)
 @given(st.data(), st.sampled_from(["PNG", "JPEG", "GIF", "TIFF"]))
 def test_damaged_bytes_never_raise_anything_else(encoded_image: Encode, data: st.DataObject, fmt: str) -> None:
     damaged = bytearray(encoded_image(16, 16, fmt))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ImageFile
 from transformers import PreTrainedTokenizerFast
@@ -122,7 +122,6 @@ MIXED = st.lists(
 """Rounds of a conversation: heights of the images before the question, in tokens; the question; the answer."""
 
 
-@settings(deadline=None, max_examples=150)
 @given(rounds=MIXED, limit=st.integers(8, 120))
 def test_text_is_cut_at_its_end_and_images_never(
     sizer: Callable[..., Sizer], tokenizer: PreTrainedTokenizerFast, encoded_image: Encode, rounds: Any, limit: int

@@ -11,15 +11,17 @@ import ray
 import tests
 from flowtrain.observability.run_dir import RunDir
 from tests.e2e import disturbed
+from tests.prefork import prefork_server
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray that the runs of these tests share; their test classes travel by value."""
     ray.cloudpickle.register_pickle_by_value(tests)
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with prefork_server() as runtime_env:
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=runtime_env)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,15 +65,21 @@ def shared_memory_of(pids: set[int]) -> set[str]:
 
 
 class Driver:
-    """``flowtrain train`` in a session of its own, in which its Ray and all actors live as well."""
+    """``flowtrain train`` in a session of its own, in which its Ray and all actors live as well.
 
-    def __init__(self, config: RunConfig, log: Path, *arguments: str) -> None:
+    cold: as users start it. Otherwise Ray's workers are forks of what has imported everything.
+    """
+
+    def __init__(self, config: RunConfig, log: Path, *arguments: str, cold: bool = False) -> None:
         self.run: RunDir = run_dir(config)
         self.log = log
         config_file = log.with_suffix(".yaml")
         config_file.write_text(dump_resolved(config))
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        command = [sys.executable, "-m", "flowtrain.cli.app", "train", str(config_file), *arguments]
+        self._directory = tempfile.mkdtemp(prefix="ft-", dir="/tmp")  # a socket's path has little room
+        prefork = [] if cold else ["-m", "tests.prefork", f"{self._directory}/prefork"]
+        module = ["-m", "flowtrain.cli.app"] if cold else ["flowtrain.cli.app"]
+        command = [sys.executable, *prefork, *module, "train", str(config_file), *arguments]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -104,6 +112,12 @@ class Driver:
         """Send a signal to the driver's process group, as a terminal does, noting the memory that its session has."""
         self.memory |= shared_memory_of({process.pid for process in self.session()})
         os.killpg(self._process.pid, number)
+
+    def stop(self) -> None:
+        """Stop the driver, and wait until it has stopped."""
+        self._process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        self.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "its stop")
 
     def kill_alone(self) -> None:
         """SIGKILL to the driver and to nothing else, noting the memory that its session has."""
@@ -144,12 +158,13 @@ class Driver:
             except ProcessLookupError:
                 continue
         self._process.wait()
+        shutil.rmtree(self._directory)
 
 
 @contextmanager
-def driver(config: RunConfig, log: Path, *arguments: str) -> Iterator[Driver]:
+def driver(config: RunConfig, log: Path, *arguments: str, cold: bool = False) -> Iterator[Driver]:
     """A driver that does not outlive the block."""
-    started = Driver(config, log, *arguments)
+    started = Driver(config, log, *arguments, cold=cold)
     try:
         yield started
     finally:

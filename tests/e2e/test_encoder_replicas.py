@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowtrain.actors.encoder_follower import EncoderFollower
-from flowtrain.allocator.plan import degree_overrides, fixed_plan
+from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.crew import ActorClasses
@@ -64,7 +64,7 @@ def test_split_encoders_train_as_whole_ones_and_outlive_a_follower(tmp_path: Pat
     run_training(whole)
     split = config_of(tmp_path, "split", 2)
     # As ``flowtrain train --plan`` does.
-    planned = override_config(whole, ["name=split", *degree_overrides(fixed_plan(split))])
+    planned = override_config(whole, ["name=split"]).with_plan(fixed_plan(split))
     assert planned == split
     run_training(planned, classes=ActorClasses(follower=MortalFollower))
     assert (tmp_path / "runs" / "split.died").exists()

@@ -16,6 +16,8 @@ from flowtrain.training.checkpoint import load_backbone_state
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
 
 def mixed_data(tmp_path: Path, count: int = 16) -> Path:
     world = World()

@@ -18,6 +18,8 @@ from flowtrain.training.trainer import Trainer
 from tests.e2e.oracle import PlainLoop, relative_difference
 from tests.e2e.worlds import World, tiny_config
 
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
 BATCH = 8
 CORRUPT_ROW = 5
 OVERSIZED_ROW = 12

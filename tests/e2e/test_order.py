@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowtrain.actors.backbone import BackboneRank
+from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.prefetch import Fetched
 from flowtrain.config.run import RunConfig
@@ -17,10 +20,12 @@ from flowtrain.controller.run import run_training
 from flowtrain.types.plan import StepPlan
 from tests.e2e.worlds import World, tiny_config
 
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
 NUM_SAMPLES = 8
 HELD_POSITION = 3
-PATIENCE_S = 60.0
-SETTLE_S = 2.0
+NUM_IN_VAIN = 5
+"""Answers that bring no microbatch before it counts as held back."""
 
 
 class HoldingEncoder(Encoder):
@@ -51,6 +56,21 @@ class NotingRank(BackboneRank):
             file.write(f"{fetched.slot} {len(plan.slots)} {HELD_POSITION in positions}\n")
 
 
+class NotingCoordinator(Coordinator):
+    """Notes each answer to a rank that asked for a microbatch, and answers soon where there is none."""
+
+    runs_dir: str
+
+    def __init__(self, make_flow: Callable[[], Any]) -> None:
+        super().__init__(make_flow, poll_s=0.1)
+
+    async def locate(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        answer = await super().locate(*args, **kwargs)
+        with (Path(self.runs_dir) / "asked").open("a") as file:
+            file.write("asked\n")
+        return answer
+
+
 def finished(config: RunConfig) -> list[tuple[int, int, bool]]:
     """(slot, slots of the step, whether the held position is in it) of the microbatches that ran, in order."""
     path = Path(config.runs_dir) / "finished"
@@ -58,14 +78,27 @@ def finished(config: RunConfig) -> list[tuple[int, int, bool]]:
     return [(int(slot), int(count), held == "True") for slot, count, held in (line.split() for line in lines)]
 
 
-def wait_until_settled(config: RunConfig, num_finished: int) -> list[tuple[int, int, bool]]:
-    """What ran once all other positions were encoded, ``num_finished`` microbatches done, and time for more given."""
+def num_asked(config: RunConfig) -> int:
+    """Questions for a microbatch that were answered."""
+    path = Path(config.runs_dir) / "asked"
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def wait_until_settled(config: RunConfig, num_finished: int, ended: threading.Event) -> list[tuple[int, int, bool]]:
+    """What ran once all other positions were encoded, that many microbatches done, and the rank had asked for more.
+
+    It waits as long as the run does, whose own limit ends a run in which nothing happens.
+    """
+
+    def wait(happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert not ended.is_set(), f"{finished(config)} ran, {num_finished} microbatches should have"
+            time.sleep(0.02)
+
     encoded = Path(config.runs_dir) / "encoded"
-    deadline = time.monotonic() + PATIENCE_S
-    while len(finished(config)) < num_finished or len(encoded.read_text().split()) < NUM_SAMPLES - 1:
-        assert time.monotonic() < deadline, f"{finished(config)} ran, {num_finished} microbatches should have"
-        time.sleep(0.05)
-    time.sleep(SETTLE_S)
+    wait(lambda: len(finished(config)) >= num_finished and len(encoded.read_text().split()) >= NUM_SAMPLES - 1)
+    before = num_asked(config)
+    wait(lambda: num_asked(config) >= before + NUM_IN_VAIN)
     return finished(config)
 
 
@@ -90,10 +123,11 @@ def test_a_held_back_position_holds_back_its_own_microbatch_only(
     Path(config.runs_dir).mkdir()
     seen: list[tuple[int, int, bool]] = []
     errors: list[BaseException] = []
+    ended = threading.Event()
 
     def open_the_gate() -> None:
         try:
-            seen.extend(wait_until_settled(config, num_before))
+            seen.extend(wait_until_settled(config, num_before, ended))
         except BaseException as error:
             errors.append(error)
         finally:
@@ -101,14 +135,19 @@ def test_a_held_back_position_holds_back_its_own_microbatch_only(
 
     watcher = threading.Thread(target=open_the_gate)
     watcher.start()
-    run_training(config, classes=ActorClasses(encoder=HoldingEncoder, backbone=NotingRank))
-    watcher.join()
+    coordinator = type("RunCoordinator", (NotingCoordinator,), {"runs_dir": config.runs_dir})
+    try:
+        run_training(config, classes=ActorClasses(coordinator=coordinator, encoder=HoldingEncoder, backbone=NotingRank))
+    finally:
+        ended.set()
+        watcher.join()
     assert not errors, errors
 
     ran = finished(config)
     num_slots = ran[0][1]
     held_slot = next(slot for slot, _, held in ran if held)
     assert num_slots >= 3 and held_slot < num_slots - 1, "the held microbatch must have others before or behind it"
+    assert num_before == (num_slots - 1 if order == "arrival" else held_slot)
     assert sorted(slot for slot, _, _ in ran) == list(range(num_slots))
     if order == "arrival":
         assert {slot for slot, _, _ in seen} == set(range(num_slots)) - {held_slot}

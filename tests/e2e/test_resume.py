@@ -49,7 +49,13 @@ def kill_at_a_random_moment(victim: Driver, rng: random.Random) -> None:
 
 def kill_in_a_checkpoint(victim: Driver) -> None:
     """SIGKILL while a checkpoint is written, which then stays unfinished."""
+    # The driver completes checkpoints: stopped, it leaves one unfinished until it is killed.
     victim.wait_until(lambda: bool(victim.unfinished_checkpoints()), "a checkpoint")
+    victim.stop()
+    while not victim.unfinished_checkpoints():
+        victim.signal_group(signal.SIGCONT)
+        victim.wait_until(lambda: bool(victim.unfinished_checkpoints()), "a checkpoint")
+        victim.stop()
     victim.signal_group(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL, victim.report("it had ended before it was killed")
     assert victim.unfinished_checkpoints(), victim.report("the checkpoint was complete before the kill")
@@ -88,7 +94,7 @@ def test_killed_and_stopped_runs_end_as_the_undisturbed_one(world: Path, undistu
 
 def test_a_run_is_interrupted_while_it_starts(world: Path) -> None:
     config = config_of(world, "early")
-    with driver(config, world / "early.log") as early:
+    with driver(config, world / "early.log", cold=True) as early:
         early.wait_until(lambda: len(early.session()) > 1, "the start of Ray")
         early.signal_group(signal.SIGINT)
         assert early.wait() == EXIT_STOPPED, early.report("an interrupted run ends with 130")

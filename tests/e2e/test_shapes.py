@@ -1,4 +1,4 @@
-"""Every (dp, pp, tp) with at most four ranks trains as one rank does, through actors, encoders and pool."""
+"""Backbones of several ranks train as one rank does, through actors, encoders and pool."""
 
 from __future__ import annotations
 
@@ -29,17 +29,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 BATCH, NUM_STEPS, NUM_STEPS_RESUMED, CHECKPOINT_STEP = 6, 3, 5, 2
 CORRUPT_ROW, NUM_EVAL = 4, 3
 NUM_LAYERS, NUM_HEADS = 8, 12
-"""Enough for four pipeline ranks of two chunks each, and heads for tensor groups of two, three and four."""
+"""Enough for four pipeline ranks of two chunks each, and heads for tensor groups."""
 
 Shape = tuple[int, int, int]
-SHAPES: list[Shape] = [
-    *((2, 1, 1), (1, 2, 1), (1, 1, 2)),
-    *((3, 1, 1), (1, 3, 1), (1, 1, 3)),
-    *((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)),
-]
-INTERLEAVED: list[Shape] = [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 2, 1)]
-"""All with a pipeline but (1, 2, 2), which runs interleaved by arrival below."""
-CASES = [(shape, 1) for shape in SHAPES] + [(shape, 2) for shape in INTERLEAVED]
+CASES: list[tuple[Shape, int]] = [((3, 1, 1), 1), ((2, 2, 1), 1), ((2, 1, 2), 1), ((1, 4, 1), 2)]
+"""Shapes and chunks of a rank: every axis and pair of axes but (1, 2, 2), which runs interleaved by arrival below.
+
+`tests/training/test_parallel.py` holds all shapes of up to four ranks, interleaved ones too, to a plain loop.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from _hosts import NoHosts
-from _node_pair import NODE_CPUS, NodePair, node_pair
+from shared.hosts import NoHosts
+from shared.node_pair import NODE_CPUS, NodePair, node_pair
 
 from flowtrain.config.load import dump_resolved
 from flowtrain.config.run import RunConfig

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -341,9 +340,6 @@ def rank_is_ahead(ranks: list[SimulatedRank], rank: int) -> bool:
 
 
 TestFlowMachine = FlowMachine.TestCase
-TestFlowMachine.settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
 
 
 # --- single facts --------------------------------------------------------------------------------------------------

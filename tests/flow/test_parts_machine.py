@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -54,7 +53,7 @@ class Owner:
         self.arena.free([(SPACE.translate(extent.gva).offset, extent.nbytes) for extent in extents])
 
 
-class DirectoryMachine(RuleBasedStateMachine):
+class PartsMachine(RuleBasedStateMachine):
     """Feeder, three encoders and two ranks, each of which may be slow, and all but the ranks may die."""
 
     @initialize()
@@ -411,8 +410,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.consume()
 
 
-TestDirectoryMachine = DirectoryMachine.TestCase
-TestDirectoryMachine.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestPartsMachine = PartsMachine.TestCase
 
 
 def test_the_model_notices_a_lack_of_room() -> None:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from _hosts import Host
+from shared.hosts import Host
 
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool

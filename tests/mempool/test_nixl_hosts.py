@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from _hosts import Host, NoHosts, two_hosts
+from shared.hosts import Host, NoHosts, two_hosts
 
 from flowtrain.types.memory import Extent
 from tests.mempool.network_peers import net
+
+pytestmark = pytest.mark.processes
 
 SIZES = [300, 70_000, 4096, 1 << 20, 999_999]
 

@@ -294,7 +294,7 @@ def test_threads_share_a_pool(peers: Peers) -> None:
     assert owner.stats().used_nbytes == 0 and owner.stats().largest_free_nbytes == 1 << 20
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 3000), max_size=40))
 def test_no_part_ever_touches_another(peers: Peers, sizes: list[int]) -> None:
     owner = peers.pools.get(0) or peers.open(0, 1 << 14)

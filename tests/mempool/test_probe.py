@@ -18,6 +18,8 @@ from flowtrain.mempool.probe import SEGMENT_NBYTES, Probe, slow_links
 from flowtrain.types.memory import Link, SegmentExport
 from tests.mempool.conftest import traces
 
+pytestmark = pytest.mark.processes
+
 NUM_PROCESSES = 4
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -18,6 +18,8 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.types.memory import Extent, SegmentExport
 from tests.mempool.conftest import traces
 
+pytestmark = pytest.mark.processes
+
 SPACE = AddressSpace(num_processes=64, segment_nbytes=1 << 26)
 CONTEXT = multiprocessing.get_context("spawn")
 

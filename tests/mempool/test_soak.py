@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = Path(__file__).parents[2]
 NUM_SAMPLES, NUM_KILLS = 2_000, 5
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,7 +92,6 @@ CASES = st.builds(
 
 
 @given(CASES, st.integers(1, 400))
-@settings(max_examples=150, deadline=None)
 def test_value_and_gradients_equal_the_plain_loss(case, block_numbers):
     hidden, targets, weights, head = case.build()
     with pytest.MonkeyPatch.context() as patch:
@@ -205,6 +204,7 @@ def random_cases(num_ranks):
         )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_split_vocabulary_gives_the_same_loss_and_gradients(num_ranks):
     cases = list(random_cases(num_ranks))
@@ -214,6 +214,7 @@ def test_split_vocabulary_gives_the_same_loss_and_gradients(num_ranks):
             assert_equal((loss, gradients), reference, 1e-5)
 
 
+@pytest.mark.processes
 def test_ranks_never_hold_more_than_their_share_of_a_chunk():
     for rank, [(_, _, largest)] in enumerate(run_ranks(2, split_losses, [LONG])):
         assert largest == LONG.chunk_tokens * (49, 48)[rank], "of 64 * 97 logits in all"

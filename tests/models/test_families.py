@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, SiglipImageProcessorPil
 
@@ -46,7 +46,6 @@ def test_class_token_is_dropped_by_default(make_config, tower_configs):
     assert num_rows("clip", "full") == 5
 
 
-@settings(deadline=None, max_examples=60)
 @given(width=st.integers(1, 5000), height=st.integers(1, 5000))
 def test_variable_layout_keeps_aspect_within_the_maximum(variable_family, width, height):
     new_width, new_height = variable_family.resized_size(width, height)

@@ -284,6 +284,7 @@ def sharded_rank(values: dict[str, Any], dp: int, tp: int) -> tuple[dict[str, An
     return gathered, weights.num_values, held
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("values", "dp", "tp"), [(QWEN3, 1, 2), (UNEVEN, 2, 2)], ids=["tied-1x2", "uneven-2x2"])
 def test_every_layout_has_the_same_weights_and_reads_its_shards_alone(values: dict[str, Any], dp: int, tp: int) -> None:
     expected = {name: full(parameter) for name, parameter in whole_backbone(values).named_parameters()}

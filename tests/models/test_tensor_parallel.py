@@ -18,6 +18,8 @@ from flowtrain.pipeline.actions import MemoryStrategy
 from tests.models.operators import Operators
 from tests.models.ranks import QWEN3, assert_close, full_gradients, make_backbone, make_batch, run_ranks
 
+pytestmark = pytest.mark.processes
+
 UNTIED = {**QWEN3, "tie_word_embeddings": False}
 LLAMA = {**UNTIED, "model_type": "llama", "attention_bias": True, "mlp_bias": True}
 QWEN2 = {**UNTIED, "model_type": "qwen2", "num_hidden_layers": 2}

@@ -17,6 +17,8 @@ from flowtrain.models.towers import TOWERS
 from flowtrain.models.weights import tower_class
 from tests.models.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 32,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import CheckpointError
@@ -67,7 +67,6 @@ def test_two_flushes_within_the_same_steps_lose_nothing(path: Path) -> None:
     assert read_ledger(path)["position"].to_pylist() == [0, 1, 2]
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     killed_at=st.integers(1, 9),
     flush_every=st.integers(1, 4),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
@@ -98,7 +98,6 @@ def test_schedules_compute_the_plain_gradients(name, pp_size, num_microbatches):
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
-@settings(deadline=None, max_examples=60)
 def test_any_legal_order_computes_the_plain_gradients(random, pp_size, chunks_per_rank, num_microbatches):
     """With stages on random ranks, and microbatches cut into parts that join at some stage."""
     ranks = stage_ranks(pp_size, chunks_per_rank, random)
@@ -110,7 +109,6 @@ def test_any_legal_order_computes_the_plain_gradients(random, pp_size, chunks_pe
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 2), st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
 def test_any_legal_permutation_computes_the_plain_gradients(random, pp_size, chunks_per_rank, num_microbatches):
     lists = one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank)
     lists = shuffle_legally(random, lists, num_microbatches, num_tries=60)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
@@ -84,7 +84,6 @@ def move_to_another_rank(random: Random, lists: Lists) -> bool:
     chunks_per_rank=st.integers(1, 3),
     num_microbatches=st.integers(1, 5),
 )
-@settings(deadline=None, max_examples=60)
 def test_a_list_with_a_wrong_action_is_refused(mutate, random, pp_size, chunks_per_rank, num_microbatches):
     if random.random() < 0.5:
         lists = one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank)
@@ -98,7 +97,6 @@ def test_a_list_with_a_wrong_action_is_refused(mutate, random, pp_size, chunks_p
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(1, 6))
-@settings(deadline=None, max_examples=200)
 def test_a_list_in_another_order_is_refused_or_computes_the_same(random, pp_size, chunks, num_microbatches, num_swaps):
     lists = [list(actions) for actions in one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)]
     for _ in range(num_swaps):
@@ -114,7 +112,6 @@ def test_a_list_in_another_order_is_refused_or_computes_the_same(random, pp_size
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2), st.integers(1, 4), st.integers(0, 40))
-@settings(deadline=None, max_examples=200)
 def test_transfers_at_other_times_compute_the_same_or_hang_where_a_circle_is_found(
     random, pp_size, chunks, num_microbatches, num_swaps
 ):

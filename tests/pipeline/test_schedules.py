@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
@@ -120,7 +120,6 @@ def test_1f1b_holds_no_more_than_the_depth_asks(pp_size, num_microbatches):
     ]
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 4))
 def test_what_a_chunk_keeps_is_what_its_list_keeps(pp_size: int, num_microbatches: int, chunks: int) -> None:
     for rank, actions in enumerate(one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)):
@@ -135,7 +134,6 @@ def test_what_a_chunk_keeps_is_what_its_list_keeps(pp_size: int, num_microbatche
 
 
 @given(st.integers(2, 6), st.integers(2, 4), st.integers(0, 40))
-@settings(deadline=None, max_examples=60)
 def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(pp_size, chunks_per_rank, beyond):
     num_microbatches = pp_size + beyond
     computing = 3 * num_microbatches
@@ -147,7 +145,6 @@ def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(pp_size,
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
-@settings(deadline=None, max_examples=60)
 def test_any_order_that_can_run_becomes_valid_lists(random, pp_size, chunks_per_rank, num_microbatches):
     ranks = stage_ranks(pp_size, chunks_per_rank, random)
     parts = [random.randint(1, 3) for _ in range(num_microbatches)]

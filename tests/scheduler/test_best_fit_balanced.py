@@ -77,7 +77,6 @@ def optimal_step_cost(sizes: list[int], cost: CostModel, num_slots: int, dp_size
 
 
 @pytest.mark.parametrize("cost", sorted(COSTS))
-@settings(deadline=None, max_examples=25)
 @given(sizes=st.lists(st.integers(1, CAPACITY), min_size=3, max_size=6))
 def test_the_gap_to_the_optimum_is_bounded_on_small_cases(cost: str, sizes: list[int]) -> None:
     lengths, rules = Lengths.of(sizes), PackingRules(CAPACITY, COSTS[cost], 2)

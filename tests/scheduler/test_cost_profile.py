@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ConfigError
@@ -68,7 +68,6 @@ def test_known_coefficients_and_their_form_are_found_again(form: str, noise: flo
     assert fit.r2 > (0.99 if noise else 1 - 1e-12)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     constant=st.floats(0.0, 0.1),
     per_token=st.floats(1e-7, 1e-3),

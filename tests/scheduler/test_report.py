@@ -6,7 +6,7 @@ from statistics import fmean, median
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ConfigError
@@ -109,7 +109,6 @@ def test_the_papers_method_is_named_as_such() -> None:
     assert Method("best_fit", "lpt").label == "best_fit + lpt"
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, CAPACITY), st.integers(0, 9)), max_size=40),
     dp_size=st.integers(1, 5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import DataError
@@ -76,7 +76,6 @@ def samples(draw: st.DrawFn) -> list[SampleArrays]:
 
 
 @given(samples(), st.sampled_from(["token", "sample"]))
-@settings(deadline=None, max_examples=60)
 def test_nothing_crosses_samples_and_nothing_is_lost(made, normalization):
     batch, starts = build(made, normalization), [0]
     for single, length in zip(made, (s.text.shape[1] for s in made), strict=True):

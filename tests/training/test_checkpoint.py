@@ -21,6 +21,8 @@ from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_oracle, run_ranks
 from tests.training.test_trainer import STEPS_DP1, STEPS_DP2, assert_equal_training
 
+pytestmark = pytest.mark.processes
+
 META = CheckpointMeta(2, {"sampler": {"next": 16}}, "digest", dp_size=2, num_threads=1, torch_version="2")
 TINY = TinyFamily()
 CONFIG = make_config(training={"weight_decay": 0.1})

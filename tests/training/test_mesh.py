@@ -12,6 +12,8 @@ from flowtrain.training.mesh import _interface_of, _local_address, init_backbone
 from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, make_config, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_listen_on_loopback_alone(world_size):

@@ -15,8 +15,14 @@ from flowtrain.types.plan import Degrees
 from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_oracle, run_ranks
 from tests.training.test_trainer import assert_equal_training
 
+pytestmark = pytest.mark.processes
+
 FAMILY = TinyFamily(num_layers=4, num_heads=4, num_kv_heads=4)
 THREE_HEADS = replace(FAMILY, num_heads=3, num_kv_heads=3)
+
+
+def family_for(degrees: Degrees) -> TinyFamily:
+    return THREE_HEADS if degrees.tp == 3 else FAMILY
 
 
 def shape(value: object) -> str:
@@ -68,11 +74,18 @@ def oracle_of(family: TinyFamily) -> Outcome:
     return run_oracle(Job(CONFIG, steps_for(1), family))
 
 
+@cache
+def held_out_loss_of(family: TinyFamily) -> float:
+    """The loss after all steps: what another step would see before any update."""
+    return run_oracle(Job(CONFIG, (*steps_for(1), steps_for(1)[2]), family)).results[-1].loss
+
+
 @pytest.mark.parametrize("degrees", SHAPES, ids=shape)
 def test_shapes_equal_a_plain_loop(degrees: Degrees) -> None:
-    family = THREE_HEADS if degrees.tp == 3 else FAMILY
-    outcomes = run_ranks(degrees, Job(CONFIG, steps_for(degrees.dp), family))
-    assert_equal_training(merged(outcomes), oracle_of(family), 1e-4)
+    family, steps = family_for(degrees), steps_for(degrees.dp)
+    whole = merged(run_ranks(degrees, Job(CONFIG, steps, family, eval_slots=steps[2])))
+    assert whole.results.pop().loss == pytest.approx(held_out_loss_of(family), rel=1e-5)
+    assert_equal_training(whole, oracle_of(family), 1e-4)
 
 
 @pytest.mark.slow
@@ -87,11 +100,12 @@ def test_compiled_layers_split_over_tensors_equal_a_plain_loop() -> None:
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "chunks_per_rank": 2}
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pp=2), Degrees(dp=2, pp=2), Degrees(pp=2, tp=2)], ids=shape)
+@pytest.mark.parametrize("degrees", [each for each in SHAPES if each.pp > 1], ids=shape)
 def test_interleaved_stages_equal_a_plain_loop(degrees: Degrees) -> None:
+    family = replace(FAMILY, num_layers=max(4, 2 * degrees.pp))
     config = CONFIG.model_copy(update={"backbone": CONFIG.backbone.model_copy(update=INTERLEAVED)})
-    outcomes = run_ranks(degrees, Job(config, steps_for(degrees.dp), FAMILY))
-    assert_equal_training(merged(outcomes), oracle_of(FAMILY), 1e-4)
+    outcomes = run_ranks(degrees, Job(config, steps_for(degrees.dp), family))
+    assert_equal_training(merged(outcomes), oracle_of(family), 1e-4)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,11 +145,12 @@ def test_variants_equal_a_plain_loop(degrees: Degrees, variant: dict[str, Any], 
     assert_equal_training(merged(outcomes), run_oracle(Job(config, steps_for(1), family)), 1e-4)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(dp=2, pp=2), Degrees(pp=2, tp=2)], ids=shape)
+@pytest.mark.parametrize("degrees", SHAPES, ids=shape)
 def test_samples_rejected_after_planning_leave_no_trace(degrees: Degrees) -> None:
     rejected = frozenset({0, 2, 9, 13})  # 0 and 9 empty a microbatch
-    outcomes = run_ranks(degrees, Job(CONFIG, steps_for(degrees.dp), FAMILY, rejected=rejected))
-    assert_equal_training(merged(outcomes), run_oracle(Job(CONFIG, steps_for(1), FAMILY, rejected=rejected)), 1e-4)
+    family = family_for(degrees)
+    outcomes = run_ranks(degrees, Job(CONFIG, steps_for(degrees.dp), family, rejected=rejected))
+    assert_equal_training(merged(outcomes), run_oracle(Job(CONFIG, steps_for(1), family, rejected=rejected)), 1e-4)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(dp=2, pp=2), Degrees(pp=2, tp=2), Degrees(pp=4)], ids=shape)

@@ -24,6 +24,8 @@ from tests.training.ranks import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.processes
+
 # Unequal microbatches; step 2 has a weightless one, step 3 leaves rank 1 without images (positions 3 and 7 have none).
 STEPS_DP2 = (
     (((0, 1), (2,)), ((3,), (4, 5, 6))),

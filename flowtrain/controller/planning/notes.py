@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.degrees import degree_faults
-from flowtrain.allocator.plan import Plan, plan_changes
 from flowtrain.allocator.replication import AS_GOOD, Replication
-from flowtrain.config.load import override_config
 from flowtrain.config.startable import startable_faults
 from flowtrain.controller.planning.planned import Planned
-from flowtrain.controller.planning.pool import PoolNeed, segment_overrides
-from flowtrain.errors import ConfigError
+from flowtrain.controller.planning.pool import PoolNeed
+from flowtrain.errors import ConfigError, Fault, FaultCode
+from flowtrain.types.run_plan import Plan
 
-REFUSED = "a run refuses this plan"
-"""How a note begins that says why the plan cannot be started as it is."""
+_REFUSED = "a run refuses this plan"
+
+
+def plan_faults(planned: Planned, plan: Plan) -> list[Fault]:
+    """Return why a run refuses a plan; of its pool, see ``pool_need``."""
+    config = planned.config
+    chunks = config.backbone.chunks_per_rank
+    faults = degree_faults(plan.backbone.degrees, planned.model.backbone, chunks_per_rank=chunks)
+    faults += startable_faults(config)
+    try:
+        config.with_plan(plan)
+    except ConfigError as error:
+        faults += [fault for fault in error.faults if fault.code is not FaultCode.POOL]
+    return faults
 
 
 def notes(
@@ -23,9 +34,13 @@ def notes(
     allocation: Allocation,
     replication: Replication,
     plan: Plan,
+    faults: Sequence[Fault],
     pool: PoolNeed,
 ) -> Iterator[str]:
-    """Yield them, one sentence each; plan, pool: what of the allocation is started."""
+    """Yield them, one sentence each.
+
+    plan: of the allocation, that is started. faults: as of ``plan_faults``. pool: as of ``pool_need``.
+    """
     idle = sum(allocation.budget.values()) - allocation.devices
     if idle:
         yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no faster choice takes them"
@@ -47,7 +62,7 @@ def notes(
             f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; no "
             "run can start that yet"
         )
-    yield from (f"{REFUSED}: {fault}" for fault in _faults(planned, allocation, plan))
+    yield from (f"{_REFUSED}: {fault.text}" for fault in faults)
     for name, module in plan.encoders.items():
         if module.segment_nbytes > (given := planned.config.encoders[name].segment_nbytes):
             yield (
@@ -57,25 +72,10 @@ def notes(
     yield from _pool_notes(pool)
 
 
-def _faults(planned: Planned, allocation: Allocation, plan: Plan) -> list[str]:
-    config, backbone = planned.config, allocation.modules[-1]
-    faults = degree_faults(
-        backbone.degrees, planned.model.backbone, chunks_per_rank=config.backbone.chunks_per_rank
-    ) + startable_faults(config)
-    try:
-        override_config(config, plan_changes(config, plan), check_paths=False)
-    except ConfigError as error:
-        faults.append(str(error))
-    return faults
-
-
 def _pool_notes(pool: PoolNeed) -> Iterator[str]:
-    remedy = (
-        f"{' '.join(segment_overrides(pool.remedy))} holds it"
-        if pool.remedy
-        else "no encoders.*.segment_nbytes alone mends that"
-    )
+    sizes = [f"encoders.{name}.segment_nbytes={size}" for name, size in pool.remedy.items()]
+    remedy = f"{' '.join(sizes)} holds it" if sizes else "no encoders.*.segment_nbytes alone fixes that"
     if pool.fault is not None:
-        yield f"{REFUSED}: {pool.fault}; {remedy}"
+        yield f"{_REFUSED}: {pool.fault.text}; {remedy}"
     elif pool.segments_nbytes < pool.features_nbytes:
         yield f"the pool holds less than scheduler.lookahead_steps ask for, so encoders wait for room; {remedy}"

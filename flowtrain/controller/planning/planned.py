@@ -11,13 +11,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flowtrain.allocator.model_file import read_model_file
+from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.load import override_config
-from flowtrain.config.messages import Document, render_validation
+from flowtrain.config.messages import Document, refused
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import YamlError, parse_yaml
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, Fault
+from flowtrain.types.run_plan import Plan
 
 MODEL_FILE_BATCH_PATCHES = 16384
 """Patches of an encoder's largest batch, where a model file is planned: a few large pictures."""
@@ -33,20 +35,22 @@ _MODEL_FILE_KEYS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What is to be planned: settings, shapes and data.
-
-    source: where shapes and sizes are from. num_devices: that the configuration's own degrees take, None where it has
-    none. pool_fault: says why a run with these settings could get stuck for want of room in the pool; None where that
-    is not known, as of a model file. whole: modules whose layers FlowTrain cannot split by tensor parallelism.
-    """
+    """What is to be planned: settings, shapes and data."""
 
     config: RunConfig
+    usual: Plan
+    """What the configuration's own degrees spell out."""
     model: ModelSpec
     workload: Workload
     source: str
+    """Where shapes and sizes are from."""
     num_devices: int | None
-    pool_fault: Callable[[RunConfig], str | None] | None = None
+    """That the configuration's own degrees take, None where it has none."""
+    pool_fault: Callable[[RunConfig], Fault | None] | None = None
+    """Finds why a run with these settings could get stuck for want of room in the pool; None where that is not known,
+    as of a model file."""
     whole: frozenset[str] = frozenset()
+    """Modules whose layers FlowTrain cannot split by tensor parallelism."""
 
 
 def is_model_file(path: str | PathLike[str]) -> bool:
@@ -77,7 +81,7 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
     try:
         base = RunConfig.model_validate(values)
     except ValidationError as error:  # a name or a size that no run takes
-        raise ConfigError(render_validation(Document(str(path), values), error)) from error
+        raise refused(Document(str(path), values), error) from error
     for text in overrides:
         if not _MODEL_FILE_KEYS.fullmatch(text.partition("=")[0].strip()):
             override_config(base, [text], check_paths=False)  # a key that is none at all is refused with the nearest
@@ -92,4 +96,4 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         microbatch_tokens=config.scheduler.microbatch_tokens,
         freeze=config.model.freeze,
     )
-    return Planned(config, file.model, workload, f"model file {file.name}", num_devices=None)
+    return Planned(config, fixed_plan(config), file.model, workload, f"model file {file.name}", num_devices=None)

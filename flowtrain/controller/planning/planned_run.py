@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.predict import sized_units
 from flowtrain.controller.prepare import Prepared, check_memory, prepare, unsplittable
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError, DataError
+from flowtrain.errors import ConfigError, DataError, Fault
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.types.samples import SizedSample
@@ -21,20 +20,20 @@ def planned_run(config: RunConfig) -> Planned:
     """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises as ``prepare``."""
     prepared = prepare(config, check_pool=False)
     workload = workload_of(config, planned_samples(prepared))
-    plan = fixed_plan(config)
-    num_devices = plan.backbone.num_actors + sum(module.num_actors for module in plan.encoders.values())
+    usual = prepared.plan
+    num_devices = usual.backbone.num_actors + sum(module.num_actors for module in usual.encoders.values())
     source = f"run {config.name}: {first_steps(_num_steps(prepared), prepared.num_steps)}"
     family = family_from_config(config)
 
-    def pool_fault(changed: RunConfig) -> str | None:
+    def pool_fault(changed: RunConfig) -> Fault | None:
         try:
             check_memory(changed, family, prepared.num_eval)
         except ConfigError as error:
-            return str(error)
+            return error.faults[0]
         return None
 
     whole = unsplittable(family, prepared.model_spec)
-    return Planned(config, prepared.model_spec, workload, source, num_devices, pool_fault, whole)
+    return Planned(config, usual, prepared.model_spec, workload, source, num_devices, pool_fault, whole)
 
 
 def planned_samples(prepared: Prepared) -> list[SizedSample]:

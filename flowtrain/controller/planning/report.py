@@ -9,14 +9,14 @@ from typing import Any, Literal
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
 from flowtrain.allocator.memory import MemoryBudget
-from flowtrain.allocator.plan import ModulePlan, Plan, fixed_plan, plan_changes
+from flowtrain.allocator.plan import changed_overrides
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.allocator.replication import Replication, replicate
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
-from flowtrain.controller.planning.notes import notes
+from flowtrain.controller.planning.notes import notes, plan_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.costs.cluster import Cluster, DeviceType, accelerator_type
@@ -26,6 +26,8 @@ from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.errors import Fault
+from flowtrain.types.run_plan import ModulePlan, Plan
 
 PLANNING_SCHEMA = 2
 
@@ -52,18 +54,25 @@ class PlanReport:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The plan as changes to a configuration."""
-        return plan_changes(self.planned.config, self.plan)
+        """What of the plan is not in the configuration already, as a user would write it on the command line."""
+        return changed_overrides(self.plan, self.planned.usual)
 
     @cached_property
     def pool(self) -> PoolNeed:
         """What the memory pool is asked for."""
         return pool_need(self.planned, self.plan, _devices_per_node(self.cluster))
 
+    @cached_property
+    def faults(self) -> tuple[Fault, ...]:
+        """Why a run refuses the plan; empty where none does."""
+        of_pool = [self.pool.fault] if self.pool.fault is not None else []
+        return (*plan_faults(self.planned, self.plan), *of_pool)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know before starting it."""
-        return tuple(notes(self.planned, self.allocation, self.replication, self.plan, self.pool))
+        others = [fault for fault in self.faults if fault is not self.pool.fault]
+        return tuple(notes(self.planned, self.allocation, self.replication, self.plan, others, self.pool))
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -82,7 +91,7 @@ class PlanReport:
                 "setup": {key: value for key, value in asdict(self.setup).items() if key not in _OF_A_CHOICE},
                 "chunks_per_rank": self.planned.config.backbone.chunks_per_rank,
             },
-            "pool": asdict(self.pool),
+            "pool": self.pool.as_record(),
             "overrides": list(self.overrides),
             "notes": list(self.notes),
         }
@@ -105,7 +114,7 @@ def make_report(
     surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, chunks)
     allocation = allocate(request, surrogate, Solver(solver))
     replication = replicate(request, surrogate)
-    plan = with_pool(planned, _plan(config, allocation, cluster), _devices_per_node(cluster))
+    plan = with_pool(planned, _plan(planned, allocation, cluster), _devices_per_node(cluster))
     return PlanReport(planned, cluster, setup, budget, efficiency, allocation, replication, plan, profile)
 
 
@@ -138,14 +147,14 @@ def _setup(config: RunConfig, on_cpu: bool) -> TrainingSetup:
     )
 
 
-def _plan(config: RunConfig, allocation: Allocation, cluster: Cluster) -> Plan:
+def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
     """What the configuration says of actors, with the allocation's degrees, types and shares of devices."""
-    fixed = fixed_plan(config, use_devices=True)
+    usual = planned.usual
     several = len(cluster.device_types) > 1
     sharing = len(allocation.modules) if allocation.shared else 1
-    on_cpu = config.model.device == "cpu" or cluster.device_types[0].name == CPU
+    on_cpu = planned.config.model.device == "cpu" or cluster.device_types[0].name == CPU
 
-    def planned(chosen: ModuleAllocation, module: ModulePlan) -> ModulePlan:
+    def module_plan(chosen: ModuleAllocation, module: ModulePlan) -> ModulePlan:
         dp, pp, tp = chosen.degrees.dp, chosen.degrees.pp, chosen.degrees.tp
         module = replace(module, data_parallel_size=dp, tensor_parallel_size=tp, pipeline_parallel_size=pp)
         if several:
@@ -157,9 +166,9 @@ def _plan(config: RunConfig, allocation: Allocation, cluster: Cluster) -> Plan:
 
     *encoders, backbone = allocation.modules
     return replace(
-        fixed,
-        encoders={each.encoder: planned(each, fixed.encoders[each.encoder]) for each in encoders},
-        backbone=planned(backbone, fixed.backbone),
+        usual,
+        encoders={each.encoder: module_plan(each, usual.encoders[each.encoder]) for each in encoders},
+        backbone=module_plan(backbone, usual.backbone),
     )
 
 

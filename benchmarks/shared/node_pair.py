@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes, each on a host of its own (`_hosts.py`), with token authentication; for tests too."""
+"""A Ray cluster of two nodes, each on a host of its own (`hosts.py`), with token authentication; for tests too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from _hosts import Host, two_hosts
+from shared.hosts import Host, two_hosts
 
 NODE_CPUS = 2
 

@@ -16,11 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
-from _emulated_actors import LIMIT_S, EmulatedTimes
-from _emulated_hosts import SWITCH_INTERVAL_S, Host, Job, machine_cpu_s
-from _emulated_splits import Split
-from _emulated_world import BATCH, PATCH_SIZE, VISION, World
-
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import Prepared, first_flow_settings, prepare
@@ -28,6 +23,10 @@ from flowtrain.flow.build import build_flow
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
 from flowtrain.types.messages import FlowSettings
+from shared.emulated_actors import LIMIT_S, EmulatedTimes
+from shared.emulated_hosts import SWITCH_INTERVAL_S, Host, Job, machine_cpu_s
+from shared.emulated_splits import Split
+from shared.emulated_world import BATCH, PATCH_SIZE, VISION, World
 
 WARM_UP_STEPS = 2
 LONGEST_STEP_S = 0.4

@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from _emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTimes, Meetings
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.feeder import Feeder
@@ -29,6 +28,7 @@ from flowtrain.actors.link import CoordinatorLink, P, Question, R
 from flowtrain.config.run import RunConfig
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.plan import Degrees
+from shared.emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTimes, Meetings
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that wakes up gets its turn as soon; by default it is 5 ms."""

@@ -31,7 +31,7 @@ from flowtrain.costs.profile import DeviceFacts, ImageCosts, ImageTable, LengthT
 from flowtrain.costs.profiled_times import ProfileTimes
 from flowtrain.costs.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VISION = "vision"
 DEVICE = "emulated"
 BATCH = 48

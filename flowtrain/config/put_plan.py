@@ -1,0 +1,44 @@
+"""What a plan sets in a configuration's values, before they are validated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from flowtrain.config.yaml_text import Path, dotted
+from flowtrain.errors import ConfigError, FaultCode
+from flowtrain.types.run_plan import Plan
+
+
+def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) -> dict[Path, str]:
+    """Set what the plan decides in ``values``; returns where each was set, and by what, as ``apply_overrides`` does.
+
+    kept: keys, or sections, that overrides set; they change the plan again, so the plan leaves them alone. Raises
+    ConfigError where the encoders are others than the plan's. A section that is no mapping is left for validation.
+    """
+    encoders = values.get("encoders")
+    if isinstance(encoders, dict) and set(encoders) != set(plan.encoders):
+        raise ConfigError.of(
+            "encoders",
+            FaultCode.ENCODERS,
+            f"encoders has {', '.join(map(str, encoders))} and the plan has {', '.join(plan.encoders) or 'none'}; make "
+            "a plan for this configuration, or rename its encoders",
+        )
+    origins: dict[Path, str] = {}
+    for key, value in plan.settings().items():
+        if not any(key[: len(path)] == path for path in kept) and _set(values, key, value):
+            origins[key] = f"{dotted(key)}={value}"
+    return origins
+
+
+def _set(values: dict[str, Any], key: Path, value: Any) -> bool:
+    """Set a value, with the sections above it; whether all of these are mappings."""
+    section: Any = values
+    for name in key[:-1]:
+        if section.get(name) is None:
+            section[name] = {}
+        section = section[name]
+        if not isinstance(section, dict):
+            return False
+    section[key[-1]] = value
+    return True

@@ -1,0 +1,28 @@
+"""What a run would do, without starting anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.predict import image_tokens
+from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.start import Resumption, foresee_resume
+
+
+@dataclass(frozen=True)
+class DryRunReport:
+    """What a run would be."""
+
+    run: Prepared
+    """Its configuration, plan, steps, data and model."""
+    image_tokens: dict[str, tuple[int, int]]
+    """By encoder: the fewest and the most tokens of an image, see ``predict.image_tokens``."""
+    resumption: Resumption | None = None
+    """What it would go on from, and with which changes; None where no resume was asked for."""
+
+
+def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
+    """Look at data, model headers and checkpoints as a run would; raises ConfigError or DataError where that would."""
+    prepared = prepare(config)
+    return DryRunReport(prepared, image_tokens(prepared), foresee_resume(prepared) if resume else None)

@@ -1,0 +1,110 @@
+"""The plan of a run: how many actors each module gets, with which parallelism and which resources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from flowtrain.types.plan import PLAN_SCHEMA, Degrees
+
+_Degree = Annotated[int, Field(ge=1)]
+_Amount = Annotated[float, Field(ge=0)]
+
+Key = tuple[str, ...]
+"""A key of the configuration, as ``("backbone", "num_cpus")``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """Parallel degrees of one module and what each of its actors takes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    data_parallel_size: _Degree = 1
+    tensor_parallel_size: _Degree = 1
+    pipeline_parallel_size: _Degree = 1
+    num_cpus: _Amount = 0.0
+    """Reserved for each actor; fractions are allowed."""
+    num_devices: _Amount = 0.0
+    """Accelerators reserved for each actor; fractions are allowed."""
+    segment_nbytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes that each data parallel replica gives to the memory pool; the first of its actors has them."""
+    accelerator_type: str | None = None
+    """Type of its devices, as Ray calls it; None for any."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """The three degrees together."""
+        return Degrees(self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
+
+    @property
+    def num_actors(self) -> int:
+        """Actors of this module, one per rank of all its replicas."""
+        return self.degrees.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole run's plan, as saved in ``plan.yaml``."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    encoders: dict[str, ModulePlan]
+    """By name, in the configuration's order."""
+    backbone: ModulePlan
+    feeder: ModulePlan
+    schema: int = PLAN_SCHEMA
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all encoders and the backbone take turns on one accelerator."""
+        actors = [*self.encoders.values(), self.backbone]
+        shares = [each.num_devices for each in actors]
+        return all(each.num_actors == 1 for each in actors) and min(shares) > 0.0 and sum(shares) <= 1.0
+
+    def modules(self) -> Iterator[tuple[str, ModulePlan]]:
+        """Iterate over (name, plan) of all modules: encoders, backbone, feeder."""
+        yield from self.encoders.items()
+        yield "backbone", self.backbone
+        yield "feeder", self.feeder
+
+    def without_devices(self) -> Plan:
+        """Return the plan as a cluster without accelerators starts it."""
+        encoders = {name: replace(module, num_devices=0.0) for name, module in self.encoders.items()}
+        return replace(self, encoders=encoders, backbone=replace(self.backbone, num_devices=0.0))
+
+    def degree_settings(self) -> dict[Key, int]:
+        """Return its parallel degrees, by the keys that a configuration has for them."""
+        found = {}
+        for section, module in self._sections():
+            found[*section, "data_parallel_size"] = module.data_parallel_size
+            found[*section, "tensor_parallel_size"] = module.tensor_parallel_size
+            if section == ("backbone",) or module.pipeline_parallel_size > 1:  # an encoder has no such key
+                found[*section, "pipeline_parallel_size"] = module.pipeline_parallel_size
+        return found
+
+    def settings(self) -> dict[Key, int | float | str]:
+        """Return all that a configuration has of a plan, by key; degrees come first.
+
+        Includes the type and share of devices; whether devices are used is decided at run time.
+        """
+        found: dict[Key, int | float | str] = dict(self.degree_settings())
+        for section, module in self._sections():
+            found[*section, "num_cpus"] = module.num_cpus
+        for section, module in self._sections():
+            if module.num_devices:
+                found[*section, "num_devices"] = module.num_devices
+            if module.accelerator_type is not None:
+                found[*section, "accelerator_type"] = module.accelerator_type
+        for name, module in self.encoders.items():
+            found["encoders", name, "segment_nbytes"] = module.segment_nbytes
+        found["pool", "text_segment_nbytes"] = self.feeder.segment_nbytes
+        return found
+
+    def _sections(self) -> Iterator[tuple[Key, ModulePlan]]:
+        """Modules that have a section of their own in the configuration."""
+        yield from ((("encoders", name), module) for name, module in self.encoders.items())
+        yield ("backbone",), self.backbone

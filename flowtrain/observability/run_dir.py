@@ -140,7 +140,7 @@ def open_run_dir(config: RunConfig, resume: bool) -> RunDir:
     With ``resume``, an existing run must be resumable with this configuration; if there is none, the run starts from
     the beginning. Otherwise raises ConfigError, before anything is written.
     """
-    check_run_dir(config, resume)  # once more, since another process may have begun or ended a run there meanwhile
+    check_run_dir(config, resume)  # again: another process may have started or ended a run there in the meantime
     run = run_dir(config)
     run.root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     run.checkpoints.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)

@@ -134,7 +134,7 @@ def test_a_backbone_that_needs_more_devices_says_how_many() -> None:
     asked = request(cluster(**{"910b": 8}), file.model, file.workload)
     message = refused(asked)
     assert message.startswith(
-        "backbone has no feasible configuration (on 8 910b: does not fit the device memory, the least"
+        "backbone has no feasible configuration (on 8 910b: does not fit the device memory, the smallest"
     )
     devices = int(message.split(" devices")[0].rsplit(" ", 1)[1])
     assert f"feasible with {devices} devices" in message

@@ -24,7 +24,7 @@ _SAME = 1e-6
 
 
 def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = None) -> Allocation:
-    """Return the best allocation; ConfigError that says what to change where there is none."""
+    """Return the best allocation; if there is none, raises a ConfigError that names the changes that would help."""
     solver = solver if solver is not None else Solver()
     started = time.perf_counter()
     enumerations = enumerate_all(request)
@@ -39,7 +39,7 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
     startable, rate_added = replace(problem, one_producer=True), None
     if adds_up(problem, solution.choice):
         rate_added, solution = solution.levels.rate, solve(startable, solver)
-        assert solution is not None, "one producer of each work is feasible where several are"
+        assert solution is not None, "one producer of each work is feasible if several are"
     solved = time.perf_counter()
     splits = best_splits(problem)
     search = not splits and not shared
@@ -73,7 +73,7 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
 
 
 def _shared(request: Request, problem: FlowProblem, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Solution:
-    """All modules on the only device; nothing is left to choose, and nothing is produced in excess."""
+    """All modules on the only device: there is no choice, and no excess production."""
     choice = shared_choice(request, fronts)
     rate = shared_rate(choice.consumer.rate, *production(problem, choice).values())
     return Solution(choice, Levels(rate, 0.0, 1), "none", 0)
@@ -83,7 +83,7 @@ def _modules(
     request: Request, surrogate: Surrogate, problem: FlowProblem, solution: Solution
 ) -> tuple[ModuleAllocation, ...]:
     choice, rate = solution.choice, solution.levels.rate
-    made, consumed = production(problem, choice), choice.consumer.rate
+    produced, consumed = production(problem, choice), choice.consumer.rate
     works = {module.name: module.work for module in problem.producers}
 
     def module(name: str, candidate: Candidate, share: float, keeps_up_with: float) -> ModuleAllocation:
@@ -102,7 +102,7 @@ def _modules(
         )
 
     encoders = [
-        module(name, candidate, problem.shares[works[name]], made[works[name]])
+        module(name, candidate, problem.shares[works[name]], produced[works[name]])
         for name, candidate in choice.producers.items()
     ]
     return (*encoders, module(BACKBONE, choice.consumer, 1.0, consumed))
@@ -116,7 +116,10 @@ def _bottleneck(problem: FlowProblem, choice: Choice) -> str:
 
 
 def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) -> tuple[Alternative, ...]:
-    """The best splits with another configuration of the backbone; several: types of devices, which names then tell."""
+    """The best splits with another configuration of the backbone.
+
+    several: there are several types of devices; names then include the type.
+    """
     others = [split for split in splits if split.choice.consumer != solution.choice.consumer]
     others.sort(key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
     return tuple(
@@ -156,7 +159,7 @@ def _point(split: Split) -> SplitPoint:
 
 
 def _num_combinations(enumerations: Mapping[Key, Enumeration]) -> int:
-    """Choices of one feasible configuration a module, whatever the type of its devices."""
+    """Number of choices of one feasible configuration per module, on any type of device."""
     by_module: dict[str, int] = {}
     for (module, _), each in enumerations.items():
         by_module[module] = by_module.get(module, 0) + len(each.columns)

@@ -1,4 +1,4 @@
-"""The allocator's answer: the chosen configurations, why, and what was looked at."""
+"""The result of the allocator: the chosen configurations, the reasons, and the alternatives."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ class ModuleAllocation:
     """One module's configuration."""
 
     name: str
-    """``backbone`` or an encoder's, with ``@`` and its type of devices where there are several."""
+    """``backbone`` or the encoder's name, with ``@`` and its type of device if there are several types."""
     device_type: str
     degrees: Degrees
     share: float
     """Share of all samples that it has work for."""
     rate: float
-    """Samples/s of those."""
+    """Samples/s, counting only samples that it has work for."""
     production: float
-    """Samples/s of the whole data that this rate keeps up with."""
+    """Samples/s of the whole data that this rate is enough for."""
     peak_nbytes: int
-    """Predicted, on its fullest device."""
+    """Predicted peak on its fullest device."""
     memory_nbytes: int
-    """What a device has for it."""
+    """Memory of a device that it may use."""
     mfu: float
-    """Of its own devices, while it never waits."""
+    """Model FLOPs utilisation of its devices while it does not wait."""
     waiting: float
-    """Expected share of its time, starved or blocked."""
+    """Expected share of its time that it waits, starved or blocked."""
 
     @property
     def devices(self) -> int:
-        """Devices that it takes."""
+        """Number of its devices."""
         return self.degrees.world_size
 
     @property
     def encoder(self) -> str:
-        """The encoder's name, without the type of devices."""
+        """The encoder's name, without the type of device."""
         return self.name.partition("@")[0]
 
 
@@ -55,9 +55,9 @@ class Alternative:
     rate: float
     """Samples/s of the whole run."""
     imbalance: float
-    """As of ``Allocation``."""
+    """As in ``Allocation``."""
     reason: str
-    """Why it lost, for people."""
+    """Why it lost, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class SplitPoint:
 
     backbone_devices: int
     encoder_devices: int
-    """What all encoders need for ``rate``."""
+    """Devices that all encoders together need for ``rate``."""
     rate: float
     """Samples/s of the whole run, the smaller of consumption and production."""
     consumption: float
     """Samples/s that the backbone consumes."""
     production: float
-    """Samples/s that encoders produce on all devices that the backbone leaves."""
+    """Samples/s that encoders produce on all devices that the backbone does not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Timings:
     surrogate_s: float
     solve_s: float
     alternatives_s: float
-    """Of finding the choices that lost."""
+    """Time to find the choices that lost."""
 
     @property
     def total_s(self) -> float:
@@ -100,44 +100,44 @@ class Allocation:
     rate: float
     """Samples/s of the whole run."""
     imbalance: float
-    """By how much production misses demand, in samples/s."""
+    """Difference between production and demand, in samples/s."""
     bottleneck: str
     """The module that sets the rate."""
     starved: float
-    """Expected share of the backbone's time."""
+    """Expected share of the backbone's time that it waits for encoders."""
     budget: dict[str, int]
     """Number of devices, by type."""
     pruned: dict[str, dict[str, int]]
-    """Configurations left out, by module and reason."""
+    """Number of configurations left out, by module and reason."""
     num_candidates: dict[str, int]
     """Feasible configurations, by module."""
     num_front: dict[str, int]
-    """Feasible configurations worth choosing, by module."""
+    """Feasible configurations worth choosing (on the Pareto front), by module."""
     num_combinations: int
-    """Of feasible configurations over all modules."""
+    """Combinations of feasible configurations over all modules."""
     num_variables: int
-    """Of the program; 0 where nothing is left to choose."""
+    """Variables of the program; 0 if there is no choice."""
     alternatives: tuple[Alternative, ...]
     split_curve: tuple[SplitPoint, ...]
     """Empty with several types of devices."""
     production_curve: tuple[tuple[int, float], ...]
-    """Devices of all encoders, and the samples/s that they produce on these; empty with several types of devices."""
+    """(devices of all encoders, samples/s that they produce on these); empty with several types of devices."""
     solver: str
-    """Which solved the program; ``none`` where nothing is left to choose."""
+    """The solver that was used; ``none`` if there is no choice."""
     timings: Timings
     shared: bool = False
     """All modules share one device, one after the other."""
     rate_apart: float | None = None
-    """Samples/s with a device for each module; None where nothing is shared."""
+    """Samples/s with a separate device for each module; None if no device is shared."""
     rate_added: float | None = None
-    """Samples/s with an encoder's replicas on several types of devices; None where that is not more.
+    """Samples/s with an encoder's replicas on several types of devices; None if that is not more.
 
-    No run can start it yet."""
+    No run can start with that yet."""
     schema: int = ALLOCATION_SCHEMA
 
     @property
     def devices(self) -> int:
-        """Devices that are taken."""
+        """Number of devices in use."""
         return 1 if self.shared else sum(module.devices for module in self.modules)
 
     def to_dict(self) -> dict[str, Any]:

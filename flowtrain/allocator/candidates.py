@@ -1,7 +1,7 @@
-"""Parallel configurations that a module can have, and how many were left out for which reason (FlowTrain 3.3).
+"""Parallel configurations that a module can have, and the numbers left out, by reason (FlowTrain 3.3).
 
-A configuration is a number of devices with degrees for them. Up to ``FINE_GRAINED_DEVICES`` a module may take any
-number; above that whole nodes are the grain.
+A configuration is a number of devices with degrees for them. A module may take any number of devices up to
+``FINE_GRAINED_DEVICES``, and only whole nodes above that.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flowtrain.types.plan import Degrees
 FINE_GRAINED_DEVICES = 64
 
 PeakMemory = Callable[[Degrees], int]
-"""Predicted peak bytes on a module's fullest device; must not grow with dp."""
+"""Predicted peak bytes on a module's fullest device; it must not grow with dp."""
 
 
 class PruneReason(enum.StrEnum):
-    """Why configurations are left out, in the order in which they are looked at."""
+    """Why configurations are left out, in the order of the checks."""
 
     NODE_GRAIN = "more than 64 devices that are not whole nodes"
     CROSSES_NODES = "tensor parallel group does not divide a node"
@@ -47,11 +47,11 @@ class Candidate:
     device_type: str
     degrees: Degrees
     rate: float = float("nan")
-    """Samples/s that it handles; of an encoder, samples that have something for it. NaN before it is predicted."""
+    """Samples/s that it handles; for an encoder, samples that have images for it. NaN before it is predicted."""
 
     @property
     def devices(self) -> int:
-        """Devices that it takes."""
+        """Number of its devices."""
         return self.degrees.world_size
 
 
@@ -70,7 +70,7 @@ class CandidateColumns:
 
     @property
     def devices(self) -> IntArray:
-        """Devices of each."""
+        """Number of devices of each configuration."""
         return self.dp * self.pp * self.tp
 
     def candidate(self, index: int, rate: float) -> Candidate:
@@ -81,14 +81,14 @@ class CandidateColumns:
 
 @dataclass(frozen=True, slots=True)
 class Enumeration:
-    """Feasible configurations of one module, and those that were left out."""
+    """Feasible configurations of one module, and the number left out."""
 
     columns: CandidateColumns
     """The feasible ones."""
     pruned: dict[PruneReason, int] = field(default_factory=dict)
     """Number of those left out, by reason."""
     least_peak_nbytes: int | None = None
-    """The smallest predicted peak where none fits the memory; None where one does."""
+    """The smallest predicted peak if no configuration fits the memory; None if one fits."""
 
 
 def device_counts(device_type: DeviceType) -> IntArray:
@@ -109,9 +109,10 @@ def enumerate_backbone(
     splits_tensors: bool = True,
     module: str = "backbone",
 ) -> Enumeration:
-    """Return all (dp, tp, pp) of the backbone; memory_nbytes: what a device has for it.
+    """Return all (dp, tp, pp) of the backbone.
 
-    splits_tensors: whether its layers can be split by tensor parallelism at all.
+    memory_nbytes: memory of a device that it may use.
+    splits_tensors: whether its layers can be split by tensor parallelism.
     """
     counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
@@ -133,7 +134,7 @@ def enumerate_backbone(
     divides = global_batch_size % dp == 0
     pruned[PruneReason.BATCH] += int(len(dp) - divides.sum())
     dp, which_shape = dp[divides], which_shape[divides]
-    # What a single replica may split unevenly, several may not.
+    # Some widths may be split unevenly by a single replica, but not by several.
     is_even_sharded = np.array([not degree_faults(Degrees(2, tp=tp), spec) for tp in shapes[:, 0].tolist()], dtype=bool)
     shards = (dp == 1) | is_even_sharded[which_shape]
     pruned[PruneReason.HEADS] += int(len(dp) - shards.sum())
@@ -155,9 +156,9 @@ def enumerate_encoder(
     memory_nbytes: int,
     splits_tensors: bool = True,
 ) -> Enumeration:
-    """Return all (dp, tp) of an encoder; its dp need not divide the batch, since encoders lease what is next.
+    """Return all (dp, tp) of an encoder; dp need not divide the batch, because encoders lease the next batch each.
 
-    splits_tensors: as of ``enumerate_backbone``.
+    splits_tensors: as in ``enumerate_backbone``.
     """
     counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
@@ -168,7 +169,7 @@ def enumerate_encoder(
     tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, 1, counts, pruned)
     factorises = counts[:, None] % np.array(tps, dtype=np.int64)[None, :] == 0
     pruned[PruneReason.FACTORS] += int(factorises.size - factorises.sum())
-    # Frozen and without gradients, an encoder's replicas share nothing: its memory does not depend on dp.
+    # An encoder is frozen and its replicas shard nothing, so its memory does not depend on dp.
     peaks = np.array([peak_nbytes(Degrees(tp=tp)) for tp in tps], dtype=np.int64)
     too_large = peaks > memory_nbytes
     pruned[PruneReason.MEMORY] += int(factorises[:, too_large].sum())
@@ -188,7 +189,7 @@ def _tensor_degrees(
     counts: IntArray,
     pruned: Counter[PruneReason],
 ) -> list[int]:
-    """Tensor parallel degrees that stay inside a node and divide the module; counts the others."""
+    """Tensor parallel degrees that stay inside a node and divide the module; counts the others in ``pruned``."""
     tps = range(1, min(num_heads, device_type.count) + 1)
     inside = [tp for tp in tps if device_type.devices_per_node % tp == 0]
     even = [tp for tp in inside if is_even(tp)]
@@ -203,7 +204,10 @@ def _tensor_degrees(
 def _least_data_degrees(
     shapes: IntArray, which_shape: IntArray, dp: IntArray, peak_nbytes: PeakMemory, memory_nbytes: int
 ) -> tuple[IntArray, int | None]:
-    """The smallest dp of each (tp, pp) that fits; by bisection, since peaks fall with dp and predicting one is slow."""
+    """The smallest dp of each (tp, pp) that fits, and the smallest peak of those that do not fit.
+
+    By bisection, because peaks fall with dp and predicting one is slow.
+    """
     least = np.full(len(shapes), np.iinfo(np.int64).max)
     least_peak: int | None = None
     order = np.lexsort((dp, which_shape))

@@ -1,4 +1,4 @@
-"""Which parallel degrees the layers of a module allow."""
+"""The parallel degrees that the layers of a module allow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _CHUNKS = "backbone.chunks_per_rank"
 
 
 def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: int = 1) -> list[Fault]:
-    """Return why a backbone cannot be split like that; empty where it can.
+    """Return the reasons why a backbone cannot be split by these degrees; empty if it can.
 
-    chunks_per_rank: slices of the layers that each pipeline rank holds.
+    Reasons name the configuration's keys. chunks_per_rank: slices of the layers that each pipeline rank holds.
     """
     faults = [Fault(_TP, FaultCode.DEGREES, text) for text in _tensor_faults(degrees, spec)]
     if chunks_per_rank > 1 and degrees.pp == 1:
@@ -34,9 +34,10 @@ def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: i
 def encoder_degree_faults(
     name: str, tp: int, spec: VisionSpec, tower_type: str | None = None, splittable: Collection[str] = ()
 ) -> list[Fault]:
-    """Return why an encoder's tower cannot be split like that, as ``degree_faults``; widths may be split unevenly.
+    """Return the reasons why an encoder's tower cannot be split like this; empty if it can.
 
-    tower_type: of the tower, where it is known, which is to be one of those that there is a plan for.
+    Widths may be split unevenly. tower_type: type of the tower; None: unknown. splittable: the types that have a tensor
+    parallel plan; a known type must be one of them.
     """
     if tp == 1:
         return []
@@ -62,8 +63,8 @@ def _tensor_faults(degrees: Degrees, spec: TransformerSpec) -> Iterator[str]:
             yield f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count})"
     for name, count in (("vocab_size", spec.vocab_size), ("hidden_size", spec.hidden_size)):
         if degrees.dp > 1 and count % degrees.tp:
-            # Shards of unequal shards: DTensor's bookkeeping of them, which weights and checkpoints go by, is wrong.
+            # DTensor's bookkeeping for shards of unequal shards is wrong; weights and checkpoints depend on it.
             yield (
-                f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count}), which it must with "
-                f"backbone.data_parallel_size ({degrees.dp}) above 1"
+                f"{_TP} ({degrees.tp}) does not divide the backbone's {name} ({count}), but it must if "
+                f"backbone.data_parallel_size ({degrees.dp}) is above 1"
             )

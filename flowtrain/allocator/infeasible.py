@@ -1,4 +1,4 @@
-"""Why nothing is feasible, and the nearest changes that would make it so."""
+"""Why a request has no feasible allocation, and the smallest changes that would make one feasible."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from flowtrain.errors import ConfigError
 MAX_DEVICES = 1 << 14
 """Larger clusters are not suggested."""
 MIN_BATCH_PATCHES = 256
-"""Nor smaller batches of an encoder: one image of 224 pixels at patch 14."""
+"""Smaller encoder batches are not suggested: this is one image of 224 pixels with patches of 14."""
 
 
 def infeasible(
     request: Request, enumerations: Mapping[Key, Enumeration], problem: FlowProblem, solver: Solver
 ) -> ConfigError:
-    """Return the error that says which constraint leaves nothing, and what would."""
+    """Return the error that names the constraint that nothing satisfies, and the changes that would help."""
     for module in (*request.model.encoders, BACKBONE):
         each = {device_type: found for (name, device_type), found in enumerations.items() if name == module}
         if not any(len(found.columns) for found in each.values()):
@@ -40,7 +40,7 @@ def infeasible(
     have = ", ".join(f"{count} {name}" for name, count in problem.devices.items())
     more = " and ".join(f"{count} {name}" for name, count in missing.items())
     return ConfigError(
-        f"the devices ({have}) hold each module alone but not all of them together; the nearest that is feasible: "
+        f"the devices ({have}) hold each module alone but not all of them together; the nearest feasible choice: "
         f"{more} more"
     )
 
@@ -56,8 +56,8 @@ def _no_configuration(request: Request, module: str, found: Mapping[str, Enumera
     way = f"feasible with {'; or with '.join(ways)}"
     if not ways:
         way = (
-            f"not even {MAX_DEVICES} devices or full recomputation would do: take devices with more memory, a smaller "
-            "model or a smaller scheduler.microbatch_tokens"
+            f"not even {MAX_DEVICES} devices or full recomputation are enough: take devices with more memory, a "
+            "smaller model or a smaller scheduler.microbatch_tokens"
         )
     return ConfigError(f"{label} has no feasible configuration ({'; '.join(reasons)}); {way}")
 
@@ -65,7 +65,7 @@ def _no_configuration(request: Request, module: str, found: Mapping[str, Enumera
 def _last_reason(request: Request, module: str, device_type: str, found: Enumeration, batch_decides: bool) -> str:
     if found.least_peak_nbytes is not None:
         reason = (
-            f"{PruneReason.MEMORY}, the least that any takes is {found.least_peak_nbytes / 2**30:.1f} GiB of "
+            f"{PruneReason.MEMORY}, the smallest needs {found.least_peak_nbytes / 2**30:.1f} GiB of "
             f"{request.memory_nbytes(module, device_type) / 2**30:.1f} GiB"
         )
         batch = request.workload.global_batch_size
@@ -75,9 +75,9 @@ def _last_reason(request: Request, module: str, device_type: str, found: Enumera
 
 
 def _ways_out(request: Request, module: str, batch: Request | None) -> Iterator[str]:
-    """Single changes that make the whole feasible; where none does, more devices together with full recomputation.
+    """Single changes that make the request feasible; if none does, more devices together with full recomputation.
 
-    batch: with the next larger global batch that does, None where none does.
+    batch: the request with the next larger feasible global batch; None if there is none.
     """
     recomputed = replace(request, setup=replace(request.setup, activation_checkpointing="full"))
     may_recompute = module == BACKBONE and request.setup.activation_checkpointing != "full"
@@ -128,7 +128,7 @@ def _smaller_batches(request: Request, module: str) -> Iterator[tuple[str, Reque
 
 
 def _smallest_cluster(request: Request) -> Cluster | None:
-    """The smallest feasible cluster: several times this one, then in whole nodes where it has one type."""
+    """The smallest feasible cluster: a multiple of this one; with one type of device, refined by devices or nodes."""
     factor = 2
     while not _is_feasible(larger := _times(request, factor)):
         factor *= 2
@@ -139,7 +139,7 @@ def _smallest_cluster(request: Request) -> Cluster | None:
     (device_type,) = request.cluster.device_types
     grain = device_type.devices_per_node if factor * device_type.count > FINE_GRAINED_DEVICES else 1
     low, high = factor // 2 * device_type.count // grain, -(-factor * device_type.count // grain)
-    while high - low > 1:  # more devices never make anything infeasible
+    while high - low > 1:  # more devices never make a feasible request infeasible
         middle = (low + high) // 2
         sized = replace(request, cluster=Cluster((replace(device_type, count=middle * grain),)))
         low, high = (low, middle) if _is_feasible(sized) else (middle, high)

@@ -1,4 +1,4 @@
-"""Whether a configuration fits a device: what a module may have, and the backbone's peak under its schedule."""
+"""Whether a configuration fits a device: a module's share of memory, and the backbone's peak under its schedule."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from flowtrain.types.plan import Degrees
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """What of a device's memory a module may take."""
+    """The part of a device's memory that a module may use."""
 
     usable: float = 0.92
-    """Share that a process gets; the rest is the driver's, the communication libraries' and fragmentation."""
+    """Share that a process can use; driver, communication libraries and fragmentation take the rest."""
     pool_nbytes: int = 0
-    """What an encoder's device gives to the memory pool."""
+    """Bytes of an encoder's device that belong to the memory pool."""
 
     def module_nbytes(self, device_type: DeviceType, *, is_encoder: bool) -> int:
-        """Return what is left for a module on each device."""
+        """Return the bytes that a module may use on each device."""
         return int(device_type.memory_nbytes * self.usable) - (self.pool_nbytes if is_encoder else 0)
 
 
 def backbone_peak_nbytes(
     model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, chunks_per_rank: int = 1
 ) -> int:
-    """Return the predicted peak on the fullest rank under 1F1B, interleaved where ranks hold several chunks."""
+    """Return the predicted peak bytes on the fullest rank under 1F1B, interleaved if ranks hold several chunks."""
     per_rank = workload.tokens_per_step / degrees.dp / (workload.microbatch_tokens * workload.fill)
     num_microbatches = max(1, math.ceil(per_rank - 1e-9))
     pp, num_stages = degrees.pp, degrees.pp * chunks_per_rank
@@ -41,7 +41,7 @@ def backbone_peak_nbytes(
     size = MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
     at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
     peak = 0
-    # The first rank keeps most, the last has the loss, the first of the longest most parameters.
+    # The first rank keeps most activations, the last has the loss, the first of the longest has most parameters.
     for rank in sorted({0, layers.index(max(layers)), pp - 1}):
         held = tuple(
             Chunk(lengths[stage], stage == 0, stage == num_stages - 1, in_flight)

@@ -22,7 +22,7 @@ MODEL_FILE_SCHEMA = 1
 
 
 class _Sample(ConfigModel):
-    """One representative sample; images: by encoder, patches of each image. An image is as many tokens as patches."""
+    """One representative sample; images: by encoder, patches of each image. An image has one token per patch."""
 
     text_tokens: int = Field(ge=1)
     target_tokens: int = Field(ge=0)
@@ -48,7 +48,7 @@ class _ModelFile(ConfigModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model's shapes and the workload that its file plans with."""
+    """The shapes and the workload of one model file."""
 
     name: str
     model: ModelSpec
@@ -73,7 +73,7 @@ def read_model_file(path: str | PathLike[str]) -> ModelFile:
 def _model(values: _ModelFile) -> ModelSpec:
     encoders = {name: from_hf_vision_config(config) for name, config in values.encoders.items()}
     backbone = from_hf_text_config(values.backbone)
-    # Feature rows of several encoders lie side by side in the sequence; the widest decides the connector's size.
+    # Feature rows of several encoders share one sequence; the widest encoder sets the connector's input width.
     width = max(encoder.hidden_size for encoder in encoders.values())
     return ModelSpec(encoders, ConnectorSpec(width, backbone.hidden_size, backbone.hidden_size), backbone)
 

@@ -1,4 +1,4 @@
-"""Reduction to configurations worth choosing: none is as fast on fewer devices, or faster on as many."""
+"""Reduction to configurations worth choosing: no other one is as fast with fewer devices or faster with as many."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import numpy as np
 from flowtrain.costs.flops import FloatArray, IntArray
 
 SAME_RATE = 1e-9
-"""Rates closer than this, relatively, count as one: they differ by rounding."""
+"""Rates whose relative difference is smaller than this count as equal: they differ by rounding."""
 
 
 def pareto_front(devices: IntArray, rates: FloatArray, *tie_breaks: IntArray) -> IntArray:
     """Return indices of the front of (devices, rate), devices and rates ascending; int64 ``[F]``.
 
-    devices, rates: ``[C]``. Among configurations of equal devices and rate the one with the smallest ``tie_breaks``
-    stays, looked at in the order given, then the one that stands first. Without this reduction Eq. 2 (FlowTrain 3.3)
-    would choose deliberately slow configurations to balance the flow.
+    devices, rates: ``[C]``. Of configurations with equal devices and rate, the one with the smallest ``tie_breaks``, in
+    the given order, stays; then the one with the lowest index. Without this reduction, Eq. 2 (FlowTrain 3.3) would
+    choose slow configurations on purpose to balance the flow.
     """
     order = np.lexsort((*reversed(tie_breaks), -_rounded(rates), devices))
     sorted_rates = rates[order]
@@ -24,7 +24,7 @@ def pareto_front(devices: IntArray, rates: FloatArray, *tie_breaks: IntArray) ->
 
 
 def _rounded(rates: FloatArray) -> FloatArray:
-    """Rates to nine digits: so that ties are ties before they are broken."""
+    """Rates rounded to nine digits, so that equal rates compare as equal."""
     positive = np.where(rates > 0.0, rates, 1.0)
     scales = 10.0 ** np.floor(np.log10(positive))
     return np.round(rates / scales, 9) * scales

@@ -1,4 +1,4 @@
-"""Plain replication, what decoupling is held against: encoders, then backbone, one after the other on every device."""
+"""Plain replication, the baseline for decoupling: every device runs first the encoders, then the backbone."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from flowtrain.costs.flops import FloatArray
 from flowtrain.types.plan import Degrees
 
 AS_GOOD = 0.97
-"""From this share of the plan's rate on, replication does as well, for what predictions are worth."""
+"""Replication counts as good as the plan from this share of its rate on: predictions are not more exact."""
 
 _SEED = 0
 _DRAWS = 1 << 18
-"""Samples that are drawn in all, for the mean of the slowest replica: a tenth of a second at most."""
+"""Samples drawn in total to estimate the slowest replica's time; at most a tenth of a second."""
 _MAX_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """Replicas of the whole model, one a device, that shard parameters as the run does and wait for each other."""
+    """Replicas of the whole model, one per device, that shard parameters as the run does and wait for each other."""
 
     device_type: str
     devices: int
-    """As many as the batch divides over."""
+    """The largest number of devices that divides the batch."""
     rate: float | None
-    """Samples/s; None where they do not fit."""
+    """Samples/s; None if the replicas do not fit."""
     imbalance: float
-    """Time of a step's slowest replica over the mean one's, minus one; replicas get random samples."""
+    """Time of a step's slowest replica over the mean, minus one; replicas get random samples."""
     peak_nbytes: int
-    """Predicted, on each device."""
+    """Predicted peak on each device."""
     memory_nbytes: int
-    """What a device has for it."""
+    """Memory of a device that a replica may use."""
 
 
 def replicate(request: Request, surrogate: Surrogate) -> Replication:
-    """Return the fastest replication on one type of devices; where it fits none, the one that lacks least."""
+    """Return the fastest replication on one type of device; if it fits on none, the one that lacks least memory."""
     every = [_on(request, surrogate, each.name) for each in request.cluster.device_types if each.count]
     return max(every, key=lambda each: (each.rate or 0.0, each.memory_nbytes - each.peak_nbytes))
 
@@ -47,7 +47,7 @@ def replicate(request: Request, surrogate: Surrogate) -> Replication:
 def _on(request: Request, surrogate: Surrogate, device_type: str) -> Replication:
     batch, counts = request.workload.global_batch_size, device_counts(request.cluster[device_type])
     dp = int(counts[batch % counts == 0].max())
-    # Encoders are whole on every device, and take nothing from what dp shares out.
+    # Encoders are unsharded on every device: dp shards only the backbone.
     encoders = sum(request.peak_nbytes(name, Degrees()) for name in request.model.encoders)
     peak = encoders + request.peak_nbytes(BACKBONE, Degrees(dp))
     memory = request.memory_nbytes(BACKBONE, device_type)
@@ -62,7 +62,7 @@ def _on(request: Request, surrogate: Surrogate, device_type: str) -> Replication
 
 
 def _sample_s(request: Request, surrogate: Surrogate, device_type: str, backbone_s: float) -> FloatArray:
-    """Seconds that each sample takes on one device; by its FLOPs, scaled to the means that the surrogate has, [S]."""
+    """Seconds of each sample on one device, ``[S]``: by its FLOPs, scaled to the surrogate's means."""
     workload, model = request.workload, request.model
     flops = workload.flops(model)
     seconds = backbone_s * _relative(flops.backbone + flops.connector)
@@ -78,7 +78,7 @@ def _relative(values: FloatArray) -> FloatArray:
 
 
 def _share_s(seconds: FloatArray, num_samples: int, num_replicas: int) -> tuple[float, float]:
-    """Seconds of a random share of samples, and of the slowest of so many shares, both expected."""
+    """Expected seconds of one replica with random samples, and of the slowest of ``num_replicas``."""
     mean = float(seconds.mean()) * num_samples
     if not np.ptp(seconds) or num_replicas == 1:
         return mean, mean

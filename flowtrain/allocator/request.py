@@ -1,4 +1,4 @@
-"""What is to be allocated, and the way from it to Eq. 2 of FlowTrain 3.3: enumerate, predict, reduce."""
+"""The request to the allocator, and the steps from it to Eq. 2 of FlowTrain 3.3: enumerate, predict, reduce."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
 
 Key = tuple[str, str]
-"""Module and type of devices."""
+"""(module, type of device)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be allocated."""
+    """The devices, the model and the settings of one allocation."""
 
     cluster: Cluster
     """The devices that may be used."""
     model: ModelSpec
     workload: Workload
     setup: TrainingSetup
-    """Its dp and tp are not looked at."""
+    """Its dp and tp are ignored."""
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
     """Patches of an encoder's largest batch, by encoder."""
     chunks_per_rank: int = 1
     """Slices of the backbone's layers that each pipeline rank holds."""
     whole: frozenset[str] = frozenset()
-    """Modules whose layers nothing splits by tensor parallelism."""
+    """Modules whose layers cannot be split by tensor parallelism."""
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
             if self.workload.share(name) == 0.0:
                 raise ConfigError(
-                    f"no sample has images for encoders.{name}, so nothing balances its rate; look at data.sources or "
+                    f"no sample has images for encoders.{name}, so its rate cannot be balanced; check data.sources or "
                     "leave the encoder out"
                 )
 
     def memory_nbytes(self, module: str, device_type: str) -> int:
-        """Bytes that a module may take on each device."""
+        """Bytes that a module may use on each device."""
         return self.budget.module_nbytes(self.cluster[device_type], is_encoder=module != BACKBONE)
 
     def peak_nbytes(self, module: str, degrees: Degrees) -> int:
-        """Predicted peak on a module's fullest device."""
+        """Predicted peak bytes on a module's fullest device."""
         if module == BACKBONE:
             return backbone_peak_nbytes(self.model, self.workload, self.setup, degrees, self.chunks_per_rank)
         return encoder_peak_nbytes(
@@ -106,7 +106,7 @@ def enumerate_all(request: Request) -> dict[Key, Enumeration]:
 
 
 def flow_problem(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) -> FlowProblem:
-    """Return Eq. 2 over these fronts; with several types of devices an encoder's replicas may lie on any of them."""
+    """Return Eq. 2 over these fronts; with several types of devices, an encoder's replicas may be on any of them."""
     types = [device_type.name for device_type in request.cluster.device_types]
     several = len(types) > 1
     producers = tuple(
@@ -123,7 +123,7 @@ def flow_problem(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) 
 
 
 def front(columns: CandidateColumns, surrogate: Surrogate) -> tuple[Candidate, ...]:
-    """Return the configurations worth choosing, with their rates; of equal ones the least pp, then the least tp."""
+    """Return the configurations worth choosing, with their rates; ties: the smallest pp, then the smallest tp."""
     if not len(columns):
         return ()
     rates = surrogate.rates(columns)

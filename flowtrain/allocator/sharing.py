@@ -15,19 +15,19 @@ _GIB = 2**30
 
 
 def shared_rate(*rates: float) -> float:
-    """Return the samples/s of modules that use one device in turn; rates: of each with the device to itself."""
+    """Return the samples/s of modules that take turns on one device; rates: of each module alone on the device."""
     return 1.0 / sum(1.0 / rate for rate in rates)
 
 
 def fits_shared(request: Request) -> bool:
-    """Whether one device holds all modules at once; each fits it alone."""
+    """Whether one device holds all modules at once; each one fits alone."""
     return sum(_peaks(request).values()) <= _memory_nbytes(request)
 
 
 def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Choice:
-    """Return the one configuration that each module has on the only device; each must have one there.
+    """Return the only configuration of each module on the only device; each module must have one.
 
-    Raises ConfigError where the device does not hold all of them at once.
+    Raises ConfigError if the device does not hold all modules at once.
     """
     device_type = _device_type(request)
     if not fits_shared(request):
@@ -35,7 +35,7 @@ def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]])
         taken = " and ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in peaks.items())
         raise ConfigError(
             f"the device (1 {device_type}) holds each module alone but not all of them together ({taken} of "
-            f"{_memory_nbytes(request) / _GIB:.1f} GiB); the nearest that is feasible: "
+            f"{_memory_nbytes(request) / _GIB:.1f} GiB); the nearest feasible choice: "
             f"{len(peaks) - 1} {device_type} more"
         )
     producers = {name: fronts[name, device_type][0] for name in request.model.encoders}
@@ -43,7 +43,7 @@ def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]])
 
 
 def can_share(request: Request, problem: FlowProblem) -> bool:
-    """Whether there is one device alone, and each module has a configuration on it."""
+    """Whether there is only one device, and each module has a configuration on it."""
     return request.cluster.num_devices == 1 and bool(
         problem.consumer and all(module.candidates for module in problem.producers)
     )
@@ -54,7 +54,7 @@ def _device_type(request: Request) -> str:
 
 
 def _memory_nbytes(request: Request) -> int:
-    """Bytes for all modules together, the pool's share taken off."""
+    """Bytes for all modules together, without the pool's share."""
     return min(request.memory_nbytes(name, _device_type(request)) for name in (*request.model.encoders, BACKBONE))
 
 

@@ -1,6 +1,6 @@
-"""Predicted throughput of a configuration: what FlowTrain 3.3 calls the surrogate of T(c).
+"""Predicted throughput of a configuration: the surrogate of T(c) of FlowTrain 3.3.
 
-Times of a layer, the head and a sample's images come from ``ModuleTimes``; what parallelism adds is arithmetic here:
+Times of a layer, the head and a sample's images come from ``ModuleTimes``. This file adds the effects of parallelism:
 microbatches of a step, pipeline fill, transfers between stages, FSDP's gathers and reductions, the optimizer.
 """
 
@@ -29,19 +29,19 @@ class StepTime:
     """Seconds of one optimizer step of the backbone, each ``[N]``; they add up to ``total``."""
 
     computing: FloatArray
-    """The slowest stage on all its microbatches, tensor parallel communication included."""
+    """The slowest stage over all its microbatches, with tensor parallel communication."""
     transfers: FloatArray
-    """Between stages."""
+    """Transfers between stages."""
     gathering: FloatArray
-    """Of parameters, as far as computing does not hide it."""
+    """Gathers of parameters, without the part that overlaps with computing."""
     fill: FloatArray
-    """Pipeline ramps (``fill_slots``)."""
+    """Idle time while the pipeline fills and drains (``fill_slots``)."""
     reducing: FloatArray
-    """Of gradients, beyond the last backward."""
+    """Reduction of gradients, without the part that overlaps with the last backward."""
     optimizer: FloatArray
     """Clipping and update."""
     num_microbatches: IntArray
-    """Of a DP replica; no seconds."""
+    """Microbatches of a DP replica (a count, not seconds)."""
 
     @property
     def total(self) -> FloatArray:
@@ -50,7 +50,7 @@ class StepTime:
 
 
 class Surrogate:
-    """``rate(candidate)``: samples/s of one configuration; of an encoder, samples that have something for it."""
+    """Predicts the samples/s of configurations; for an encoder, only samples that have images for it count."""
 
     def __init__(
         self,
@@ -62,8 +62,10 @@ class Surrogate:
         link_efficiency: float = 0.8,
         chunks_per_rank: int = 1,
     ) -> None:
-        """times: by type of device. setup: its dp and tp are not looked at. link_efficiency: share reached.
+        """times: by type of device.
 
+        setup: its dp and tp are ignored.
+        link_efficiency: share of the links' bandwidth that is reached.
         chunks_per_rank: slices of the layers that each pipeline rank holds; interleaved 1F1B above 1.
         """
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
@@ -90,11 +92,11 @@ class Surrogate:
         return rates
 
     def step_time(self, candidate: Candidate) -> StepTime:
-        """Return what a step of one backbone configuration is made of, as arrays of one."""
+        """Return the times of a step of one backbone configuration, as arrays of length one."""
         return self.step_times(_columns(candidate))
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
-        """Return what a step of each backbone configuration is made of."""
+        """Return the times of a step of each backbone configuration."""
         device = self._cluster[columns.device_type]
         dp, pp, tp = columns.dp, columns.pp, columns.tp
         tokens_per_rank = self._workload.tokens_per_step / dp
@@ -122,7 +124,7 @@ class Surrogate:
         )
 
     def mfu(self, candidate: Candidate) -> float:
-        """Return the share of the devices' peak that a module reaches when it never waits, by model FLOPs."""
+        """Return the share of the devices' peak that a module reaches while it does not wait, by model FLOPs."""
         if candidate.module == BACKBONE:
             flops = self._workload.flops(self._model)
             per_sample = float((flops.backbone + flops.connector).mean())
@@ -132,7 +134,7 @@ class Surrogate:
         return per_sample * candidate.rate / peak
 
     def _stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Forward and backward of one microbatch on the slowest pipeline rank."""
+        """Seconds of forward and backward of one microbatch on the slowest pipeline rank."""
         times, (first, last, longest) = self._times[columns.device_type], self._stages[columns.pp].T
         slowest = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
@@ -145,7 +147,7 @@ class Surrogate:
         return slowest + self._chunks * times.microbatch_s()
 
     def _stage_parameters(self, columns: CandidateColumns) -> FloatArray:
-        """Parameters that the fullest stage's devices hold each before sharding."""
+        """Parameters that each device of the fullest stage holds before data parallel sharding."""
         backbone, (first, last, longest) = self._model.backbone, self._stages[columns.pp].T
         table, layer = backbone.head_parameters, backbone.layer_parameters
         ends = np.maximum(first * layer + table + self._model.connector.num_parameters, last * layer + table)
@@ -153,16 +155,17 @@ class Surrogate:
         return np.where(columns.pp == 1, alone, np.maximum(longest * layer, ends)) / columns.tp
 
     def _link(self, device: DeviceType, group: IntArray) -> FloatArray:
-        """Bytes/s inside a group of neighbouring devices: the node's as long as it fits there."""
+        """Bytes/s inside a group of neighbouring devices: of the node's links if the group fits into a node."""
         inside = group <= device.devices_per_node
         return np.where(inside, device.links.node, device.links.network) * self._link_efficiency
 
 
 def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int) -> FloatArray:
-    """Return how many slots, one microbatch on one rank each, a pipeline rank idles in a step; all ``[N]``.
+    """Return the number of slots that a pipeline rank idles in a step; arrays are ``[N]``.
 
-    1F1B: pp - 1. Interleaved by chunks a chunk's share of that (Narayanan et al. 2021, section 2.2), and where there
-    are fewer microbatches than ranks, the wait of each further chunk for its first one.
+    A slot is the time of one microbatch on one rank. 1F1B idles pp - 1 slots. With several chunks per rank, it idles
+    one chunk's share of that (Narayanan et al. 2021, section 2.2). With fewer microbatches than ranks, each further
+    chunk also waits for its first microbatch.
     """
     short = np.maximum(pp - num_microbatches, 0.0)
     return ((pp - 1) + (chunks_per_rank - 1) * short) / chunks_per_rank
@@ -175,7 +178,7 @@ def _columns(candidate: Candidate) -> CandidateColumns:
 
 
 def starved_share(production: float, consumption: float) -> float:
-    """Return the share of its time that the consumer waits, when production is in samples/s of the whole data."""
+    """Return the share of its time that the consumer waits; both rates are in samples/s of the whole data."""
     return max(0.0, 1.0 - production / consumption)
 
 

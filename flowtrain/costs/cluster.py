@@ -1,4 +1,4 @@
-"""The devices that there are: types, how many of each, the links between them."""
+"""The devices of a cluster: types, the number of each, the links between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bandwidth that one device has in one direction."""
+    """Bandwidth of one device in one direction."""
 
     node: float
     """To its node's other devices, in bytes/s."""
@@ -28,7 +28,7 @@ class DeviceType:
     """Devices of one kind."""
 
     name: str
-    """Short key (``h200``), or what torch calls the device."""
+    """Short key (``h200``), or torch's name of the device."""
     count: int
     flops: float
     """Dense peak in FLOP/s in the run's compute type."""
@@ -42,7 +42,7 @@ class DeviceType:
 
     @property
     def num_whole_nodes(self) -> int:
-        """Nodes that are complete."""
+        """Number of complete nodes."""
         return self.count // self.devices_per_node
 
 
@@ -75,8 +75,8 @@ def data_sheet_device_type(
 ) -> DeviceType:
     """Return a device type by data sheets, for planning without devices.
 
-    name: a short key (``h200``) or what torch calls the device. links: measured ones, otherwise by data sheet.
-    Raises ConfigError for a device that is not in the table.
+    name: a short key (``h200``) or torch's name of the device. links: measured links; None: by data sheet. Raises
+    ConfigError for a device that is not in the table.
     """
     spec = device_spec(name)
     if spec is None:
@@ -103,9 +103,9 @@ def data_sheet_device_type(
 
 
 def accelerator_type(name: str) -> str:
-    """Return what Ray calls a device of the table, in a node's resource ``accelerator_type:H200``.
+    """Return Ray's name of a device of the table, as in a node's resource ``accelerator_type:H200``.
 
-    It does not tell variants apart: an ``h100-pcie`` is an H100 to it.
+    Ray does not distinguish variants: it names an ``h100-pcie`` H100.
     """
     chip = name.partition("-")[0].upper()
     return f"Ascend{chip}" if chip.startswith("910") else chip

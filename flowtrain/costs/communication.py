@@ -10,9 +10,9 @@ from flowtrain.costs.workload import Workload
 
 
 class TensorCommunication:
-    """Seconds of the all-reduces that a layer, the head or a sample's images need, not hidden by anything.
+    """Seconds of the all-reduces of a layer, the head or a sample's images; no overlap is assumed.
 
-    A decoder layer has two forward, two backward and two more where it is recomputed; an encoder's layer two.
+    A decoder layer has two in forward, two in backward and two more if it is recomputed; an encoder's layer has two.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class TensorCommunication:
         return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * patches
 
     def _factor(self, tp: int) -> float:
-        """Seconds a number that is reduced: a ring moves nearly all of it twice."""
+        """Seconds per reduced number: a ring moves nearly all data twice."""
         return self._setup.dtype_nbytes * 2.0 * (tp - 1) / tp / self._bandwidth
 
 
 def recomputed_share(setup: TrainingSetup) -> float:
-    """Return the share of layers whose forward runs twice; ``selective`` repeats no matrix product."""
+    """Return the share of layers whose forward runs twice; 0 for ``selective``, which repeats no matrix product."""
     every_n = 1.0 / setup.checkpoint_every
     return {"none": 0.0, "selective": 0.0, "full": 1.0, "every_n": every_n}[setup.activation_checkpointing]

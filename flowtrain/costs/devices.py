@@ -1,4 +1,4 @@
-"""What accelerators can do at most, by public data sheets."""
+"""Peak figures of accelerators, from public data sheets."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class DeviceSpec:
     key: str
     """Short name for ``--device``."""
     pattern: str
-    """Matched without case against the device name that torch reports."""
+    """Regular expression for the device name that torch reports; case does not matter."""
     bf16_flops: float
     """Dense peak in FLOP/s."""
     fp32_flops: float | None
-    """Dense peak in FLOP/s, IEEE single precision without TF32; None where no public figure is known."""
+    """Dense peak in FLOP/s, IEEE single precision without TF32; None if no public figure is known."""
     memory_nbytes: int
     """Of the device memory."""
     bandwidth: float
     """Of the device memory, in bytes/s."""
     source: str
-    """Where the figures are from."""
+    """Source of the figures."""
 
     def peak_flops(self, dtype: str) -> float | None:
         """Return the dense peak in FLOP/s for a compute dtype, ``bfloat16`` or ``float32``."""
@@ -64,7 +64,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
         None,
         64 * _GIB,
         1.6e12,
-        "one of the two dies of a package, which is what torch calls a device; CloudMatrix384 paper (arXiv 2506.12708)",
+        "one of the two dies of a package; torch counts each die as a device; CloudMatrix384 paper (arXiv 2506.12708)",
     ),
 )
 
@@ -72,8 +72,7 @@ DEVICES: tuple[DeviceSpec, ...] = (
 def device_spec(name: str) -> DeviceSpec | None:
     """Return the spec for a short key (``h200``) or for a device name as torch reports it (``NVIDIA H200``).
 
-    None means that the device is not in the table, as for a CPU or a slice of a GPU (MIG); a run then
-    measures its peak.
+    None if the device is not in the table, for example a CPU or a slice of a GPU (MIG); a run then measures its peak.
     """
     for spec in DEVICES:
         if name.lower() == spec.key:

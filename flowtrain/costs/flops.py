@@ -1,12 +1,15 @@
 """Model FLOPs of training, from actual lengths.
 
-Conventions. A multiply-add is two FLOPs; only matrix products count (no norms, softmax, activations, embeddings).
-Causal attention counts what a kernel that skips the upper triangle computes: ``len ** 2 / 2`` query-key pairs per
-sub-sequence, summed over the sub-sequences of a packed microbatch. The head counts for tokens that carry loss, the only
-ones it is computed for (`flowtrain.models.loss`). Backward costs twice the forward where weights and inputs need
-gradients, once where only one of them does. Recomputation (activation checkpointing) is overhead, not model FLOPs, and
-padding does not exist. Encoders are frozen: forward only, full attention inside one image, without a tower's pooling
-head (features are taken before it).
+Conventions:
+
+- A multiply-add is two FLOPs. Only matrix products count (no norms, softmax, activations, embeddings).
+- Causal attention counts ``len ** 2 / 2`` query-key pairs per sub-sequence, as in a kernel that skips the upper
+  triangle, summed over the sub-sequences of a packed microbatch.
+- The head counts for tokens that carry loss only; it is not computed for others (`flowtrain.models.loss`).
+- Backward costs twice the forward if both weights and inputs need gradients, once if only one of them does.
+- Recomputation (activation checkpointing) is overhead, not model FLOPs. There is no padding.
+- Encoders are frozen: forward only, full attention inside one image, without a tower's pooling head (features are taken
+  before it).
 """
 
 from __future__ import annotations
@@ -30,13 +33,13 @@ class SampleFlops:
     """Training FLOPs of each sample by module; float64 ``[S]``."""
 
     positions: IntArray
-    """Of the samples; int64 ``[S]``."""
+    """Positions of the samples; int64 ``[S]``."""
     encoders: FloatArray
     connector: FloatArray
     backbone: FloatArray
 
     def sum(self, without: Collection[int] = ()) -> Flops:
-        """Return the sums over the samples; without: positions that are left out, which may be of other samples."""
+        """Return the sums over the samples; without: positions to leave out; unknown ones are ignored."""
         kept: Any = slice(None)
         if without:
             kept = np.isin(self.positions, np.fromiter(without, np.int64), invert=True)
@@ -51,9 +54,10 @@ def backbone_training_flops(
 ) -> float:
     """Return the FLOPs of forward and backward.
 
-    lengths: tokens of each sub-sequence. num_target_tokens: those among them that carry loss; None: every one does.
-    freeze: modules that are not trained, as in ``model.freeze``. A frozen backbone still carries gradients down to a
-    trained connector: no weight gradients then. With both frozen there is no backward.
+    lengths: tokens of each sub-sequence.
+    num_target_tokens: tokens that carry loss; None: all do.
+    freeze: modules that are not trained, as in ``model.freeze``. A frozen backbone computes no weight gradients, but
+    still passes gradients on to a trained connector. With both frozen there is no backward.
     """
     num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     num_head_tokens = num_tokens if num_target_tokens is None else num_target_tokens
@@ -72,10 +76,14 @@ def sample_flops(
 ) -> SampleFlops:
     """Return the training FLOPs of samples, given as columns int64 ``[S]``.
 
-    lengths, vision_lengths, target_lengths: tokens of the backbone sequence, those that a feature row fills and those
-    that carry loss. images: by encoder, how many images and patches each sample has. A sample's patches are split
-    evenly over its images, which is exact where they are of one size and a lower bound otherwise. Encoders that
-    ``spec`` lacks raise KeyError.
+    lengths: tokens of the backbone sequence.
+    vision_lengths: tokens among them that are feature rows of images.
+    target_lengths: tokens among them that carry loss.
+    images: by encoder, numbers of images and of patches of each sample. A sample's patches are split evenly over its
+    images: exact if the images have one size, a lower bound otherwise.
+    freeze: modules that are not trained, as in ``model.freeze``.
+
+    Raises KeyError for an encoder that ``spec`` does not have.
     """
     encoders = np.zeros(len(positions))
     for name, (num_images, num_patches) in images.items():
@@ -91,7 +99,7 @@ def sample_flops(
 def _backbone_training(
     spec: TransformerSpec, num_tokens: Any, squares: Any, num_head_tokens: Any, freeze: Collection[str]
 ) -> Any:
-    """Of numbers, or of arrays of one shape."""
+    """Training FLOPs of the backbone; the arguments are numbers, or arrays of one shape."""
     passes = linear_passes = 3
     if {"backbone", "connector"} <= set(freeze):
         passes = linear_passes = 1
@@ -102,7 +110,7 @@ def _backbone_training(
 
 
 def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> Any:
-    """The features are constants: the first layer has no input gradient, and a frozen connector no backward."""
+    """Features are constants, so the first layer has no input gradient; a frozen connector has no backward."""
     first_passes, second_passes = (1, 1) if "connector" in freeze else (2, 3)
     first, second = spec.feature_dim * spec.hidden_size, spec.hidden_size * spec.out_dim
     return 2.0 * num_rows * (first_passes * first + second_passes * second)

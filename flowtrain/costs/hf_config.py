@@ -1,4 +1,4 @@
-"""Reads Hugging Face configurations, as plain mappings, into model specs; transformers is not needed for that."""
+"""Reads Hugging Face configurations, as plain mappings, into model specs, without transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowtrain.errors import ConfigError
 
 HFConfig = Mapping[str, Any]
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-# What a config does not say, since HF has it hard-wired by type.
+# Facts that a config does not state, because HF hard-wires them by model type.
 _TWO_MATRIX_MLP = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "phi", "starcoder2"}
 _OWN_NUM_KV_HEADS = {"mistral", "qwen2", "qwen3"}
 
@@ -18,8 +18,9 @@ _OWN_NUM_KV_HEADS = {"mistral", "qwen2", "qwen3"}
 def from_hf_text_config(config: HFConfig) -> TransformerSpec:
     """Return the spec of a causal LM from its HF config (``config.to_dict()`` or the content of ``config.json``).
 
-    Exact in every parameter for ``llama``, ``mistral``, ``qwen2`` and ``qwen3``; for other types the matrices are right
-    as far as they are named alike. Raises ConfigError for a missing key, and for experts, which no formula here covers.
+    Exact in every parameter for ``llama``, ``mistral``, ``qwen2`` and ``qwen3``. For other types the matrices are right
+    if their config uses the same keys. Raises ConfigError for a missing key, and for mixtures of experts, which no
+    formula here covers.
     """
     model_type = config.get("model_type", "")
     for key in _EXPERT_KEYS:
@@ -135,7 +136,7 @@ def _int(config: HFConfig, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(
             f"model config ({config.get('model_type', 'no model_type')}) has {key} = {value!r}, but the cost model "
-            "needs an integer; write the key out, since defaults are known to transformers alone"
+            "needs an integer; write the key out: only transformers knows its default"
         )
     return value
 

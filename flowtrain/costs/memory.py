@@ -1,8 +1,8 @@
-"""Peak memory of a training step on one backbone rank, and of an encoder, predicted from shapes; pure.
+"""Peak memory of a training step on one backbone rank, and of an encoder, predicted from shapes.
 
-Activations are written out tensor by tensor, as autograd keeps them for the decoder layer that HF's Qwen3, Qwen2, Llama
-and Mistral share (pre-norm, RMSNorm computed in float32, rotary positions, gated MLP, no dropout). Not modelled: what
-``backbone.compile`` fuses away, the caching allocator's fragmentation, buffers of communication libraries.
+Activations are listed tensor by tensor, as autograd keeps them for the decoder layer that HF's Qwen3, Qwen2, Llama and
+Mistral share (pre-norm, RMSNorm computed in float32, rotary positions, gated MLP, no dropout). Not modelled: tensors
+that ``backbone.compile`` fuses away, the caching allocator's fragmentation, buffers of communication libraries.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpe
 
 FLOAT32_NBYTES = 4
 LOSS_CHUNK_TOKENS = 2048
-"""Rows of logits that exist at once; as ``flowtrain.models.loss`` has it."""
+"""Rows of logits that exist at once; the same value as in ``flowtrain.models.loss``."""
 
 DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
-"""Bytes of a number, by ``model.dtype``."""
+"""Bytes per number, by ``model.dtype``."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """How the backbone is trained, as far as memory depends on it; names and values as in the configuration."""
+    """The settings of backbone training that memory depends on; names and values as in the configuration."""
 
     dp: int = 1
     """Data parallel degree."""
@@ -35,16 +35,16 @@ class TrainingSetup:
     checkpoint_every: int = 2
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
-    """``sdpa`` keeps its output twice, since it copies the sequences' outputs together."""
+    """``sdpa`` keeps its output twice, because it copies the sequences' outputs into one tensor."""
     repeats_kv: bool = False
-    """The attention kernel wants as many heads of keys and values as of queries (an older ``varlen_attn``)."""
+    """The attention kernel needs as many heads of keys and values as of queries (an older ``varlen_attn``)."""
     accumulates: bool = True
-    """Several microbatches a step: gradients are whole on every DP rank until the last one's backward."""
+    """Several microbatches per step: gradients are unsharded on every DP rank until the last one's backward."""
     loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
 
     @property
     def dtype_nbytes(self) -> int:
-        """Bytes of a number in the compute type."""
+        """Bytes per number in the compute type."""
         return DTYPE_NBYTES[self.dtype]
 
 
@@ -54,20 +54,22 @@ class Chunk:
 
     num_layers: int
     is_first: bool = True
-    """With embedding and connector."""
+    """It includes the embedding and the connector."""
     is_last: bool = True
-    """With final norm, head and loss."""
+    """It includes the final norm, the head and the loss."""
     in_flight: int = 1
-    """Microbatches whose activations it keeps at once (1F1B: pipeline ranks from this one to the last)."""
+    """Microbatches whose activations it keeps at once (1F1B: the pipeline ranks from this one to the last)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchSize:
-    """Tokens of a packed microbatch, those among them that carry loss, and rows that come from encoders."""
+    """Size of a packed microbatch."""
 
     num_tokens: int
     num_target_tokens: int
+    """Tokens that carry loss."""
     num_rows: int = 0
+    """Feature rows from encoders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +85,19 @@ class StepMemory:
     accumulated: int
     """Gradients of the step's earlier microbatches."""
     gathered: int
-    """Parameters that are whole in the compute type at once."""
+    """Parameters that are unsharded at once, in the compute type."""
     activations: int
-    """Kept between forward and backward, over all microbatches in flight."""
+    """Activations kept between forward and backward, over all microbatches in flight."""
     working: int
-    """On top while one layer runs backward, a recomputed layer and the head's gradient included."""
+    """In addition while one layer runs backward, with a recomputed layer and the head's gradient."""
     loss: int
-    """Logits of one chunk, and what the loss passes to the backward."""
+    """Logits of one chunk, and the tensors that the loss passes to the backward."""
     reduced: int
-    """What one gradient reduction needs beside the gradients."""
+    """Memory of one gradient reduction, in addition to the gradients."""
 
     @property
     def peak(self) -> int:
-        """The largest of: computing the loss or the first layer's backward, the last reduction, the update."""
+        """Bytes at the worst moment: the loss or the first layer's backward, the last reduction, or the update."""
         held = self.parameters + self.optimizer_state
         computing = self.accumulated + self.gathered + self.activations + max(self.working, self.loss)
         return held + max(computing, self.gradients + self.gathered + self.reduced)
@@ -108,7 +110,7 @@ def predict_step_memory(
     setup: TrainingSetup,
     microbatch: MicrobatchSize,
 ) -> StepMemory:
-    """Return what a rank with these chunks needs; microbatch: the largest one. Everything is trained."""
+    """Return the memory of a rank with these chunks; microbatch: the largest one. All modules are trained."""
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
     layer = layer_activation_nbytes(spec, setup) * tokens
     has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
@@ -116,11 +118,11 @@ def predict_step_memory(
     per_layer, outer = _layer_parameters(spec, setup.tp), _outer_parameters(spec, connector, chunks, setup.tp)
     whole = num_layers * per_layer + outer
     shard = -(-whole // setup.dp)
-    # FSDP gathers the next layer while one computes, in each chunk, and keeps the roots' own parameters to the end; a
-    # single replica keeps all.
+    # In each chunk, FSDP gathers the next layer while one computes, and keeps the root's own parameters gathered. A
+    # single replica keeps all parameters.
     shards_parameters = setup.sharding == "full" and setup.dp > 1
     num_gathered = min(num_layers, 2 * len(chunks)) if shards_parameters else num_layers
-    whole_nbytes = FLOAT32_NBYTES if setup.accumulates else dtype  # of a gradient that is still whole
+    whole_nbytes = FLOAT32_NBYTES if setup.accumulates else dtype  # per number of an unsharded gradient
     head = dtype * -(-spec.vocab_size // setup.tp) * spec.hidden_size  # its gradient waits for the root's reduction
     recomputed = 0 if setup.activation_checkpointing == "none" else layer
     return StepMemory(
@@ -141,7 +143,7 @@ def predict_step_memory(
 def chunk_activation_nbytes(
     spec: TransformerSpec, connector: ConnectorSpec, chunk: Chunk, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> int:
-    """Return what one microbatch leaves on one chunk between its forward and its backward, but for the loss."""
+    """Return the bytes that one microbatch keeps on one chunk from forward to backward, without those of the loss."""
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
     num_recomputed = {
         "none": 0,
@@ -157,9 +159,9 @@ def chunk_activation_nbytes(
     if chunk.is_last:
         per_token += _norm_nbytes(spec.hidden_size, 1, dtype)
     else:
-        per_token += dtype * spec.hidden_size  # what is sent on, the root of the backward
+        per_token += dtype * spec.hidden_size  # the output that is sent on, the root of the backward
     if not chunk.is_first and dtype != FLOAT32_NBYTES:
-        per_token += dtype * spec.hidden_size  # what was received; in float32 the first norm keeps it anyway
+        per_token += dtype * spec.hidden_size  # the received input; in float32 the first norm keeps it anyway
     rows_nbytes = 0
     if chunk.is_first:
         rows_nbytes = dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp))
@@ -169,8 +171,8 @@ def chunk_activation_nbytes(
 def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dtype_nbytes: int) -> int:
     """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
 
-    Without gradients nothing is kept: hidden states, queries, keys and values, attention output and the MLP's widths
-    exist at once; the features of a batch lie beside them until they are in the pool. tp: tensor parallel degree.
+    Without gradients no activations are kept. Hidden states, queries, keys and values, attention output and the MLP's
+    widths exist at once, in addition to a batch's features until they are in the pool. tp: tensor parallel degree.
     """
     weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
     mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
@@ -179,17 +181,19 @@ def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dt
 
 
 def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
-    """Return bytes a token that autograd keeps for one decoder layer without recomputation.
+    """Return the bytes per token that autograd keeps for one decoder layer without recomputation.
 
-    Norms run on whole hidden states on every tensor parallel rank; heads and the MLP's width are shared out.
+    Norms run on whole hidden states on every tensor parallel rank; heads and the MLP's width are split over the ranks.
     """
     return sum(_layer_tensors(spec, setup).values())
 
 
 def selective_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
-    """Return bytes a token for a layer that keeps its input and results of matrix products and attention alone."""
+    """Return the bytes per token of a layer that keeps only its input and the results of matmuls and attention."""
     dtype, widths = setup.dtype_nbytes, _Widths.of(spec, setup.tp)
-    num_results = 1 if setup.tp == 1 else 2  # of the two products that are summed over the ranks, before and after
+    num_results = (
+        1 if setup.tp == 1 else 2
+    )  # the two products that are summed over ranks exist before and after the sum
     projections = widths.query + 2 * widths.key + num_results * spec.hidden_size
     mlp = (2 if spec.gated_mlp else 1) * widths.mlp + num_results * spec.hidden_size
     attention = dtype * widths.query + FLOAT32_NBYTES * widths.num_heads
@@ -198,7 +202,7 @@ def selective_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Widths:
-    """What one tensor parallel rank has of a layer: width of queries and keys, of the MLP, heads."""
+    """One tensor parallel rank's share of a layer: widths of queries, keys and the MLP, and numbers of heads."""
 
     query: int
     key: int
@@ -219,7 +223,7 @@ class _Widths:
 
 
 def _layer_tensors(spec: TransformerSpec, setup: TrainingSetup) -> dict[str, int]:
-    """Bytes a token of everything that autograd keeps of one layer."""
+    """Bytes per token of every tensor that autograd keeps of one layer, by name."""
     dtype, hidden, widths = setup.dtype_nbytes, spec.hidden_size, _Widths.of(spec, setup.tp)
     attended = widths.query if setup.repeats_kv else widths.key
     tensors = {
@@ -247,12 +251,16 @@ def _layer_tensors(spec: TransformerSpec, setup: TrainingSetup) -> dict[str, int
 
 
 def _norm_nbytes(width: int, num_rows: int, dtype_nbytes: int) -> int:
-    """Its input in float32, the normalised one in the compute type (for the weight's gradient), and the scale a row."""
+    """Bytes that a norm keeps.
+
+    These are its input in float32, the normalised input in the compute type (for the weight's gradient), and one scale
+    per row.
+    """
     return (FLOAT32_NBYTES + dtype_nbytes) * width + FLOAT32_NBYTES * num_rows
 
 
 def _backward_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
-    """Bytes a token of the gradients that exist at once inside one layer's backward: at most in MLP or norm."""
+    """Bytes per token of the gradients that exist at once in one layer's backward; the maximum is in MLP or norm."""
     dtype, widths = setup.dtype_nbytes, _Widths.of(spec, setup.tp)
     mlp = (3 if spec.gated_mlp else 2) * dtype * widths.mlp
     norm = 3 * FLOAT32_NBYTES * spec.hidden_size
@@ -262,13 +270,13 @@ def _backward_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
 def _loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
     """The most that the fused loss holds at once, either with a chunk's probabilities or with the head's gradient.
 
-    Logits are in the compute type and become their own gradient, probabilities are float32 (a CPU has few of them at
-    once, so that it needs less); the head's gradient is summed in float32 where there are several chunks.
+    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32 (a CPU computes few
+    of them at once and needs less). With several chunks, the head's gradient is summed in float32.
     """
     dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
     num_rows = max(1, microbatch.num_target_tokens)
     num_logits, head = min(num_rows, setup.loss_chunk_tokens) * vocabulary, vocabulary * spec.hidden_size
-    rows = 2 * dtype * num_rows * spec.hidden_size  # those with a target, and their gradient
+    rows = 2 * dtype * num_rows * spec.hidden_size  # rows with a target, and their gradient
     summed = FLOAT32_NBYTES * head if num_rows > setup.loss_chunk_tokens else 0
     computing = (FLOAT32_NBYTES + dtype) * num_logits + summed
     adding = dtype * (num_logits + head) + summed
@@ -280,7 +288,7 @@ def _layer_parameters(spec: TransformerSpec, tp: int) -> int:
 
 
 def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, chunks: tuple[Chunk, ...], tp: int) -> int:
-    """Parameters outside the layers: embedding, connector, final norm, head; tied ones once a rank."""
+    """Parameters outside the layers: embedding, connector, final norm, head; tied ones once per rank."""
     has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
     num_tables = has_first + has_last
     if has_first and has_last and spec.tied_embeddings:

@@ -1,4 +1,4 @@
-"""Shapes of a model, enough to count its parameters and FLOPs; no weights, no torch."""
+"""Shapes of a model, enough to count its parameters and FLOPs, without weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TransformerSpec:
 
     @property
     def head_parameters(self) -> int:
-        """Weights of the output head, also where it shares them with the embedding."""
+        """Weights of the output head, also if it shares them with the embedding."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -64,7 +64,7 @@ class TransformerSpec:
 class VisionSpec:
     """A vision transformer (pre-norm, LayerNorm, full attention over one image).
 
-    Its layers have biases everywhere, those of queries, keys and values where ``qkv_bias`` says so.
+    Its layers have biases everywhere; those of queries, keys and values only with ``qkv_bias``.
     """
 
     num_layers: int
@@ -77,14 +77,14 @@ class VisionSpec:
     num_channels: int
     """Of an image."""
     num_prefix_tokens: int
-    """Class token and the like, computed with the patches of each image."""
+    """Class and register tokens, computed with the patches of each image."""
     outside_parameters: int
-    """Of embeddings, outer norms and, where the tower has one, its pooling head."""
+    """Parameters of embeddings, outer norms and the pooling head, if the tower has one."""
     gated_mlp: bool = False
-    """Two branches, whose weights are one matrix (``weights_in``)."""
+    """The MLP has two input branches, whose weights are one matrix (``weights_in``)."""
     qkv_bias: bool = True
     layer_scale: bool = False
-    """A vector after each block."""
+    """A learned scale vector after each block."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -114,7 +114,7 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSpec:
-    """Two linear layers with an activation between."""
+    """Two linear layers with an activation between them."""
 
     feature_dim: int
     """Width of a feature row."""
@@ -136,7 +136,7 @@ class ModelSpec:
     """A whole vision-language model."""
 
     encoders: dict[str, VisionSpec]
-    """By the name that the configuration gives them."""
+    """By the name in the configuration."""
     connector: ConnectorSpec
     backbone: TransformerSpec
 

@@ -1,4 +1,4 @@
-"""Times of modules: seconds of a decoder layer, of the head, of a sample's images."""
+"""Times of modules, in seconds: a decoder layer, the head, a sample's images."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from flowtrain.costs.flops import FloatArray
 
 
 class ModuleTimes(Protocol):
-    """Times on one type of devices, by arithmetic or measured.
+    """Times on one type of device, computed or measured.
 
-    num_tokens: of packed microbatches, ``[N]``; a time is of forward and backward with recomputation, of one device of
-    a tensor parallel group of ``tp``, its communication inside the group included.
+    A time is that of forward and backward with recomputation on one device of a tensor parallel group of ``tp``. It
+    includes the communication inside the group. num_tokens: of packed microbatches, ``[N]``.
     """
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
@@ -27,13 +27,13 @@ class ModuleTimes(Protocol):
         ...
 
     def sample_s(self, encoder: str, tp: int) -> float:
-        """Return seconds that an encoder's group takes for a mean sample that has images for it."""
+        """Return the mean seconds of an encoder's group for a sample that has images for it."""
         ...
 
     def microbatch_s(self) -> float:
-        """Return seconds of each microbatch on each stage beside its layers, head and connector."""
+        """Return seconds of each microbatch on each stage in addition to its layers, head and connector."""
         ...
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
-        """Return seconds of a step after its microbatches, of a device that updates so many parameters; ``[N]``."""
+        """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...

@@ -30,7 +30,7 @@ PROFILE_SCHEMA = 1
 _LIBRARIES = ("flowtrain", "torch", "transformers")
 
 MAX_EXTRAPOLATION = 1.25
-"""Lengths and sizes up to this many times the largest that was measured are extrapolated in proportion."""
+"""Lengths and sizes up to this many times the largest measured one are extrapolated in proportion."""
 
 MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
 
@@ -55,14 +55,14 @@ class LengthTable:
             raise ValueError(f"seconds has {len(self.seconds)} values for {len(self.num_tokens)} num_tokens")
 
     def __call__(self, num_tokens: FloatArray) -> FloatArray:
-        """Interpolate linearly; below the shortest its time stands, above the longest time grows in proportion."""
+        """Interpolate linearly; constant below the shortest length, proportional to length above the longest."""
         inside = np.interp(num_tokens, self.num_tokens, self.seconds)
         return inside * np.maximum(num_tokens / self.num_tokens[-1], 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTable:
-    """Seconds of one forward over ``[P, B]``: patches of an image and images of a batch, both ascending."""
+    """Seconds of one forward, ``[P, B]``, over patches of an image and images of a batch, both ascending."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -77,7 +77,10 @@ class ImageTable:
             raise ValueError(f"seconds is not {len(self.num_patches)} rows of {len(self.batch)} values")
 
     def image_s(self, num_patches: FloatArray, batch: FloatArray) -> FloatArray:
-        """Return seconds an image in batches of ``batch``, both ``[N]``; bilinear, at the ends as ``LengthTable``."""
+        """Return seconds per image, ``[N]``, for images of ``num_patches`` in batches of ``batch``, both ``[N]``.
+
+        Bilinear; constant in the batch size beyond its ends, and in the patches as ``LengthTable``.
+        """
         batches = np.clip(batch, self.batch[0], self.batch[-1])
         per_image = np.array(self.seconds) / np.array(self.batch)
         at_batch = np.stack([np.interp(batches, self.batch, row) for row in per_image])
@@ -95,7 +98,7 @@ class ImageTable:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What one device reached alone, measured unless its data sheet says it."""
+    """What one device reaches, measured unless its data sheet states it."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -106,39 +109,39 @@ class DeviceFacts:
     bandwidth: _Positive
     """Of the device memory, in bytes/s."""
     link: _Positive | None
-    """Bytes/s that it sends to its node's other devices in an all-reduce; None where one device was measured."""
+    """Bytes/s that it sends to its node's other devices in an all-reduce; None if one device alone was measured."""
     devices_per_node: _Size
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a backbone step beside its microbatches' layers, heads and connectors."""
+    """Seconds of a backbone step in addition to its microbatches' layers, heads and connectors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     step_s: _Amount
-    """Of each step, whatever its size."""
+    """Per step, independent of its size."""
     microbatch_s: _Amount
-    """Of each microbatch, whatever its size."""
+    """Per microbatch, independent of its size."""
     parameter_s: _Amount
-    """Of each step, a parameter that the device clips and updates."""
+    """Per step and parameter that the device clips and updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCosts:
-    """Seconds of an encoder beside its forward."""
+    """Seconds of an encoder in addition to its forward."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     decode_s: _Amount
-    """Of reading, decoding and preprocessing an image in one thread, the mean of the data."""
+    """Per image: reading, decoding and preprocessing in one thread, mean over the data."""
     batch_s: _Amount
-    """Of each batch that it leases, hands in and puts into the pool."""
+    """Per batch: leasing it, reporting it and putting it into the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured, on what device, with which libraries; the profile file has these keys but for ``source``."""
+    """Measured times, their device and libraries; the profile file has these keys except ``source``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -147,9 +150,9 @@ class Profile:
     facts: DeviceFacts
     """Of one such device."""
     model: dict[str, Any]
-    """Whatever of model and arithmetic decides times, as nested plain values (``model_facts``)."""
+    """The settings of model and arithmetic that times depend on, as nested plain values (``model_facts``)."""
     versions: dict[str, str]
-    """Of the libraries that computed."""
+    """Versions of the libraries that computed, by library."""
     layers: dict[_Size, LengthTable]
     """Of one decoder layer, forward and backward with recomputation; by tensor parallel degree."""
     heads: dict[_Size, LengthTable]
@@ -163,10 +166,10 @@ class Profile:
     steps: StepCosts
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
-    """The file that it was read from, for messages."""
+    """Path of the file that it was read from, for messages."""
 
     def check(self, device: str, model: Mapping[str, Any], versions: Mapping[str, str]) -> None:
-        """Raise ConfigError where device, model or library versions differ from this run's; names all that do."""
+        """Raise ConfigError if device, model or library versions differ from this run's; it names every difference."""
         then = dict(_leaves({"device": self.device, "model": self.model, "versions": self.versions}))
         now = dict(_leaves({"device": device, "model": model, "versions": versions}))
         differs = [
@@ -179,14 +182,14 @@ class Profile:
 
     @property
     def device_type(self) -> str:
-        """The name that plans give the device: its short key, or what torch calls it."""
+        """The device's name in plans: its short key, or torch's name."""
         spec = device_spec(self.device)
         return spec.key if spec is not None else self.device
 
     def devices(self, count: int, devices_per_node: int) -> DeviceType:
-        """Return so many of the measured devices, for planning; what joins nodes is not measured."""
+        """Return ``count`` of the measured devices, for planning; links between nodes are not measured."""
         facts, spec = self.facts, device_spec(self.device)
-        # Nothing is known between devices of an unknown kind: their memory is what a CPU's cores share.
+        # Links of a device without data sheet are unknown. It is mostly a CPU, whose cores share its memory.
         links = Links(facts.bandwidth, facts.bandwidth, "as fast as memory, not measured")
         if spec is not None:
             links = data_sheet_device_type(spec.key, count).links
@@ -204,7 +207,7 @@ class Profile:
 
 
 def read_profile(path: str | PathLike[str]) -> Profile:
-    """Read a profile; ConfigError where it is unreadable, incomplete or of another schema."""
+    """Read a profile; raises ConfigError if it is unreadable, incomplete or of another schema."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         schema = values.get("schema") if isinstance(values, dict) else None
@@ -221,7 +224,7 @@ def read_profile(path: str | PathLike[str]) -> Profile:
 
 
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
-    """Return shapes and settings that decide how long a module takes; neither degrees nor data are among them."""
+    """Return the shapes and settings that a module's time depends on, without degrees and data."""
     backbone = config.backbone
     return {
         **asdict(model),
@@ -239,7 +242,7 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that compute, without what they were built for (``+cu130``)."""
+    """Return the versions of the libraries that compute, without build suffixes (``+cu130``)."""
     return {name: version(name).partition("+")[0] for name in _LIBRARIES}
 
 

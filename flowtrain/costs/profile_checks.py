@@ -1,4 +1,4 @@
-"""Signs that a profile was measured while something else used the machine."""
+"""Signs that other work used the machine while a profile was measured."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from itertools import pairwise
 from flowtrain.costs.profile import ImageTable, Profile
 
 NOISE_SHARE = 0.1
-"""More work may seem to take less time by this share of what was measured with it; that is noise."""
+"""A decrease of time with more work, up to this share of the time measured together with it, counts as noise."""
 
 OWN_LOAD = 1.0
-"""What the process that measures adds to the load average before it starts others."""
+"""Load average of the measuring process itself, before it starts others."""
 
 _WAY_OUT = "measure again on a machine that does nothing else"
 
 
 def profile_warnings(profile: Profile, load_average: float | None) -> tuple[str, ...]:
-    """Return what speaks against a profile: other load on the machine, and times that fall where work grows.
+    """Return the reasons to distrust a profile: other load on the machine, and times that fall while work grows.
 
-    load_average: of the machine before anything was started; None where the devices are elsewhere.
+    load_average: of the machine before anything was started; None if the devices are on another machine.
     """
     found = []
     if load_average is not None and load_average > OWN_LOAD:
@@ -33,7 +33,7 @@ def profile_warnings(profile: Profile, load_average: float | None) -> tuple[str,
 def _backbone(profile: Profile) -> Iterator[str]:
     for tp in profile.layers:
         tables = {"a layer": profile.layers[tp], "the head": profile.heads[tp], "the connector": profile.connectors[tp]}
-        # All three come of differences of the same measured steps, so noise is a share of their sum.
+        # All three are differences of the same measured steps, so noise is a share of their sum.
         whole = [sum(times) for times in zip(*(table.seconds for table in tables.values()), strict=True)]
         for name, table in tables.items():
             if _falls(table.seconds, whole):
@@ -57,7 +57,7 @@ def _images(name: str, table: ImageTable) -> Iterator[str]:
 
 
 def _falls(seconds: Sequence[float], whole: Sequence[float]) -> bool:
-    """Whether a time is below the one before by more than noise; whole: what was measured with each."""
+    """Whether a time is below the previous one by more than noise; whole: the times measured together with each."""
     steps = zip(pairwise(seconds), pairwise(whole), strict=True)
     return any(before - after > NOISE_SHARE * max(wholes) for (before, after), wholes in steps)
 

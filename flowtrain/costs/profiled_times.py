@@ -14,14 +14,14 @@ from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
 CPU = "cpu"
-"""What torch calls every CPU."""
+"""Torch's name of every CPU."""
 
 
 class ProfileTimes:
     """``ModuleTimes`` from a profile.
 
-    A tensor parallel degree that was not measured is derived from the largest measured one that divides it: its share
-    of that time, and the communication that is more by the links' bandwidth.
+    A tensor parallel degree that was not measured is derived from the largest measured one that divides it: the
+    computation is scaled down, the communication is computed from the links' bandwidth.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class ProfileTimes:
         max_batch_patches: Mapping[str, int],
         decode_threads: Mapping[str, int],
     ) -> None:
-        """max_batch_patches, decode_threads: as configured, by encoder. ConfigError far beyond what was measured."""
+        """max_batch_patches, decode_threads: as configured, by encoder.
+
+        Raises ConfigError if sizes of the workload are far above the measured ones, or if a table is missing.
+        """
         self._profile, self._workload, self._max_batch_patches = profile, workload, max_batch_patches
         self._decode_threads = decode_threads
         self._communication = communication
@@ -67,7 +70,7 @@ class ProfileTimes:
         return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
 
     def sample_s(self, encoder: str, tp: int) -> float:
-        """As ``ModuleTimes``; images of a sample go in batches as large as ``max_batch_patches`` allows."""
+        """As ``ModuleTimes``; images are in batches as large as ``max_batch_patches`` allows."""
         tables = self._profile.encoders[encoder]
         measured = _nearest(tables, tp)
         patches = self._patches(encoder)
@@ -79,7 +82,7 @@ class ProfileTimes:
         costs, num_images = self._profile.images[encoder], num_images[num_images > 0]
         handling = float((num_images / batch).mean()) * costs.batch_s
         decoding = float(num_images.mean()) * costs.decode_s
-        # A core that is the device decodes by itself; beside an accelerator the host does.
+        # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.
         if self._profile.device == CPU:
             return forward + handling + decoding
         return max(forward + handling, decoding / self._decode_threads[encoder])
@@ -93,7 +96,7 @@ class ProfileTimes:
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
 
     def _patches(self, encoder: str) -> FloatArray:
-        """Mean patches of an image, of each sample that has any."""
+        """Mean patches per image, for each sample that has images."""
         num_images, num_patches = self._workload.images[encoder]
         at = num_images > 0
         return num_patches[at] / num_images[at]

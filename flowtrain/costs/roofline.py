@@ -1,4 +1,4 @@
-"""Module times by arithmetic: FLOPs over an achievable share of the peak, bytes over bandwidth, whichever is longer."""
+"""Computed module times: the longer of FLOPs over an achievable share of the peak and bytes over bandwidth."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.workload import Workload
 
 _OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}
-"""Float32 numbers moved a parameter: weight, gradient and states read, weight and states written."""
+"""Float32 numbers moved per parameter: weight, gradient and states read, weight and states written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of a data sheet's figures that are reached: assumptions, for want of a measured profile."""
+    """Shares of a data sheet's figures that are reached: assumptions, used without a measured profile."""
 
     backbone: float = 0.65
     """Of the peak FLOP/s inside a decoder layer, between communications."""
@@ -73,7 +73,7 @@ class Roofline:
         return self._computing(self._connector_flops * num_tokens, weights, tp)
 
     def sample_s(self, encoder: str, tp: int) -> float:
-        """As ``ModuleTimes``; sending the features out of the node runs beside the computation."""
+        """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""
         num_images, num_patches = self._workload.images[encoder]
         num_with = max(int((num_images > 0).sum()), 1)
         flops = self._workload.encoder_flops(self._model, encoder)
@@ -84,7 +84,7 @@ class Roofline:
         return max(computing, sending)
 
     def microbatch_s(self) -> float:
-        """As ``ModuleTimes``; launching kernels is taken to cost nothing."""
+        """As ``ModuleTimes``; kernel launches are assumed to cost nothing."""
         return 0.0
 
     def step_s(self, num_parameters: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""What the data asks of each module: lengths and images of representative samples, and how they are batched."""
+"""The work of each module: lengths and images of representative samples, and how they are batched."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Workload:
         return float(self.vision_lengths.sum() / self.lengths.sum())
 
     def to_dict(self) -> dict[str, int | float]:
-        """Return what sums it up, as plain values for JSON."""
+        """Return a summary, as plain values for JSON."""
         return {
             "num_samples": len(self.lengths),
             "global_batch_size": self.global_batch_size,
@@ -75,7 +75,7 @@ class Workload:
         }
 
     def share(self, encoder: str) -> float:
-        """Share of samples that have something for an encoder."""
+        """Share of samples that have images for an encoder."""
         return float((self.images[encoder][0] > 0).mean())
 
     def flops(self, model: ModelSpec) -> SampleFlops:
@@ -83,12 +83,12 @@ class Workload:
         return self._flops(model, self.target_lengths, self.images)
 
     def head_flops(self, model: ModelSpec) -> float:
-        """Return mean training FLOPs a sample of the backbone's head."""
+        """Return the mean training FLOPs of the backbone's head per sample."""
         without = self._flops(model, np.zeros_like(self.target_lengths), {})
         return float((self.flops(model).backbone - without.backbone).mean())
 
     def encoder_flops(self, model: ModelSpec, encoder: str) -> float:
-        """Return one encoder's mean FLOPs of a sample that has something for it."""
+        """Return one encoder's mean FLOPs per sample that has images for it."""
         total = self._flops(model, self.target_lengths, {encoder: self.images[encoder]}).encoders.sum()
         return float(total) / max(int((self.images[encoder][0] > 0).sum()), 1)
 

@@ -1,8 +1,8 @@
-"""Conversations to token ids and labels, by the tokenizer's own chat template; loss on assistant tokens alone.
+"""Turns conversations into token ids and labels by the tokenizer's chat template; only assistant tokens carry loss.
 
-What the assistant says is known from the template's ``{% generation %}`` markers, taken at their word. Without them it
-is what a turn adds to the rendered conversation before it (a *prefix rendering*), which is exact as long as the
-template never rewrites what came before; templates that do are refused.
+The template's ``{% generation %}`` markers enclose the assistant's text. Without markers, the assistant's text is what
+its turn adds to the rendered conversation before it (a *prefix rendering*). This is exact if the template never
+rewrites earlier turns; templates that do so are refused.
 
 Control tokens that a data set's text spells out (``<|im_end|>``) stay text: the rendered conversation is cut inside
 each of them before it is tokenised. Only ``<image>`` becomes a token.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 IGNORE_LABEL = -100
 """Label of a token that carries no loss."""
 
-# A code point that Unicode never assigns: it marks where the text is cut and is in no token.
+# A code point that Unicode never assigns: it marks where the text is cut, and no token contains it.
 _CUT = "\ufdd0"
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = (
@@ -46,7 +46,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """A tokenised conversation, images not yet expanded: ids and unshifted labels, int32 ``[num_tokens]`` each."""
+    """A tokenised conversation before images are expanded: ids and unshifted labels, int32 ``[num_tokens]`` each."""
 
     ids: npt.NDArray[np.int32]
     labels: npt.NDArray[np.int32]
@@ -55,8 +55,8 @@ class EncodedText:
 class ConversationEncoder:
     """Encodes conversations with one tokenizer, system prompt and image token.
 
-    image_token: how the tokenizer spells the token that ``<image>`` becomes. Raises ConfigError, before any data is
-    seen, where tokenizer or chat template cannot give exact labels.
+    image_token: the tokenizer's spelling of the token that ``<image>`` becomes. Raises ConfigError, before any data is
+    read, if tokenizer or chat template cannot give exact labels.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ConversationEncoder:
         self._template = _chat_template(tokenizer)
         self._has_markers = _MARKERS.search(self._template) is not None
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {image_token}
-        # Two characters at least, or there is nothing to cut; a lookahead finds those that overlap, too.
+        # Only tokens of two characters or more can be cut; the lookahead also finds overlapping ones.
         self._specials = tuple(sorted(token for token in special if len(token) > 1))
         self._control_tokens = re.compile("(?=(?:" + "|".join(map(re.escape, self._specials)) + "))(.)", re.DOTALL)
         self._probe()
@@ -77,9 +77,13 @@ class ConversationEncoder:
     def encode(self, turns: Sequence[Turn]) -> EncodedText:
         """Tokenise a conversation.
 
-        Raises BadSample: EMPTY_ANSWER where an assistant turn is blank or no token carries loss, MALFORMED_SAMPLE where
-        the template refuses the order of roles, PLACEHOLDER_MISMATCH where it loses an ``<image>``; ConfigError where
-        it rewrites earlier turns.
+        Raises BadSample:
+
+        - EMPTY_ANSWER if an assistant turn is blank or no token carries loss;
+        - MALFORMED_SAMPLE if the template refuses the order of roles;
+        - PLACEHOLDER_MISMATCH if the template loses an ``<image>``.
+
+        Raises ConfigError if the template rewrites earlier turns.
         """
         _require_answers(turns)
         messages = self._messages(turns)
@@ -101,7 +105,7 @@ class ConversationEncoder:
         return EncodedText(ids, labels)
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
-        """Turns as the template takes them; the run's system prompt goes in front of a sample's own."""
+        """Turns in the template's format; the run's system prompt goes in front of the sample's system prompt."""
         messages = [{"role": turn.role, "content": self._protected(turn.text)} for turn in turns]
         if self._system_prompt is None:
             return messages
@@ -111,7 +115,7 @@ class ConversationEncoder:
         return [{"role": "system", "content": self._system_prompt}, *messages]
 
     def _protected(self, text: str) -> str:
-        """Mark where to cut the control tokens that a text spells, and spell its images as the tokenizer does."""
+        """Mark where to cut control tokens in a text, and replace ``<image>`` by the tokenizer's image token."""
         pieces = text.replace(_CUT, "").split(IMAGE_PLACEHOLDER)
         return self._image_token.join(self._control_tokens.sub(rf"\1{_CUT}", piece) for piece in pieces)
 
@@ -119,7 +123,7 @@ class ConversationEncoder:
         self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False
     ) -> tuple[str, list[Span]]:
         variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
-        # Transformers annotates this function as returning a string; it returns texts, and their spans.
+        # Transformers annotates this function as returning a string, but it returns texts and their spans.
         rendered: Any = render_jinja_template(
             conversations=[list(messages)],
             chat_template=self._template,
@@ -144,14 +148,14 @@ class ConversationEncoder:
             if not (text.startswith(through) and through.startswith(before)):
                 raise ConfigError(
                     "model.chat_template: this template renders earlier turns differently once later ones follow "
-                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's tokens cannot be told exactly; "
-                    "set model.chat_template to one with {% generation %} markers round what the assistant says"
+                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's tokens cannot be found "
+                    "exactly; set model.chat_template to one with {% generation %} markers around the assistant's text"
                 )
             spans.append((len(before), len(before) + self._turn_length(through[len(before) :])))
         return spans
 
     def _turn_length(self, turn: str) -> int:
-        """Length of an assistant's turn without the white space that some templates put after its end-of-turn token."""
+        """Length of an assistant's turn without white space after its end-of-turn token, which some templates add."""
         stripped = turn.rstrip()
         return len(stripped) if stripped.endswith(self._specials) else len(turn)
 
@@ -171,7 +175,7 @@ class ConversationEncoder:
         return np.array(ids, dtype=np.int32), np.concatenate(offsets)
 
     def _probe(self) -> None:
-        """Try the template once: what it says must hold the answers, and never the questions."""
+        """Check the template with a short conversation: its spans must contain the answers and no question."""
         try:
             text, spans = self._render_with_spans(self._messages(_PROBE))
         except jinja2.TemplateError as error:
@@ -179,12 +183,13 @@ class ConversationEncoder:
             raise ConfigError(
                 f"model.chat_template: fails on user and assistant turns{with_prompt}: {error}; choose another template"
             ) from error
-        said = "".join(text[start:end] for start, end in spans)
+        marked = "".join(text[start:end] for start, end in spans)
         for turn in _PROBE:
-            if (turn.text in said) != (turn.role == "assistant"):
+            if (turn.text in marked) != (turn.role == "assistant"):
                 raise ConfigError(
-                    "model.chat_template: its {% generation %} markers do not enclose what the assistant says and "
-                    f"nothing else ({turn.role} text {turn.text!r} is {'in' if turn.text in said else 'outside'} them)"
+                    "model.chat_template: its {% generation %} markers must enclose exactly the assistant's text, but "
+                    f"{turn.role} text {turn.text!r} is {'in' if turn.text in marked else 'outside'} them; fix the "
+                    "markers or choose another template"
                 )
 
 
@@ -192,7 +197,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if not tokenizer.is_fast:
         raise ConfigError(
             f"model.tokenizer: {tokenizer.name_or_path or type(tokenizer).__name__} has no fast tokenizer, which is "
-            "needed to tell the assistant's tokens; choose a directory with a tokenizer.json"
+            "needed to find the assistant's tokens; choose a directory with a tokenizer.json"
         )
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -208,8 +213,8 @@ def _image_token_id(tokenizer: PreTrainedTokenizerBase, image_token: str) -> int
     token_id = tokenizer.get_added_vocab().get(image_token)
     if token_id is None:
         raise ConfigError(
-            f"model.image_token: {image_token!r} is no added token of tokenizer {tokenizer.name_or_path!r}, so it "
-            "would become several tokens; name one that is, or add it to the tokenizer"
+            f"model.image_token: {image_token!r} is not an added token of tokenizer {tokenizer.name_or_path!r}, so it "
+            "would become several tokens; name an added token, or add this one to the tokenizer"
         )
     return int(token_id)
 
@@ -224,10 +229,10 @@ def _require_answers(turns: Sequence[Turn]) -> None:
 
 
 def _inside(offsets: npt.NDArray[np.int64], spans: Iterable[Span]) -> npt.NDArray[np.bool_]:
-    """Tell which tokens ``[n]`` have a character in a span.
+    """Return which tokens have a character in a span; bool ``[n]``.
 
-    Done here and not by ``return_assistant_tokens_mask``, which marks everything to the end, or nothing, where a
-    span's last or first character belongs to no token.
+    ``return_assistant_tokens_mask`` is not used for this: if a span's last or first character belongs to no token, it
+    marks everything to the end, or nothing.
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
     inside = np.zeros(len(offsets), dtype=np.bool_)

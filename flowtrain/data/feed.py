@@ -1,4 +1,4 @@
-"""From units to sized samples: what the feeder actor wraps."""
+"""Draws and sizes the samples of units; the feeder actor wraps this."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Feed:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Feed:
-        """Open the sources and the tokenizer; raises ConfigError or DataError where either cannot be used."""
+        """Open the sources and the tokenizer; raises ConfigError or DataError if one of them cannot be used."""
         sources = SourceSet.from_config(config.data)
         family = family_from_config(config)
         return cls(sources, sampler_from_config(config, sources.sizes), Sizer(family, family.tokenizer, config.data))
@@ -33,31 +33,31 @@ class Feed:
     def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> list[SizedResult | Rejection]:
         """Return the unit's samples, sized or rejected, in the order of their positions.
 
-        Training units come in the order of their positions; an evaluation takes the first rows of its source.
-        consumed: positions to draw only. Raises SourceReadError where a source cannot be read.
+        Training units must come in the order of their positions; an evaluation reads the first rows of its source.
+        consumed: positions to draw without sizing them. Raises SourceReadError if a source cannot be read.
         """
         return [self._size(ref) for ref in self._refs(unit) if ref.position not in consumed]
 
     def resize(self, ref: SampleRef) -> SizedResult:
-        """Make a sized sample again, equal to the first time, when its text part was lost with its segment.
+        """Size a sample again after its text part was lost with its segment; the result equals the first one.
 
-        Raises DataError where the sample is rejected now, SourceReadError where it cannot be read.
+        Raises DataError if the sample is rejected now, SourceReadError if it cannot be read.
         """
         result = self._size(ref)
         if isinstance(result, Rejection):
             name = self._sources.source(ref.source).name
             raise DataError(
                 f"position {ref.position} (row {ref.row} of {name}) was sized once and is rejected now "
-                f"({result.reason.value}: {result.detail}); do not change the data under a run"
+                f"({result.reason.value}: {result.detail}); do not change the data during a run"
             )
         return result
 
     def state(self) -> SamplerState:
-        """Return where the order stands, after the last unit (which the backbone has yet to train)."""
+        """Return the sampler's state after the last drawn unit (the backbone trains it later)."""
         return self._sampler.state()
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from a state; raises CheckpointError where it comes from other data or another seed."""
+        """Continue from a state; raises CheckpointError if it comes from other data or another seed."""
         self._sampler.restore(state)
 
     def _refs(self, unit: Unit) -> list[SampleRef]:
@@ -66,7 +66,7 @@ class Feed:
             return [SampleRef(position, index, row, 0) for row, position in enumerate(unit.positions)]
         refs = self._sampler.take(unit.num_positions)
         assert refs[0].position == unit.first_position, (
-            f"unit {unit.index} starts at position {unit.first_position}, the sampler stands at {refs[0].position}"
+            f"unit {unit.index} starts at position {unit.first_position}, but the sampler was at {refs[0].position}"
         )
         return refs
 
@@ -79,6 +79,6 @@ class Feed:
 
 
 def sampler_from_config(config: RunConfig, sizes: Sequence[int]) -> Sampler:
-    """Build the run's sampler at its first position; ``sizes`` are the rows of ``data.sources``."""
+    """Build the run's sampler at its first position; sizes: number of rows of each of ``data.sources``."""
     weights = [source.weight for source in config.data.sources]
     return Sampler(sizes, weights, config.seed, config.data.shuffle)

@@ -1,7 +1,7 @@
-"""Encoded images: their size from the header alone, and their pixels as Hugging Face's processors take them.
+"""Encoded images: their size from the header alone, and their pixels in the format of Hugging Face's processors.
 
-Pillow does both. Only raster formats are opened (Pillow would start an interpreter for EPS). Orientation tags are not
-applied, transparency is dropped by ``convert("RGB")``: the results equal those of a plain Hugging Face pipeline.
+Pillow reads both. Only raster formats are opened (for EPS, Pillow would start an interpreter). Orientation tags are not
+applied and ``convert("RGB")`` drops transparency, so results equal those of a plain Hugging Face pipeline.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVI
 
 
 def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
-    """Return (width, height) in pixels from the header, decoding nothing.
+    """Return (width, height) in pixels from the header, without decoding.
 
-    Raises BadSample: CORRUPT_IMAGE where no header is readable, DECOMPRESSION_BOMB above ``max_pixels`` (None: above
-    Pillow's own limit).
+    Raises BadSample: CORRUPT_IMAGE if no header is readable, DECOMPRESSION_BOMB above ``max_pixels`` (None: above
+    Pillow's limit).
     """
     return _open(data, max_pixels).size
 
@@ -32,8 +32,8 @@ def decode_image(data: bytes, max_pixels: int | None = None) -> Image.Image:
     try:
         return image.convert("RGB")
     except MemoryError:
-        raise  # the machine's trouble, not the image's
-    except Exception as error:  # the bytes are in memory: whatever a decoder raises is their fault
+        raise  # a fault of the machine, not of the image
+    except Exception as error:  # the bytes are in memory, so any other decoder error is a fault of the image
         raise _corrupt(data, error) from error
 
 
@@ -58,14 +58,14 @@ def _open(data: bytes, max_pixels: int | None) -> Image.Image:
 
 
 def _corrupt(data: bytes, error: Exception) -> BadSample:
-    # Pillow's own text for unknown data holds an object's address, which differs from run to run.
+    # Pillow's message for unknown data contains an object's address, which differs from run to run.
     unknown = isinstance(error, UnidentifiedImageError)
     detail = "no known image format" if unknown else f"{type(error).__name__}: {error}"
     return BadSample(RejectReason.CORRUPT_IMAGE, f"{len(data)} bytes: {detail}"[:300])
 
 
 def _raise_pillow_limit(max_pixels: int) -> None:
-    """Keep Pillow's own guard (process-wide) from refusing what the configuration allows; it is never lowered."""
+    """Raise Pillow's process-wide limit to what the configuration allows; it is never lowered."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and limit < max_pixels:
         Image.MAX_IMAGE_PIXELS = max_pixels

@@ -1,4 +1,4 @@
-"""Sizes of samples from a CSV: what packing can be judged by where there is no data, or none at hand."""
+"""Sizes of samples from a CSV, to evaluate packing without the data."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthsFile:
-    """Rows of a CSV. path: as it was given. lengths: of its rows, in its order; their vision work is in image tiles."""
+    """Rows of a CSV."""
 
     path: str
+    """As given."""
     lengths: Lengths
+    """Sizes of the rows, in file order; vision work is in image tiles."""
 
     @classmethod
     def read(cls, path: str | Path) -> LengthsFile:
-        """Read a CSV with a header and the columns ``num_image_tiles`` and ``num_tokens``; others are not looked at.
+        """Read a CSV with a header and the columns ``num_image_tiles`` and ``num_tokens``; other columns are ignored.
 
-        num_tokens: of the whole backbone sequence, vision tokens included, at least 1. Raises ConfigError, which names
-        the missing column or the line of a bad value.
+        num_tokens: of the whole backbone sequence, with vision tokens, at least 1. Raises ConfigError, which names the
+        missing column or the line of a bad value.
         """
         try:
             with Path(path).expanduser().open(newline="", encoding="utf-8-sig") as file:
@@ -42,7 +44,7 @@ class LengthsFile:
                 _check_columns(str(path), rows.fieldnames or ())
                 sizes = [_sizes(str(path), rows.line_num, row) for row in rows]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            reason = error.strerror if isinstance(error, OSError) else f"it is no CSV in UTF-8 ({error})"
+            reason = error.strerror if isinstance(error, OSError) else f"it is not a CSV in UTF-8 ({error})"
             raise ConfigError(f"lengths {path}: cannot be read: {reason}") from error
         if not sizes:
             raise ConfigError(f"lengths {path}: has a header and no rows")
@@ -50,18 +52,18 @@ class LengthsFile:
         return cls(str(path), Lengths(np.ascontiguousarray(tokens), np.ascontiguousarray(tiles)))
 
     def num_oversized(self, max_seq_len: int) -> int:
-        """Return how many rows have more than ``max_seq_len`` tokens."""
+        """Return the number of rows with more than ``max_seq_len`` tokens."""
         return int((self.lengths.tokens > max_seq_len).sum())
 
     def sampler(self, seed: int, shuffle: bool) -> Sampler:
-        """Return the sampler that a run with this file as its only source would have."""
+        """Return the sampler of a run that has this file as its only source."""
         return Sampler([len(self.lengths)], [1.0], seed, shuffle)
 
     def treated(self, rows: IntArray, data: DataConfig) -> Lengths:
-        """Return the sizes of some rows, with ``data.oversized`` applied to those of more than ``data.max_seq_len``.
+        """Return the sizes of some rows, with ``data.oversized`` applied to rows longer than ``data.max_seq_len``.
 
-        ``reject`` leaves them out. ``truncate_text`` cuts them to that length; a CSV does not tell where the images
-        alone are longer, which a run would reject.
+        ``reject`` leaves them out. ``truncate_text`` cuts them to that length. A run would also reject samples whose
+        images alone are longer, but a CSV does not contain that information.
         """
         tokens, tiles = self.lengths.tokens[rows], self.lengths.vision[rows]
         if data.oversized == "truncate_text":

@@ -1,4 +1,4 @@
-"""Seeded permutations of 0..n-1 that cost no memory."""
+"""Seeded permutations of 0..n-1 in constant memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _ROUNDS = 6
 
 
 class Permutation:
-    """A permutation of ``range(size)``, a function of (seed, source, epoch) alone; O(1) memory and time an item.
+    """A permutation of ``range(size)``, a function of (seed, source, epoch) alone; O(1) memory, O(1) time per item.
 
-    A Feistel network over the grid a x b that just holds ``size`` items (a, b near its square root): each round adds a
-    hash of one coordinate to the other. Results outside the range walk on along their cycle, fewer than a of a * b.
+    It is a Feistel network over the smallest grid a x b that holds ``size`` items (a, b near its square root). Each
+    round adds a hash of one coordinate to the other. A result outside the range is shuffled again until it is inside;
+    fewer than a of the a * b results are outside.
     """
 
     def __init__(self, size: int, seed: int, source: int, epoch: int) -> None:

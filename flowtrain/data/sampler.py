@@ -1,6 +1,6 @@
-"""The global order of samples: a weighted mixture of sources, each shuffled anew in every epoch of its own.
+"""The global order of samples: a weighted mixture of sources, each with its own epochs and a new shuffle per epoch.
 
-Pure: position p is a function of (sizes, weights, seed, shuffle) alone, and the state is a few integers.
+Position p is a function of (sizes, weights, seed, shuffle) alone, and the state is a few integers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flowtrain.types.samples import SampleRef, SamplerState
 class Sampler:
     """Gives every position its sample.
 
-    The mixture is exact: after n samples each source has given less than one sample more or less than its share of n.
-    Each source goes through all its rows once in every epoch of its own, in an order of its own.
+    The mixture is exact: after n samples, the number from each source differs from its share of n by less than one.
+    Each source has its own epochs: in each epoch, every row occurs once, in an order of this epoch.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True) -> None:
@@ -26,7 +26,7 @@ class Sampler:
         self._sizes = tuple(sizes)
         self._seed = seed
         self._shuffle = shuffle
-        # As written in decimal (0.1 is 1/10), in whole numbers: no rounding, whatever the position.
+        # Exact decimal weights (0.1 is 1/10), scaled to integers, so that no position is rounded.
         exact = [Fraction(str(weight)) for weight in weights]
         denominator = math.lcm(*(weight.denominator for weight in exact))
         self._weights = tuple(int(weight * denominator) for weight in exact)
@@ -40,16 +40,16 @@ class Sampler:
         return [self._draw() for _ in range(num_samples)]
 
     def state(self) -> SamplerState:
-        """Return where the sampler stands."""
+        """Return the state after the last drawn sample."""
         return SamplerState(self._next_position, tuple(self._counts), self._seed, self._sizes)
 
     def restore(self, state: SamplerState) -> None:
-        """Continue from a state; raises CheckpointError where it comes from other data or another seed."""
+        """Continue from a state; raises CheckpointError if it comes from other data or another seed."""
         for name, stored, current in (("seed", state.seed, self._seed), ("rows", state.sizes, self._sizes)):
             if stored != current:
                 raise CheckpointError(
-                    f"the checkpoint's data order was made with {name} {stored}, this run has {name} {current}: resume "
-                    "with the same seed and the same data, or start a new run"
+                    f"the checkpoint's data order was drawn with {name} {stored}, this run has {name} {current}: "
+                    "resume with the same seed and the same data, or start a new run"
                 )
         assert sum(state.counts) == state.next_position and len(state.counts) == len(self._sizes)
         self._next_position = state.next_position
@@ -65,10 +65,10 @@ class Sampler:
         return ref
 
     def _next_source(self) -> int:
-        """Choose among the sources that are behind their share the one that must give its sample first.
+        """Choose, among the sources that are below their share, the one with the earliest deadline.
 
-        The k-th sample of a source with share w has its place in [floor(k / w), ceil((k + 1) / w)); earliest deadline
-        first then keeps every source less than one sample from its share, which the largest deficit alone does not.
+        The k-th sample of a source with share w must be placed in [floor(k / w), ceil((k + 1) / w)). Earliest deadline
+        first keeps every source less than one sample from its share; choosing the largest deficit would not.
         """
         total, position = self._total_weight, self._next_position
         best, best_deadline = -1, 0

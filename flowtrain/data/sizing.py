@@ -1,4 +1,4 @@
-"""Sizes samples from image headers and tokenizer alone: nothing is decoded before it is planned."""
+"""Sizes samples from image headers and tokenizer alone: no image is decoded before it is planned."""
 
 from __future__ import annotations
 
@@ -19,37 +19,35 @@ if TYPE_CHECKING:
 
 
 class ImageGeometry(Protocol):
-    """What sizing asks a model family."""
+    """What sizing needs to know of a model family."""
 
     @property
     def encoder_names(self) -> tuple[str, ...]:
-        """Encoders of the model; every image goes to the first."""
+        """Names of the model's encoders; every image goes to the first."""
 
     @property
     def image_token_id(self) -> int:
-        """Token that stands for one vision token in the backbone's sequence."""
+        """Id of the token that stands for one vision token in the backbone's sequence."""
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
-        """Tell what an image of ``width`` x ``height`` pixels becomes."""
+        """Return the patches, rows and tokens of an image of ``width`` x ``height`` pixels."""
 
     def row_nbytes(self, encoder: str) -> int:
-        """Tell the bytes of one feature row."""
+        """Return the bytes of one feature row."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizedResult:
-    """A sized sample and its text part.
-
-    text: C-contiguous int32 ``[2, num_tokens]``: token ids with each image expanded to its vision tokens, and unshifted
-    labels (-100: no loss).
-    """
+    """A sized sample and its text part."""
 
     sample: SizedSample
     text: npt.NDArray[np.int32]
+    """Token ids, with each image expanded to its vision tokens, and unshifted labels (-100: no loss); C-contiguous
+    int32 ``[2, num_tokens]``."""
 
 
 class Sizer:
-    """Turns raw samples into sized ones, or into rejections; raises ConfigError where the tokenizer cannot be used."""
+    """Turns raw samples into sized ones, or into rejections; raises ConfigError if the tokenizer cannot be used."""
 
     def __init__(self, family: ImageGeometry, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self._family = family
@@ -60,7 +58,7 @@ class Sizer:
         self._conversations = ConversationEncoder(tokenizer, config.system_prompt, image_token)
 
     def size(self, ref: SampleRef, raw: RawSample) -> SizedResult | Rejection:
-        """Size one sample; raises SourceReadError where an image file cannot be read."""
+        """Size one sample; raises SourceReadError if an image file cannot be read."""
         try:
             return self._size(ref, raw)
         except BadSample as error:
@@ -85,7 +83,7 @@ class Sizer:
         return SizedResult(sample, text)
 
     def _cut(self, text: npt.NDArray[np.int32], layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
-        """Take off what is behind ``max_seq_len`` tokens; raises BadSample where an image or all loss lies there."""
+        """Cut the text after ``max_seq_len`` tokens; raises BadSample if this would cut an image or leave no loss."""
         limit = self._config.max_seq_len
         kept = np.ascontiguousarray(text[:, :limit])
         num_lost = int((text[0, limit:] == self._family.image_token_id).sum())

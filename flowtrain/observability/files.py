@@ -1,4 +1,4 @@
-"""Files of a run: private (readable by their owner alone), appended line by line, replaced atomically."""
+"""Files of a run: private (only their owner can read them), appended line by line, replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PRIVATE_DIRECTORY = 0o700
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Descriptor of a file that is created readable by its owner alone."""
+    """Open a file and return its descriptor; a new file is readable by its owner only."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a kill at any moment leaves the old one or the new one, never a part."""
+    """Write a file so that a kill at any moment leaves the old file or the complete new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     with os.fdopen(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(text)
@@ -40,7 +40,7 @@ def sync_directory(path: Path) -> None:
 
 
 class JsonLines:
-    """A file of one JSON object a line; each line reaches the operating system before ``append`` returns."""
+    """A file with one JSON object per line; each line reaches the operating system before ``append`` returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,19 +48,19 @@ class JsonLines:
         self._file = os.fdopen(descriptor, "w", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one line; numbers that are not finite must have been replaced (JSON has none)."""
+        """Add one line; ``record`` must not contain numbers that are not finite, which JSON does not have."""
         self._file.write(_line(record))
         self._file.flush()
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Rewrite the file with the wanted records alone; a torn last line goes too."""
+        """Rewrite the file with only the wanted records; an incomplete last line is dropped too."""
         kept = [record for record in read_json_lines(self._path) if wanted(record)]
         self._file.close()
         replace_text(self._path, "".join(_line(record) for record in kept))
         self._file = os.fdopen(open_private(self._path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8")
 
     def sync(self) -> None:
-        """Make what was appended survive a power cut."""
+        """Make the appended lines survive a power cut."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -69,9 +69,12 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file in order; a last line that a kill tore is left out. Raises CheckpointError on any other."""
+    """Records of a file in order, without a last line that a kill left incomplete.
+
+    Raises CheckpointError for any other line that is not a JSON object.
+    """
     lines = path.read_bytes().split(b"\n")
-    torn = lines.pop()  # empty after a whole file: every record ends with a newline
+    torn = lines.pop()  # empty for a complete file: every record ends with a newline
     for number, line in enumerate(lines, start=1):
         record = _record(line)
         if record is None:

@@ -1,7 +1,7 @@
-"""``ledger.parquet``: what became of every position, auditable from outside.
+"""``ledger.parquet``: the outcome of every position, so that others can audit a run.
 
-A directory of part files, one per flush, named after the steps they were written for (a resume may have dropped the
-later ones). Any Parquet reader takes the directory as one table.
+It is a directory of part files, one per flush, named by their steps (a resume may have dropped later ones). Any Parquet
+reader reads the directory as one table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 
 
 class LedgerState(StrEnum):
-    """What became of a position."""
+    """The outcome of a position."""
 
     CONSUMED = "consumed"
     REJECTED = "rejected"
@@ -46,22 +46,25 @@ class LedgerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One position. source: its name. dp_rank, microbatch: None for a sample rejected before it was planned."""
+    """One position."""
 
     position: int
     source: str
+    """Name of its source."""
     row: int
     epoch: int
     step: int
     dp_rank: int | None
+    """None for a sample that was rejected before it was planned."""
     microbatch: int | None
+    """None for a sample that was rejected before it was planned."""
     state: LedgerState
 
 
 class LedgerWriter:
     """Buffers rows and writes them as one part file at each ``flush``.
 
-    Flush before a checkpoint becomes complete: then the ledger never lacks a step that a resume starts behind.
+    Flush before a checkpoint becomes complete: then the ledger has every step before the one where a resume starts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +77,7 @@ class LedgerWriter:
         self._rows.extend(rows)
 
     def flush(self) -> None:
-        """Write the buffered rows durably; a kill leaves the whole part or none of it."""
+        """Write the buffered rows durably; a kill leaves the whole part file or nothing."""
         if not self._rows:
             return
         table = pa.Table.from_pylist([asdict(row) for row in self._rows], schema=SCHEMA)

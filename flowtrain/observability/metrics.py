@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one object a training step."""
+"""``metrics.jsonl``: one object per training step."""
 
 from __future__ import annotations
 
@@ -18,45 +18,56 @@ from flowtrain.types.events import METRICS_SCHEMA
 class StepMetrics:
     """One line of ``metrics.jsonl``; the field names are its keys.
 
-    Counts and totals are global. timestamp: seconds since the Unix epoch, when the step was done. epoch: passes
-    over the data, a fraction. step_time_s: wall time since the step before. mfu: FLOPs of all modules over the peak
-    of all devices; backbone_mfu: those of backbone and connector over the peak of the backbone's devices;
-    peak_flops: that of one device, FLOP/s; all None where it is not known. starved_s, fetch_s: mean over ranks.
-    blocked_s: encoders waited for pool memory, in sum. plan_digest: of the step's plan, as ``flowtrain pack``
-    predicts it. packing_fill: backbone tokens over the capacity of the step's microbatches. dp_imbalance: how much
-    dearer the dearest rank is than the mean (0 if even). eval_loss: None unless an evaluation followed the step.
-    rejected: samples so far. Values that are not finite are written as null.
+    Counts and totals are global. Values that are not finite are written as null.
     """
 
     step: int
     epoch: float
+    """Passes over the data, a fraction."""
     loss: float
     lr: float
     grad_norm: float | None
+    """Before clipping."""
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+    """Tokens that carry loss."""
     step_time_s: float
+    """Wall time since the step before."""
     tokens_per_s: float
     tokens_per_s_per_device: float
     mfu: float | None
+    """FLOPs of all modules over the peak of all devices; None if the peak is not known."""
     backbone_mfu: float | None
+    """FLOPs of backbone and connector over the peak of the backbone's devices; None if the peak is not known."""
     peak_flops: float | None
+    """Peak of one device, in FLOP/s; None if it is not known."""
     starved_s: float
+    """Time that the backbone waited for data: mean over replicas of each replica's slowest rank."""
     blocked_s: float
+    """Time that encoders waited for pool memory, sum over encoders."""
     fetch_s: float
+    """Time to read the step from the pool: mean over replicas of each replica's slowest rank."""
     plan_digest: str
+    """Digest of the step's plan; ``flowtrain pack`` predicts the same."""
     plan_time_s: float
     produced_samples_per_s: float
+    """Samples that became ready."""
     consumed_samples_per_s: float
+    """Samples that were trained."""
     num_microbatches: int
     packing_fill: float
+    """Backbone tokens over the capacity of the step's microbatches."""
     dp_imbalance: float
+    """Cost of the costliest rank over the mean, minus 1 (0 if even)."""
     pool_dram_nbytes: int
     pool_hbm_nbytes: int
     eval_loss: float | None
+    """None unless an evaluation followed the step."""
     rejected: int
+    """Samples rejected so far."""
     timestamp: float = field(default_factory=time.time)
+    """End of the step, in seconds since the Unix epoch."""
     schema: int = METRICS_SCHEMA
 
     def as_record(self) -> dict[str, Any]:
@@ -67,7 +78,7 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes one line a step; a line is whole or absent for whoever reads after a kill."""
+    """Writes one line per step; after a kill, a reader sees each line complete or not at all."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path)
@@ -77,7 +88,7 @@ class MetricsWriter:
         self._lines.append(metrics.as_record())
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Make the written lines survive a power cut."""
         self._lines.sync()
 
     def truncate_after(self, step: int) -> None:
@@ -90,7 +101,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a ``metrics.jsonl`` in order; a torn last line is left out."""
+    """Objects of a ``metrics.jsonl`` in order, without an incomplete last line."""
     return read_json_lines(path)
 
 

@@ -1,4 +1,4 @@
-"""What a person watches while a run starts and trains: a live display on a terminal, else a line now and then."""
+"""Shows the progress of a run: a live display on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _PLAIN_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProgressState:
-    """What the display shows after a step.
-
-    pool_bound_nbytes: DRAM that all segments give together. num_encoders: replicas that ``blocked_s`` sums over.
-    """
+    """The values that the display shows after a step."""
 
     metrics: StepMetrics
     pool_bound_nbytes: int
+    """Bound DRAM of all segments together."""
     num_encoders: int = 1
+    """Encoder replicas that ``blocked_s`` sums over."""
 
     @property
     def starved_share(self) -> float:
@@ -39,21 +38,21 @@ class ProgressState:
     @property
     def blocked_share(self) -> float:
         """Share of the step that an encoder waited for the backbone, mean over encoders, 0 to 1."""
-        # A wait is counted when it ends, so one that began before the step may be longer than it.
+        # A wait is counted when it ends, so a wait that began before the step may be longer than the step.
         return min(1.0, _share(self.metrics.blocked_s, self.metrics.step_time_s * self.num_encoders))
 
     @property
     def pool_share(self) -> float:
-        """Share of the pool's DRAM that is in use, 0 to 1: what a producer that has to wait waits for."""
+        """Share of the pool's DRAM that is in use, 0 to 1; near 1, producers wait for free memory."""
         return _share(self.metrics.pool_dram_nbytes, self.pool_bound_nbytes)
 
 
 class ProgressDisplay:
-    """Shows what a run does before its first step, and then its progress; a context manager.
+    """Shows the phases of a run before its first step, then its progress; a context manager.
 
-    total_steps, first_step: as for ``expect``, which tells them once they are known. mode:
-    ``auto`` (live on a terminal, else plain), ``plain`` or ``off``. stream: standard error by default, so that output
-    can be piped.
+    mode: ``auto`` (live on a terminal, otherwise plain), ``plain`` or ``off``.
+    total_steps, first_step: as in ``expect``, which sets them once they are known.
+    stream: standard error by default, so that output can be piped.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class ProgressDisplay:
         self._live: _LiveView | None = None
 
     def expect(self, total_steps: int, first_step: int = 0) -> None:
-        """Take the run's number of steps, and how many were done before, on a resume."""
+        """Set the run's number of steps, and the number that were done before a resume."""
         self._total, self._first_step = total_steps, first_step
 
     def phase(self, text: str) -> None:
-        """Say what is done before the first step: on a terminal beside a spinner, until the next; else as a line."""
+        """Show a phase before the first step: next to a spinner on a terminal, otherwise as a line."""
         if self._off:
             return
         if not self._is_live:
@@ -114,11 +113,11 @@ class ProgressDisplay:
             self._pending = line
 
     def note(self, text: str) -> None:
-        """Say something beside the display (a resume, a restarted encoder, a warning); shown in every mode."""
+        """Print a note (a resume, a restarted encoder, a warning) next to the display, in every mode."""
         self._say(text)
 
     def close(self) -> None:
-        """End the display, showing the last step if it was not yet; idempotent."""
+        """End the display; a last step that was not shown yet is printed. Idempotent."""
         self._end_status()
         if self._live:
             self._live.stop()
@@ -143,7 +142,7 @@ class ProgressDisplay:
         self._console.print(text, markup=False)
 
     def _eta(self, step: int) -> str:
-        """Time left at the pace since the first step that was shown, which came after all the starting up."""
+        """Time left at the pace since the first finished step, so that the start of the run does not count."""
         now = self._clock()
         if self._first is None:
             self._first = step, now

@@ -1,4 +1,4 @@
-"""``quarantine.jsonl``: one object a rejected sample."""
+"""``quarantine.jsonl``: one object per rejected sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUARANTINE_SCHEMA = 1
 class QuarantineWriter:
     """Writes each rejected sample once: schema, position, source (its name), row, epoch, reason, detail.
 
-    source_names: name of each training source; samples of the evaluation source are said to be from ``eval``.
+    source_names: name of each training source; the source of evaluation samples is written as ``eval``.
     """
 
     def __init__(self, path: Path, source_names: Sequence[str]) -> None:
@@ -39,9 +39,9 @@ class QuarantineWriter:
         )
 
     def keep(self, is_done: Callable[[int], bool]) -> int:
-        """Drop what a resumed run will look at again; returns how many training samples stay.
+        """Drop the samples that a resumed run will size again; returns the number of training samples that stay.
 
-        is_done: whether the run is behind a position, of training or of an evaluation.
+        is_done: whether the run is past a position, of training or of an evaluation.
         """
         kept_training = 0
 
@@ -55,7 +55,7 @@ class QuarantineWriter:
         return kept_training
 
     def sync(self) -> None:
-        """Make what was written survive a power cut."""
+        """Make the written lines survive a power cut."""
         self._lines.sync()
 
     def close(self) -> None:

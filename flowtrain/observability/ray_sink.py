@@ -1,4 +1,4 @@
-"""Gauges in Ray's metrics: what the Ray dashboard and Prometheus show of a run. The one file here that imports Ray."""
+"""Gauges in Ray's metrics, for the Ray dashboard and Prometheus. The only file of this package that imports Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``runs/<name>/``: where everything of a run lies, and when a directory may be used."""
+"""``runs/<name>/``: the files of a run, and the checks whether a directory may be used."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """Which actors run, with which resources."""
+        """The actors of the run and their resources."""
         return self.root / "plan.yaml"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """One JSON object per step."""
         return self.root / "metrics.jsonl"
 
     @property
     def ledger(self) -> Path:
-        """What became of every position."""
+        """The outcome of every position."""
         return self.root / "ledger.parquet"
 
     @property
@@ -63,7 +63,7 @@ class RunDir:
 
     @property
     def cost_profile(self) -> Path:
-        """What the run's microbatches cost, for ``scheduler.cost_profile`` of later ones."""
+        """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
         return self.root / "cost_profile.json"
 
     @property
@@ -80,7 +80,7 @@ class RunDir:
         """Whether a process trains in the directory (``held_run_dir``); False on a file system without locks."""
         try:
             descriptor = os.open(self.root / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # no process ever held it
+        except OSError:  # there is no lock file: no process has held the directory
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -110,24 +110,26 @@ def run_dir(config: RunConfig) -> RunDir:
 
 @contextmanager
 def held_run_dir(config: RunConfig) -> Iterator[None]:
-    """Keep the run's directory, which is made if need be, to this process; the system lets go of it at its end.
+    """Lock the run's directory for this process, creating it if necessary; the system unlocks it when the process ends.
 
-    Raises ConfigError while another process trains there, which cutting files back for a resume would ruin.
+    Raises ConfigError while another process trains there: truncating files for a resume would damage its run.
     """
     root = run_dir(config).root
     root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-    # A file that can be written, since NFS has no other locks; it stays, since removing it would race with the next.
+    # Opened for writing, because NFS locks only such files. It is never removed: that would race with the next process.
     descriptor = open_private(root / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
         _lock(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
         raise ConfigError(
-            f"{root}: another process is training this run; wait for its end or stop it, or give this one another name "
+            f"{root}: another process is training this run; wait for its end or stop it, or give this run another name "
             f"(name={config.name}-2)"
         ) from error
     except OSError as error:
-        logger.warning("%s: this file system has no locks (%s); see that only one process trains there", root, error)
+        logger.warning(
+            "%s: this file system has no locks (%s); make sure that only one process trains there", root, error
+        )
     try:
         yield
     finally:
@@ -147,10 +149,10 @@ def _lock(descriptor: int) -> None:
 def open_run_dir(config: RunConfig, resume: bool) -> RunDir:
     """Create or reopen the run's directory, private to its owner, and write ``config.yaml`` into it.
 
-    With ``resume`` a run that was begun must be resumable with this configuration; one that was not begun starts from
-    the beginning. Raises ConfigError, before anything is written, otherwise.
+    With ``resume``, an existing run must be resumable with this configuration; if there is none, the run starts from
+    the beginning. Otherwise raises ConfigError, before anything is written.
     """
-    check_run_dir(config, resume)  # once more, since another process may have begun or ended a run there meanwhile
+    check_run_dir(config, resume)  # again: another process may have started or ended a run there in the meantime
     run = run_dir(config)
     run.root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     run.checkpoints.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
@@ -163,15 +165,15 @@ def check_run_dir(config: RunConfig, resume: bool) -> None:
     run = run_dir(config)
     if os.path.exists(run.root) and not run.root.is_dir():
         raise ConfigError(f"{run.root} is a file; the run's directory goes there, so move the file away or change name")
-    # Path.exists raises below a directory that only others may enter.
+    # Path.exists raises below a directory without search permission; os.path.exists does not.
     there = next(path for path in (run.root, *run.root.parents) if os.path.exists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"runs_dir ({config.runs_dir}): no directory can be made in {there}; choose another place")
+        raise ConfigError(f"runs_dir ({config.runs_dir}): no directory can be created in {there}; choose another place")
     if not run.root.is_dir() or all(path.name == _LOCK for path in run.root.iterdir()):
         return
     if not resume:
         raise ConfigError(
-            f"{run.root} already holds a run; continue it with --resume, give this one another name "
+            f"{run.root} already holds a run; continue it with --resume, give this run another name "
             f"(name={config.name}-2), or remove the directory"
         )
     if run.config.is_file():

@@ -13,15 +13,15 @@ from flowtrain.types.messages import Span
 
 _HEAD = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
 _TAIL = b"\n]}\n"
-_BESIDE = frozenset({"decode", "fetch"})
-"""Work of an actor's side threads: it runs beside its other spans, so it has lanes of its own."""
+_SIDE_WORK = frozenset({"decode", "fetch"})
+"""Work of an actor's side threads; it overlaps with the actor's other spans, so it has separate lanes."""
 
 
 class TraceWriter:
-    """Streams spans into a trace that is valid JSON after every ``write``, so a killed run leaves a readable one.
+    """Streams spans into a trace that is valid JSON after every ``write``, so a killed run leaves a readable trace.
 
-    An actor is a process (``pid``) of the trace; its spans lie on lanes (``tid``), more than one where they overlap,
-    since viewers drop spans of one lane that overlap without nesting.
+    An actor is a process (``pid``) of the trace; its spans are on lanes (``tid``). Overlapping spans are on different
+    lanes unless they nest, because viewers drop spans that overlap on one lane without nesting.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class TraceWriter:
         return events
 
     def _lane(self, span: Span) -> tuple[_Lane, bool]:
-        kind = span.name if span.name in _BESIDE else ""
+        kind = span.name if span.name in _SIDE_WORK else ""
         lanes = self._lanes.setdefault((span.actor, kind), [])
         for lane in lanes:
             if lane.takes(span):
@@ -87,7 +87,7 @@ class TraceWriter:
 
 
 class _Lane:
-    """One row of spans, in order of their starts; each comes after those before it or lies within them."""
+    """One row of spans, in order of their starts; each span starts after an earlier one ends, or lies within it."""
 
     def __init__(self, tid: int, name: str, span: Span) -> None:
         self.tid = tid
@@ -97,7 +97,7 @@ class _Lane:
 
     def takes(self, span: Span) -> bool:
         if span.start_s < self._last_start_s:
-            return False  # it came late: what has closed since might overlap it
+            return False  # the span came late: spans that ended in the meantime might overlap it
         still_open = [end_s for end_s in self._open_ends_s if end_s > span.start_s]
         if still_open and span.end_s > still_open[-1]:
             return False

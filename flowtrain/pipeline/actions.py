@@ -1,15 +1,15 @@
-"""The schedule IR: what one rank does, as a list of actions that the executor runs.
+"""The schedule IR: a list of actions per rank, which the executor runs.
 
-The six kinds are PipeWeaver's Table 2. Schedules only produce such lists (1F1B, interleaved, searched ones). An action
-has one text form, a line short enough that hundreds can be read, for messages, logs and golden tests::
+The six kinds are those of PipeWeaver's Table 2. Schedules (1F1B, interleaved, searched) only produce such lists. An
+action has one short text form, for messages, logs and golden tests::
 
     F s0 m3 keep
     isend s0 m3 activation ->1
     wait_irecv s5 c1 m3.1 activation <-0
     B encoder s2 m3.1 recompute/2
 
-``s`` is the stage, ``c`` the segment (left out when 0), ``m`` the microbatch and its sub-microbatch; the module is left
-out for the backbone; an arrow points at or comes from the peer.
+``s`` is the stage, ``c`` the segment (left out if 0), ``m`` the microbatch and its sub-microbatch. The module is left
+out for the backbone. An arrow points to the peer that receives, or comes from the peer that sends.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class ActionKind(enum.StrEnum):
 
     @cached_property
     def is_sending(self) -> bool:
-        """True for the two kinds of the sending end of a transfer."""
+        """True for the two kinds at the sending end of a transfer."""
         return self in (ActionKind.ISEND, ActionKind.WAIT_ISEND)
 
     @cached_property
     def launch(self) -> ActionKind:
-        """The kind whose end a wait waits for; a launch itself."""
+        """The kind of the launch that a wait waits for; for a launch, the kind itself."""
         assert not self.is_compute
         return ActionKind.ISEND if self.is_sending else ActionKind.IRECV
 
@@ -74,15 +74,19 @@ class MemoryKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryStrategy:
-    """What a stage does with its layers' activations between forward and backward; text forms below.
+    """What a stage does with its layers' activations between forward and backward.
 
-    ``keep`` keeps all, ``recompute`` runs every layer's forward again in the backward pass, ``selective`` keeps what is
-    costly to compute and recomputes the rest of each layer, ``recompute/n`` (``every`` n, at least 2) recomputes one
-    layer in n and keeps the others.
+    Its text forms:
+
+    - ``keep`` keeps all;
+    - ``recompute`` runs every layer's forward again in the backward pass;
+    - ``selective`` keeps the results that are costly to compute and recomputes the rest of each layer;
+    - ``recompute/n`` recomputes one layer in n and keeps the others.
     """
 
     kind: MemoryKind
     every: int = 1
+    """The n of ``recompute/n``; 1 for the other forms."""
 
     KEEP: ClassVar[MemoryStrategy]
     RECOMPUTE: ClassVar[MemoryStrategy]
@@ -102,7 +106,7 @@ MemoryStrategy.SELECTIVE = MemoryStrategy(MemoryKind.SELECTIVE)
 
 
 class Payload(enum.StrEnum):
-    """What a transfer carries: activations run with the forward passes, gradients with the backward passes."""
+    """What a transfer carries: activations between forward passes, gradients between backward passes."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -110,26 +114,26 @@ class Payload(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of one rank.
-
-    stage: global stage index within its module; of a transfer, the stage of this rank that makes or takes the payload,
-    so that stage s's isend of an activation meets stage s+1's irecv. segment: pipeline segment (PipeWeaver's), which is
-    the model chunk of an interleaved schedule. microbatch: index in the order in which the rank starts them.
-    sub_microbatch: part of it, or None for the whole; parts may join into the whole at the next stage, and transfers
-    between the two are of the parts. memory: compute kinds only, the same for a forward and its backward.
-    peer: pipeline rank at the other end, and payload: what travels; transfers only. A wait names the same transfer as
-    its launch.
-    """
+    """One action of one rank. A wait names the same transfer as its launch."""
 
     kind: ActionKind
     stage: int
+    """Global stage index within its module. For a transfer, the stage of this rank that produces or uses the payload:
+    stage s's isend of an activation matches stage s+1's irecv."""
     microbatch: int
+    """Index in the order in which the rank starts them."""
     segment: int = 0
+    """Pipeline segment (PipeWeaver's): the model chunk of an interleaved schedule."""
     module: StageModule = StageModule.BACKBONE
     sub_microbatch: int | None = None
+    """Part of the microbatch; None for the whole. Parts may join into the whole at the next stage; the transfers
+    between the two stages carry the parts."""
     memory: MemoryStrategy | None = None
+    """For compute kinds only; the same for a forward and its backward."""
     peer: int | None = None
+    """Pipeline rank at the other end; for transfers only."""
     payload: Payload | None = None
+    """What the transfer carries; for transfers only."""
 
     def __post_init__(self) -> None:
         if min(self.stage, self.segment, self.microbatch, self.sub_microbatch or 0, self.peer or 0) < 0:
@@ -172,6 +176,6 @@ class Action:
 
 
 shared_action = lru_cache(maxsize=1 << 16)(Action)
-"""An action like ``Action(...)``, one object for equal arguments: schedules of other lengths share most of theirs."""
+"""Like ``Action(...)``, but one object for equal arguments: schedules of different lengths share most actions."""
 
 Schedule = tuple[tuple[Action, ...], ...]  # the action lists of all pipeline ranks, by rank

@@ -1,4 +1,4 @@
-"""What an action list computes and in which order it must: the way of each microbatch through the stages."""
+"""The computations and transfers of action lists, and the order that they need: how microbatches pass the stages."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from flowtrain.pipeline.grid import refuse
 WHOLE = -1  # in place of a sub-microbatch: the whole microbatch
 
 Work = tuple[bool, int, int, int]
-"""A computation: whether it is a backward, position of its stage in the flow, microbatch, sub-microbatch or WHOLE."""
+"""A computation: (is a backward, position of its stage in the flow, microbatch, sub-microbatch or WHOLE)."""
 
 Transfer = tuple[bool, int, int, int]
-"""A transfer: whether it carries a gradient, position of the stage that made it, microbatch and part as of `Work`."""
+"""A transfer: (carries a gradient, position of the stage that produces it, microbatch, sub-microbatch or WHOLE)."""
 
 _MODULE_ORDER = tuple(StageModule)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """The stages in the order in which a microbatch passes them, and where every computation stands in the lists.
-
-    positions: of every (module, stage). ranks: by position. parts: how (position, microbatch) is cut, (WHOLE,) or
-    (0, 1, ...). places: rank and index in its list of every computation.
-    """
+    """The stages in the order in which a microbatch passes them, and the place of every computation in the lists."""
 
     positions: dict[tuple[StageModule, int], int]
+    """Position in that order of every (module, stage)."""
     ranks: tuple[int, ...]
+    """Rank of each stage, by position."""
     parts: dict[tuple[int, int], tuple[int, ...]]
+    """How a microbatch is cut, by (position, microbatch): (WHOLE,) or (0, 1, ...)."""
     places: dict[Work, tuple[int, int]]
+    """(rank, index in the rank's list) of every computation."""
 
     def work(self, action: Action) -> Work:
         """What a compute action computes."""
@@ -39,7 +39,10 @@ class Dataflow:
         return is_backward, self.positions[action.module, action.stage], action.microbatch, part
 
     def needs(self, work: Work) -> list[Work]:
-        """The computations whose results one uses: of the stage before, or of the stage after and its own forward."""
+        """The computations whose results ``work`` uses.
+
+        A forward uses those of the stage before; a backward uses those of the stage after and its own forward.
+        """
         is_backward, position, microbatch, part = work
         if is_backward:
             forward = [(False, position, microbatch, part)]
@@ -51,7 +54,7 @@ class Dataflow:
         return [(False, position - 1, microbatch, each) for each in self._cut(position - 1, microbatch, part)]
 
     def sends(self, work: Work) -> list[Transfer]:
-        """The transfers that carry a computation's result to another rank."""
+        """The transfers that carry the result of ``work`` to another rank."""
         is_backward, position, microbatch, part = work
         following = position - 1 if is_backward else position + 1
         if not 0 <= following < len(self.ranks) or self.ranks[following] == self.ranks[position]:
@@ -61,28 +64,29 @@ class Dataflow:
         return [(True, position, microbatch, each) for each in self._cut(following, microbatch, part)]
 
     def ends(self, transfer: Transfer) -> tuple[Work, Work]:
-        """The computation that makes what a transfer carries, and the one that uses it."""
+        """The computation that produces what a transfer carries, and the one that uses it."""
         is_gradient, position, microbatch, part = transfer
         if is_gradient:
-            maker = (True, position, microbatch, self._joined(position, microbatch, part))
-            return maker, (True, position - 1, microbatch, part)
+            producer = (True, position, microbatch, self._joined(position, microbatch, part))
+            return producer, (True, position - 1, microbatch, part)
         return transfer, (False, position + 1, microbatch, self._joined(position + 1, microbatch, part))
 
     def _joined(self, position: int, microbatch: int, part: int) -> int:
-        """What a stage calls a part of the stage before it: the same, or the whole that it joins."""
+        """A stage's name for a part of the stage before it: the same part, or the whole that it joins."""
         return part if part in self.parts[position, microbatch] else WHOLE
 
     def _cut(self, position: int, microbatch: int, part: int) -> tuple[int, ...]:
-        """What a stage calls a part of the stage after it: the same, or all the parts of a whole."""
+        """A stage's names for a part of the stage after it: the same part, or all parts of a whole."""
         parts = self.parts[position, microbatch]
         return (part,) if part in parts else parts
 
 
 def trace_dataflow(lists: Sequence[Sequence[Action]], *, training: bool, num_microbatches: int) -> Dataflow:
-    """Read the flow out of the compute actions of all ranks.
+    """Derive the flow from the compute actions of all ranks.
 
-    Raises ScheduleError unless every stage is on one rank, and runs the forward of every (sub-)microbatch once, and its
-    backward once if training, else never; parts of a microbatch may join at a later stage, never be cut again.
+    Raises ScheduleError unless every stage is on one rank and runs the forward of every (sub-)microbatch once, and its
+    backward once if training, otherwise never. Parts of a microbatch may join at a later stage; a whole one is never
+    cut again.
     """
     flow = _find_stages(lists)
     parts: dict[tuple[int, int], list[int]] = {}
@@ -104,7 +108,7 @@ def trace_dataflow(lists: Sequence[Sequence[Action]], *, training: bool, num_mic
 
 
 def _find_stages(lists: Sequence[Sequence[Action]]) -> Dataflow:
-    """A flow with its stages alone."""
+    """A flow with only its stages filled in."""
     seen: dict[tuple[StageModule, int], tuple[int, int, int]] = {}  # rank, segment, index in the list
     for rank, actions in enumerate(lists):
         for index, action in enumerate(actions):
@@ -129,7 +133,7 @@ def _find_stages(lists: Sequence[Sequence[Action]]) -> Dataflow:
 
 
 def _check_complete(lists: Sequence[Sequence[Action]], flow: Dataflow, num_microbatches: int) -> None:
-    """Every stage runs every microbatch, whole or in all parts, and does not cut what came whole."""
+    """Every stage runs every microbatch, whole or in all its parts, and does not cut a microbatch that came whole."""
     found = sorted({microbatch for _, microbatch in flow.parts})
     if found != list(range(num_microbatches)):
         refuse(lists, f"the lists run {len(found)} microbatches, {found}, not the first {num_microbatches}", [])
@@ -151,7 +155,7 @@ def _check_complete(lists: Sequence[Sequence[Action]], flow: Dataflow, num_micro
 
 
 def _check_backwards(lists: Sequence[Sequence[Action]], flow: Dataflow, training: bool) -> None:
-    """A backward for each forward if training, with the same memory strategy, else none."""
+    """If training, each forward has a backward with the same memory strategy; otherwise there are no backwards."""
     for (is_backward, position, microbatch, part), place in flow.places.items():
         action = lists[place[0]][place[1]]
         other_place = flow.places.get((not is_backward, position, microbatch, part))

@@ -1,7 +1,7 @@
 """Runs one rank's action list through callbacks.
 
-A list is checked with those of all ranks before it runs (`checked_schedule`), so that running it cannot hang: the
-executor itself only goes through it in order.
+The lists of all ranks are checked together before they run (`checked_schedule`), so that they cannot hang. The executor
+itself only goes through its list in order.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ T = TypeVar("T")
 
 
 class StageRuntime(Protocol[MicrobatchT]):
-    """What computes and transfers: one method for each sort of action.
+    """Computes and transfers: one method for each sort of action.
 
-    A stage's result waits in the runtime, under its stage and (sub-)microbatch, until it is taken: by the isend that
-    names it, or by the next stage's action where that stage is on the same rank, which no transfer leads to.
+    The runtime keeps a stage's result, by stage and (sub-)microbatch, until it is used: by its isend, or by the next
+    stage's action if that stage is on the same rank, because then there is no transfer.
     """
 
     def forward_stage(self, action: Action, microbatch: MicrobatchT) -> None:
-        """Run the stage's forward; its input has been received, unless it comes from this rank or is the batch itself.
+        """Run the stage's forward; its input is received, comes from this rank, or is the batch itself.
 
-        Keeps what the backward needs, as ``action.memory`` says. A whole microbatch may follow parts of it.
+        Keeps what the backward needs, by ``action.memory``. The stage before may have run the microbatch in parts.
         """
 
     def backward_stage(self, action: Action, microbatch: MicrobatchT, *, is_last: bool) -> None:
-        """Run the stage's backward; ``is_last``: the stage's last one in the list, which synchronises gradients."""
+        """Run the stage's backward; is_last: it is the stage's last one in the list and synchronises gradients."""
 
     def start_transfers(self, launches: Sequence[tuple[Action, MicrobatchT]]) -> None:
         """Start isends and irecvs as one group, in this order, without waiting (``batch_isend_irecv``).
 
-        Transfers between two ranks match in the order of their launches, whatever they carry. Shapes come from the
-        microbatch, of which every rank has its own copy.
+        Transfers between two ranks match by the order of their launches alone. Shapes come from the microbatch; every
+        rank has its own copy of it.
         """
 
     def wait_transfer(self, action: Action) -> None:
-        """Wait for the end of a transfer (`Action.launch` is what started it); other transfers of its group may end."""
+        """Wait for the end of a transfer, which `Action.launch` started; this may end others of its group as well."""
 
 
 def execute(
@@ -56,10 +56,11 @@ def execute(
 ) -> None:
     """Run a list in order, neighbouring launches as one group.
 
-    next_microbatch(k) gives what the list calls microbatch k, asked once, right before its first action: in plan order
-    or any that is ready (``data.order: arrival``), the same on all ranks of a pipeline. It may block. The first action
-    may be a receive, up to one computation ahead of the forward, or another member of the group that the receive is in.
-    release gets a microbatch after its last action, when nothing saved for backward or being sent refers to it.
+    next_microbatch(k): returns the list's microbatch k. It is called once, right before the first action of k, and may
+    block. It gives microbatches in plan order, or any that is ready (``data.order: arrival``), the same on all ranks of
+    a pipeline. The first action may be a receive, up to one computation ahead of the forward, or any member of the
+    group that contains this receive.
+    release: is called with a microbatch after its last action, when no saved tensor and no send refers to it.
     """
     remaining_uses = Counter(action.microbatch for action in actions)
     remaining_backwards = Counter(_stage(action) for action in actions if action.kind is ActionKind.BACKWARD_STAGE)
@@ -92,7 +93,7 @@ def _stage(action: Action) -> tuple[StageModule, int]:
 
 
 def _groups(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """Neighbouring launches together, every other action alone."""
+    """Groups of neighbouring launches; every other action is a group alone."""
     for is_launch, run in groupby(actions, key=lambda action: action.kind.is_launch):
         if is_launch:
             yield tuple(run)
@@ -110,9 +111,9 @@ def checked_schedule(
     chunks_per_rank: int = 1,
     memory: MemoryStrategy = MemoryStrategy.KEEP,
 ) -> Schedule:
-    """Lists of all ranks by `build_schedule`, validated; built once for a shape and a number of microbatches.
+    """Lists of all ranks by `build_schedule`, validated; cached by the arguments.
 
-    Raises ScheduleError also where a rank would keep more microbatches at once than memory was predicted for.
+    Raises ScheduleError also if a rank would keep more microbatches at once than the memory prediction assumes.
     """
     schedule = build_schedule(
         name,

@@ -1,4 +1,4 @@
-"""Shows action lists side by side around the actions that an error is about."""
+"""Shows action lists one below the other, around the actions that an error is about."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flowtrain.pipeline.actions import Action, ActionKind, Payload
 
 _AROUND = 4  # actions shown on either side of a mark, fewer where a row has several
 _LEGEND = (
-    "[ ] marks what this is about. F, B: forward, backward of a microbatch; A>r, G<r: launch of its activation to, its "
-    "gradient from rank r; w: the wait for that; ^s: stage"
+    "[ ] marks the actions concerned. F, B: forward, backward of a microbatch; A>r: launch of its activation to rank "
+    "r; G<r: launch of its gradient from rank r; w: the wait for that; ^s: stage"
 )
 
 
@@ -22,10 +22,10 @@ def refuse(lists: Sequence[Sequence[Action]], why: str, marks: Sequence[tuple[in
 
 
 def draw_grid(lists: Sequence[Sequence[Action]], marks: Sequence[tuple[int, int]]) -> str:
-    """One row a rank, its actions in order around the marks, and a legend.
+    """One row per rank, with its actions around the marks in order, and a legend.
 
-    A rank without a mark is shown around what matches the first mark best: the other end of its transfer, the same work
-    of its microbatch, or anything of it.
+    A rank without a mark is shown around its best match for the first mark: an action of the same microbatch, best the
+    other end of the same transfer, then one of the same kind.
     """
     about = lists[marks[0][0]][marks[0][1]] if marks else None
     several_stages = any(len({action.stage for action in actions}) > 1 for actions in lists)
@@ -46,7 +46,7 @@ def draw_grid(lists: Sequence[Sequence[Action]], marks: Sequence[tuple[int, int]
 
 
 def _best_match(actions: Sequence[Action], about: Action, rank: int) -> int:
-    """Index of the action that has most to do with another rank's action, else of the first one."""
+    """Index of the action that is most closely related to another rank's action; otherwise of the first one."""
 
     def likeness(index: int) -> tuple[bool, bool, bool]:
         action = actions[index]

@@ -1,4 +1,4 @@
-"""Which layers of the backbone each pipeline stage and rank holds."""
+"""The layers of the backbone that each pipeline stage and rank holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     """Return the layers of each pipeline stage: contiguous runs whose lengths differ by at most one.
 
-    Stages in the middle get the extra layers: the first also embeds, the last also computes the loss.
+    Stages in the middle get the extra layers, because the first stage also embeds and the last also computes the loss.
     """
     assert 1 <= num_stages <= num_layers, (num_stages, num_layers)
     each, extra = divmod(num_layers, num_stages)
@@ -20,6 +20,6 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
 
 
 def layers_by_rank(num_layers: int, pp: int, chunks_per_rank: int = 1) -> list[int]:
-    """Return how many layers each pipeline rank has; rank r holds the stages r, r + pp, r + 2 pp and so on."""
+    """Return the number of layers of each pipeline rank; rank r holds the stages r, r + pp, r + 2 pp and so on."""
     stages = [len(stage) for stage in split_layers(num_layers, pp * chunks_per_rank)]
     return [sum(stages[rank::pp]) for rank in range(pp)]

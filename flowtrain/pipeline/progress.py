@@ -1,4 +1,4 @@
-"""Runs the transfers of all ranks' lists without data or time, to see whether they reach their end."""
+"""Runs the transfers of all ranks' lists without data or time, to check that every list reaches its end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ _Lists = Sequence[Sequence[Action]]
 
 
 class _End(NamedTuple):
-    """One end of a transfer: where its launch stands, and which group of the rank's launches that is in."""
+    """One end of a transfer."""
 
     rank: int
     place: int
+    """Index of its launch in the rank's list."""
     group: int
+    """Index of the launch's group among the rank's groups."""
 
 
 def check_progress(lists: _Lists) -> None:
     """Raise ScheduleError with the circle of waits if a rank cannot reach the end of its list.
 
-    Neighbouring launches form a group. A rank's groups start in order, each when the one before has ended; a transfer
-    ends as soon as the groups of both its ends have started, a group when all its transfers have. A wait passes when
-    the group of its launch has ended. The lists pair up: transfers between two ranks match in order of launch.
+    The rules: neighbouring launches form a group. A rank's groups start in order, each when the one before has ended. A
+    transfer ends when the groups of both its ends have started; a group ends when all its transfers have ended. A wait
+    passes when the group of its launch has ended. The lists must pair up: transfers between two ranks match in order of
+    launch.
     """
     machine = _Machine(lists)
     machine.run()
@@ -36,11 +39,11 @@ def check_progress(lists: _Lists) -> None:
 
 
 class _Machine:
-    """The state of all ranks: how far each list has run, how many groups it has launched, and which of them runs."""
+    """The state of all ranks: how far each list has run, and how many groups are launched, started and ended."""
 
     def __init__(self, lists: _Lists) -> None:
         self._lists = lists
-        self._waits: list[dict[int, int]] = [{} for _ in lists]  # of each rank: index of a wait -> group of its launch
+        self._waits: list[dict[int, int]] = [{} for _ in lists]  # by rank: index of a wait -> group of its launch
         self._members: list[list[list[tuple[_End, _End]]]] = [[] for _ in lists]  # transfers of each rank's groups
         self._cursors, self._launched, self._started, self._ended = ([0] * len(lists) for _ in range(4))
         lanes: defaultdict[tuple[int, int], tuple[list[_End], list[_End]]] = defaultdict(lambda: ([], []))
@@ -85,7 +88,7 @@ class _Machine:
                 self._waits[rank][index] = groups[transfer]
 
     def run(self) -> None:
-        """Let every rank run until it is at its end or at a wait that cannot pass."""
+        """Run every rank until its end or until a wait that cannot pass."""
         ready = list(range(len(self._lists)))
         while ready:
             rank = ready.pop()
@@ -101,7 +104,10 @@ class _Machine:
             self._cursors[rank] = cursor
 
     def _start(self, rank: int) -> list[int]:
-        """Start a rank's next group if it may, and all that follows from that; returns the ranks whose groups ended."""
+        """Start a rank's next group if it may start, and all groups that can start as a result.
+
+        Returns the ranks whose groups ended.
+        """
         ended: list[int] = []
         starting = [rank]
         while starting:
@@ -121,7 +127,7 @@ class _Machine:
         return ended
 
     def find_circle(self) -> list[tuple[tuple[int, int], str]]:
-        """The waits, each with the reason, that hold each other up; empty if every rank is at its end."""
+        """The waits that block each other, each with its reason; empty if every rank is at its end."""
         stuck = (rank for rank, actions in enumerate(self._lists) if self._cursors[rank] < len(actions))
         rank = next(stuck, None)
         seen: dict[int, tuple[tuple[int, int], str]] = {}
@@ -132,7 +138,7 @@ class _Machine:
             theirs = self._lists[other.rank][other.place]
             launched = other.group < self._launched[other.rank]
             why = f"rank {rank} at {wait!s} needs {theirs!s} of rank {other.rank}, " + (
-                "launched but queued behind others" if launched else "not launched yet"
+                "launched, but waiting for earlier launches" if launched else "not launched yet"
             )
             seen[rank] = ((rank, self._cursors[rank]), why)
             rank = other.rank

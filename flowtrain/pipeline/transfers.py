@@ -1,9 +1,9 @@
-"""Puts the transfers into orders of computations, so that any order that can run becomes lists that cannot hang.
+"""Adds the transfers to orders of computations, so that any order that can run becomes lists that cannot hang.
 
-All transfers get one common order: by the time at which what they carry is made, when the orders run with the given
-durations. Every rank launches its transfers in that order, and waits for one only where that time has passed: so the
-first transfer that has not ended can always go on, without any buffering, even where a rank's groups of launches run
-strictly one after the other. Only the speed depends on how true the durations are.
+All transfers get one common order: by the time at which their payload is produced when the orders run with the given
+durations. Every rank launches its transfers in that order, and waits for a transfer only after that time. So the first
+transfer that has not ended can always continue without any buffering, even if a rank's groups of launches run strictly
+one after the other. Only the speed depends on the accuracy of the durations.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ Duration = Callable[[Action], float]
 
 
 def typical_duration(action: Action) -> float:
-    """A backward takes about twice a forward; what it recomputes is left out, since only the order depends on it."""
+    """A backward takes about twice a forward. Recomputation is left out: only the order depends on the durations."""
     return 1.0 if action.kind is ActionKind.FORWARD_STAGE else 2.0
 
 
 def insert_transfers(
     orders: Sequence[Sequence[Action]], *, training: bool, num_microbatches: int, duration: Duration = typical_duration
 ) -> Schedule:
-    """Lists of all ranks from the order in which each computes (compute actions only).
+    """Action lists of all ranks, from the order in which each rank computes (compute actions only).
 
-    A receive is launched before the computation during which its data is made, so that it overlaps, and waited for
-    before the one that uses it; a send is waited for before the next one to the same peer with the same payload.
+    A receive is launched before the computation during which its data is produced, so that it overlaps. The wait for it
+    comes before the computation that uses it. The wait for a send comes before the next send of the same payload to the
+    same peer.
     duration: of a computation, in any unit, above 0; only the order and overlap of the transfers depend on it.
-    Raises ScheduleError where the orders are incomplete or wait for each other in a circle.
+    Raises ScheduleError if the orders are incomplete or wait for each other in a circle.
     """
     flow = trace_dataflow(orders, training=training, num_microbatches=num_microbatches)
     spans = run_orders(orders, flow, duration)
     builders = [_ListBuilder(actions, rank_spans) for actions, rank_spans in zip(orders, spans, strict=True)]
-    made: list[tuple[float, Transfer]] = []
+    produced: list[tuple[float, Transfer]] = []
     for work, (rank, index) in flow.places.items():
-        made += ((spans[rank][index][1], transfer) for transfer in flow.sends(work))
-    for made_s, transfer in sorted(made):  # the common order; equal times are told apart by what is carried
+        produced += ((spans[rank][index][1], transfer) for transfer in flow.sends(work))
+    for produced_s, transfer in sorted(produced):  # the common order; ties: by the transfer's tuple
         (sender, sent_after), (receiver, used_by) = (flow.places[work] for work in flow.ends(transfer))
         part = None if transfer[3] == WHOLE else transfer[3]
         payload = Payload.GRADIENT if transfer[0] else Payload.ACTIVATION
         builders[sender].add_send(payload, part, sent_after, receiver)
-        builders[receiver].add_receive(payload, part, used_by, sender, made_s)
+        builders[receiver].add_receive(payload, part, used_by, sender, produced_s)
     return tuple(builder.build() for builder in builders)
 
 
 def run_orders(
     orders: Sequence[Sequence[Action]], flow: Dataflow, duration: Duration
 ) -> tuple[list[tuple[float, float]], ...]:
-    """Start and end of every computation when each starts as soon as its rank and what it needs allow.
+    """Start and end of every computation, if each starts as soon as its rank is free and its inputs are computed.
 
-    Transfers take no time. Raises ScheduleError where the orders wait for each other in a circle.
+    Transfers take no time. Raises ScheduleError if the orders wait for each other in a circle.
     """
     works = [[flow.work(action) for action in actions] for actions in orders]
     spans: tuple[list[tuple[float, float]], ...] = tuple([] for _ in orders)
@@ -84,11 +85,11 @@ def run_orders(
 
 
 class _ListBuilder:
-    """Collects one rank's transfers, in the common order, and weaves them into its computations.
+    """Collects one rank's transfers, in the common order, and inserts them between its computations.
 
-    Before each computation there are two places for launches: first what runs while the rank is idle or has been
-    sending, then, after the waits for the computation's own input, what runs while it computes. Neighbouring launches
-    form one group, whose members may have to be waited for together.
+    Before each computation there are two places for launches: the first for sends and for receives that run while the
+    rank is idle; the second, after the waits for the computation's input, for receives that run while it computes.
+    Neighbouring launches form one group; a wait for one member may wait for all of them.
     """
 
     def __init__(self, actions: Sequence[Action], spans: Sequence[tuple[float, float]]) -> None:
@@ -101,21 +102,21 @@ class _ListBuilder:
         self._unfinished: dict[tuple[int | None, Payload | None], list[Action]] = {}
 
     def add_send(self, payload: Payload, part: int | None, after: int, peer: int) -> None:
-        """A transfer of what computation ``after`` made."""
+        """Add a transfer of the result of computation ``after``."""
         self._launch((after + 1, False), self._transfer(ActionKind.ISEND, payload, part, after, peer))
         wait = self._transfer(ActionKind.WAIT_ISEND, payload, part, after, peer)
         self._sent.setdefault(after + 1, []).append(wait)
 
-    def add_receive(self, payload: Payload, part: int | None, used_by: int, peer: int, made_s: float) -> None:
-        """A transfer of what computation ``used_by`` needs, made at a time, never before an earlier one's launch."""
-        started = bisect_left(self._starts, made_s)  # computations that began before
-        overlaps = started > 0 and made_s <= self._spans[started - 1][1]
+    def add_receive(self, payload: Payload, part: int | None, used_by: int, peer: int, produced_s: float) -> None:
+        """Add a transfer that computation ``used_by`` needs; never placed before a launch that was added earlier."""
+        started = bisect_left(self._starts, produced_s)  # computations that began before
+        overlaps = started > 0 and produced_s <= self._spans[started - 1][1]
         place = max(self._last, (started - 1, True) if overlaps else (started, False))
         self._launch(place, self._transfer(ActionKind.IRECV, payload, part, used_by, peer))
         self._inputs.setdefault(used_by, []).append(self._transfer(ActionKind.WAIT_IRECV, payload, part, used_by, peer))
 
     def build(self) -> tuple[Action, ...]:
-        """The list, with every send waited for."""
+        """The complete list, with a wait for every send."""
         actions: list[Action] = []
         for index, action in enumerate(self._actions):
             actions += self._sends_to_end(index)
@@ -133,7 +134,7 @@ class _ListBuilder:
         self._launches.setdefault(place, []).append(launch)
 
     def _sends_to_end(self, index: int) -> list[Action]:
-        """Waits for the sends that others of their kind follow here; those others become the unfinished ones."""
+        """Waits for earlier sends in the lanes of the sends of this place; the new sends become the unfinished ones."""
         sent = self._sent.get(index, [])
         ended = [wait for lane in dict.fromkeys(map(_lane, sent)) for wait in self._unfinished.pop(lane, ())]
         for wait in sent:

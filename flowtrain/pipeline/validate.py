@@ -1,9 +1,9 @@
-"""Refuses action lists that would hang, lose something or hold too much, with a grid that shows where.
+"""Refuses action lists that would hang, lose something or hold too much; the error shows where in a grid.
 
-Lists must run on transports that match transfers between two ranks by order alone and buffer nothing, as NCCL does
-through ``batch_isend_irecv``: neighbouring launches form one group, whose transfers go on together; a rank's groups run
-one after the other, and a wait for one transfer may last until all of its group have ended. What passes here also runs
-where transfers are freer.
+Lists must run on transports that match transfers between two ranks by order alone and buffer nothing, like NCCL with
+``batch_isend_irecv``. There, neighbouring launches form one group whose transfers run together; a rank's groups run one
+after the other; a wait for one transfer may last until its whole group has ended. Lists that pass here also run on
+transports with fewer restrictions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ def validate(
 ) -> None:
     """Raise ScheduleError unless the lists compute every microbatch once and run to their end.
 
-    Checked: every stage runs the forward and, if training, the backward of every microbatch, on one rank; every result
-    that another rank needs is sent after it is made and received before it is used, once, between the right ranks, and
-    waited for on both sides; transfers match first in, first out; the ranks do not wait for each other in a circle.
-    held: what a forward action holds until its backward, by its memory strategy (bytes, or 1 to count); limits: how
-    much each rank may hold at once. Both or neither.
+    Checked:
+
+    - every stage runs the forward and, if training, the backward of every microbatch, on one rank;
+    - every result that another rank needs is sent once, after it is produced, and received once, before it is used,
+      between the right ranks, with a wait on both sides;
+    - transfers match first in, first out;
+    - the ranks do not wait for each other in a circle;
+    - no rank holds more than its limit.
+
+    held: what a forward action holds until its backward, by its memory strategy (bytes, or 1 to count).
+    limits: how much each rank may hold at once. Give both ``held`` and ``limits``, or neither.
     """
     flow = trace_dataflow(lists, training=training, num_microbatches=num_microbatches)
     _check_order(lists, flow)
@@ -49,7 +55,7 @@ def validate(
 
 
 def _check_order(lists: Lists, flow: Dataflow) -> None:
-    """What a computation needs from its own rank comes before it."""
+    """A computation comes after its inputs from the same rank."""
     for work, (rank, index) in flow.places.items():
         for need in flow.needs(work):
             where, before = flow.places[need]
@@ -59,7 +65,7 @@ def _check_order(lists: Lists, flow: Dataflow) -> None:
 
 
 def _find_transfers(lists: Lists, flow: Dataflow) -> TransferPlaces:
-    """Where every transfer action stands, by its kind and what it transfers, each once."""
+    """The place of every transfer action, by kind and transfer; each occurs once."""
     found: TransferPlaces = {kind: {} for kind in ActionKind if not kind.is_compute}
     for rank, actions in enumerate(lists):
         for index, action in enumerate(actions):
@@ -78,18 +84,18 @@ def _find_transfers(lists: Lists, flow: Dataflow) -> TransferPlaces:
 
 
 def _check_transfers(lists: Lists, flow: Dataflow, found: TransferPlaces) -> None:
-    """Exactly the transfers that the computations need, each launched and waited for at the right places."""
+    """The lists have exactly the transfers that the computations need, with launch and wait at the right places."""
     needed = {transfer for work in flow.places for transfer in flow.sends(work)}
     for places in found.values():
         for transfer in places.keys() - needed:
             rank, index = places[transfer]
-            refuse(lists, f"rank {rank}: {lists[rank][index]} transfers what no other rank needs", [(rank, index)])
+            refuse(lists, f"rank {rank}: {lists[rank][index]} is not needed by another rank", [(rank, index)])
     sent, sent_end = found[ActionKind.ISEND], found[ActionKind.WAIT_ISEND]
     received, received_end = found[ActionKind.IRECV], found[ActionKind.WAIT_IRECV]
     for transfer in sorted(needed):
-        made, used = (flow.places[work] for work in flow.ends(transfer))
-        _check_sequence(lists, _SENDING, (made, sent.get(transfer), sent_end.get(transfer)), used[0])
-        _check_sequence(lists, _RECEIVING, (received.get(transfer), received_end.get(transfer), used), made[0])
+        produced, used = (flow.places[work] for work in flow.ends(transfer))
+        _check_sequence(lists, _SENDING, (produced, sent.get(transfer), sent_end.get(transfer)), used[0])
+        _check_sequence(lists, _RECEIVING, (received.get(transfer), received_end.get(transfer), used), produced[0])
 
 
 _SENDING = ("computation", ActionKind.ISEND, ActionKind.WAIT_ISEND)
@@ -103,7 +109,7 @@ def _check_sequence(lists: Lists, names: tuple[str, ...], places: tuple[Place | 
     actions = [lists[rank][index] for _, index in present]
     if len(present) < len(places):
         missing = names[places.index(None)]
-        refuse(lists, f"rank {rank}: {actions[0]} is without its {missing}, with rank {peer}", present)
+        refuse(lists, f"rank {rank}: {actions[0]} has no {missing}; the other end is on rank {peer}", present)
     for action, place in zip(actions, present, strict=True):
         if action.peer != peer and not action.kind.is_compute:
             refuse(lists, f"rank {rank}: {action} names the wrong peer; the other end is on rank {peer}", [place])

@@ -11,11 +11,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compile a function for the types that it is called with, and keep the code on disk where there is room for it.
+    """Compile a function for the types of its arguments, and cache the code on disk where a directory is writable.
 
-    The code on disk is known by the function's own file alone, so a compiled function calls only those of its file.
+    The cache notices changes of the function's own file only, so a compiled function calls only functions of its file.
     """
     try:
         return cast(F, njit(cache=True)(function))
-    except RuntimeError:  # neither the package's directory nor the user's can be written to: compile in every process
+    except RuntimeError:  # neither the package's nor the user's cache directory is writable: compile in every process
         return cast(F, njit(function))

@@ -26,8 +26,8 @@ def tokens(capacity: int) -> CostModel:
 def flops(spec: TransformerSpec, freeze: Collection[str] = ()) -> CostModel:
     """Return the training FLOPs of the backbone, exact for packed causal attention.
 
-    freeze: modules that are not trained, as in ``model.freeze``. FLOPs are linear in tokens and in squares, so two
-    lengths tell both coefficients.
+    freeze: modules that are not trained, as in ``model.freeze``. FLOPs are linear in tokens and in squares, so the
+    FLOPs of two lengths give both coefficients.
     """
     one, two = (backbone_training_flops(spec, (length,), freeze) for length in (1, 2))
     per_square = (two - 2.0 * one) / 2.0
@@ -46,8 +46,8 @@ def make_cost_model(
 ) -> CostModel:
     """Return the cost model called ``name`` for microbatches of ``capacity`` tokens.
 
-    backbone, freeze: what ``flops`` counts. profile: the fitted model that ``profile`` stands for. Raises ConfigError
-    for an unknown name and where what it needs is missing.
+    backbone, freeze: needed by ``flops``. profile: the fitted model, needed by ``profile``. Raises ConfigError for an
+    unknown name, and if an input that the cost needs is missing.
     """
     if name == "eq3":
         return eq3(capacity)

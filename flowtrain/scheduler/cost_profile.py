@@ -1,4 +1,4 @@
-"""The measured cost of a microbatch: a fit to what microbatches took, and the file that keeps it for later runs."""
+"""The measured cost of a microbatch: a fit to measured times, and the file that keeps the fit for later runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Form = Literal["longest", "squares"]
 COST_PROFILE_SCHEMA = 1
 
 MIN_ROWS = 64
-"""Fewer measured microbatches than these are not fitted."""
+"""The fewest measured microbatches that are fitted."""
 
 MIN_SPREAD = 0.05
-"""Tokens must differ by this share of the most, or a slope is only noise."""
+"""Smallest range of tokens, as a share of the maximum, that is fitted: below it, a slope is only noise."""
 
 OUTLIER_DEVIATIONS = 3.0
-"""Rows farther from a first fit than this many (robust) standard deviations are left out: stalls, not costs."""
+"""Rows that are more (robust) standard deviations than this away from a first fit are left out as stalls."""
 
 _MAD_TO_STANDARD_DEVIATION = 1.4826
 _AGAIN = (
@@ -41,40 +41,40 @@ _AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One microbatch and what it took.
-
-    tokens: of the microbatch; longest: of its longest sub-sequence; squares: sum of its sub-sequences' squared lengths.
-    seconds: forward and backward.
-    """
+    """One microbatch and its measured time."""
 
     tokens: int
+    """Tokens of the microbatch."""
     longest: int
+    """Tokens of its longest sub-sequence."""
     squares: int
+    """Sum of its sub-sequences' squared lengths."""
     seconds: float
+    """Time of forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """A fitted cost, in seconds, and how well it explains what was measured.
-
-    form: the quadratic term that was kept, the ``longest`` sub-sequence squared (as Eq. 3 of FlowTrain 3.4) or the sum
-    of ``squares``. r2: share of the variance that the fit explains; other_r2: of the other form on the same rows.
-    num_rows: microbatches that were fitted, outliers left out.
-    """
+    """A fitted cost, and how well it explains the measured times."""
 
     model: CostModel
+    """The cost, in seconds."""
     form: Form
+    """The quadratic term of the fit: ``longest`` sub-sequence squared (FlowTrain 3.4, Eq. 3) or sum of ``squares``."""
     r2: float
+    """Share of the variance that the fit explains."""
     other_r2: float
+    """The same share for the other form, on the same rows."""
     num_rows: int
+    """Number of fitted microbatches, without outliers."""
 
 
 def fit_cost(rows: Sequence[Measured]) -> FittedCost | None:
-    """Fit constant, linear and quadratic term, none below zero, by least squares; the better of both forms is kept.
+    """Fit constant, linear and quadratic terms, none below zero, by least squares; return the better of both forms.
 
-    Rows far from a first fit are dropped, once, by the median of the residuals, before both forms are fitted to the
-    same rest. None where less than ``MIN_ROWS`` rows or too little spread of tokens cannot tell a slope, or where no
-    length matters.
+    Outliers are dropped once, by their distance from a first fit, so both forms are fitted to the same rows. Returns
+    None for fewer than ``MIN_ROWS`` rows, for a range of tokens below ``MIN_SPREAD``, and if the fitted cost does not
+    depend on length.
     """
     if len(rows) < MIN_ROWS:
         return None
@@ -95,7 +95,7 @@ _COEFFICIENT: dict[Form, str] = {"longest": "per_longest", "squares": "per_squar
 
 
 def _without_outliers(rows: Sequence[Measured]) -> FloatArray:
-    """Rows as float64 ``[num_rows, 4]`` without those that a fit of all terms at once is far from."""
+    """Rows as float64 ``[num_rows, 4]``, without those that are far from a fit of all terms at once."""
     table = np.array([(row.tokens, row.longest, row.squares, row.seconds) for row in rows], dtype=np.float64)
     tokens, longest, squares, seconds = table.T
     terms = _scaled(np.stack([np.ones_like(tokens), tokens, longest**2, squares], axis=1))[0]
@@ -106,10 +106,10 @@ def _without_outliers(rows: Sequence[Measured]) -> FloatArray:
 
 
 def _fit(tokens: FloatArray, quadratic: FloatArray, seconds: FloatArray) -> tuple[tuple[float, float, float], float]:
-    """Coefficients of (1, tokens, quadratic), none negative, with the least squared error; and R2.
+    """Non-negative coefficients of (1, tokens, quadratic) with the least squared error, and the fit's R2.
 
-    Such a solution is the plain least-squares one over the terms that it uses, so trying all seven choices of terms
-    finds it.
+    The best non-negative solution equals the plain least-squares solution over its non-zero terms. So all seven
+    subsets of the terms are tried.
     """
     terms, scales = _scaled(np.stack([np.ones_like(tokens), tokens, quadratic], axis=1))
     best, best_error = np.zeros(3), float(seconds @ seconds)
@@ -128,7 +128,7 @@ def _fit(tokens: FloatArray, quadratic: FloatArray, seconds: FloatArray) -> tupl
 
 
 def _scaled(terms: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Columns divided by their largest value, and these: tokens and their squares are of very different size."""
+    """Columns divided by their largest values, and these values: tokens and squares have very different magnitudes."""
     scales = terms.max(axis=0)
     return terms / scales, scales
 
@@ -138,18 +138,19 @@ def _scaled(terms: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """A fitted cost and what it was measured on: ``cost_profile.json`` of a run.
-
-    model: whatever of model and arithmetic decides a microbatch's time, as nested plain values. capacity: tokens of a
-    microbatch then. device: as torch names it, ``cpu`` for all CPUs. versions: of the libraries that computed.
-    """
+    """A fitted cost and the conditions of its measurement: ``cost_profile.json`` of a run."""
 
     fitted: FittedCost
     model: Mapping[str, Any]
+    """The settings of model and arithmetic that a microbatch's time depends on, as nested plain values."""
     capacity: int
+    """Capacity of a microbatch in the measured run, in tokens."""
     device: str
+    """Device name as torch gives it; ``cpu`` for all CPUs."""
     versions: Mapping[str, str]
+    """Versions of the libraries that computed, by library."""
     source: str = field(default="", compare=False)
+    """Path of the file that it was read from, for messages; empty if it was not read from a file."""
 
     def to_json(self) -> str:
         """Return the file's text."""
@@ -158,13 +159,13 @@ class CostProfile:
         return json.dumps({"schema": COST_PROFILE_SCHEMA, **values}, indent=1)
 
     def check_model(self, model: Mapping[str, Any], capacity: int) -> None:
-        """Raise ConfigError where this run's ``model`` differs, or where a microbatch holds more than was measured."""
+        """Raise ConfigError if this run's ``model`` differs, or if its ``capacity`` exceeds the measured one."""
         then, now = dict(_leaves(self.model, "model")), dict(_leaves(model, "model"))
         for key in dict.fromkeys([*then, *now]):
             if then.get(key) != now.get(key):
                 raise ConfigError(
-                    f"{self.source}: {key} is {then.get(key)!r} there and {now.get(key)!r} in this run, whose "
-                    f"microbatches cost something else; {_AGAIN}"
+                    f"{self.source}: {key} is {then.get(key)!r} there and {now.get(key)!r} in this run, so its "
+                    f"microbatches have another cost; {_AGAIN}"
                 )
         if capacity > self.capacity:
             raise ConfigError(
@@ -173,11 +174,11 @@ class CostProfile:
             )
 
     def check_device(self, device: str, versions: Mapping[str, str]) -> None:
-        """Raise ConfigError where this run computes on another device; other libraries are only worth a warning."""
+        """Raise ConfigError if this run computes on another device; only warn about other library versions."""
         if device != self.device:
             raise ConfigError(
-                f"{self.source}: device is {self.device!r} there and {device!r} in this run, where time goes "
-                f"elsewhere; {_AGAIN}"
+                f"{self.source}: device is {self.device!r} there and {device!r} in this run, so its microbatches "
+                f"have another cost; {_AGAIN}"
             )
         for name, version in versions.items():
             if version != self.versions.get(name):
@@ -188,7 +189,7 @@ class CostProfile:
 
 
 def read_cost_profile(path: str | PathLike[str]) -> CostProfile:
-    """Read a ``cost_profile.json``; raises ConfigError where it is unreadable, incomplete or of another schema."""
+    """Read a ``cost_profile.json``; raises ConfigError if it is unreadable, incomplete or of another schema."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         schema = values.pop("schema")
@@ -199,7 +200,9 @@ def read_cost_profile(path: str | PathLike[str]) -> CostProfile:
         coefficients = {each.name: getattr(model, each.name) for each in fields(model) if each.name != "name"}
         valid = all(isinstance(value, int | float) and 0.0 <= value < float("inf") for value in coefficients.values())
         if not valid or not any(value for name, value in coefficients.items() if name != "constant"):
-            raise ConfigError(f"{path}: fitted.model has coefficients ({coefficients}) that are no cost; {_AGAIN}")
+            raise ConfigError(
+                f"{path}: fitted.model has coefficients ({coefficients}) that are not a valid cost; {_AGAIN}"
+            )
         if not isinstance(values["capacity"], int) or not isinstance(values["model"], dict):
             raise TypeError("capacity must be a number of tokens and model a mapping")
         return CostProfile(FittedCost(model, **fitted), **values, source=str(path))

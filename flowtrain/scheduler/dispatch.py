@@ -1,10 +1,10 @@
-"""Dispatch: which DP rank runs which microbatch, and which run side by side.
+"""Dispatch: which DP rank runs which microbatch, and which microbatches run side by side.
 
-Every method deals microbatches in descending order of cost, bucket by bucket, one slot at a time. So the members of a
-slot are neighbours in cost, whatever the method, and every rank gets the same number: starting afresh in each bucket
-would not, which collectives inside forward and backward do not survive. Where costs are alike, neighbours in the vision
-encoder's work share a slot. So the sum of the slots' dearest members is the smallest that any choice of slots has, but
-for ``ALIKE`` a slot. The methods differ in which rank gets which member.
+Every method deals microbatches in descending order of cost, bucket by bucket, one slot at a time. So in every method
+the members of a slot are neighbours in cost, and every rank gets the same number of microbatches. Collectives inside
+forward and backward need equal numbers; a new start in each bucket would make them differ. Microbatches of similar cost
+are ordered by the vision encoder's work, so that neighbours in that share a slot. The sum of the slots' costliest
+members is the smallest possible, within ``ALIKE`` per slot. The methods differ in which rank gets which member.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowtrain.scheduler.compiled import compiled
 
 MAX_SWAPS_PER_RANK = 4
 EVEN = 1e-5
-"""Share of its total that a swap must save the dearer rank to be worth making."""
+"""A swap must save the costlier rank at least this share of its total."""
 
 
 class Dispatcher(Protocol):
@@ -29,7 +29,7 @@ class Dispatcher(Protocol):
     def __call__(self, costs: FloatArray, vision: IntArray, buckets: IntArray, dp_size: int) -> IntArray:
         """Return the slots, int64 ``[num_slots, dp_size]`` of indices of microbatches.
 
-        costs, vision, buckets: of each microbatch, their number a multiple of ``dp_size``.
+        costs, vision, buckets: one value per microbatch; the number of microbatches is a multiple of ``dp_size``.
         """
         ...
 
@@ -37,7 +37,7 @@ class Dispatcher(Protocol):
 def zigzag(costs: FloatArray, vision: IntArray, buckets: IntArray, dp_size: int) -> IntArray:
     """Deal to ranks 0..dp-1, then dp-1..0, and so on (FlowTrain Algorithm 1, lines 15-27).
 
-    A pass that a bucket leaves unfinished is finished by the next one, with its direction.
+    If a bucket ends within a pass, the next bucket finishes the pass in the same direction.
     """
     slots = round_robin(costs, vision, buckets, dp_size)
     slots[1::2] = slots[1::2, ::-1].copy()
@@ -45,17 +45,17 @@ def zigzag(costs: FloatArray, vision: IntArray, buckets: IntArray, dp_size: int)
 
 
 def round_robin(costs: FloatArray, vision: IntArray, buckets: IntArray, dp_size: int) -> IntArray:
-    """Deal to ranks 0..dp-1, again and again: the first ranks get the dearest of every slot."""
+    """Deal to ranks 0..dp-1, again and again: rank 0 gets the costliest of every slot."""
     assert len(costs) == len(buckets) and len(costs) % dp_size == 0, (len(costs), len(buckets), dp_size)
     alike = np.rint(costs / (ALIKE * costs.mean())) if costs.any() else costs
-    order = np.lexsort((-costs, -vision, -alike, buckets))  # the last key counts most; ties: the lower index first
+    order = np.lexsort((-costs, -vision, -alike, buckets))  # the last key is the primary one; ties: lower index first
     return order.reshape(-1, dp_size)
 
 
 def lpt(costs: FloatArray, vision: IntArray, buckets: IntArray, dp_size: int) -> IntArray:
-    """Deal the dearest of each slot to the rank that has the least so far (longest processing time first).
+    """Deal the costliest of each slot to the rank with the lowest total so far (longest processing time first).
 
-    Then the dearest rank swaps with another inside a slot for as long as that makes the dearer of the two cheaper.
+    Then the costliest rank swaps with another rank inside a slot, as long as this lowers the higher of their totals.
     """
     slots = round_robin(costs, vision, buckets, dp_size)
     _level(slots, costs[slots])
@@ -64,35 +64,35 @@ def lpt(costs: FloatArray, vision: IntArray, buckets: IntArray, dp_size: int) ->
 
 @compiled
 def _level(slots: IntArray, costs: FloatArray) -> None:
-    """Reorder the members of each slot in place; costs: theirs, ``[num_slots, dp_size]``."""
+    """Reorder the members of each slot in place; costs: of the members, ``[num_slots, dp_size]``."""
     num_slots, dp_size = slots.shape
     totals = np.zeros(dp_size)
     for slot in range(num_slots):
-        # Kinds of sort differ between versions of the library; a stable one gives the same ranks everywhere.
+        # The default sort differs between versions of the library; a stable sort gives the same ranks everywhere.
         lightest_first = np.argsort(totals, kind="mergesort")
-        dearest_first = np.argsort(-costs[slot], kind="mergesort")
-        members, member_costs = slots[slot][dearest_first], costs[slot][dearest_first]
+        costliest_first = np.argsort(-costs[slot], kind="mergesort")
+        members, member_costs = slots[slot][costliest_first], costs[slot][costliest_first]
         for place in range(dp_size):
             rank = lightest_first[place]
             slots[slot, rank], costs[slot, rank] = members[place], member_costs[place]
         totals += costs[slot]
     for _ in range(MAX_SWAPS_PER_RANK * dp_size):
-        dearest = totals.argmax()
-        best, best_slot, best_rank = totals[dearest] * (1.0 - EVEN), -1, -1
+        costliest = totals.argmax()
+        best, best_slot, best_rank = totals[costliest] * (1.0 - EVEN), -1, -1
         for slot in range(num_slots):
             for rank in range(dp_size):
-                moved = costs[slot, dearest] - costs[slot, rank]
-                dearer = max(totals[dearest] - moved, totals[rank] + moved)
-                if dearer < best:
-                    best, best_slot, best_rank = dearer, slot, rank
+                moved = costs[slot, costliest] - costs[slot, rank]
+                costlier = max(totals[costliest] - moved, totals[rank] + moved)
+                if costlier < best:
+                    best, best_slot, best_rank = costlier, slot, rank
         if best_slot < 0:
             break
-        moved = costs[best_slot, dearest] - costs[best_slot, best_rank]
-        totals[dearest] -= moved
+        moved = costs[best_slot, costliest] - costs[best_slot, best_rank]
+        totals[costliest] -= moved
         totals[best_rank] += moved
-        pair = slots[best_slot, dearest], slots[best_slot, best_rank]
-        slots[best_slot, best_rank], slots[best_slot, dearest] = pair
-        costs[best_slot, dearest] -= moved
+        pair = slots[best_slot, costliest], slots[best_slot, best_rank]
+        slots[best_slot, best_rank], slots[best_slot, costliest] = pair
+        costs[best_slot, costliest] -= moved
         costs[best_slot, best_rank] += moved
 
 

@@ -14,7 +14,7 @@ from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import SizedSample
 
 _Batch = tuple[int, int, str, list[int], int, int]
-"""First place in the order of need, rank of the encoder, its name; positions, patches, bytes."""
+"""(first place in the order of need, index of the encoder, its name, positions, patches, bytes)"""
 
 
 def make_encode_batches(
@@ -22,8 +22,8 @@ def make_encode_batches(
 ) -> tuple[EncodeBatch, ...]:
     """Return the encode batches of samples given in the order in which the backbone needs them.
 
-    alignment: of every part in the pool, in bytes. Otherwise as ``cut_encode_batches``. Raises ConfigError for a part
-    of an unknown encoder.
+    alignment: of every part in the pool, in bytes. The other arguments are as in ``cut_encode_batches``. Raises
+    ConfigError for a part of an unknown encoder.
     """
     ordered = list(samples)
     positions = [sample.ref.position for sample in ordered]
@@ -34,12 +34,14 @@ def make_encode_batches(
 def cut_encode_batches(
     unit_index: int, sizes: SampleSizes, order: IntArray, max_batch_patches: Mapping[str, int]
 ) -> tuple[EncodeBatch, ...]:
-    """Return the encode batches of a unit, each encoder's in the order in which the backbone needs them.
+    """Return the encode batches of a unit; those of each encoder are in the order in which the backbone needs them.
 
-    order: indices of the samples, in that order. Samples that follow each other share a batch while it has at most
-    ``max_batch_patches`` (by encoder) patches; a larger part has a batch of its own. A batch is thus a function of the
-    plan alone, so its bits never depend on which encoder was free. With several encoders, the batch whose first sample
-    is needed earlier comes first.
+    order: indices of the samples, in that order.
+    max_batch_patches: patch limit of a batch, by encoder. Consecutive samples share a batch up to the limit; a larger
+    part gets its own batch.
+
+    A batch depends on the plan alone, so its bits do not depend on which encoder was free. With several encoders,
+    batches are sorted by when their first sample is needed.
     """
     batches: list[_Batch] = []
     for rank, (encoder, limit) in enumerate(max_batch_patches.items()):
@@ -65,9 +67,9 @@ def cut_encode_batches(
 
 @compiled
 def _cut(patches: IntArray, nbytes: IntArray, limit: int) -> IntArray:
-    """Cut into runs of at most ``limit`` patches; a part with more is a run of its own.
+    """Cut into runs of at most ``limit`` patches; a part with more patches is a run alone.
 
-    Returns of each run its start, its end, its patches and its bytes; int64 ``[num_runs, 4]``.
+    Returns (start, end, patches, bytes) of each run; int64 ``[num_runs, 4]``.
     """
     runs = np.zeros((len(patches), 4), dtype=np.int64)
     count = 0

@@ -1,4 +1,4 @@
-"""Makes the number of microbatches a multiple of the number of DP ranks, by splitting."""
+"""Splits microbatches until their number is a multiple of the number of DP ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flowtrain.scheduler.packing.base import Bins, Lengths, PackingRules
 
 
 def with_equal_counts(bins: Bins, lengths: Lengths, rules: PackingRules) -> Bins:
-    """Return bins whose number is the next multiple of ``rules.dp_size`` (at least one slot), no sample lost.
+    """Return the same samples in bins whose number is the next multiple of ``rules.dp_size`` (at least one slot).
 
-    The dearest bin with two samples or more is halved until the number fits (ties: the earlier bin), since that lowers
-    the step's critical path most. Where every bin has one sample, empty bins fill up: fewer than ``dp_size``, or one
-    slot of them when there is no sample at all.
+    The costliest bin with at least two samples is halved until the number fits (ties: the earlier bin), because this
+    shortens the step's critical path most. If every bin has one sample, empty bins are added: fewer than ``dp_size``,
+    or one slot of them if there is no sample.
     """
     num_bins = max(1, -(-len(bins) // rules.dp_size)) * rules.dp_size
     if num_bins == len(bins):
@@ -42,9 +42,9 @@ def _split(
     per_longest: float,
     per_square: float,
 ) -> IntArray:
-    """Return the bin's number of each sample, when ``num_bins`` have been made of fewer; int64 ``[num_samples]``.
+    """Split bins until there are ``num_bins``; return each sample's bin number, int64 ``[num_samples]``.
 
-    What a bin costs whatever is in it does not tell which is the dearest.
+    The constant term of the cost is left out: it is the same for every bin.
     """
     members = members.copy()
     count = len(offsets) - 1
@@ -55,12 +55,12 @@ def _split(
         inside = tokens[members[starts[bin_number] : ends[bin_number]]]
         costs[bin_number] = _cost_if_divisible(inside, per_token, per_longest, per_square)
     while count < num_bins:
-        dearest = np.argmax(costs)  # the first of equals
-        if costs[dearest] == -np.inf:
+        costliest = np.argmax(costs)  # the first of equals
+        if costs[costliest] == -np.inf:
             break
-        middle = starts[dearest] + _halve(members[starts[dearest] : ends[dearest]], tokens)
-        starts[count], ends[count], ends[dearest] = middle, ends[dearest], middle
-        for changed in (dearest, count):
+        middle = starts[costliest] + _halve(members[starts[costliest] : ends[costliest]], tokens)
+        starts[count], ends[count], ends[costliest] = middle, ends[costliest], middle
+        for changed in (costliest, count):
             inside = tokens[members[starts[changed] : ends[changed]]]
             costs[changed] = _cost_if_divisible(inside, per_token, per_longest, per_square)
         count += 1
@@ -72,7 +72,7 @@ def _split(
 
 @compiled
 def _cost_if_divisible(inside: IntArray, per_token: float, per_longest: float, per_square: float) -> float:
-    """Return the cost of a bin from its samples' tokens, or minus infinity where there is nothing to halve."""
+    """Return the cost of a bin from its samples' tokens, or minus infinity if it has fewer than two samples."""
     if len(inside) < 2:
         return -np.inf
     return per_token * inside.sum() + per_longest * inside.max() ** 2 + per_square * (inside**2).sum()
@@ -80,9 +80,9 @@ def _cost_if_divisible(inside: IntArray, per_token: float, per_longest: float, p
 
 @compiled
 def _halve(inside: IntArray, tokens: IntArray) -> int:
-    """Reorder a bin's samples into two halves of similar length and return where the second begins.
+    """Reorder a bin's samples into two halves of similar length and return where the second half begins.
 
-    The longest first (ties: in the order given), always to the lighter half (ties: the first).
+    Samples are taken longest first (ties: in the given order), and each goes to the lighter half (ties: the first).
     """
     ordered = inside[np.argsort(-tokens[inside], kind="mergesort")]
     other = np.empty_like(ordered)

@@ -1,4 +1,4 @@
-"""A layout: which samples share a microbatch, and which microbatch runs where and beside which. Numbers alone."""
+"""A layout, as arrays: which samples share a microbatch, which rank runs it, and which run side by side."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from flowtrain.scheduler.packing.registry import get_packer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Bins, dealt.
-
-    costs: float64 ``[num_bins]``. buckets: int64 ``[num_bins]``, classes of similar cost. slots: int64 ``[num_slots,
-    dp_size]``, numbers of bins; every bin occurs once.
-    """
+    """Bins that are dealt to DP ranks."""
 
     bins: Bins
     costs: FloatArray
+    """Cost of each bin; float64 ``[num_bins]``."""
     buckets: IntArray
+    """Class of similar cost of each bin; int64 ``[num_bins]``."""
     slots: IntArray
+    """Bin numbers; int64 ``[num_slots, dp_size]``. Every bin occurs once."""
 
     @property
     def slot_costs(self) -> FloatArray:
-        """Cost of what each rank runs in each slot; float64 ``[num_slots, dp_size]``."""
+        """Cost of each rank's microbatch in each slot; float64 ``[num_slots, dp_size]``."""
         return self.costs[self.slots]
 
 
 def lay_out(lengths: Lengths, rules: PackingRules, packing: str, dispatch: str, num_buckets: int) -> Layout:
-    """Pack, make the counts equal, cut into buckets and deal (FlowTrain Algorithm 1).
+    """Pack samples, equalise the ranks' counts, sort bins into buckets and deal them (FlowTrain Algorithm 1).
 
-    packing, dispatch: names of methods; ConfigError for an unknown one. Without samples there is one slot of
+    packing, dispatch: names of methods; ConfigError for an unknown one. Without samples, the layout is one slot of
     empty bins.
     """
     bins = with_equal_counts(get_packer(packing)(lengths, rules), lengths, rules)

@@ -12,37 +12,38 @@ from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import CostModel, StepPlan, UnitKind
 
 MAX_ROWS = 4096
-"""Measured microbatches that are kept: the latest."""
+"""Most measured microbatches that are kept: the latest ones."""
 
 REFIT_STEPS = 16
 """Training steps between refits while running (``data.order: arrival`` with ``scheduler.cost: profile``)."""
 
 WARM_UP_STEPS = 2
-"""First training steps after a start, which also allocate and compile; not measured."""
+"""The first training steps after a start are not measured: they also allocate and compile."""
 
 
 class Planner(Protocol):
-    """What plans with a cost; the next plan uses the one that was set last."""
+    """An object that plans with a cost; the next plan uses the cost that was set last."""
 
     cost: CostModel
 
 
 class CostRefitter:
-    """Collects what microbatches took, and fits costs to it.
+    """Collects the times of microbatches, and fits costs to them.
 
-    A slot gives one row: its dearest microbatch by the plan, with the time of the rank that ran it. Ranks wait for each
-    other in the collectives of forward and backward, which an accelerator's time includes: the dearest waits least, and
-    is what the slot costs. The gradients' reduction lies in each step's last slot and is not taken out.
+    A slot gives one row: its costliest microbatch by the plan, with the time of the rank that ran it. Ranks wait for
+    each other in the collectives of forward and backward, and an accelerator's time includes this waiting. The
+    costliest microbatch waits least and decides the slot's time. The reduction of the gradients lies in each step's
+    last slot and is not subtracted.
     """
 
     def __init__(self, planner: Planner | None = None) -> None:
-        """planner: gets a fitted cost every ``REFIT_STEPS`` training steps; None: the run's cost is frozen."""
+        """planner: receives a fitted cost every ``REFIT_STEPS`` training steps; None: the run's cost is frozen."""
         self._planner = planner
         self._rows: deque[Measured] = deque(maxlen=MAX_ROWS)
         self._num_steps = 0
 
     def take(self, plan: StepPlan, reports: Sequence[RankReport]) -> tuple[CostFitted, ...]:
-        """Take in a finished unit with one report a replica; returns what is to be told: a refit, where one was due."""
+        """Add a finished unit with one report per replica; returns the event of a refit, or nothing."""
         if plan.unit.kind is not UnitKind.TRAIN:
             return ()
         self._num_steps += 1
@@ -57,13 +58,13 @@ class CostRefitter:
         return (_event(fitted, plan.unit.step, in_use=True),)
 
     def fitted(self, step: int) -> tuple[CostFitted, ...]:
-        """Return the fit to what is kept after ``step``, for the record alone; empty where ``fit_cost`` has none."""
+        """Return the fit to the rows kept after ``step``, for the record only; empty if ``fit_cost`` returns None."""
         fitted = fit_cost(self._rows)
         return (_event(fitted, step, in_use=False),) if fitted is not None else ()
 
 
 def _rows(plan: StepPlan, reports: Sequence[RankReport]) -> list[Measured]:
-    """One row a slot; none where samples were rejected after planning, since lengths are not the planned ones then."""
+    """One row per slot; none if samples were rejected after planning, because then the planned lengths do not hold."""
     if any(report.num_samples != plan.num_samples or len(report.microbatch_s) != plan.num_slots for report in reports):
         return []
     seconds = {report.dp_rank: report.microbatch_s for report in reports}

@@ -1,4 +1,4 @@
-"""What a packing method does to the steps of a workload: figures of every step, and over all of them."""
+"""How a packing method does on the steps of a workload: figures of every step, and over all steps."""
 
 from __future__ import annotations
 
@@ -24,49 +24,53 @@ from flowtrain.types.plan import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to lay out a step; packing, dispatch: names, as in the configuration."""
+    """A way to lay out a step; packing, dispatch: names as in the configuration."""
 
     packing: str
     dispatch: str
 
     @property
     def label(self) -> str:
-        """The name that people read."""
+        """The name in tables."""
         return f"{self.packing} + {self.dispatch}" + (" (paper)" if self == PAPER else "")
 
 
 PAPER = Method("best_fit", "zigzag")
-"""What FlowTrain 3.4, Algorithm 1 does."""
+"""The method of FlowTrain 3.4, Algorithm 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What a method made of one step.
-
-    num_bins: microbatches over all ranks, num_slots on each. num_weightless: those without samples, which run one token
-    of zero weight. fill: share of their capacity that tokens fill. dist_ratio_vision, dist_ratio_tokens: OmniBal's
-    DistRatio of the encoder's work and of the backbone's tokens, mean over slots. step_imbalance, slot_imbalances:
-    dearest rank over the mean, less 1. cost: sum over slots of the dearest rank, in the cost model's unit; cost_bound:
-    what no dealing of as much work goes below. plan_time_s: from packing to dispatch.
-    """
+    """The figures of one step laid out by one method."""
 
     num_samples: int
     num_tokens: int
     num_bins: int
+    """Microbatches over all ranks."""
     num_slots: int
+    """Microbatches on each rank."""
     num_weightless: int
+    """Microbatches without samples, which run one token of zero weight."""
     fill: float
+    """Share of the microbatches' capacity that tokens fill."""
     dist_ratio_vision: float
+    """OmniBal's DistRatio of the encoder's work, mean over slots."""
     dist_ratio_tokens: float
+    """OmniBal's DistRatio of the backbone's tokens, mean over slots."""
     step_imbalance: float
+    """Costliest rank over the mean, minus 1, of the step."""
     slot_imbalances: tuple[float, ...]
+    """Costliest rank over the mean, minus 1, of each slot."""
     cost: float
+    """Sum over slots of the costliest rank, in the cost model's unit."""
     cost_bound: float
+    """Lower bound of ``cost`` for this much work, in the same unit."""
     plan_time_s: float
+    """Time from packing to dispatch."""
 
     @property
     def excess(self) -> float:
-        """How much dearer the step is than its lower bound, as a share of that."""
+        """How far the step's cost is above its lower bound, as a share of the bound."""
         return self.cost / self.cost_bound - 1.0 if self.cost_bound > 0.0 else 0.0
 
 
@@ -86,26 +90,32 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class MethodReport:
-    """A method's figures over a workload of at least one step; the names mean what they mean in ``StepFigures``.
-
-    num_bins, num_slots: over all steps. fill, pad_ratio: of all tokens together; padding is what is computed for no
-    sample. dist_ratio_vision, dist_ratio_tokens: mean over all slots. slot_imbalance: over all slots, the other spreads
-    over steps. step_cost: mean over steps.
-    """
+    """A method's figures over a workload of at least one step; names have the same meaning as in ``StepFigures``."""
 
     method: Method
     steps: tuple[StepFigures, ...]
     num_bins: int
+    """Sum over steps."""
     num_slots: int
+    """Sum over steps."""
     fill: float
+    """Of all tokens together."""
     pad_ratio: float
+    """Share of all computed tokens that belong to no sample."""
     dist_ratio_vision: float
+    """Mean over all slots."""
     dist_ratio_tokens: float
+    """Mean over all slots."""
     step_imbalance: Spread
+    """Over steps."""
     slot_imbalance: Spread
+    """Over all slots."""
     excess: Spread
+    """Over steps."""
     step_cost: float
+    """Mean over steps."""
     plan_time_s: Spread
+    """Over steps."""
 
     @classmethod
     def of(cls, method: Method, steps: Sequence[StepFigures]) -> MethodReport:
@@ -138,8 +148,8 @@ def step_figures(
 ) -> Iterator[StepFigures]:
     """Lay out each step by a method and yield its figures; an unknown method raises ConfigError at the first.
 
-    steps: sizes of the samples, and what the bins must keep to. Each step is laid out twice and the second time is
-    timed, so that no figure holds a compilation.
+    steps: sizes of the samples and rules for the bins, per step. Each step is laid out twice and the second run is
+    timed, so that no figure includes a compilation.
     """
     for lengths, rules in steps:
         lay_out(lengths, rules, method.packing, method.dispatch, num_buckets)
@@ -164,12 +174,12 @@ def figures_of(layout: Layout, lengths: Lengths, rules: PackingRules, plan_time_
         step_imbalance=step_imbalance(costs),
         slot_imbalances=tuple(slot_imbalances(costs).tolist()),
         cost=step_cost(costs),
-        cost_bound=step_cost_bound(costs, _dearest_sample(lengths, rules.cost)),
+        cost_bound=step_cost_bound(costs, _costliest_sample(lengths, rules.cost)),
         plan_time_s=plan_time_s,
     )
 
 
-def _dearest_sample(lengths: Lengths, cost: CostModel) -> float:
+def _costliest_sample(lengths: Lengths, cost: CostModel) -> float:
     if not len(lengths):
         return 0.0
     tokens = lengths.tokens

@@ -1,4 +1,4 @@
-"""Which cost a run plans with: from its configuration, and from a profile where it asks for one."""
+"""Which cost a run plans with: from its configuration, and from a profile if the configuration names one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flowtrain.types.plan import CostModel
 
 
 def is_refitted(config: RunConfig) -> bool:
-    """Whether the run's cost is fitted again while it runs; else it is frozen."""
+    """Whether the run's cost is fitted again while it runs; otherwise it is frozen."""
     return config.scheduler.cost == "profile" and config.data.order == "arrival"
 
 
 def configured_profile(config: RunConfig, spec: ModelSpec) -> CostProfile | None:
-    """Read the profile that the run plans with, None where it needs or has none.
+    """Read the profile that the run plans with; None if it needs or has none.
 
-    Raises ConfigError where the file cannot be read or was measured on another model.
+    Raises ConfigError if the file cannot be read or was measured on another model.
     """
     scheduler = config.scheduler
     if scheduler.cost != "profile" or scheduler.cost_profile is None:
@@ -31,10 +31,10 @@ def configured_profile(config: RunConfig, spec: ModelSpec) -> CostProfile | None
 
 
 def first_cost(config: RunConfig, spec: ModelSpec, profile: CostProfile | None = None) -> CostModel:
-    """Return the cost of a run's first step; profile: as ``configured_profile`` read it.
+    """Return the cost of a run's first step; profile: the result of ``configured_profile``.
 
-    A run that fits its costs while it runs starts with Eq. 3 where it has no profile. Raises ConfigError where a frozen
-    cost needs one.
+    A run that fits its costs while it runs starts with Eq. 3 if it has no profile. Raises ConfigError if a frozen cost
+    needs a profile and there is none.
     """
     scheduler = config.scheduler
     if profile is None and is_refitted(config):
@@ -46,15 +46,15 @@ def first_cost(config: RunConfig, spec: ModelSpec, profile: CostProfile | None =
 
 
 def cost_label(config: RunConfig, cost: CostModel) -> str:
-    """Return what people read of the cost that a run's first steps are planned with."""
+    """Return the name, for messages, of the cost that a run's first steps are planned with."""
     is_stand_in = cost.name != config.scheduler.cost and is_refitted(config)
     return f"{cost.name} (until the run has fitted its own)" if is_stand_in else config.scheduler.cost
 
 
 def profiled_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
-    """Return what decides the proportions of a microbatch's cost, but for the device, as plain values.
+    """Return the settings, except the device, that decide the proportions of a microbatch's cost, as plain values.
 
-    Recomputation, threads and DP ranks are not in it: they scale linear and quadratic work much alike.
+    Recomputation, threads and DP ranks are not included: they scale linear and quadratic work by similar factors.
     """
     return {
         "backbone": asdict(spec.backbone),

@@ -1,4 +1,4 @@
-"""The sizes of a unit's samples as columns: what the planner computes on."""
+"""The sizes of a unit's samples as columns, which the planner computes on."""
 
 from __future__ import annotations
 
@@ -20,24 +20,21 @@ _part_sizes = attrgetter("num_items", "num_patches", "nbytes")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartColumns:
-    """One encoder's parts, in the order of the samples.
-
-    images, patches, nbytes: int64 ``[num_samples]``, 0 where a sample has no such part; nbytes are rounded up to the
-    pool's alignment. present: bool ``[num_samples]``.
-    """
+    """One encoder's parts, in the order of the samples; numbers are int64 ``[num_samples]``, 0 without such a part."""
 
     images: IntArray
     patches: IntArray
     nbytes: IntArray
+    """Bytes in the pool, rounded up to its alignment."""
     present: np.ndarray
+    """Whether the sample has such a part; bool ``[num_samples]``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleSizes:
-    """Columns over samples in ascending order of position: the plan must not depend on the order of sizing.
+    """Columns over samples, int64 ``[num_samples]``.
 
-    positions, tokens, vision_tokens, target_tokens: int64 ``[num_samples]``. parts: by encoder, in the configuration's
-    order.
+    ``of`` sorts the samples by position, because the plan must not depend on the order of sizing.
     """
 
     positions: IntArray
@@ -45,6 +42,7 @@ class SampleSizes:
     vision_tokens: IntArray
     target_tokens: IntArray
     parts: dict[str, PartColumns]
+    """By encoder, in the configuration's order."""
 
     @classmethod
     def of(cls, samples: Sequence[SizedSample], encoders: Iterable[str], alignment: int) -> SampleSizes:
@@ -59,7 +57,7 @@ class SampleSizes:
     def in_order(
         cls, samples: Sequence[SizedSample], positions: Sequence[int], encoders: Iterable[str], alignment: int
     ) -> SampleSizes:
-        """Build from sized samples as they come."""
+        """Build from sized samples in the given order."""
         count = len(samples)
         sizes = np.fromiter(chain.from_iterable(map(_sizes, samples)), np.int64, 3 * count).reshape(-1, 3)
         tokens, vision_tokens, target_tokens = np.ascontiguousarray(sizes.T)

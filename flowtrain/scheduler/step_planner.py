@@ -1,4 +1,4 @@
-"""From the lengths of a unit's samples to what every DP rank runs, and what the encoders do for it."""
+"""Plans a unit from the lengths of its samples: what every DP rank runs, and the encode batches for it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ class StepPlanner:
     ) -> None:
         """Resolve the methods; an unknown name raises ConfigError here, not at the first step.
 
-        dp_size: DP ranks of the backbone. microbatch_tokens: capacity L. packing, dispatch: names as in the
-        ``scheduler`` section. max_batch_patches: by encoder, in the configuration's order. alignment: of parts in the
-        pool, in bytes. seed: for packing methods that draw; the unit's index goes in as well.
+        dp_size: DP ranks of the backbone.
+        microbatch_tokens: capacity L.
+        packing, dispatch: names as in the ``scheduler`` section.
+        max_batch_patches: by encoder, in the configuration's order.
+        alignment: of parts in the pool, in bytes.
+        seed: for packing methods that draw random numbers; combined with the unit's index.
         """
         assert min(dp_size, microbatch_tokens, num_buckets, alignment) >= 1
         get_packer(packing), get_dispatcher(dispatch)
         self.cost = cost
-        """May be replaced between two plans, by one that was fitted anew."""
+        """May be replaced between two plans by a newly fitted cost."""
         self._dp_size = dp_size
         self._microbatch_tokens = microbatch_tokens
         self._packing = packing
@@ -58,7 +61,7 @@ class StepPlanner:
 
     @classmethod
     def from_config(cls, config: RunConfig, dp_size: int, cost: CostModel) -> StepPlanner:
-        """Build the planner of a run; cost: what its steps are planned with."""
+        """Build the planner of a run; cost: of its microbatches."""
         scheduler = config.scheduler
         return cls(
             dp_size=dp_size,
@@ -73,11 +76,11 @@ class StepPlanner:
         )
 
     def warm_up(self) -> None:
-        """Compile what is compiled (a second or two where nothing is cached), so that no step waits for it."""
+        """Compile the compiled functions (a second or two without a cache), so that no step waits for this."""
         count, capacity = 4 * self._dp_size + 1, self._microbatch_tokens
         similar = [capacity // 3 + 1 - i % 2 for i in range(count)]
         uneven = [capacity if i == 0 else 1 + (i % 3) * capacity // 4 for i in range(count)]
-        for sizes in (similar, uneven):  # each takes other ways through the methods
+        for sizes in (similar, uneven):  # each takes other branches in the methods
             samples = [
                 SizedSample(
                     SampleRef(i, 0, i, 0), size, 1, 1, tuple(PartSize(e, 1, 1, 1, 1) for e in self._max_batch_patches)
@@ -91,18 +94,18 @@ class StepPlanner:
         return SampleSizes.of(samples, self._max_batch_patches, self._alignment)
 
     def plan(self, unit: Unit, samples: SampleSizes | Sequence[SizedSample]) -> StepPlan:
-        """Plan one unit from its samples, rejected ones left out; the order in which they are given does not matter.
+        """Plan one unit from its samples without the rejected ones; the order of ``samples`` does not matter.
 
-        Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches follow the
-        slots; a unit that was chosen from what is ready has none. Raises ConfigError for a sample that is longer than a
-        microbatch.
+        Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches are in the
+        order of the slots; a unit chosen from ready samples has none. Raises ConfigError for a sample that is longer
+        than a microbatch.
         """
         sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
         self._check(unit, sizes)
         lengths = Lengths(sizes.tokens, sizes.vision_tokens)
         layout = lay_out(lengths, self.rules(unit), self._packing, self._dispatch, self._num_buckets)
         dealt = _in_order_of_need(layout, self._num_buckets).reshape(-1)
-        # What arrival chose was put in line, batch by batch, when it was sized.
+        # Samples of a chosen unit (`data.order: arrival`) got their encode batches when they were sized.
         limits = {} if unit.chosen else self._max_batch_patches
         order, ends = _concatenated(layout.bins.members, layout.bins.offsets, dealt)
         return StepPlan(
@@ -119,7 +122,7 @@ class StepPlanner:
         )
 
     def rules(self, unit: Unit) -> PackingRules:
-        """Return what the bins of a unit keep to."""
+        """Return the rules for the bins of a unit."""
         seed = self._seed * _UNITS_PER_SEED + unit.index
         return PackingRules(self._microbatch_tokens, self.cost, self._dp_size, seed)
 
@@ -140,7 +143,7 @@ class StepPlanner:
 
 
 def _belong_to(unit: Unit, positions: IntArray) -> bool:
-    """Whether positions, ascending, are among a unit's."""
+    """Whether all positions, which ascend, belong to the unit."""
     own = unit.positions
     if isinstance(own, range):
         return own.start <= positions[0] and positions[-1] < own.stop
@@ -150,11 +153,11 @@ def _belong_to(unit: Unit, positions: IntArray) -> bool:
 def _in_order_of_need(layout: Layout, num_buckets: int) -> IntArray:
     """Order the slots of a unit: bucket by bucket, and by position where the paper's buckets leave the choice.
 
-    Encode batches are cut along this order and leased in it, so whatever the order inside a unit, what runs first is
-    encoded first; sorting by position alone would buy nothing there and give up the steady pace of similar microbatches
-    that buckets are for (FlowTrain 3.4). Across units leases do follow positions, which keeps the pool free of
-    deadlock. A slot waits for its last position, so it sorts by that; a bucket goes where its first slot goes. The
-    members of a slot stay together: they are neighbours in cost, and only whole slots move.
+    Encode batches are cut and leased in this order, so in any order inside a unit the samples that run first are
+    encoded first. Sorting by position alone would gain nothing and lose the steady pace of similar microbatches, the
+    purpose of the buckets (FlowTrain 3.4). Across units, leases follow positions, which keeps the pool free of
+    deadlock. A slot waits for its last position, so it is sorted by that; a bucket is sorted by its first slot. The
+    members of a slot are neighbours in cost and stay together: only whole slots move.
     """
     if len(layout.slots) == 1:
         return layout.slots
@@ -166,7 +169,7 @@ def _in_order_of_need(layout: Layout, num_buckets: int) -> IntArray:
 def _needs(
     members: IntArray, offsets: IntArray, slots: IntArray, bucket: IntArray, num_buckets: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Return each slot's last sample, its bucket, and the first need of that bucket: keys of a sort, last first."""
+    """Return sort keys of the slots, the primary key last: last sample, bucket, smallest last sample of the bucket."""
     num_slots = len(slots)
     need, slot_bucket = np.zeros(num_slots, dtype=np.int64), np.full(num_slots, num_buckets, dtype=np.int64)
     bucket_need = np.full(num_buckets, len(members), dtype=np.int64)
@@ -174,14 +177,14 @@ def _needs(
         for bin_ in slots[slot]:
             if offsets[bin_ + 1] > offsets[bin_]:
                 need[slot] = max(need[slot], members[offsets[bin_ + 1] - 1])  # members of a bin ascend
-            slot_bucket[slot] = min(slot_bucket[slot], bucket[bin_])  # a mixed slot goes with its dearest
+            slot_bucket[slot] = min(slot_bucket[slot], bucket[bin_])  # a mixed slot belongs to its costliest bucket
         bucket_need[slot_bucket[slot]] = min(bucket_need[slot_bucket[slot]], need[slot])
     return need, slot_bucket, bucket_need[slot_bucket]
 
 
 @compiled
 def _concatenated(members: IntArray, offsets: IntArray, dealt: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the samples of the given bins one after another, and where each bin ends among them."""
+    """Return the samples of the given bins, concatenated, and where each bin ends."""
     order, ends = np.empty(len(members), dtype=np.int64), np.empty(len(dealt), dtype=np.int64)
     count = 0
     for place in range(len(dealt)):

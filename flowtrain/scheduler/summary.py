@@ -1,4 +1,4 @@
-"""Figures of a layout or a step plan: how even it is, how full, and how far from the best there could be."""
+"""Figures of a layout or a step plan: how even it is, how full, and how far from the lower bound."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flowtrain.types.plan import StepPlan
 
 
 def slot_costs(plan: StepPlan) -> FloatArray:
-    """Return the cost of what each rank runs in each slot; float64 ``[num_slots, dp_size]``."""
+    """Return the cost of each rank's microbatch in each slot; float64 ``[num_slots, dp_size]``."""
     return np.array(plan.costs).reshape(plan.num_slots, plan.dp_size)
 
 
 def step_imbalance(costs: FloatArray) -> float:
-    """Return ``max / mean - 1`` of the ranks' summed costs: how much dearer the dearest rank is, 0 if even.
+    """Return ``max / mean - 1`` of the ranks' summed costs, 0 if even.
 
-    costs: ``[num_slots, dp_size]``, also below.
+    costs: ``[num_slots, dp_size]``, as in the functions below.
     """
     totals = costs.sum(axis=0)
     mean = float(totals.mean())
@@ -31,13 +31,13 @@ def slot_imbalances(costs: FloatArray) -> FloatArray:
 
 
 def step_cost(costs: FloatArray) -> float:
-    """Return what a step costs when the ranks of a slot wait for each other: the sum of each slot's dearest."""
+    """Return the cost of a step whose ranks wait for each other in each slot: the sum of the slots' maxima."""
     return float(costs.max(axis=1).sum())
 
 
-def step_cost_bound(costs: FloatArray, dearest_sample: float) -> float:
-    """Return what no dealing of this much work goes below: an even share, or the dearest sample alone."""
-    return max(float(costs.sum()) / costs.shape[1], dearest_sample)
+def step_cost_bound(costs: FloatArray, costliest_sample: float) -> float:
+    """Return a lower bound of a step's cost for this work: the larger of an even share and the costliest sample."""
+    return max(float(costs.sum()) / costs.shape[1], costliest_sample)
 
 
 def dist_ratio(sizes: npt.NDArray[np.int64] | FloatArray) -> float:

@@ -1,4 +1,4 @@
-"""Whole allocations: what comes out, that it fits, and what is said where nothing does."""
+"""Whole allocations: the result, that it fits, and the error if nothing fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allocated(asked: Request, solver: str = "auto") -> Allocation:
 
 
 def check(asked: Request, found: Allocation) -> None:
-    """What holds for every allocation."""
+    """Check what holds for every allocation."""
     *encoders, backbone = found.modules
     assert backbone.name == "backbone" and {each.name.split("@")[0] for each in encoders} == set(asked.model.encoders)
     taken = dict.fromkeys(found.budget, 0)
@@ -91,7 +91,7 @@ def test_an_encoder_lies_on_one_type_of_devices_and_what_several_would_add_is_sa
 
 
 def test_the_papers_setting_is_planned() -> None:
-    """VLM-72B on 256 NPUs of 64 GB; tests/cli/test_plan.py has what is printed of it."""
+    """VLM-72B on 256 NPUs of 64 GB; tests/cli/test_plan.py checks its printed form."""
     file = read_model_file(MODELS / "vlm_72b.yaml")
     asked = request(cluster(**{"910b": 256}), file.model, file.workload)
     found = allocated(asked)
@@ -125,7 +125,7 @@ def refused(asked: Request) -> str:
 def test_missing_devices_are_counted_over_all_modules() -> None:
     model, data = several(("near", "wide", "dots"))
     message = refused(request(cluster(h200=3), model, data))  # the backbone takes two
-    assert message.endswith("the nearest that is feasible: 2 h200 more")
+    assert message.endswith("the nearest feasible choice: 2 h200 more")
     assert allocated(request(cluster(h200=5), model, data)).devices == 5
 
 
@@ -134,7 +134,7 @@ def test_a_backbone_that_needs_more_devices_says_how_many() -> None:
     asked = request(cluster(**{"910b": 8}), file.model, file.workload)
     message = refused(asked)
     assert message.startswith(
-        "backbone has no feasible configuration (on 8 910b: does not fit the device memory, the least"
+        "backbone has no feasible configuration (on 8 910b: does not fit the device memory, the smallest"
     )
     devices = int(message.split(" devices")[0].rsplit(" ", 1)[1])
     assert f"feasible with {devices} devices" in message
@@ -167,7 +167,7 @@ def test_recomputation_is_suggested_where_it_helps() -> None:
 def test_a_layer_that_fits_nowhere_is_said_to() -> None:
     huge = replace(MODEL.backbone, hidden_size=1 << 17, intermediate_size=1 << 19, num_layers=1)
     message = refused(request(cluster(a100=8), replace(MODEL, backbone=huge)))
-    assert "not even 16384 devices or full recomputation would do: take devices with more memory" in message
+    assert "not even 16384 devices or full recomputation are enough: take devices with more memory" in message
 
 
 def test_an_encoder_whose_batch_is_too_large_names_its_key() -> None:

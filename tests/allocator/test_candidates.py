@@ -43,7 +43,7 @@ def degrees_of(columns: CandidateColumns) -> list[Degrees]:
 def reason_against(
     degrees: tuple[int, int], count: int, kind: DeviceType, spec: TransformerSpec, batch: int, memory: int
 ) -> PruneReason | None:
-    """The rules once more, one configuration at a time."""
+    """The same rules, checked for one configuration at a time."""
     tp, pp = degrees
     if kind.devices_per_node % tp:
         return PruneReason.CROSSES_NODES
@@ -79,7 +79,7 @@ def test_the_backbones_configurations_are_all_that_keep_the_rules(
     feasible, pruned = [], Counter[PruneReason]()
     for devices in range(1, count + 1):
         for tp in range(1, min(num_heads, count) + 1):
-            # Tensor parallel degrees that are no good are left out before pipeline degrees beyond the layers are met.
+            # Infeasible tensor parallel degrees are left out before pipeline degrees above the number of layers.
             bad = reason_against((tp, 1), tp, kind, spec, 1, 1 << 40) in (PruneReason.CROSSES_NODES, PruneReason.HEADS)
             for pp in range(1, (min(num_layers, count) if bad else count) + 1):
                 if reason := reason_against((tp, pp), devices, kind, spec, batch, memory):

@@ -19,7 +19,7 @@ from tests.allocator.worlds import BACKBONE, cluster, request, roofline_surrogat
 from tests.pipeline.test_schedules import makespan
 
 SLOT_S = 3.0
-"""Forward 1 and backward 2, as ``makespan`` has it."""
+"""Forward 1 and backward 2, as in ``makespan``."""
 
 
 @given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 4))

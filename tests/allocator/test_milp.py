@@ -28,7 +28,7 @@ TYPES = ("fast", "slow")
 
 
 def devices_by_type(choice: Choice) -> dict[str, int]:
-    """How many devices of each type a choice takes."""
+    """Number of devices of each type in a choice."""
     taken: dict[str, int] = {}
     for candidate in (choice.consumer, *choice.producers.values()):
         taken[candidate.device_type] = taken.get(candidate.device_type, 0) + candidate.devices
@@ -45,7 +45,7 @@ def front_of(module: str, device_type: str, points: list[tuple[int, int]]) -> tu
 
 @st.composite
 def fronts(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Rising devices with rising rates: nothing of it is dominated, and ties between sums are frequent."""
+    """Rising devices with rising rates: no candidate is dominated, and ties between sums are frequent."""
     size = draw(st.integers(1, 6))
     devices = draw(st.sets(st.integers(1, MAX_DEVICES // 2), min_size=size, max_size=size))
     rates = draw(st.sets(st.integers(1, draw(st.sampled_from([12, 1000]))), min_size=size, max_size=size))
@@ -111,7 +111,7 @@ def test_the_optimum_is_brute_forces_in_all_three_levels(solver: str, problem: F
         return
     assert solution is not None and solution.solver == solver
     assert as_tuple(solution.levels) == pytest.approx(as_tuple(best), rel=1e-9, abs=ABSOLUTE)
-    # What is reported is what the chosen candidates are worth, and they fit.
+    # The reported values are those of the chosen candidates, and the candidates fit.
     assert levels(problem, solution.choice) == solution.levels
     assert all(taken <= problem.devices[each] for each, taken in devices_by_type(solution.choice).items())
 
@@ -196,7 +196,7 @@ def test_without_pareto_front_slower_would_win() -> None:
 
 
 def test_modalities_are_matched_by_their_share() -> None:
-    """A tenth of the samples has sound: one device that does 2 of those a second keeps up with 20."""
+    """A tenth of the samples has sound: one device that handles 2 of them per second is enough for 20 samples/s."""
     problem = FlowProblem(
         (
             Module("vision", "vision", front_of("vision", "fast", [(n, 5 * n) for n in range(1, 9)])),
@@ -210,7 +210,7 @@ def test_modalities_are_matched_by_their_share() -> None:
     assert solution is not None
     assert {name: each.devices for name, each in solution.choice.producers.items()} == {"vision": 4, "sound": 2}
     assert production(problem, solution.choice) == {"vision": 20.0, "sound": 32.0}
-    # 4 made where 2.5 are needed.
+    # 4 are produced, 2.5 are needed.
     assert solution.levels == Levels(20.0, 1.5, 22)
 
 
@@ -235,7 +235,7 @@ def test_gurobi_beyond_its_licence_is_a_clear_error_or_the_next_solver(monkeypat
         {"vision": 1.0},
         {"fast": 4},
     )
-    with pytest.raises(ConfigError, match=r"its licence here does not cover \d+ variables; take highs"):
+    with pytest.raises(ConfigError, match=r"its licence does not cover \d+ variables; take highs"):
         solve(problem, Solver("gurobi"))
     monkeypatch.setattr("flowtrain.allocator.program.solvers.installed_solvers", lambda: ("gurobi", "cbc"))
     solution = solve(problem, Solver())

@@ -50,7 +50,7 @@ def test_every_shipped_model_is_looked_at() -> None:
 
 @pytest.mark.parametrize("name", TABLE_1)
 def test_table_1_is_one_ratio_a_scale(name: str) -> None:
-    """Tokens/s over MFU is peak FLOP/s over FLOPs a token, whatever the method: the rows differ by rounding alone."""
+    """Tokens/s over MFU is peak FLOP/s over FLOPs per token for every method: the rows differ by rounding alone."""
     for mfu, throughput in TABLE_1[name]:
         # MFU is printed to 0.1 points, throughput to 1 token/s.
         assert throughput / mfu == pytest.approx(RATIOS[name], rel=0.05 / mfu + 0.5 / throughput + 0.001)

@@ -1,4 +1,4 @@
-"""Plans: from explicit degrees, through YAML and back, and what they take in all."""
+"""Plans: from explicit degrees, through YAML and back, and what they need in total."""
 
 from dataclasses import replace
 from typing import Any

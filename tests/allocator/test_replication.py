@@ -1,4 +1,4 @@
-"""Plain replication: what a whole model on every device would reach, and where uneven data costs it."""
+"""Plain replication: the rate of a whole model on every device, and the cost of uneven data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVEN = workload(
 
 
 def module_rates(asked: Request, dp: int) -> tuple[float, float]:
-    """Whole-data rates of so many encoders and of the backbone with that dp."""
+    """Whole-data rates of this many encoders, and of the backbone with this dp."""
     found = roofline_surrogate(asked)
     encoder = found.rate(Candidate("vision", "h200", Degrees(dp))) / asked.workload.share("vision")
     return encoder, found.rate(Candidate("backbone", "h200", Degrees(dp)))
@@ -53,7 +53,7 @@ def test_uneven_data_makes_replicas_wait() -> None:
     light_s = 8 * (flops.backbone + flops.connector)[1] / (flops.backbone + flops.connector).mean() / backbone
     heavy = np.random.default_rng(7).binomial(32, 0.5, (4000, 8))
     shares = heavy * heavy_s + (32 - heavy) * light_s
-    # The step's own parts (optimizer) are in the backbone's rate here, so closely is not exactly.
+    # The step's own parts (optimizer) are in the backbone's rate here, so the rates are close but not equal.
     assert found.imbalance == pytest.approx(shares.max(axis=1).mean() / shares.mean() - 1.0, rel=0.05)
     assert replicate(asked, roofline_surrogate(asked)) == found
 

@@ -1,4 +1,4 @@
-"""One device for all: times add up, and memory must hold all of them."""
+"""One device for all modules: their times add up, and its memory must hold all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted rates: limits that are known by hand, and how they must move when one thing changes."""
+"""Predicted rates: limits computed by hand, and the direction of change when one thing changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def backbone(dp: int = 1, pp: int = 1, tp: int = 1, rate: float = float("nan")) 
 
 
 def test_without_losses_one_device_reaches_its_peak() -> None:
-    """All FLOPs over the peak is the time, but for the optimizer's memory traffic."""
+    """The time is all FLOPs over the peak, except for the optimizer's memory traffic."""
     found = surrogate(replace(SETUP, activation_checkpointing="none"), ENDLESS)
     step = found.step_time(backbone())
     flops = workload().flops(MODEL)
@@ -61,10 +61,10 @@ def test_full_recomputation_costs_a_third_more() -> None:
 
 
 def test_pipeline_fill_is_that_of_1f1b() -> None:
-    """(pp - 1) of (m + pp - 1) slots; FlowTrain's batch of 256 makes m whole microbatches a replica."""
+    """(pp - 1) of (m + pp - 1) slots; FlowTrain's batch of 256 gives m whole microbatches per replica."""
     step = surrogate(links=ENDLESS).step_time(backbone(dp=2, pp=4))
     m = int(step.num_microbatches[0])
-    # 1,280 tokens a sample on average, 128 samples a replica, 8,192 * 0.97 a microbatch
+    # 1,280 tokens per sample on average, 128 samples per replica, 8,192 * 0.97 per microbatch
     assert m == int(np.ceil(1280 * 128 / (8192 * 0.97)))
     busy = step.computing + step.transfers + step.gathering
     assert step.fill / (busy + step.fill) == pytest.approx(3 / (m + 3))
@@ -72,7 +72,7 @@ def test_pipeline_fill_is_that_of_1f1b() -> None:
 
 @pytest.mark.parametrize("pp", [2, 3, 5, 16, 17, 31, 32])
 def test_the_slowest_stage_sets_the_pace(pp: int) -> None:
-    """Ends have connector or head beside their layers, uneven pipelines one layer more in some stages."""
+    """The ends have connector or head in addition to layers; uneven pipelines have one more layer in some stages."""
     step, data = surrogate(links=ENDLESS).step_time(backbone(pp=pp)), workload()
     times = Roofline(replace(data_sheet_device_type("h200", 1), links=ENDLESS), MODEL, data, SETUP, PERFECT)
     tokens = np.array([256 * 1280 / step.num_microbatches[0]])
@@ -95,7 +95,7 @@ def test_tensor_parallel_communication_is_four_reductions_a_layer() -> None:
 def test_more_devices_are_never_more_than_proportionally_faster(dp: int, pp: int, tp: int) -> None:
     found = surrogate(replace(SETUP, optimizer="sgd"))
     alone, many = found.rate(backbone()), found.rate(backbone(dp, pp, tp))
-    # Fewer tokens a microbatch cost nothing here, so whole microbatches are compared with fuller ones.
+    # Fewer tokens per microbatch cost nothing here, so whole microbatches are compared with fuller ones.
     assert 0.0 < many <= alone * dp * pp * tp * 1.01
 
 
@@ -130,7 +130,7 @@ def test_a_slow_network_hurts_only_what_crosses_nodes() -> None:
 
 
 def test_memory_falls_with_dp_and_recomputation() -> None:
-    """What the search for the least dp that fits relies on."""
+    """The search for the smallest dp that fits relies on this."""
     data = workload()
     for pp, tp in ((1, 1), (3, 2), (8, 8)):
         peaks = [backbone_peak_nbytes(MODEL, data, SETUP, Degrees(dp, pp, tp)) for dp in (1, 2, 4, 8, 64, 256)]

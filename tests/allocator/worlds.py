@@ -67,7 +67,7 @@ def request(
 
 
 def with_memory(asked: Request, nbytes: int) -> Request:
-    """The same on devices that have so much for a module."""
+    """The same on devices with this much memory for a module."""
     types = tuple(replace(each, memory_nbytes=nbytes) for each in asked.cluster.device_types)
     return replace(asked, budget=MemoryBudget(usable=1.0), cluster=Cluster(types))
 

@@ -182,7 +182,7 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
         ((*PAPER, "--nodes", "30"), "take 240 or 270 devices"),
         ((*PAPER[:1], "--devices", "3", "--nodes", "8"), "take 8 devices"),
         (PAPER[:1], "model file vlm_72b has no degrees of its own; give --devices or --nodes"),
-        ((*PAPER[:1], "--devices", "8", "--device", "910b"), "does not fit the device memory, the least that any"),
+        ((*PAPER[:1], "--devices", "8", "--device", "910b"), "does not fit the device memory, the smallest needs"),
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "feasible with "),
         ((*PAPER, "scheduler.microbatch_tokens=4096"), "is larger than scheduler.microbatch_tokens (4096)"),
         (

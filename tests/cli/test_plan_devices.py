@@ -168,7 +168,7 @@ def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
         (("--device", "l4=1", "--device", "a100=1"), "feasible with 2 l4 and 2 a100"),
         (
             ("--device", "h200=1", "--device", "l4=1", "encoders.vision.max_batch_patches=1000000"),
-            "(1 h200, 1 l4) hold each module alone but not all of them together; the nearest that is feasible: 1 h200",
+            "(1 h200, 1 l4) hold each module alone but not all of them together; the nearest feasible choice: 1 h200",
         ),
         (("--device", "h200=2000000"), "ask for 2000000 devices; plan at most 1048576"),
         (

@@ -1,4 +1,4 @@
-"""Device types by data sheet: what is not known is refused."""
+"""Device types by data sheet: unknown devices are refused."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_unknown_encoders_are_refused() -> None:
 def flops_of(
     spec: ModelSpec, rows: int = 0, freeze: tuple[str, ...] = (), images: dict[str, tuple[int, int]] | None = None
 ) -> SampleFlops:
-    """Of one sample; images: by encoder, how many and their patches."""
+    """FLOPs of one sample; images: by encoder, number of images and of patches."""
     one = column([1])
     return sample_flops(
         spec,
@@ -206,7 +206,7 @@ def flops_of(
 
 
 def encoder_flops(spec: VisionSpec, num_images: int, num_patches: int) -> float:
-    """Of one tower over images as even as may be."""
+    """FLOPs of one tower over images of sizes as even as possible."""
     model = ModelSpec({"tower": spec}, MODEL.connector, MODEL.backbone)
     return float(flops_of(model, images={"tower": (num_images, num_patches)}).encoders[0])
 
@@ -216,5 +216,5 @@ def column(values: list[int]) -> np.ndarray:
 
 
 def split(num_images: int, num_patches: int) -> list[int]:
-    """Patches of a sample's images, as even as may be."""
+    """Patches of a sample's images, as even as possible."""
     return [num_patches // num_images + (k < num_patches % num_images) for k in range(num_images)]

@@ -57,9 +57,9 @@ STRATEGIES = {
 
 
 class LiveStorages(TorchDispatchMode):
-    """Knows what operators made inside, and how much of it is alive.
+    """Records the tensors that operators produce inside, and the bytes of them that are alive.
 
-    Not by hooks on saved tensors alone: what checkpointed layers keep goes past them.
+    Hooks on saved tensors are not enough: they do not see what checkpointed layers keep.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def nbytes(self, module: torch.nn.Module) -> int:
-        """Bytes alive now that are no part of the module."""
+        """Bytes alive now that do not belong to the module."""
         gc.collect()
         own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         return sum(nbytes for pointer, (ref, nbytes) in self._made.items() if not ref.expired() and pointer not in own)
@@ -111,7 +111,7 @@ def forward(module: Backbone, memory: MemoryStrategy, hidden: torch.Tensor | Non
 
 
 def kept_nbytes(module: Backbone, memory: MemoryStrategy, dtype: torch.dtype) -> int:
-    """What a forward leaves behind, batch included."""
+    """Bytes that stay alive after a forward, with the batch."""
     live = LiveStorages()
     with live:
         hidden = None
@@ -154,7 +154,7 @@ def test_pipeline_stages_keep_what_they_pass_on(layers: range, dtype: torch.dtyp
 
 @pytest.mark.parametrize("family", ["Qwen3", "Llama"])
 def test_a_layer_is_what_autograd_saves_for_it(family: str) -> None:
-    """By torch's hooks: storages saved by four layers less those saved by three."""
+    """By torch's hooks: storages saved by four layers minus those saved by three."""
     saved = []
     for layers in (range(0, 3), range(0, 4)):
         storages: dict[int, torch.UntypedStorage] = {}

@@ -1,4 +1,4 @@
-"""Measured profiles: read back unchanged, refused where stale or foreign, interpolated between what was measured."""
+"""Measured profiles: read back unchanged, refused if stale or foreign, interpolated between measured values."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_samples_go_in_batches_of_the_configured_size() -> None:
 def test_degrees_that_were_not_measured_come_from_the_nearest_and_the_links() -> None:
     tokens, found = np.array([4096.0]), times()
     assert found.layer_s(tokens, 2).tolist() == pytest.approx([0.02])
-    # Six reductions of 4,096 bf16 numbers a token: a ring moves 2 * (tp - 1) / tp of them.
+    # Six reductions of 4,096 bf16 numbers per token: a ring moves 2 * (tp - 1) / tp of them.
     reduced = 2 * 6 * 4096 * 4096 / 1e11
     expected = (0.02 - reduced * 1.0) / 4 + reduced * 2 * 7 / 8
     assert found.layer_s(tokens, 8).tolist() == pytest.approx([expected])

@@ -1,4 +1,4 @@
-"""Profiles of a loaded machine are warned of; those of an idle one are not."""
+"""Profiles of a loaded machine give warnings; those of an idle one do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def profile() -> Profile:
         versions={},
         layers={1: lengths(4, 8, 12)},
         heads={1: lengths(6, 12, 18)},
-        connectors={1: lengths(1e-6, 0.5, 0.2)},  # too small to be told from noise
+        connectors={1: lengths(1e-6, 0.5, 0.2)},  # too small to differ from noise
         encoders={"vision": {1: ImageTable((16, 49), (1, 8), ((0.01, 0.05), (0.03, 0.2)))}},
         images={"vision": ImageCosts(decode_s=0.005, batch_s=0.0)},
         steps=StepCosts(step_s=0.0, microbatch_s=0.0, parameter_s=0.0),

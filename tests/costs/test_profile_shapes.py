@@ -1,4 +1,4 @@
-"""What a profile measures: packed lengths that are full to the token, of the data's samples, and batches of images."""
+"""What a profile measures: exact packed lengths, from the data's samples, and batches of images."""
 
 from __future__ import annotations
 

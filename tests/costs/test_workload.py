@@ -1,4 +1,4 @@
-"""Samples that no run can have are refused."""
+"""Impossible samples are refused."""
 
 from __future__ import annotations
 

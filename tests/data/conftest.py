@@ -32,7 +32,7 @@ SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), ("texts", pa.list_(TEXT_TY
 
 
 class StubFamily:
-    """Images of w x h pixels have w*h // 16 patches, w // 4 rows and h // 4 tokens, so that no two numbers agree."""
+    """Images of w x h pixels have w*h // 16 patches, w // 4 rows and h // 4 tokens, so that all numbers differ."""
 
     encoder_names = ("vision",)
 
@@ -70,7 +70,7 @@ def _byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[[str | None], PreTrainedTokenizerFast]:
-    """Build a tokenizer that makes every byte a token, with this chat template."""
+    """Build a tokenizer with one token per byte and this chat template."""
     return _byte_tokenizer
 
 
@@ -96,7 +96,7 @@ def encoded_image() -> Callable[..., bytes]:
 
 @pytest.fixture(scope="session")
 def write_parquet() -> Callable[..., Path]:
-    """Write rows of {images, texts} with ``rows_per_group`` rows a row group."""
+    """Write rows of {images, texts} with ``rows_per_group`` rows per row group."""
 
     def write(
         path: Path, rows: Sequence[dict[str, Any]], rows_per_group: int = 3, schema: pa.Schema | None = None
@@ -109,7 +109,7 @@ def write_parquet() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def write_json() -> Callable[[Path, list[Any]], Path]:
-    """Write records as an array, or as lines where the name ends in ``l``."""
+    """Write records as an array, or as lines if the name ends in ``l``."""
 
     def write(path: Path, records: list[Any]) -> Path:
         lines = "\n".join(json.dumps(record) for record in records)

@@ -15,7 +15,7 @@ from flowtrain.types.samples import RejectReason
 
 MakeTokenizer = Callable[[str | None], PreTrainedTokenizerFast]
 TURNS = (Turn("user", "<image>\nWhat?"), Turn("assistant", "Grüße 猫"), Turn("user", "More"), Turn("assistant", "ok"))
-# As Qwen3 does: what the assistant thought is only kept in its last turn.
+# As Qwen3 does: the assistant's thoughts are only kept in its last turn.
 FORGETFUL = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
@@ -165,5 +165,5 @@ def test_templates_that_cannot_give_exact_labels(
 
 
 def test_a_tokenizer_without_the_image_token(byte_tokenizer: MakeTokenizer, chatml: str) -> None:
-    with pytest.raises(ConfigError, match=r"model.image_token: '<picture>' is no added token"):
+    with pytest.raises(ConfigError, match=r"model.image_token: '<picture>' is not an added token"):
         ConversationEncoder(byte_tokenizer(chatml), image_token="<picture>")

@@ -29,7 +29,7 @@ def make_feed(
     write_parquet: Callable[..., Path],
     encoded_image: Callable[..., bytes],
 ) -> Callable[..., Feed]:
-    """Make a feed over two sources of 10 and 6 rows and an evaluation source of 5; rows in ``bad`` are corrupt."""
+    """Build a feed over two sources of 10 and 6 rows and an evaluation source of 5; rows in ``bad`` are corrupt."""
 
     def rows(count: int, letter: str, bad: set[int]) -> list[dict[str, Any]]:
         image = [{"bytes": encoded_image(16, 16), "path": None}]
@@ -129,7 +129,7 @@ def test_a_lost_text_part_is_made_again(make_feed: Callable[..., Feed]) -> None:
 
 
 def test_a_unit_out_of_order_is_a_mistake(make_feed: Callable[..., Feed]) -> None:
-    with pytest.raises(AssertionError, match="starts at position 4, the sampler stands at 0"):
+    with pytest.raises(AssertionError, match="starts at position 4, but the sampler was at 0"):
         make_feed().next_unit(Unit(1, UnitKind.TRAIN, 2, 4, 4))
 
 

@@ -19,7 +19,7 @@ Encode = Callable[..., bytes]
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG whose header promises width x height pixels and whose data is a few bytes."""
+    """A PNG whose header states width x height pixels and whose data is a few bytes."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))

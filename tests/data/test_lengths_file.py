@@ -85,7 +85,7 @@ def test_a_file_that_is_missing_or_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.csv: cannot be read: No such file or directory"):
         LengthsFile.read(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match="it is no CSV in UTF-8"):
+    with pytest.raises(ConfigError, match="it is not a CSV in UTF-8"):
         LengthsFile.read(tmp_path / "binary.csv")
 
 

@@ -51,7 +51,7 @@ def test_the_image_root(tmp_path: Path, write_json: WriteJson) -> None:
 
 
 def test_json_lines_with_blank_lines_and_wide_characters(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"  # lines, whatever the ending says
+    file = tmp_path / "x.json"  # lines, despite the ending
     line = '{"conversations": [{"from": "human", "value": "%s"}, {"from": "gpt", "value": "été"}]}'
     file.write_text("\n\n" + line % "猫" + "\n  \n" + line % "犬", encoding="utf-8")
     source = LlavaSource(file, "s")
@@ -96,7 +96,7 @@ def test_a_broken_line_is_one_bad_sample(tmp_path: Path) -> None:
         source.read(1)
 
 
-@pytest.mark.parametrize(("content", "said"), [("[1, ", "no valid JSON"), ("", "found b''"), ("id,image\n", "b'i'")])
+@pytest.mark.parametrize(("content", "said"), [("[1, ", "not valid JSON"), ("", "found b''"), ("id,image\n", "b'i'")])
 def test_files_that_are_not_llava(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(content)

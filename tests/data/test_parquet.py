@@ -138,7 +138,7 @@ def test_no_parquet_inside(tmp_path: Path) -> None:
 
 def test_the_cache_keeps_row_groups_within_its_bytes(tmp_path: Path, write_parquet: Write) -> None:
     rows = [{"images": [{"bytes": bytes([i]) * 1000, "path": None}], "texts": TEXTS} for i in range(30)]
-    cache = RowGroupCache(max_nbytes=12_000)  # row groups of 3 rows take somewhat more than 3,000 bytes
+    cache = RowGroupCache(max_nbytes=12_000)  # row groups of 3 rows have a little more than 3,000 bytes
     sources = [ParquetSource(write_parquet(tmp_path / f"{n}.parquet", rows), "s", cache=cache) for n in "ab"]
     for row in [0, 29, 15, 3, 28, 0, 7, 21]:
         for source in sources:

@@ -112,7 +112,7 @@ def test_shares_are_exact_within_one_sample_at_every_position(
 
 
 def test_many_unequal_sources_stay_within_one_sample() -> None:
-    # The largest deficit alone would let small sources fall behind here.
+    # With the largest deficit alone, small sources would get too few samples here.
     weights = [100.0, 50.0, *([1.0] * 30)]
     counts = [0] * len(weights)
     for number, ref in enumerate(Sampler([10] * len(weights), weights, seed=0).take(2000), start=1):

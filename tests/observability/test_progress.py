@@ -7,7 +7,7 @@ from flowtrain.observability.progress import ProgressDisplay, ProgressState
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -17,7 +17,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports that it is a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -37,7 +37,7 @@ def test_a_run_that_is_there_is_refused_with_the_ways_out(config: RunConfig) -> 
     with pytest.raises(ConfigError) as caught:
         open_run_dir(config, resume=False)
     assert str(caught.value) == (
-        f"{root} already holds a run; continue it with --resume, give this one another name (name=quickstart-2), "
+        f"{root} already holds a run; continue it with --resume, give this run another name (name=quickstart-2), "
         "or remove the directory"
     )
     assert (root / "config.yaml").stat().st_mtime_ns == before
@@ -68,7 +68,7 @@ def test_a_file_in_the_way_and_a_directory_that_is_no_run(config: RunConfig, tmp
     with pytest.raises(ConfigError, match=r"quickstart is a file; the run's directory goes there"):
         open_run_dir(config, resume=True)
     within = config.model_copy(update={"runs_dir": str(tmp_path / "runs" / "quickstart" / "deep")})
-    with pytest.raises(ConfigError, match=r"runs_dir \(.*deep\): no directory can be made in .*quickstart; choose"):
+    with pytest.raises(ConfigError, match=r"runs_dir \(.*deep\): no directory can be created in .*quickstart; choose"):
         check_run_dir(within, resume=False)
     with pytest.raises(ConfigError, match=r"not a run's directory \(it has no config.yaml\)"):
         RunDir(tmp_path).load_config()

@@ -42,5 +42,5 @@ def parse_action(line: str) -> Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """One action a line; empty lines are skipped."""
+    """One action per line; empty lines are skipped."""
     return tuple(parse_action(line.strip()) for line in text.splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""Random legal schedules: any order in which all can run, stages placed and microbatches cut at will."""
+"""Random legal schedules: any order in which all ranks can run, with random stage placement and microbatch cuts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def random_schedule(
 ) -> Schedule:
     """Lists of a random order that can run.
 
-    ranks: of every stage. num_parts: into how many sub-microbatches each microbatch is cut before ``join_stage``, from
-    which on it runs whole; 1 leaves it whole.
+    ranks: rank of every stage. num_parts: number of sub-microbatches of each microbatch before ``join_stage``; from
+    that stage on it runs whole. 1: it is always whole.
     """
     pp_size = max(ranks) + 1
     orders: list[list[Action]] = [[] for _ in range(pp_size)]
@@ -57,7 +57,7 @@ def random_schedule(
 
 
 def shuffle_legally(random: Random, lists: Schedule, num_microbatches: int, num_tries: int) -> Schedule:
-    """Exchange neighbours in training lists at random, keeping what the validator lets pass."""
+    """Exchange neighbours in training lists at random, keeping the exchanges that the validator accepts."""
     for _ in range(num_tries):
         rank = random.randrange(len(lists))
         actions = list(lists[rank])
@@ -77,7 +77,7 @@ def shuffle_legally(random: Random, lists: Schedule, num_microbatches: int, num_
 def _computations(
     random: Random, ranks: Sequence[int], num_parts: Sequence[int], join_stage: int, training: bool, pp_size: int
 ) -> dict[Action, set[tuple[ActionKind, int, int, int | None]]]:
-    """Every computation with those that it needs."""
+    """Every computation with the computations that it needs."""
     forward, backward = ActionKind.FORWARD_STAGE, ActionKind.BACKWARD_STAGE
 
     def parts(stage: int, k: int) -> list[int | None]:

@@ -1,8 +1,8 @@
 """A pipeline of scalar stages over threads, exact in integers, on a transport that buffers nothing.
 
 Stage s computes ``y = w_s * x + s`` for each number of a microbatch; the loss is half the sum of squares. The transport
-does what the validator promises to allow for, by itself: transfers between two ranks match by order alone, a rank's
-groups of launches run one after the other, and a wait lasts until all of its group have ended.
+has the restrictions that the validator assumes: transfers between two ranks match by order alone, a rank's groups of
+launches run one after the other, and a wait lasts until its whole group has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HangError(Exception):
 
 
 class Wires:
-    """What connects the ranks; it breaks, so that nobody waits on, when a rank fails or no rank can go on."""
+    """Connects the ranks; it breaks when a rank fails or no rank can continue, so that no rank waits forever."""
 
     def __init__(self, num_ranks: int) -> None:
         self._changed = threading.Condition()
@@ -121,7 +121,7 @@ class ScalarRuntime:
 
     def __init__(self, rank: int, wires: Wires, weights: Sequence[int], num_parts: Sequence[int]) -> None:
         self._rank, self._wires, self._weights, self._num_parts = rank, wires, weights, num_parts
-        self._values: dict[tuple[Payload, int, int, int | None], Numbers] = {}  # by the stage that made them
+        self._values: dict[tuple[Payload, int, int, int | None], Numbers] = {}  # by the stage that produced them
         self._inputs: dict[tuple[int, int, int | None], Numbers] = {}
         self._launched: dict[Action, _End] = {}
         self.gradients: dict[int, int] = {}
@@ -175,7 +175,7 @@ class ScalarRuntime:
         return not (self._launched or self._inputs)
 
     def _take(self, payload: Payload, maker: int, k: int, part: int | None) -> Numbers:
-        """What a stage made, as the whole or the part that is asked for."""
+        """The result of a stage, as the requested whole or part."""
         key = (payload, maker, k, part)
         if key in self._values:
             return self._values.pop(key)
@@ -187,7 +187,7 @@ class ScalarRuntime:
 
 
 def cut(numbers: Numbers, num_parts: int) -> list[Numbers]:
-    """Into neighbouring parts, the first ones longer."""
+    """Split into neighbouring parts, the first ones longer."""
     size, num_longer = divmod(len(numbers), num_parts)
     starts = [index * size + min(index, num_longer) for index in range(num_parts + 1)]
     return [numbers[start:end] for start, end in pairwise(starts)]
@@ -199,7 +199,7 @@ def pipeline_gradients(
     microbatches: Sequence[Numbers],
     num_parts: Sequence[int] | None = None,
 ) -> list[int]:
-    """The gradient of every weight by the executors of all ranks; raises HangError where they hang."""
+    """The gradient of every weight by the executors of all ranks; raises HangError if they hang."""
     wires = Wires(len(lists))
     num_parts = num_parts or [1] * len(microbatches)
     runtimes = [ScalarRuntime(rank, wires, weights, num_parts) for rank in range(len(lists))]

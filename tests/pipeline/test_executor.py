@@ -1,4 +1,4 @@
-"""The executor: what it calls when, and that every valid list computes the plain gradients, over threads."""
+"""The executor: the order of its calls, and that every valid list computes the plain gradients, over threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recorder:
 
     def next_microbatch(self, k: int) -> str:
         self.log.append(f"ask {k}")
-        return "abc"[-k - 1]  # some other order than the list's, as when arrival decides
+        return "abc"[-k - 1]  # another order than the list's, as with `data.order: arrival`
 
     def release(self, microbatch: str) -> None:
         self.log.append(f"release {microbatch}")
@@ -99,7 +99,7 @@ def test_schedules_compute_the_plain_gradients(name, pp_size, num_microbatches):
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
 def test_any_legal_order_computes_the_plain_gradients(random, pp_size, chunks_per_rank, num_microbatches):
-    """With stages placed at will, and microbatches cut into parts that join at some stage."""
+    """With stages on random ranks, and microbatches cut into parts that join at some stage."""
     ranks = stage_ranks(pp_size, chunks_per_rank, random)
     parts = [random.randint(1, 3) for _ in range(num_microbatches)]
     lists = random_schedule(random, ranks, parts, join_stage=random.randint(0, len(ranks)))
@@ -140,10 +140,10 @@ def test_a_schedule_is_built_and_checked_once(monkeypatch):
 
 
 def test_a_schedule_that_does_not_validate_is_not_given_out(monkeypatch):
-    checked_schedule.cache_clear()  # other tests of this process ask for the same schedule
+    checked_schedule.cache_clear()  # other tests of this process use the same schedule
     lists = one_f_one_b(2, 3)
     monkeypatch.setattr("flowtrain.pipeline.executor.build_schedule", lambda *_, **__: (lists[0], lists[1][:-1]))
-    with pytest.raises(ScheduleError, match="without its wait_isend"):
+    with pytest.raises(ScheduleError, match="has no wait_isend"):
         checked_schedule("1f1b", pp_size=2, num_microbatches=3, training=True)
 
 

@@ -1,4 +1,4 @@
-"""Lists changed at random: refused, or they compute the same; nothing hangs that passes, and what is said to, does."""
+"""Randomly changed lists: those that pass compute the same and do not hang; those refused for a circle do hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def duplicate(random: Random, lists: Lists) -> bool:
 
 
 def retarget(random: Random, lists: Lists) -> bool:
-    """A transfer with another peer, there or not."""
+    """A transfer with another peer, which may not exist."""
     place = pick(random, lists, lambda action: not action.kind.is_compute)
     if place is None:
         return False
@@ -115,7 +115,7 @@ def test_a_list_in_another_order_is_refused_or_computes_the_same(random, pp_size
 def test_transfers_at_other_times_compute_the_same_or_hang_where_a_circle_is_found(
     random, pp_size, chunks, num_microbatches, num_swaps
 ):
-    """Each rank's list is right by itself; what can go wrong is between the ranks."""
+    """Each rank's list is right alone; only the combination of ranks can be wrong."""
     lists = [list(actions) for actions in one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)]
     for _ in range(num_swaps):
         actions = random.choice(lists)

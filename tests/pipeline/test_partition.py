@@ -1,4 +1,4 @@
-"""Which layers stages and ranks get."""
+"""The layers of stages and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1F1B, plain and interleaved: legal at every size, within their memory, and with the bubble they promise."""
+"""1F1B, plain and interleaved: legal at every size, within their memory, and with the stated bubble."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_orders_that_wait_in_a_circle_are_refused():
 
 
 def test_random_schedules_differ_from_each_other():
-    """So that the tests above mean something."""
+    """Without this, the tests above would prove nothing."""
     seen = {random_schedule(Random(seed), stage_ranks(2, 2), [1, 2, 1], join_stage=2) for seed in range(8)}
     assert len(seen) == 8
 

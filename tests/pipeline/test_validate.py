@@ -1,4 +1,4 @@
-"""What the validator refuses, and how its errors read."""
+"""What the validator refuses, and the text of its errors."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_smallest_lists_are_valid():
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ("F s0 m0 keep", SECOND, "F s0 m0 keep is without its isend, with rank 1"),
-        (FIRST.replace("wait_isend s0 m0 activation ->1", ""), SECOND, "is without its wait_isend"),
-        (FIRST, "irecv s1 m0 activation <-0\nF s1 m0 keep", "without its wait_irecv, with rank 0"),
-        (FIRST, "wait_irecv s1 m0 activation <-0\nF s1 m0 keep", "without its irecv, with rank 0"),
-        (FIRST, "F s1 m0 keep", "without its irecv"),
-        (FIRST, "", "rank 0: isend s0 m0 activation ->1 transfers what no other rank needs"),
+        ("F s0 m0 keep", SECOND, "F s0 m0 keep has no isend; the other end is on rank 1"),
+        (FIRST.replace("wait_isend s0 m0 activation ->1", ""), SECOND, "has no wait_isend"),
+        (FIRST, "irecv s1 m0 activation <-0\nF s1 m0 keep", "has no wait_irecv; the other end is on rank 0"),
+        (FIRST, "wait_irecv s1 m0 activation <-0\nF s1 m0 keep", "has no irecv; the other end is on rank 0"),
+        (FIRST, "F s1 m0 keep", "has no irecv"),
+        (FIRST, "", "rank 0: isend s0 m0 activation ->1 is not needed by another rank"),
         (FIRST, SECOND.replace("F s1 m0 keep", ""), "stage 1 of the backbone does not run microbatch 0"),
         (FIRST, f"F s1 m0 keep\n{SECOND}", "F s1 m0 keep runs twice"),
         (FIRST, f"{SECOND}\nwait_irecv s1 m0 activation <-0", "has wait_irecv s1 m0 activation <-0 twice"),
@@ -213,7 +213,7 @@ def test_the_grid_shows_the_lists_around_the_action():
     lists = [list(actions) for actions in one_f_one_b(2, 3)]
     del lists[0][[str(action) for action in lists[0]].index("wait_irecv s0 m1 gradient <-1")]
     why, *rows, legend = refusal(lists, 3, training=True).splitlines()
-    assert why == "rank 0: irecv s0 m1 gradient <-1 is without its wait_irecv, with rank 1"
+    assert why == "rank 0: irecv s0 m1 gradient <-1 has no wait_irecv; the other end is on rank 1"
     assert rows == [
         "  rank 0 ...  wA1>1   A2>1  [G1<1] [B1]     G2<1   wG2<1  ...",
         "  rank 1 ...  F1      A2<0   B1     wG0>0   G1>0   wA2<0   F2   B2   wG1>0  ...",

@@ -1,4 +1,4 @@
-"""What the packing tests share: problems drawn by hypothesis, and the best that any method could do on small ones."""
+"""Shared by the packing tests: problems drawn by hypothesis, and the optimum of small ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.types.plan import CostModel
 
 PROFILE = CostModel("profile", per_token=3.0, per_longest=0.5, per_square=0.25, constant=40.0)
-"""All four coefficients; sums of them are exact in floating point, so that ties are ties."""
+"""All four coefficients; sums of them are exact in floating point, so that equal costs compare as equal."""
 COSTS = {
     "eq3": eq3,
     "tokens": tokens,
@@ -25,7 +25,7 @@ def packing_problems(
     draw: st.DrawFn, max_capacity: int = 40, max_samples: int = 60, costs: Sequence[str] = tuple(COSTS)
 ) -> tuple[Lengths, PackingRules]:
     capacity = draw(st.integers(1, max_capacity))
-    longest = draw(st.integers(1, capacity))  # else short samples alone would be rare
+    longest = draw(st.integers(1, capacity))  # otherwise problems with only short samples would be rare
     samples = st.lists(st.tuples(st.integers(1, longest), st.integers(0, 6)), max_size=max_samples)
     drawn = draw(samples)
     rules = PackingRules(
@@ -35,7 +35,7 @@ def packing_problems(
 
 
 def optimum(lengths: Sequence[int], capacity: int, cost: CostModel, max_bins: int) -> tuple[int, float]:
-    """Return the fewest bins, and the least that the dearest of at most ``max_bins`` bins can cost, by trying all."""
+    """Return the fewest bins, and the lowest cost of the costliest of at most ``max_bins`` bins, by trying all."""
     ordered = sorted(lengths, reverse=True)
     fewest, least = len(ordered), float("inf")
     bins: list[list[int]] = []

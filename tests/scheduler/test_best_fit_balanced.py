@@ -1,4 +1,4 @@
-"""The default method: even bins, no dearer step than the paper's where bins are uneven, a start that cannot fail."""
+"""The default method: even bins, a step that is never costlier than the paper's, a start that cannot fail."""
 
 import itertools
 
@@ -24,9 +24,9 @@ COSTS = {
     "constant": CostModel("constant", per_token=0.0, constant=2.0),
 }
 STUCK = [27, 27, 13, 13, 11, 9, 9, 9]
-"""Dealing gets stuck where best fit does not."""
+"""Dealing gets stuck here, but best fit does not."""
 BETTER_AS_THEY_COME = [22, 38, 10, 40, 7, 5, 16, 19]
-"""Four bins for best fit as they come, five for the longest first."""
+"""Best fit needs four bins in the given order, and five with the longest first."""
 length_lists = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)
 
 
@@ -56,17 +56,17 @@ def test_bins_hold_everything_and_need_no_more_slots_than_best_fit(cost: str, si
 @settings(deadline=None)
 @given(sizes=length_lists, dp_size=st.integers(1, 4))
 @example(sizes=BETTER_AS_THEY_COME, dp_size=4)
-def test_a_step_is_never_dearer_than_the_papers(cost: str, sizes: list[int], dp_size: int) -> None:
+def test_a_step_is_never_costlier_than_the_papers(cost: str, sizes: list[int], dp_size: int) -> None:
     lengths, rules = Lengths.of(sizes), PackingRules(CAPACITY, COSTS[cost], dp_size)
     ours = lay_out(lengths, rules, "best_fit_balanced", "lpt", 4)
     papers = lay_out(lengths, rules, "best_fit", "zigzag", 4)
     total = ours.slot_costs.sum()
-    # Below one per cent over an even share of its own cost, nothing else is tried.
+    # Up to one per cent above an even share of its cost, nothing else is tried.
     assert step_cost(ours.slot_costs) <= max(step_cost(papers.slot_costs) * (1 + 1e-9), 1.01 * total / dp_size)
 
 
 def optimal_step_cost(sizes: list[int], cost: CostModel, num_slots: int, dp_size: int) -> float:
-    """Try every way to put the samples into the bins of so many slots, none empty unless samples are too few."""
+    """Try every way to put the samples into the bins of ``num_slots`` slots, none empty unless samples are too few."""
     best, num_bins = np.inf, num_slots * dp_size
     for assignment in itertools.product(range(num_bins), repeat=len(sizes)):
         bins = [[s for s, b in zip(sizes, assignment, strict=True) if b == number] for number in range(num_bins)]

@@ -94,7 +94,7 @@ def test_no_coefficient_is_negative_and_nothing_beats_the_fit(
 
 
 def test_what_would_be_negative_is_zero() -> None:
-    """Less time for longer sub-sequences cannot be a cost: the linear term alone is kept."""
+    """A cost cannot fall with longer sub-sequences: only the linear term is kept."""
     drawn = microbatches(200, 3)
     fit = fitted([measured(each, 1.0 + 1e-3 * sum(each) - 1e-8 * max(each) ** 2) for each in drawn])
     assert fit.model.per_longest == fit.model.per_square == 0.0 and fit.model.per_token > 0.0
@@ -197,10 +197,10 @@ def spoiled(values: dict[str, Any], *path: str, value: Any) -> dict[str, Any]:
         (("schema",), COST_PROFILE_SCHEMA + 1, f"schema is {COST_PROFILE_SCHEMA + 1}, this version reads"),
         (("schema",), None, "cannot be read"),
         (("fitted", "r2"), None, "cannot be read"),
-        (("fitted", "model", "per_token"), -1.0, "that are no cost"),
-        (("fitted", "model", "per_token"), "much", "that are no cost"),
-        (("fitted", "model", "per_token"), float("nan"), "that are no cost"),
-        (("fitted", "model"), {"name": "profile", "per_token": 0.0, "constant": 1.0}, "that are no cost"),
+        (("fitted", "model", "per_token"), -1.0, "that are not a valid cost"),
+        (("fitted", "model", "per_token"), "much", "that are not a valid cost"),
+        (("fitted", "model", "per_token"), float("nan"), "that are not a valid cost"),
+        (("fitted", "model"), {"name": "profile", "per_token": 0.0, "constant": 1.0}, "that are not a valid cost"),
         (("fitted", "model", "per_word"), 1.0, "cannot be read"),
         (("capacity",), None, "cannot be read"),
         (("capacity",), "2048", "cannot be read"),

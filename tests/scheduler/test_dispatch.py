@@ -1,4 +1,4 @@
-"""Costs, buckets and dispatch, each on its own."""
+"""Costs, buckets and dispatch, each alone."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ def test_what_a_cost_needs_is_asked_for() -> None:
 
 @settings(deadline=None)
 @given(cost_lists, st.integers(1, 6))
-def test_buckets_hold_similar_costs_dearest_first(costs: list[float], num_buckets: int) -> None:
+def test_buckets_hold_similar_costs_costliest_first(costs: list[float], num_buckets: int) -> None:
     buckets = bucket_of(np.array(costs, dtype=np.float64), num_buckets).tolist()
     assert len(buckets) == len(costs)
     assert all(0 <= bucket < num_buckets for bucket in buckets)
@@ -98,7 +98,7 @@ def test_every_rank_gets_one_of_every_slot(
     by_slot, slots = dealt(name, costs, num_buckets, dp_size)
     assert by_slot.shape == (passes, dp_size)
     assert sorted(index for slot in slots for index in slot) == list(range(num))
-    # The members of a slot are neighbours in cost, which makes the sum of the dearest as small as it can be.
+    # The members of a slot are neighbours in cost, so the sum of the costliest is the smallest possible.
     assert [max(slot) for slot in by_slot.tolist()] == sorted(costs, reverse=True)[::dp_size]
     assert dealt(name, costs, num_buckets, dp_size)[1] == slots
 
@@ -111,9 +111,9 @@ def test_vision_takes_slots_apart_by_no_more_than_what_is_alike(
     num = dp_size * passes
     costs = np.array(data.draw(st.lists(st.integers(0, 9999).map(lambda c: 1 + c / 1e6), min_size=num, max_size=num)))
     vision = np.array(data.draw(st.lists(st.integers(0, 9), min_size=num, max_size=num)))
-    dearest = costs[lpt(costs, vision, bucket_of(costs, num_buckets), dp_size)].max(axis=1)
+    costliest = costs[lpt(costs, vision, bucket_of(costs, num_buckets), dp_size)].max(axis=1)
     least = np.sort(costs)[::-1][::dp_size]
-    assert (dearest <= least + ALIKE * costs.mean() * (1 + 1e-9)).all()
+    assert (costliest <= least + ALIKE * costs.mean() * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize("name", ["zigzag", "lpt"])
@@ -128,22 +128,22 @@ def test_ranks_differ_by_one_microbatch_at_most(name: str, dp_size: int, passes:
 
 @settings(deadline=None)
 @given(st.integers(2, 5), st.integers(1, 8), st.data())
-def test_no_swap_inside_a_slot_is_left_that_helps_the_dearest_rank(
+def test_no_swap_inside_a_slot_is_left_that_helps_the_costliest_rank(
     dp_size: int, passes: int, data: st.DataObject
 ) -> None:
     num = dp_size * passes
     costs = data.draw(st.lists(costs_of_one.map(lambda cost: cost + 0.5), min_size=num, max_size=num))
     by_slot = dealt("lpt", costs, 1, dp_size)[0]
     totals = by_slot.sum(axis=0)
-    dearest = totals.argmax()
+    costliest = totals.argmax()
     for slot in by_slot:
         for rank in range(dp_size):
-            moved = slot[dearest] - slot[rank]
-            assert max(totals[dearest] - moved, totals[rank] + moved) >= totals[dearest] * (1 - 2e-5)
+            moved = slot[costliest] - slot[rank]
+            assert max(totals[costliest] - moved, totals[rank] + moved) >= totals[costliest] * (1 - 2e-5)
 
 
 def test_zigzag_reverses_each_pass_and_carries_over_buckets() -> None:
-    # Dearest bucket: 3 microbatches, so its second pass is finished by the cheap bucket, still backwards.
+    # Costliest bucket: 3 microbatches, so the cheap bucket finishes its second pass, still backwards.
     costs = np.array([9.0, 8.0, 7.0, 1.0, 3.0, 2.0])
     assert zigzag(costs, NO_VISION[:6], np.array([0, 0, 0, 1, 1, 1]), dp_size=2).tolist() == [[0, 1], [4, 2], [5, 3]]
 

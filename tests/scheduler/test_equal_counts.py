@@ -1,4 +1,4 @@
-"""Equal counts: every rank gets as many microbatches as the others, and no sample is lost."""
+"""Equal counts: every rank gets the same number of microbatches, and no sample is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def equal_counts(bins: list[list[int]], lengths: list[int], rules: PackingRules)
 
 
 def plain_equal_counts(bins: list[list[int]], lengths: list[int], rules: PackingRules) -> list[tuple[int, ...]]:
-    """Halve the dearest bin that can be halved, again and again; then fill up with empty ones."""
+    """Halve the costliest bin that can be halved, again and again; then fill up with empty ones."""
     result = [tuple(members) for members in bins]
     num_bins = max(1, -(-len(bins) // rules.dp_size)) * rules.dp_size
     while len(result) < num_bins:
@@ -27,12 +27,12 @@ def plain_equal_counts(bins: list[list[int]], lengths: list[int], rules: Packing
         divisible = [number for number, members in enumerate(result) if len(members) > 1]
         if not divisible:
             return result + [()] * (num_bins - len(result))
-        dearest = max(divisible, key=lambda number: costs[number])
+        costliest = max(divisible, key=lambda number: costs[number])
         halves: tuple[list[int], list[int]] = ([], [])
-        for index in sorted(result[dearest], key=lambda i: (-lengths[i], i)):
+        for index in sorted(result[costliest], key=lambda i: (-lengths[i], i)):
             first, second = (sum(lengths[i] for i in half) for half in halves)
             halves[first > second].append(index)
-        result[dearest] = tuple(sorted(halves[0]))
+        result[costliest] = tuple(sorted(halves[0]))
         result.append(tuple(sorted(halves[1])))
     return result
 
@@ -48,7 +48,7 @@ def packed(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
 
 @settings(deadline=None)
 @given(packed(), st.integers(1, 12))
-def test_equal_counts_lose_nothing_and_split_the_dearest(
+def test_equal_counts_lose_nothing_and_split_the_costliest(
     problem: tuple[list[list[int]], list[int]], dp_size: int
 ) -> None:
     bins, lengths = problem
@@ -61,14 +61,14 @@ def test_equal_counts_lose_nothing_and_split_the_dearest(
     assert result == plain_equal_counts(bins, lengths, rules)
 
 
-def test_the_dearest_bin_is_halved_evenly() -> None:
+def test_the_costliest_bin_is_halved_evenly() -> None:
     bins = [[4, 5], [0, 1, 2, 3], []]
     result = equal_counts(bins, [8, 1, 7, 2, 5, 5], PackingRules(CAPACITY, eq3(CAPACITY), dp_size=4))
     assert result == [(4, 5), (0, 1), (), (2, 3)]
 
 
 def test_the_longest_sample_counts_where_the_cost_says_so() -> None:
-    # Both bins have ten tokens; Eq. 3 finds the one with the long sample dearer.
+    # Both bins have ten tokens; by Eq. 3, the one with the long sample is costlier.
     bins = [[0, 1], [2, 3]]
     assert equal_counts(bins, [5, 5, 9, 1], PackingRules(CAPACITY, eq3(CAPACITY), 3)) == [(0, 1), (2,), (3,)]
 

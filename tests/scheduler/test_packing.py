@@ -1,4 +1,4 @@
-"""What every packing method keeps to, and the sorts and the segment tree that they rest on."""
+"""Invariants of every packing method, and the sorts and the segment tree that they use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowtrain.scheduler.packing.sorting import descending_order, group
 from tests.scheduler.packing_problems import packing_problems
 
 METHODS = {"best_fit_balanced", "best_fit", "best_fit_decreasing", "balanced", "isf", "sequential", "random"}
-OPEN_ENDED = sorted(METHODS - {"best_fit_balanced"})  # that one searches, which suits a step and not a data set
+OPEN_ENDED = sorted(METHODS - {"best_fit_balanced"})  # that one searches: fast for a step, too slow for a data set
 
 
 def check_bins(bins: Bins, lengths: Lengths, capacity: int) -> None:
@@ -27,7 +27,7 @@ def check_bins(bins: Bins, lengths: Lengths, capacity: int) -> None:
     assert (np.diff(bins.offsets) >= 1).all(), "an empty bin"
     assert bins.tokens(lengths).max(initial=0) <= capacity
     follows = np.ones(len(lengths), dtype=bool)
-    follows[bins.offsets[:-1]] = False  # the first of a bin follows none
+    follows[bins.offsets[:-1]] = False  # the first sample of a bin has none before it
     assert (np.diff(bins.members, prepend=-1)[follows] > 0).all(), "indices of a bin do not ascend"
 
 

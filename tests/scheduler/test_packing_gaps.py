@@ -13,11 +13,11 @@ from flowtrain.scheduler.packing.registry import get_packer
 from flowtrain.types.plan import CostModel
 from tests.scheduler.packing_problems import COSTS, optimum, packing_problems
 
-# Most bins where k is the fewest possible. Best fit: 17/10 of it, a theorem. Sorted: 11/9 and the constant that is
-# proven for first fit decreasing (the one proven for best fit is larger, but nothing beyond this was seen). Next fit:
-# twice less one, a theorem. Greedy by cost: once a bin had to be opened, all but the last are more than half full.
-# ISF: groups full by text are at most 32/31 of what the tokens need, groups full by images 3/2 of it (Q_v is
-# rounded), and best fit packs what is left.
+# The most bins if k is the fewest possible. Best fit: 17/10 of k, a theorem. Sorted: 11/9 of k and the constant proven
+# for first fit decreasing (the one proven for best fit is larger, but no larger case was seen). Next fit: 2 k - 1, a
+# theorem. Greedy by cost: once a bin had to be opened, all except the last are more than half full. ISF: groups full by
+# text are at most 32/31 of what the tokens need, groups full by images 3/2 of it (Q_v is rounded), and best fit packs
+# the rest.
 MOST_BINS = {
     "best_fit": lambda k: int(1.7 * k),
     "best_fit_decreasing": lambda k: (11 * k + 6) // 9,
@@ -48,15 +48,15 @@ def test_balanced_is_within_four_thirds_where_capacity_does_not_bind(
     # Graham's bound for the longest first, which PipeTune cites (A.3): 4/3 - 1/(3m) of the optimum, for costs that add.
     capacity = sum(sizes)
     rules = PackingRules(capacity, COSTS[name](capacity), dp_size=num_bins)
-    dearest = balanced(Lengths.of(sizes), rules).costs(Lengths.of(sizes), rules.cost).max()
+    costliest = balanced(Lengths.of(sizes), rules).costs(Lengths.of(sizes), rules.cost).max()
     _, least = optimum(sizes, capacity, rules.cost, max_bins=num_bins)
-    assert dearest <= (4 / 3 - 1 / (3 * num_bins)) * least * (1 + 1e-9)
+    assert costliest <= (4 / 3 - 1 / (3 * num_bins)) * least * (1 + 1e-9)
 
 
 @settings(deadline=None)
 @given(small_problems, st.sampled_from([*COSTS, "squares"]))
 def test_balanced_is_within_twice_the_optimum_of_as_many_bins(problem: tuple[Lengths, PackingRules], name: str) -> None:
-    # Nothing is proven where bins are nearly full; hill climbing over problems of this size reached 1.63.
+    # No bound is proven for nearly full bins; hill climbing over problems of this size reached 1.63.
     lengths, rules = problem
     cost = CostModel("squares", 0.0, per_square=1.0) if name == "squares" else COSTS[name](rules.capacity)
     bins = balanced(lengths, PackingRules(rules.capacity, cost, dp_size=1))

@@ -1,4 +1,4 @@
-"""Each packing method against its algorithm, written down as plainly as it can be."""
+"""Each packing method against a plain version of its algorithm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_result(bins: Sequence[Sequence[int]]) -> Result:
 
 
 def linear_best_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> Result:
-    """Look at every bin, never close one; of the tightest the one that was filled last."""
+    """Look at every bin and never close one; of the tightest bins take the one that was filled last."""
     bins: list[list[int]] = []
     filled_at: list[int] = []
     for time, index in enumerate(order):
@@ -125,7 +125,7 @@ def plain_balanced(lengths: Lengths, rules: PackingRules) -> Result:
 
 
 @settings(deadline=None)
-@given(packing_problems(costs=("flops", "profile")))  # whole and dyadic numbers, so that ties are no matter of rounding
+@given(packing_problems(costs=("flops", "profile")))  # whole and dyadic numbers, so that ties do not depend on rounding
 def test_balanced_equals_algorithm_1_with_bins_opened_beforehand(problem: Problem) -> None:
     lengths, rules = problem
     assert list(balanced(lengths, rules)) == plain_balanced(lengths, rules)
@@ -146,7 +146,7 @@ def test_balanced_opens_a_bin_where_none_fits() -> None:
 
 def test_balanced_evens_costs_out_where_best_fit_does_not() -> None:
     rng = np.random.default_rng(3)
-    # No sample so long that it alone decides what a bin costs.
+    # No sample is so long that it alone decides a bin's cost.
     lengths, rules = Lengths.of(np.clip(rng.lognormal(6.3, 0.8, 256), 8, 2000).astype(int)), rules_of(8192, dp_size=8)
     spread = {}
     for pack in (balanced, best_fit_decreasing):
@@ -182,7 +182,7 @@ def plain_isf(lengths: Lengths, q_vision: int, q_text: int, seed: int, iteration
 def isf_groups(
     lengths: Lengths, capacity: int, q_vision: int, q_text: int, seed: int, iterations: int = ITERATIONS
 ) -> tuple[Bins, np.ndarray]:
-    """Full groups in the order drawn, and the indices of the samples left over, both ascending."""
+    """Full groups in the order drawn, each ascending, and the indices of the samples left over, ascending."""
     number, num_groups = draw_groups(lengths, q_vision, min(q_text, capacity), seed, iterations)
     left_first = Bins.by_number(number + 1, num_groups + 1)
     num_left = left_first.offsets[1]
@@ -243,9 +243,9 @@ def test_isf_steadies_what_both_encoder_and_backbone_get() -> None:
 
 
 def test_quotas_of_the_paper() -> None:
-    # 4K tokens and 9 images (OmniBal 5.2): some 455 tokens an image.
+    # 4K tokens and 9 images (OmniBal 5.2): about 455 tokens per image.
     assert isf_quotas(Lengths.of([455, 910, 1365], [1, 2, 3]), 4096) == (9, 4096)
-    # The same data with the work in patches, 1,024 an image: nine images again.
+    # The same data with the work in patches, 1,024 per image: nine images again.
     assert isf_quotas(Lengths.of([455, 910, 1365], [1024, 2048, 3072]), 4096) == (9 * 1024, 4096)
     assert isf_quotas(Lengths.of([430, 860], [1, 2]), 4096) == (10, 4096)  # 9.5 images, to the nearest
 

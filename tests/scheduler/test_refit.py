@@ -55,15 +55,15 @@ def reports_of(plan: StepPlan, times: Sequence[Sequence[float]], num_rejected: i
 
 
 def run(refitter: CostRefitter, num_steps: int, true: CostModel = TRUE, first_step: int = 1) -> list[CostFitted]:
-    """Two ranks; the cheaper one of a slot waits for the other, and more."""
+    """Two ranks; in each slot, the cheaper one waits longer than the other computes."""
     rng = np.random.default_rng(first_step)
     events: list[CostFitted] = []
     for step in range(first_step, first_step + num_steps):
         slots, times = [], []
         for _ in range(NUM_SLOTS):
-            dear = rng.integers(100, CAPACITY // 2, 2).tolist()
-            pair = [dear, [min(dear) // 2]]
-            seconds = [true(dear), WAITING_S]
+            costly = rng.integers(100, CAPACITY // 2, 2).tolist()
+            pair = [costly, [min(costly) // 2]]
+            seconds = [true(costly), WAITING_S]
             flip = bool(rng.integers(2))
             slots.append(pair[::-1] if flip else pair)
             times.append(seconds[::-1] if flip else seconds)
@@ -80,7 +80,7 @@ def test_costs_are_refitted_every_so_often_once_there_is_enough() -> None:
     (event,) = run(refitter, 1, first_step=REFIT_STEPS)
     assert event.in_use and event.step == REFIT_STEPS and event.num_rows <= (REFIT_STEPS - WARM_UP_STEPS) * NUM_SLOTS
     assert planner.cost == event.cost != eq3(CAPACITY)
-    assert planner.cost.per_token == pytest.approx(TRUE.per_token, rel=1e-6), "only the dearest of a slot may count"
+    assert planner.cost.per_token == pytest.approx(TRUE.per_token, rel=1e-6), "only the costliest of a slot may count"
     assert planner.cost.per_square == pytest.approx(TRUE.per_square, rel=1e-6)
     assert event.form == "squares" and event.r2 == pytest.approx(1.0)
 

@@ -37,7 +37,7 @@ def test_figures_of_a_layout_by_hand() -> None:
     # Slots have (100, 50) and (20, 0) tokens, (4, 0) and (2, 0) tiles: OmniBal's sum(max - x) / (max * ranks).
     assert figures.dist_ratio_tokens == fmean([50 / 200, 20 / 40])
     assert figures.dist_ratio_vision == fmean([4 / 8, 2 / 4])
-    # Ranks have 1.2 and 0.5 in all, mean 0.85; the dearest of the slots are 1.0 and 0.2.
+    # The ranks' totals are 1.2 and 0.5, mean 0.85; the costliest of the slots are 1.0 and 0.2.
     assert figures.step_imbalance == pytest.approx(1.2 / 0.85 - 1)
     assert figures.slot_imbalances == pytest.approx((1.0 / 0.75 - 1, 0.2 / 0.1 - 1))
     assert (figures.cost, figures.cost_bound) == pytest.approx((1.2, 0.85))
@@ -45,7 +45,7 @@ def test_figures_of_a_layout_by_hand() -> None:
     assert figures.plan_time_s == 0.25
 
 
-def test_the_bound_is_the_dearest_sample_where_that_is_more_than_an_even_share() -> None:
+def test_the_bound_is_the_costliest_sample_where_that_is_more_than_an_even_share() -> None:
     lengths = Lengths.of([100, 1])
     rules = PackingRules(CAPACITY, eq3(CAPACITY), dp_size=2)
     figures = figures_of(layout_of([[0], [1]], [[0, 1]], lengths, rules), lengths, rules, 0.0)

@@ -1,4 +1,4 @@
-"""The throughput matching problem: producers, a consumer, what they may choose from, and what a choice is worth."""
+"""The throughput matching problem: producers, a consumer, their candidates, and the value of a choice."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class Module:
 
     name: str
     work: str
-    """What it produces; rates of modules with the same work add, others are matched to the consumer one by one."""
+    """What it produces. Rates of modules with the same work add up; each work is matched to the consumer."""
     candidates: tuple[Candidate, ...]
     optional: bool = False
-    """It may also get none, where an encoder's replicas may be on several types of devices; each work needs one."""
+    """It may get no configuration: an encoder's replicas may be on any of several types of devices. Each work needs at
+    least one producer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,12 @@ class FlowProblem:
     consumer: tuple[Candidate, ...]
     """The backbone's configurations."""
     shares: Mapping[str, float]
-    """Of each work, the share of all samples that need it; above 0 and at most 1."""
+    """Share of all samples that need a work, by work; above 0 and at most 1."""
     devices: Mapping[str, int]
     """Number of devices, by type."""
     one_producer: bool = False
-    """Of each work one module alone gets a configuration, as a run can start it; at most one is not optional."""
+    """Only one module of each work gets a configuration, because a run can start only one; at most one is not
+    optional."""
 
     def __post_init__(self) -> None:
         works = {module.work for module in self.producers}
@@ -40,13 +42,13 @@ class FlowProblem:
         assert all(0.0 < share <= 1.0 for share in self.shares.values()), self.shares
 
     def producers_of(self, work: str) -> tuple[Module, ...]:
-        """Return the modules that do a work."""
+        """Return the modules that produce a work."""
         return tuple(module for module in self.producers if module.work == work)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One configuration a module; optional modules that take none are absent from ``producers``."""
+    """One configuration per module; optional modules without one are absent from ``producers``."""
 
     producers: Mapping[str, Candidate]
     consumer: Candidate
@@ -54,28 +56,29 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a choice is worth, in lexicographic order."""
+    """The value of a choice, in lexicographic order."""
 
     rate: float
     """Samples/s, the smaller of production and consumption."""
     imbalance: float
-    """By how much each work's production misses the consumer's demand, in samples of it a second, summed over works."""
+    """Difference of each work's production from the consumer's demand, in samples/s that need it, summed over works."""
     devices: int
-    """In all."""
+    """Total number of devices."""
 
 
 def production(problem: FlowProblem, choice: Choice) -> dict[str, float]:
-    """Return by work the samples/s of the whole data that its producers keep up with."""
+    """Return, by work, the samples/s of the whole data that its producers can keep up with."""
     return {
-        work: sum(made.rate for made in _made(problem, choice, work)) / share for work, share in problem.shares.items()
+        work: sum(each.rate for each in _producing(problem, choice, work)) / share
+        for work, share in problem.shares.items()
     }
 
 
 def levels(problem: FlowProblem, choice: Choice) -> Levels:
-    """Return what a choice is worth, computed from its candidates' own numbers."""
+    """Return the value of a choice, computed from its candidates' rates and devices."""
     consumed = choice.consumer.rate
     surplus = {
-        work: sum(made.rate for made in _made(problem, choice, work)) - share * consumed
+        work: sum(each.rate for each in _producing(problem, choice, work)) - share * consumed
         for work, share in problem.shares.items()
     }
     return Levels(
@@ -86,10 +89,10 @@ def levels(problem: FlowProblem, choice: Choice) -> Levels:
 
 
 def adds_up(problem: FlowProblem, choice: Choice) -> bool:
-    """Whether several modules do the same work."""
-    return any(len(_made(problem, choice, work)) > 1 for work in problem.shares)
+    """Whether several modules produce the same work."""
+    return any(len(_producing(problem, choice, work)) > 1 for work in problem.shares)
 
 
-def _made(problem: FlowProblem, choice: Choice, work: str) -> Sequence[Candidate]:
+def _producing(problem: FlowProblem, choice: Choice, work: str) -> Sequence[Candidate]:
     producers = problem.producers_of(work)
     return [choice.producers[module.name] for module in producers if module.name in choice.producers]

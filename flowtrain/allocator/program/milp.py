@@ -1,8 +1,8 @@
 """Eq. 2 of FlowTrain 3.3 as a mixed-integer linear program: rate, then flow imbalance, then devices.
 
-Three programs in a row, one a level. What a level reached is computed again from the chosen candidates' own numbers
-before the next level is held to it: solvers report values that are off in the last digits (CBC prints eight), and a
-level pinned to those can be infeasible or wrong.
+Three programs, one per level, are solved in sequence. Each level's optimum becomes a constraint of the next level. The
+optimum is computed again from the chosen candidates' rates and devices for this: solvers report values that are wrong
+in the last digits (CBC prints eight), and a level pinned to those can be infeasible or wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowtrain.allocator.program.reduction import fast_enough, reduce
 from flowtrain.allocator.program.solvers import Solver
 
 PIN_TOLERANCE = 1e-6
-"""By how much, relative to the consumer's largest rate, a later level may miss an earlier one: as the solvers do."""
+"""How far a later level may miss an earlier one, relative to the consumer's largest rate; as the solvers' tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Solution:
 
     choice: Choice
     levels: Levels
-    """What it is worth."""
+    """The value of the choice."""
     solver: str
-    """Which solver found it."""
+    """The solver that found it."""
     num_variables: int
-    """Of the largest of the programs."""
+    """Variables of the largest program."""
 
 
 def solve(problem: FlowProblem, solver: Solver | None = None) -> Solution | None:
-    """Return the lexicographic optimum; None where the devices do not suffice for one configuration a module."""
+    """Return the lexicographic optimum; None if the devices are not enough for one configuration per module."""
     solver = solver if solver is not None else Solver()
     problem = reduce(problem)
     first = _Program(problem, "rate")
@@ -61,7 +61,7 @@ def solve(problem: FlowProblem, solver: Solver | None = None) -> Solution | None
 
 
 def fewest_missing_devices(problem: FlowProblem, solver: Solver | None = None) -> dict[str, int] | None:
-    """Return by type how many devices more would make it feasible, the fewest in all; None: more would not help."""
+    """Return the fewest additional devices that would make it feasible, by type; None: more would not help."""
     solver = solver if solver is not None else Solver()
     program = _Program(problem, "missing", may_miss=True)
     program.minimise(pulp.lpSum(program.missing.values()))
@@ -71,7 +71,7 @@ def fewest_missing_devices(problem: FlowProblem, solver: Solver | None = None) -
 
 
 class _Program:
-    """Binaries, one configuration a module, devices of each type; rates relative to the consumer's largest."""
+    """Binary variables that choose one configuration per module; rates are relative to the consumer's largest."""
 
     def __init__(self, problem: FlowProblem, name: str, may_miss: bool = False) -> None:
         self._problem = problem
@@ -101,45 +101,45 @@ class _Program:
 
     @property
     def num_variables(self) -> int:
-        """Variables of the program."""
+        """Number of variables of the program."""
         return int(self._lp.numVariables())
 
     def maximise_rate(self) -> None:
-        """First level: the largest rate that consumer and every work keep up with (Eq. 1)."""
+        """First level: the largest rate that the consumer and every work can keep up with (Eq. 1)."""
         rate = self._lp.add_variable("rate", 0)
         self._lp += self._consumption() - rate >= 0
         for work, share in self._problem.shares.items():
-            # What is produced beyond the fastest consumer's demand changes nothing here.
-            self._lp += self._made(work, cap=share) - share * rate >= 0
+            # Production above the fastest consumer's demand has no effect here, so it is capped.
+            self._lp += self._production(work, cap=share) - share * rate >= 0
         self.minimise(-rate)
 
     def hold_rate(self, rate: float) -> None:
-        """Keep what the first level reached; rate: samples/s."""
+        """Keep the optimum of the first level; rate: samples/s."""
         for work, share in self._problem.shares.items():
             if len(self._problem.producers_of(work)) > 1:  # single producers lost their slower candidates already
-                self._lp += self._made(work) >= share * (rate / self._scale - PIN_TOLERANCE)
+                self._lp += self._production(work) >= share * (rate / self._scale - PIN_TOLERANCE)
 
     def surplus_variables(self) -> pulp.LpAffineExpression:
         """Distance of each work's production from demand, summed over works."""
         distances = []
         for number, (work, share) in enumerate(self._problem.shares.items()):
             distance = self._lp.add_variable(f"surplus{number}", 0)
-            difference = self._made(work) - share * self._consumption()
+            difference = self._production(work) - share * self._consumption()
             self._lp += distance - difference >= 0
             self._lp += distance + difference >= 0
             distances.append(distance)
         return pulp.lpSum(distances)
 
     def hold_imbalance(self, surplus: pulp.LpAffineExpression, imbalance: float) -> None:
-        """Keep what the second level reached; imbalance: as in ``Levels``."""
+        """Keep the optimum of the second level; imbalance: as in ``Levels``."""
         self._lp += surplus <= imbalance / self._scale + PIN_TOLERANCE
 
     def minimise(self, objective: pulp.LpAffineExpression) -> None:
-        """Set what is to be smallest."""
+        """Set the expression to minimise."""
         self._lp.setObjective(pulp.LpAffineExpression(objective))
 
     def solve(self, solver: Solver) -> Choice | None:
-        """Return the chosen candidates, None where nothing is feasible."""
+        """Return the chosen candidates; None if nothing is feasible."""
         if not self._consumer or not solver.run(self._lp):
             return None
         producers = {
@@ -154,7 +154,7 @@ class _Program:
     def _consumption(self) -> pulp.LpAffineExpression:
         return _sum(self._consumer, lambda candidate: candidate.rate / self._scale)
 
-    def _made(self, work: str, cap: float = float("inf")) -> pulp.LpAffineExpression:
+    def _production(self, work: str, cap: float = float("inf")) -> pulp.LpAffineExpression:
         return _sum(self._pairs(work), lambda candidate: min(candidate.rate / self._scale, cap))
 
     def _pairs(self, work: str) -> _Pairs:

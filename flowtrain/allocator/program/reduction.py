@@ -1,4 +1,4 @@
-"""Candidates that no optimum needs are left out before a solver sees them: exact, and programs stay small."""
+"""Leaves out candidates that no optimum needs, before the solver runs: exact, and programs stay small."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flowtrain.allocator.program.flow import FlowProblem, Module
 
 
 def reduce(problem: FlowProblem) -> FlowProblem:
-    """Leave out what does not fit beside the others, and producers faster than the fastest consumer needs."""
+    """Leave out candidates that do not fit next to the other modules, and producers faster than any consumer needs."""
     if not problem.consumer:
         return problem
-    problem = _beside_the_others(problem)
+    problem = _fitting_with_others(problem)
     if not problem.consumer:
         return problem
     fastest = max(candidate.rate for candidate in problem.consumer)
@@ -26,7 +26,7 @@ def reduce(problem: FlowProblem) -> FlowProblem:
 
 
 def fast_enough(problem: FlowProblem, rate: float) -> FlowProblem:
-    """Leave out candidates that alone are too slow for a rate, in samples/s, that was reached already."""
+    """Leave out candidates that are too slow for ``rate``, in samples/s, which is already reached."""
 
     def keep(module: Module) -> Module:
         if len(problem.producers_of(module.work)) > 1 and not problem.one_producer:
@@ -42,19 +42,19 @@ def fast_enough(problem: FlowProblem, rate: float) -> FlowProblem:
 
 
 def _up_to(candidates: tuple[Candidate, ...], demand: float) -> tuple[Candidate, ...]:
-    """Of the candidates that alone cover the demand only the best: the others add devices and imbalance."""
+    """Of the candidates that cover the demand alone, keep only the best: others add devices and imbalance."""
     enough: dict[str, Candidate] = {}
     for candidate in candidates:
         if candidate.rate >= demand:
             best = enough.get(candidate.device_type)
-            # On a front the slowest that suffices also takes the fewest devices.
+            # On a front, the slowest sufficient candidate also has the fewest devices.
             if best is None or (candidate.rate, candidate.devices) < (best.rate, best.devices):
                 enough[candidate.device_type] = candidate
     return tuple(c for c in candidates if c.rate < demand or enough[c.device_type] is c)
 
 
-def _beside_the_others(problem: FlowProblem) -> FlowProblem:
-    """Leave out candidates that leave too few devices for what the other modules need at least."""
+def _fitting_with_others(problem: FlowProblem) -> FlowProblem:
+    """Leave out candidates that leave fewer devices than the other modules need."""
     if len(problem.devices) > 1:
         return problem
     (count,) = problem.devices.values()

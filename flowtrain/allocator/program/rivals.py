@@ -1,4 +1,4 @@
-"""The best choices with another configuration of the consumer, where no sorted search finds them."""
+"""The best choices with another configuration of the consumer, for problems that ``splits`` does not cover."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from flowtrain.allocator.program.splits import Split
 def rivals(problem: FlowProblem, chosen: Candidate, solver: Solver, count: int) -> tuple[Split, ...]:
     """Return the best choice of each of the ``count`` best other consumers, by rate; any types of devices and works.
 
-    A program for each consumer, fastest first, until those that are left are slower alone than what was found.
+    Solves one program per consumer, fastest first, until the remaining consumers alone are slower than the choices
+    found.
     """
     found: list[Split] = []
     for consumer in sorted(reduce(problem).consumer, key=lambda candidate: -candidate.rate):
@@ -25,8 +26,8 @@ def rivals(problem: FlowProblem, chosen: Candidate, solver: Solver, count: int) 
             break
         solution = solve(replace(problem, consumer=(consumer,)), solver)
         if solution is not None:
-            made = min(production(problem, solution.choice).values())
-            found.append(Split(solution.choice, solution.levels, made))
+            produced = min(production(problem, solution.choice).values())
+            found.append(Split(solution.choice, solution.levels, produced))
             found.sort(key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
             del found[count:]
     return tuple(found)

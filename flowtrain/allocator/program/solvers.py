@@ -1,4 +1,4 @@
-"""MILP solvers of PuLP: which are installed, and which to use."""
+"""MILP solvers of PuLP: finds the installed ones and runs one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SolverName = Literal["auto", "highs", "gurobi", "cbc"]
 
 TIME_LIMIT_S = 60.0
 GUROBI_SIZE_LIMITED = 10010
-"""Gurobi's code for a model that is larger than its licence; the pip wheel's own stops at 2,000 variables."""
+"""Gurobi's error code for a model above the licence's size; the pip wheel's licence allows 2,000 variables."""
 
 
 def _highs() -> Any:
-    # Finer than what levels are pinned to: with both at 1e-6 HiGHS 1.15.1's presolve calls solutions infeasible.
+    # Finer than PIN_TOLERANCE: with both at 1e-6, presolve of HiGHS 1.15.1 reports feasible problems as infeasible.
     finer = {"mip_feasibility_tolerance": 1e-7}
     return pulp.HiGHS(msg=False, gapRel=0.0, gapAbs=0.0, threads=1, timeLimit=TIME_LIMIT_S, **finer)
 
 
 def _gurobi() -> Any:
-    # Its own environment, or it prints. FeasibilityTol stays as it is: at 1e-9 Gurobi 13.0.3 calls solutions optimal
-    # that are a fifth off (a rate of 61.5 where 76.5 is feasible; right with 1e-7).
+    # Without its own environment it prints. FeasibilityTol keeps its default: at 1e-9, Gurobi 13.0.3 reports solutions
+    # as optimal that are a fifth too low (a rate of 61.5 although 76.5 is feasible; 1e-7 is right).
     return pulp.GUROBI(msg=False, manageEnv=True, timeLimit=TIME_LIMIT_S, MIPGap=0.0, MIPGapAbs=0.0, Threads=1)
 
 
@@ -36,20 +36,20 @@ def _cbc() -> Any:
         return pulp.PULP_CBC_CMD(msg=False, gapRel=0.0, gapAbs=0.0, threads=1, timeLimit=TIME_LIMIT_S)
 
 
-_MAKERS: dict[str, Callable[[], Any]] = {"highs": _highs, "gurobi": _gurobi, "cbc": _cbc}
-"""In the order in which ``auto`` tries them."""
+_FACTORIES: dict[str, Callable[[], Any]] = {"highs": _highs, "gurobi": _gurobi, "cbc": _cbc}
+"""Solvers by name, in the order in which ``auto`` tries them."""
 
 
 @functools.cache
 def installed_solvers() -> tuple[str, ...]:
     """Return the names of the solvers that can run here, best first."""
-    return tuple(name for name, make in _MAKERS.items() if make().available())
+    return tuple(name for name, create in _FACTORIES.items() if create().available())
 
 
 class Solver:
-    """The solver that was asked for; with ``auto`` the first that is installed and licensed for the size.
+    """The requested solver; with ``auto`` the first one that is installed and licensed for the size.
 
-    Raises ConfigError where the named one is not installed, or is not licensed for the size when ``run``.
+    Raises ConfigError if the named solver is not installed; ``run`` raises it if the licence does not cover the size.
     """
 
     def __init__(self, name: SolverName = "auto") -> None:
@@ -66,7 +66,7 @@ class Solver:
         return self._names[0]
 
     def run(self, problem: pulp.LpProblem) -> bool:
-        """Solve to the optimum; False where nothing is feasible. FlowTrainError where it ran out of time."""
+        """Solve to the optimum; returns False if nothing is feasible. Raises FlowTrainError after the time limit."""
         while True:
             try:
                 self._run(problem)
@@ -76,7 +76,7 @@ class Solver:
                     raise
                 if len(self._names) == 1:
                     raise ConfigError(
-                        f"--solver (gurobi): its licence here does not cover {problem.numVariables()} variables; "
+                        f"--solver (gurobi): its licence does not cover {problem.numVariables()} variables; "
                         "take highs, or a larger licence"
                     ) from error
                 del self._names[0]
@@ -90,7 +90,7 @@ class Solver:
         return True
 
     def _run(self, problem: pulp.LpProblem) -> None:
-        solver = _MAKERS[self.name]()
+        solver = _FACTORIES[self.name]()
         try:
             problem.solve(solver)
         finally:

@@ -1,4 +1,4 @@
-"""The best that every split of the devices gives, without a solver: alternatives, and the curve over splits."""
+"""The best choice for every split of the devices, without a solver: alternatives, and the curve over splits."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, levels
 from flowtrain.costs.flops import FloatArray, IntArray
 
 _USEFUL = 2.0
-"""Production up to so many times the fastest consumer is worth showing."""
+"""Production is shown up to this many times the fastest consumer's rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One consumer configuration with the producers that serve it best, and what that is worth."""
+    """One consumer configuration with its best producers, and the value of this choice."""
 
     choice: Choice
     levels: Levels
     production: float
-    """Samples/s that the producers reach with all devices that the consumer leaves."""
+    """Samples/s that the producers reach with all devices that the consumer does not use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Production:
-    """What producers can reach together."""
+    """The rates that all producers can reach together."""
 
     reachable: FloatArray
     """Samples/s of the whole data, ascending; ``[N]``."""
     needed: IntArray
-    """Devices that they need for it; ``[N]``."""
+    """Devices that they need for each rate; ``[N]``."""
     fronts: Mapping[str, list[Candidate]]
-    """By module, its configurations, ascending in rate."""
+    """Configurations by module, ascending in rate."""
     rates: Mapping[str, FloatArray]
-    """By module, the samples/s that each of ``fronts`` keeps up with."""
+    """Samples/s of the whole data that each configuration of ``fronts`` can keep up with, by module."""
 
     def slowest_enough(self, rate: float) -> dict[str, Candidate]:
         """Return the smallest configuration of each producer that sustains a rate."""
@@ -44,7 +44,7 @@ class Production:
 
 
 def production_of(problem: FlowProblem) -> Production | None:
-    """Return what producers can make on one type of devices with one module a work; None of anything else."""
+    """Return what producers can reach on one type of device with one module per work; None for any other problem."""
     if len(problem.devices) != 1 or len(problem.shares) != len(problem.producers):
         return None
     if not problem.producers or not all(module.candidates for module in problem.producers):
@@ -65,34 +65,34 @@ def production_of(problem: FlowProblem) -> Production | None:
 
 
 def best_splits(problem: FlowProblem) -> tuple[Split, ...]:
-    """Return the largest rate of each of the consumer's configurations that leaves devices for all producers.
+    """Return the best split for each of the consumer's configurations that leaves devices for all producers.
 
-    Producers take the smallest configurations that sustain the rate. For one type of devices and one module a work,
-    where production falls as the consumer grows and a sorted search is exact; empty for anything else, and where
+    Producers get the smallest configurations that sustain the rate. This needs one type of device and one module per
+    work: then production falls as the consumer grows, and a sorted search is exact. Empty for any other problem, and if
     nothing is feasible.
     """
-    made = production_of(problem)
-    if made is None:
+    reach = production_of(problem)
+    if reach is None:
         return ()
     (count,) = problem.devices.values()
     splits = []
     for consumer in problem.consumer:
-        affordable = int(np.searchsorted(made.needed, count - consumer.devices, side="right")) - 1
+        affordable = int(np.searchsorted(reach.needed, count - consumer.devices, side="right")) - 1
         if affordable >= 0:
-            production = float(made.reachable[affordable])
-            choice = Choice(made.slowest_enough(min(consumer.rate, production)), consumer)
+            production = float(reach.reachable[affordable])
+            choice = Choice(reach.slowest_enough(min(consumer.rate, production)), consumer)
             splits.append(Split(choice, levels(problem, choice), production))
     return tuple(splits)
 
 
 def production_curve(problem: FlowProblem) -> tuple[tuple[int, float], ...]:
-    """Return devices of all producers and the samples/s that they make on these, as far as a consumer could use it.
+    """Return (devices of all producers, samples/s that they produce on these), up to ``_USEFUL`` times any demand.
 
-    Empty where ``best_splits`` is.
+    Empty for the problems that ``best_splits`` does not cover, and without a consumer.
     """
-    made = production_of(problem)
-    if made is None or not problem.consumer:
+    reach = production_of(problem)
+    if reach is None or not problem.consumer:
         return ()
     useful = _USEFUL * max(candidate.rate for candidate in problem.consumer)
-    at = (made.reachable <= useful) | (np.arange(len(made.reachable)) == 0)
-    return tuple(zip(made.needed[at].tolist(), made.reachable[at].tolist(), strict=True))
+    at = (reach.reachable <= useful) | (np.arange(len(reach.reachable)) == 0)
+    return tuple(zip(reach.needed[at].tolist(), reach.reachable[at].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What every data source gives: raw images, turns, and the reason when a row cannot be used."""
+"""The interface of data sources: raw images, turns, and the reason if a row cannot be used."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from flowtrain.errors import SourceReadError
 from flowtrain.types.samples import RejectReason
 
 IMAGE_PLACEHOLDER = "<image>"
-"""Stands in a turn's text where an image belongs, whatever the tokenizer calls its image token."""
+"""Marks an image's place in a turn's text, independent of the tokenizer's image token."""
 
 RETRY_DELAYS_S = (0.1, 0.5, 2.0)
-"""Waits between the attempts to read something that failed with an operating system error."""
+"""Waits between attempts to read after an operating system error."""
 
 Role = Literal["system", "user", "assistant"]
 
 _T = TypeVar("_T")
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
-"""Errors that mean that no such file can be there, as against storage that does not answer."""
+"""Errors that mean that the file does not exist; other errors mean that the storage does not answer."""
 
 
 class BadSample(Exception):
-    """A row that must be rejected: ``reason`` for the statistics, ``detail`` with the values that disagree."""
+    """Raised for a row that must be rejected: ``reason`` for the statistics, ``detail`` with the conflicting values."""
 
     def __init__(self, reason: RejectReason, detail: str) -> None:
         super().__init__(reason, detail)
@@ -51,7 +51,7 @@ class RawImage:
     def read(self) -> bytes:
         """Return the encoded bytes.
 
-        Raises BadSample (MISSING_IMAGE) where there is no such file, SourceReadError where it cannot be read.
+        Raises BadSample (MISSING_IMAGE) if there is no such file, SourceReadError if it cannot be read.
         """
         if self.data is not None:
             return self.data
@@ -77,28 +77,28 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RawSample:
-    """A sample as its source holds it, with exactly one ``<image>`` in the turns for each image, in order."""
+    """A sample as in its source, with exactly one ``<image>`` in the turns for each image, in order."""
 
     images: tuple[RawImage, ...]
     turns: tuple[Turn, ...]
 
 
 class Source(Protocol):
-    """Rows of raw samples at random access; safe to read from several threads, opened once in each process."""
+    """Raw samples by row, in any order; safe to read from several threads, opened once in each process."""
 
     @property
     def name(self) -> str:
-        """Stands for the source in the quarantine file and the ledger."""
+        """The source's name in the quarantine file and the ledger."""
 
     def __len__(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
 
     def read(self, row: int) -> RawSample:
-        """Return a row; raises BadSample where it must be rejected, SourceReadError where it cannot be read."""
+        """Return a row; raises BadSample if it must be rejected, SourceReadError if it cannot be read."""
 
 
 def read_with_retries(read: Callable[[], _T], what: str) -> _T:
-    """Call ``read``, again after an OSError, a few times; then SourceReadError, which names ``what``."""
+    """Call ``read``; retry a few times after an OSError, then raise a SourceReadError that names ``what``."""
     for delay_s in (*RETRY_DELAYS_S, None):
         try:
             return read()
@@ -115,8 +115,8 @@ def read_with_retries(read: Callable[[], _T], what: str) -> _T:
 def normalise(images: Sequence[RawImage], turns: Sequence[Turn]) -> RawSample:
     """Give every image exactly one ``<image>`` in the turns.
 
-    Images without any placeholder (as in FineVision) go in front of the first user turn. Raises BadSample
-    (PLACEHOLDER_MISMATCH) with both counts for every other disagreement.
+    Without any placeholder (as in FineVision), all images go in front of the first user turn. Any other difference of
+    the two counts raises BadSample (PLACEHOLDER_MISMATCH), which names both.
     """
     num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns)
     if num_placeholders == len(images):

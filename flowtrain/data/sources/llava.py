@@ -18,7 +18,7 @@ _ROLES: dict[str, Role] = {"system": "system", "human": "user", "gpt": "assistan
 class LlavaSource:
     """A LLaVA file; relative image paths start from ``image_root`` (default: the file's directory).
 
-    A JSON array is held in memory; of JSONL only the lines' offsets are (8 bytes a row).
+    A JSON array is held in memory; for JSONL only the offsets of the lines are (8 bytes per row).
     """
 
     def __init__(self, path: Path, name: str, image_root: Path | None = None) -> None:
@@ -84,7 +84,7 @@ class _JsonArray:
         try:
             records = json.loads(read_with_retries(path.read_bytes, f"data file {path}"))
         except ValueError as error:
-            raise DataError(f"{path}: no valid JSON ({error}); expected an array of samples") from error
+            raise DataError(f"{path}: not valid JSON ({error}); expected an array of samples") from error
         assert isinstance(records, list), "the file starts with a bracket"
         self._records: list[object] = records
 
@@ -108,18 +108,18 @@ class _JsonLines:
         try:
             record: object = json.loads(line)
         except ValueError as error:
-            raise _malformed(f"no valid JSON in the line at byte {self._offsets[row]}: {error}") from error
+            raise _malformed(f"not valid JSON in the line at byte {self._offsets[row]}: {error}") from error
         return record
 
     def _line(self, row: int) -> bytes:
-        # Opened for each read: no offset is shared between threads, no descriptor between processes.
+        # Opened for each read, so that threads share no file offset and processes share no descriptor.
         with self._path.open("rb") as file:
             file.seek(int(self._offsets[row]))
             return file.readline()
 
 
 def _line_offsets(path: Path) -> np.ndarray:
-    """Return where each line that is not blank starts, int64 ``[num_rows]``."""
+    """Return the byte offset of each line that is not blank, int64 ``[num_rows]``."""
     offsets, position = [], 0
     with path.open("rb") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""Parquet in the schema of the Cauldron and FineVision: ``images`` and ``texts`` columns, rows at random access."""
+"""Parquet in the schema of the Cauldron and FineVision: ``images`` and ``texts`` columns, rows in any order."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class _RowGroup:
 
 
 class ParquetSource:
-    """One parquet file, or all ``*.parquet`` under a directory in the order of their names.
+    """One parquet file, or all ``*.parquet`` files under a directory in the order of their names.
 
-    Only the two columns are read, a row group at a time, into ``cache`` (which several sources may share). A row group
-    larger than the whole cache is streamed up to the wanted row instead, so that memory stays bounded.
-    Relative paths in the images' ``path`` field start from ``image_root`` (default: the file's directory).
+    Only the two columns are read, one row group at a time, into ``cache``, which several sources may share. A row group
+    larger than the whole cache is streamed up to the requested row instead, so that memory stays bounded. Relative
+    paths in the images' ``path`` field start from ``image_root`` (default: the file's directory).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ParquetSource:
         return self._starts[-1]
 
     def read(self, row: int) -> RawSample:
-        """Return a row; raises BadSample, SourceReadError, or DataError where the file turns out damaged."""
+        """Return a row; raises BadSample, SourceReadError, or DataError if the file is damaged."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} is outside {self.name} ({len(self)} rows)")
         position = bisect_right(self._starts, row) - 1
@@ -79,7 +79,7 @@ class ParquetSource:
                 key = (str(group.path), group.index)
                 table = self._cache.get(key, lambda: read_with_retries(lambda: _read_group(group), what))
         except pa.ArrowException as error:
-            raise DataError(f"{what} cannot be decoded: {error}; restore the file or take it out") from error
+            raise DataError(f"{what} cannot be decoded: {error}; restore the file or remove it") from error
         return {column: table.column(column)[row].as_py() for column in (IMAGES, TEXTS)}
 
 
@@ -88,7 +88,7 @@ def _parquet_files(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.rglob("*.parquet"))
     if not files:
-        raise DataError(f"{path}: no *.parquet file in this directory; name a file, or a directory that holds some")
+        raise DataError(f"{path}: no *.parquet file in this directory; name a file, or a directory that has some")
     return files
 
 
@@ -96,7 +96,7 @@ def _checked_metadata(path: Path) -> pq.FileMetaData:
     try:
         metadata = read_with_retries(lambda: pq.read_metadata(path), f"data file {path}")
     except pa.ArrowException as error:
-        raise DataError(f"{path}: no readable parquet file: {error}") from error
+        raise DataError(f"{path}: not a readable parquet file: {error}") from error
     schema = metadata.schema.to_arrow_schema()
     for column, accepts in ((IMAGES, _accepts_images), (TEXTS, _accepts_texts)):
         if column not in schema.names:
@@ -141,7 +141,7 @@ def _accepts_texts(found: pa.DataType) -> bool:
 
 
 def _decoded_nbytes(group: pq.RowGroupMetaData) -> int:
-    """Return an estimate of what both columns of a row group take in memory."""
+    """Return the estimated bytes of both columns of a row group in memory."""
     columns = (group.column(index) for index in range(group.num_columns))
     return sum(
         column.total_uncompressed_size for column in columns if column.path_in_schema.split(".")[0] in (IMAGES, TEXTS)
@@ -149,13 +149,13 @@ def _decoded_nbytes(group: pq.RowGroupMetaData) -> int:
 
 
 def _read_group(group: _RowGroup) -> pa.Table:
-    # Opened for each row group: a ParquetFile is not thread-safe, and thousands of open files pass the process's limit.
+    # Opened for each row group: a ParquetFile is not thread-safe, and thousands of open files exceed a process's limit.
     with pq.ParquetFile(group.path) as file:
         return file.read_row_group(group.index, columns=[IMAGES, TEXTS], use_threads=False)
 
 
 def _stream_to(group: _RowGroup, row: int) -> tuple[pa.RecordBatch, int]:
-    """Return the batch that holds the row group's ``row``, and its place in it."""
+    """Return the batch that contains the row group's ``row``, and the row's index in the batch."""
     with pq.ParquetFile(group.path, pre_buffer=False, buffer_size=1 << 20) as file:
         batches = file.iter_batches(
             _STREAM_BATCH_ROWS, row_groups=[group.index], columns=[IMAGES, TEXTS], use_threads=False

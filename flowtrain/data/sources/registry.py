@@ -1,4 +1,4 @@
-"""Opens what the configuration names: chooses the format, shares one cache between the sources of a process."""
+"""Opens the sources of the configuration: chooses the format and shares one cache between a process's sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMAT_OF_SUFFIX = {".parquet": "parquet", ".json": "llava", ".jsonl": "llava"}
 
 
 def open_source(config: SourceConfig | EvalConfig, cache: RowGroupCache | None = None) -> Source:
-    """Open one source; raises DataError where it is missing, empty, of an unknown format or an unexpected schema."""
+    """Open one source; raises DataError if it is missing, empty, of an unknown format or an unexpected schema."""
     path = Path(config.path)
     if not path.exists():
         raise DataError(f"data source {config.path}: no such file or directory")
@@ -34,7 +34,7 @@ def open_source(config: SourceConfig | EvalConfig, cache: RowGroupCache | None =
 
 
 def open_sources(configs: Sequence[SourceConfig | EvalConfig]) -> list[Source]:
-    """Open sources that share one cache, so that their number does not multiply memory; raises as ``open_source``."""
+    """Open sources with one shared cache, so that memory does not grow with their number; raises as ``open_source``."""
     cache = RowGroupCache()
     return [open_source(config, cache) for config in configs]
 

@@ -1,4 +1,4 @@
-"""The row groups that were read last, by bytes."""
+"""A cache of the row groups that were read last, limited in bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pyarrow as pa
 DEFAULT_CACHE_NBYTES = 256 << 20
 
 Key = tuple[str, int]
-"""File and index of the row group in it."""
+"""(file, index of the row group in it)"""
 
 
 class RowGroupCache:
-    """Least recently used tables, ``max_nbytes`` in all; the last one read stays even where it is larger than that.
+    """Keeps the most recently used tables, at most ``max_nbytes`` in total; the last one stays even if it is larger.
 
-    Thread-safe. A table is loaded under the lock, so that threads that want the same row group read it once.
+    Thread-safe. A table is loaded under the lock, so that threads that need the same row group read it once.
     """
 
     def __init__(self, max_nbytes: int = DEFAULT_CACHE_NBYTES) -> None:
@@ -30,7 +30,7 @@ class RowGroupCache:
         return len(self._tables)
 
     def get(self, key: Key, load: Callable[[], pa.Table]) -> pa.Table:
-        """Return the table of ``key``, loading it if need be."""
+        """Return the table of ``key``; load it if it is not in the cache."""
         with self._lock:
             if key in self._tables:
                 self._tables.move_to_end(key)

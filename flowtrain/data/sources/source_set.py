@@ -11,7 +11,7 @@ from flowtrain.types.samples import SampleRef
 
 
 class SourceSet:
-    """The training sources by index, and after them the evaluation source, where there is one."""
+    """The training sources by index, then the evaluation source, if there is one."""
 
     def __init__(self, train: Sequence[Source], evaluation: Source | None = None) -> None:
         self.train = tuple(train)
@@ -19,7 +19,7 @@ class SourceSet:
 
     @classmethod
     def from_config(cls, config: DataConfig) -> SourceSet:
-        """Open what the configuration names; raises DataError where a source cannot be used."""
+        """Open the sources of the configuration; raises DataError if a source cannot be used."""
         configs: list[SourceConfig | EvalConfig] = [*config.sources]
         if config.eval is None:
             return cls(open_sources(configs))
@@ -28,21 +28,21 @@ class SourceSet:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each training source."""
+        """Number of rows of each training source."""
         return tuple(len(source) for source in self.train)
 
     @property
     def eval_index(self) -> int:
-        """What ``SampleRef.source`` says for rows of the evaluation source."""
+        """The value of ``SampleRef.source`` for rows of the evaluation source."""
         return len(self.train)
 
     def source(self, index: int) -> Source:
-        """Return the source that ``SampleRef.source`` means."""
+        """Return the source for a value of ``SampleRef.source``."""
         if index < len(self.train):
             return self.train[index]
         assert index == self.eval_index and self.evaluation is not None, f"there is no source {index}"
         return self.evaluation
 
     def read(self, ref: SampleRef) -> RawSample:
-        """Return a sample; raises BadSample where it must be rejected, SourceReadError where it cannot be read."""
+        """Return a sample; raises BadSample if it must be rejected, SourceReadError if it cannot be read."""
         return self.source(ref.source).read(ref.row)

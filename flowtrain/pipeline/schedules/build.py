@@ -1,4 +1,4 @@
-"""One function for every schedule that has a name."""
+"""One function that builds every named schedule."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def build_schedule(
     chunks_per_rank: int = 1,
     memory: MemoryStrategy = MemoryStrategy.KEEP,
 ) -> Schedule:
-    """Action lists of all pipeline ranks, by rank; for evaluation the forwards alone, which keep nothing.
+    """Action lists of all pipeline ranks, by rank; for evaluation only the forwards.
 
-    Raises ValueError for impossible sizes, and for ``1f1b`` with several chunks a rank.
+    Raises ValueError for impossible sizes, and for ``1f1b`` with several chunks per rank.
     """
     if name == "1f1b" and chunks_per_rank != 1:
-        raise ValueError(f"1f1b has one chunk a rank, not chunks_per_rank ({chunks_per_rank}); use interleaved_1f1b")
+        raise ValueError(f"1f1b has one chunk per rank, not chunks_per_rank ({chunks_per_rank}); use interleaved_1f1b")
     if not training:
         return forward_only(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank)
     return one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank, memory=memory)

@@ -1,4 +1,4 @@
-"""1F1B, plain and interleaved: one forward, one backward, with no more in flight than the pipeline's depth asks."""
+"""1F1B, plain and interleaved: forwards and backwards alternate, with no more in flight than the depth requires."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def one_f_one_b(
 ) -> Schedule:
     """Action lists of all ranks for training; chunk c of rank r is stage c * pp_size + r.
 
-    With one chunk, rank r runs up to pp_size - 1 - r forwards to warm up, then alternates, then drains, and holds at
-    most pp_size - r microbatches. With v chunks the ranks pass microbatches through a chunk by the group (Narayanan et
-    al. 2021, section 2.2), warm up by 2 (pp_size - 1 - r) forwards and v - 1 chunks of the first group, and the
-    bubble is 1 / v of that. Groups are as even as they can be with at least pp_size microbatches each, so that any
-    number of microbatches reaches this bubble from pp_size on; groups of pp_size with a short last one would stall.
+    With one chunk, rank r runs up to pp_size - 1 - r forwards to warm up, then alternates, then drains. It holds at
+    most pp_size - r microbatches. With v chunks, the ranks pass microbatches through a chunk in groups (Narayanan et
+    al. 2021, section 2.2). They warm up with 2 (pp_size - 1 - r) forwards and v - 1 chunks of the first group, and the
+    bubble is 1 / v of that of one chunk. Groups are as even as possible, with at least pp_size microbatches each. So
+    any number of microbatches from pp_size on reaches this bubble; groups of pp_size with a short last one would stall.
     Raises ValueError for fewer than one rank or chunk, or a negative number of microbatches.
     """
     groups = _groups(pp_size, num_microbatches, chunks_per_rank)
@@ -39,8 +39,8 @@ def one_f_one_b(
 def in_flight_by_chunk(pp_size: int, rank: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> list[int]:
     """Return for each chunk of a pipeline rank how many microbatches it keeps when the first backward starts.
 
-    Later the rank keeps as many in all, and never more. It is ahead by its warm-up and the forward that follows it;
-    interleaved, microbatches go through a chunk by the group. Raises as `one_f_one_b` does.
+    Their sum is also the most that the rank keeps later. It counts the warm-up and the forward that follows it. In an
+    interleaved schedule, microbatches go through a chunk in groups. Raises as `one_f_one_b` does.
     """
     group = _largest_group(pp_size, num_microbatches, chunks_per_rank)
     ahead = _num_warmup(pp_size, rank, chunks_per_rank, group) + 1
@@ -48,19 +48,19 @@ def in_flight_by_chunk(pp_size: int, rank: int, num_microbatches: int, *, chunks
     left = min(ahead, num_microbatches * chunks_per_rank)
     while left:
         for chunk in range(chunks_per_rank):
-            taken = min(left, group)
-            in_flight[chunk] += taken
-            left -= taken
+            added = min(left, group)
+            in_flight[chunk] += added
+            left -= added
     return in_flight
 
 
 def _num_warmup(pp_size: int, rank: int, chunks_per_rank: int, group: int) -> int:
-    behind = pp_size - 1 - rank
-    return behind if chunks_per_rank == 1 else 2 * behind + (chunks_per_rank - 1) * group
+    later_ranks = pp_size - 1 - rank
+    return later_ranks if chunks_per_rank == 1 else 2 * later_ranks + (chunks_per_rank - 1) * group
 
 
 def forward_only(pp_size: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> Schedule:
-    """Action lists of all ranks for evaluation, in the order of `one_f_one_b`'s forwards; raises as that does."""
+    """Action lists of all ranks for evaluation, in the order of `one_f_one_b`'s forwards; raises as it does."""
     groups = _groups(pp_size, num_microbatches, chunks_per_rank)
     orders = [
         [
@@ -75,7 +75,7 @@ def forward_only(pp_size: int, num_microbatches: int, *, chunks_per_rank: int = 
 
 
 def _groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> list[range]:
-    """The microbatches in even groups of at least pp_size, larger groups first; one group where there are fewer."""
+    """The microbatches in even groups of at least pp_size, larger groups first; one group if there are fewer."""
     num_groups = _num_groups(pp_size, num_microbatches, chunks_per_rank)
     if num_microbatches == 0:
         return []
@@ -85,7 +85,7 @@ def _groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> list[r
 
 
 def _largest_group(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> int:
-    """Microbatches of the first of ``_groups``, without making them: the allocator asks for thousands."""
+    """Size of the first of ``_groups``, without building them: the allocator asks for thousands."""
     return -(-num_microbatches // _num_groups(pp_size, num_microbatches, chunks_per_rank))
 
 

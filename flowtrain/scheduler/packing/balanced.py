@@ -13,13 +13,13 @@ from flowtrain.scheduler.packing.sorting import descending_order
 
 
 def balanced(lengths: Lengths, rules: PackingRules) -> Bins:
-    """Put each sample, longest first, into the bin that fits and is cheapest with it (PipeTune 3.1, Algorithm 1).
+    """Put each sample, longest first, into the fitting bin with the lowest resulting cost (PipeTune 3.1, Algorithm 1).
 
     As printed, Algorithm 1 opens a bin only when no other fits, so the longest samples share the first bins and the
-    last one stays light. Here the ``ceil(tokens / capacity)`` bins that are needed anyway are open from the start, and
-    as many more as make a multiple of ``rules.dp_size`` (but no more than samples): the planner would else halve bins
-    that are even. Where no bin fits, a new one is opened. (The printed second choice, the shortest bin that fits, never
-    applies: none fits.) Ties: the lower bin. O(n log n).
+    last bin stays light. Here all necessary bins, ``ceil(tokens / capacity)``, are open from the start. More are opened
+    to reach a multiple of ``rules.dp_size``, but at most one bin per sample: otherwise the planner would halve bins
+    that are already even. If no bin fits, a new one is opened. (The second choice as printed, the shortest bin that
+    fits, never applies: at that point no bin fits.) Ties: the lower bin. O(n log n).
     """
     cost = rules.cost
     numbers = _greedy_numbers(
@@ -46,9 +46,9 @@ def _greedy_numbers(
 ) -> tuple[IntArray, int]:
     """Return each sample's bin and the number of bins; order: longest first.
 
-    A sample adds the same to the cost of any bin that has one already, since that one is no shorter, and alone it costs
-    least. So the bin that is cheapest with it is the one that is cheapest without it, empty ones first. The constant of
-    the cost plays no part.
+    A bin that is not empty already holds a sample at least as long. So a sample adds the same cost to each such bin,
+    and the cheapest bin with it is the cheapest bin without it; empty bins come first. The constant of the cost has no
+    influence.
     """
     num_samples = len(tokens)
     number = np.empty(num_samples, dtype=np.int64)

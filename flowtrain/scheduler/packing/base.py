@@ -1,4 +1,4 @@
-"""The interface of a packing method: lengths and rules in, bins out, nothing else seen and nothing kept."""
+"""The interface of a packing method: a function of lengths and rules that returns bins and keeps no state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from flowtrain.types.plan import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a packer sees of the samples, in their order.
-
-    tokens: int64 ``[num_samples]``, backbone tokens of each, 1 to the capacity. vision: int64 ``[num_samples]``, work
-    of the vision encoder for each, in vision tokens, patches or image tiles (0: text alone).
-    """
+    """Sizes of the samples, in their order: all that a packer sees of them."""
 
     tokens: IntArray
+    """Backbone tokens of each sample, 1 to the capacity; int64 ``[num_samples]``."""
     vision: IntArray
+    """Work of the vision encoder for each sample, in vision tokens, patches or tiles (0: text only); int64
+    ``[num_samples]``."""
 
     @classmethod
     def of(cls, tokens: Iterable[int], vision: Iterable[int] | None = None) -> Lengths:
@@ -38,31 +37,30 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """What bins must keep to. capacity: tokens of a bin. dp_size: bins are dealt to so many ranks, evenly.
-
-    cost: of a bin. seed: for the methods that draw; the same one gives the same bins.
-    """
+    """The rules that the bins of a unit follow."""
 
     capacity: int
+    """Most tokens in a bin."""
     cost: CostModel
+    """Cost of a bin."""
     dp_size: int = 1
+    """Number of ranks that the bins are dealt to, the same number to each."""
     seed: int = 0
+    """For methods that draw random numbers; the same seed gives the same bins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
-    """Bins of sample indices; every index occurs in exactly one bin, and indices inside a bin ascend.
-
-    members: int64 ``[num_samples]``, bin after bin. offsets: int64 ``[num_bins + 1]``; bin ``b`` is
-    ``members[offsets[b]:offsets[b + 1]]``.
-    """
+    """Bins of sample indices; every index occurs in exactly one bin, and indices inside a bin ascend."""
 
     members: IntArray
+    """Sample indices, bin after bin; int64 ``[num_samples]``."""
     offsets: IntArray
+    """Bin ``b`` is ``members[offsets[b]:offsets[b + 1]]``; int64 ``[num_bins + 1]``."""
 
     @classmethod
     def of(cls, bins: Iterable[Sequence[int]]) -> Bins:
-        """Build from one sequence of indices a bin."""
+        """Build from one sequence of sample indices per bin."""
         lists = [sorted(members) for members in bins]
         offsets = np.zeros(len(lists) + 1, dtype=np.int64)
         np.cumsum([len(members) for members in lists], out=offsets[1:])
@@ -70,7 +68,7 @@ class Bins:
 
     @classmethod
     def by_number(cls, number: IntArray, num_bins: int) -> Bins:
-        """Build from the bin's number of each sample; int64 ``[num_samples]``, 0 to ``num_bins - 1``."""
+        """Build from each sample's bin number; int64 ``[num_samples]``, 0 to ``num_bins - 1``."""
         return cls(*group(number, num_bins))
 
     def __len__(self) -> int:
@@ -131,9 +129,9 @@ class Packer(Protocol):
     """A pure, deterministic packing method."""
 
     def __call__(self, lengths: Lengths, rules: PackingRules) -> Bins:
-        """Put every sample into one bin, no bin holding more than ``rules.capacity`` tokens.
+        """Put every sample into one bin, with at most ``rules.capacity`` tokens in a bin.
 
-        Lengths beyond the capacity never come here: the step planner refuses them. The number of bins need not be a
+        No length exceeds the capacity: the step planner refuses longer samples. The number of bins need not be a
         multiple of ``rules.dp_size``; the planner splits bins until it is.
         """
         ...

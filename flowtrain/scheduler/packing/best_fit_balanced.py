@@ -1,16 +1,16 @@
-"""Few bins of even cost: best fit finds how many are needed, a local search then evens them out. The default method.
+"""Few bins of even cost: best fit finds how many are needed, then a local search evens them out. The default method.
 
-The paper packs first and relieves imbalance by dispatch alone (FlowTrain 3.4). Here bins are made even, so that
-whatever is dealt to the ranks is balanced in every slot and in the step:
+The paper packs first and reduces imbalance by dispatch alone (FlowTrain 3.4). Here the bins themselves are even, so
+every slot and the step are balanced with any dispatch:
 
-1. Best fit decreasing tells how many slots of ``dp_size`` bins suffice.
-2. While the longest sample alone costs more than an even share, a slot of the ``dp_size`` longest is set apart and its
-   other bins are filled up to that cost: room that costs the step nothing.
-3. The rest is dealt greedily, dearest first to the cheapest bin that has room; where that gets stuck because bins are
-   nearly full, best fit's own bins are the starting point, the dearest halved until the slots are full.
-4. Moves and swaps between a bin that deviates most and another even the costs out until no pair improves.
-5. Where the bins stay uneven all the same, since samples are long or few, the paper's own bins are taken if they make
-   the step cheaper.
+1. Best fit decreasing finds how many slots of ``dp_size`` bins suffice.
+2. While the longest sample alone costs more than an even share, a slot for the ``dp_size`` longest samples is set
+   apart. Its other bins are filled up to that cost, which does not make the step costlier.
+3. The rest is dealt greedily: the costliest sample first, to the cheapest bin that has room. If a sample fits nowhere
+   because bins are nearly full, the search starts from best fit's bins, with the costliest halved to fill the slots.
+4. Moves and swaps between the bin that deviates most and another bin even the costs out, until no exchange improves.
+5. If the bins are still uneven, because samples are long or few, the paper's bins are taken if they make the step
+   cheaper.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flowtrain.scheduler.packing.sorting import descending_order
 from flowtrain.scheduler.packing.starting_bins import deal, set_apart
 
 GOOD = 0.01
-"""Excess of a step over an even share of its cost below which no other choice of bins is looked at."""
+"""A step that exceeds an even share of its cost by at most this share is accepted without trying other bins."""
 
 
 def best_fit_balanced(lengths: Lengths, rules: PackingRules) -> Bins:
-    """Pack into few slots and even out the costs of their bins, none of them empty.
+    """Pack into few slots and even out the costs of their bins; no bin is empty.
 
-    Their number is a multiple of ``rules.dp_size``, or that of the samples where these are no more.
+    The number of bins is a multiple of ``rules.dp_size``, or the number of samples if there are not more than that.
     """
     num_samples = len(lengths)
     if num_samples == 0:
@@ -52,13 +52,16 @@ def best_fit_balanced(lengths: Lengths, rules: PackingRules) -> Bins:
 
 
 def _even_bins(start: Bins, num_bins: int, lengths: Lengths, rules: PackingRules) -> Bins:
-    """Return ``num_bins`` even bins, none of them empty, of more samples; start: best fit's bins, at most as many."""
+    """Return ``num_bins`` even bins, none empty, of more than ``num_bins`` samples.
+
+    start: best fit's bins, at most ``num_bins``.
+    """
     order = descending_order(lengths.tokens)
     sizes, number = lengths.tokens[order], np.full(len(lengths), -1, dtype=np.int64)
     coefficients = rules.cost.per_token, rules.cost.per_longest, rules.cost.per_square
     first = set_apart(sizes, number, num_bins, rules.dp_size, rules.capacity, *coefficients)
     if not deal(sizes, number, first, num_bins, rules.capacity, *coefficients):
-        # An empty bin could stay so: the search may find nothing to move into it.
+        # Start without empty bins: the search may find nothing to move into one.
         first, number[:] = 0, _numbers(with_equal_counts(start, lengths, rules))[order]
     even_out(sizes, number, first, num_bins, rules.capacity, *coefficients)
     in_order = np.empty_like(number)
@@ -79,11 +82,11 @@ def _is_even(bins: Bins, lengths: Lengths, rules: PackingRules) -> bool:
 
 
 def _cheaper(bins: Bins, others: Bins, lengths: Lengths, rules: PackingRules) -> Bins:
-    """Return those bins, of two choices, that make the step cheaper; the first if both cost the same."""
+    """Return the bins that make the step cheaper; ``bins`` if both cost the same."""
     cost, other = (_step_cost(each.costs(lengths, rules.cost), rules.dp_size) for each in (bins, others))
     return others if other < cost else bins
 
 
 def _step_cost(costs: FloatArray, dp_size: int) -> float:
-    """Return the sum over slots of the dearest bin, the bins dealt to slots in the order of their costs."""
+    """Return the sum over slots of the costliest bin, with bins dealt to slots in descending order of cost."""
     return float(np.sort(costs)[::-1][::dp_size].sum())

@@ -1,4 +1,4 @@
-"""Best-fit packing of the longest samples first, which needs fewer bins than taking them as they come."""
+"""Best-fit packing, longest samples first, which needs fewer bins than packing in the given order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowtrain.scheduler.packing.sorting import descending_order
 def best_fit_decreasing(lengths: Lengths, rules: PackingRules) -> Bins:
     """Put each sample, longest first (ties: in the order given), into the bin that it fills most tightly.
 
-    The number of bins is at most 11/9 of the smallest possible, and a constant. O(n log capacity).
+    The number of bins is at most 11/9 of the smallest possible number, plus a constant. O(n log capacity).
     """
     order = descending_order(lengths.tokens)
     return Bins.by_number(*best_fit_numbers(lengths.tokens, order, rules.capacity))

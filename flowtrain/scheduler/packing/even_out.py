@@ -1,4 +1,4 @@
-"""Local search that evens out the costs of bins: moves of a sample, and swaps of two."""
+"""Local search that evens out the costs of bins: it moves one sample or swaps two."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.scheduler.compiled import compiled
 
 TOLERANCE = 5e-4
-"""Deviation from the mean cost, as a share of it, below which a bin counts as even."""
+"""A bin whose cost deviates from the mean by at most this share of the mean counts as even."""
 ENOUGH = 0.6
-"""Share of the worst squared deviation that an exchange must take away to be made without looking further."""
+"""An exchange that removes at least this share of the worst squared deviation is made without looking further."""
 MAX_ROUNDS_PER_BIN = 8
-"""Bound on the search: changes per bin. It ends much earlier, unless many bins are stuck close to even."""
+"""Bound on the search, in rounds per bin. It ends much earlier, unless many bins are stuck close to even."""
 
 
 @compiled
@@ -27,9 +27,9 @@ def even_out(
     per_longest: float,
     per_square: float,
 ) -> None:
-    """Move and swap samples between the bins from ``first`` on until no exchange with the furthest off evens them.
+    """Move and swap samples between the bins from ``first`` on, until no exchange makes the most uneven bins more even.
 
-    sizes: tokens, descending. number: the bin of each sample, changed in place; bins keep to the capacity.
+    sizes: tokens, descending. number: the bin of each sample, changed in place. No bin exceeds the capacity.
     """
     values = per_token * sizes + per_square * sizes**2
     members, counts, tokens, linear = _gather(sizes, values, number, first, num_bins - first, capacity)
@@ -47,9 +47,9 @@ def even_out(
         for partner in range(len(counts)):
             if (costs[partner] - mean) * (costs[far] - mean) > 0.0 or partner == far:
                 continue
-            dear, cheap = (far, partner) if costs[far] > costs[partner] else (partner, far)
+            costly, cheap = (far, partner) if costs[far] > costs[partner] else (partner, far)
             gain, give, take = _best_exchange(
-                sizes, values, members, counts, tokens, linear, costs, dear, cheap, mean, capacity, per_longest
+                sizes, values, members, counts, tokens, linear, costs, costly, cheap, mean, capacity, per_longest
             )
             if gain > best_gain:
                 best_gain, best_partner, best_give, best_take = gain, partner, give, take
@@ -58,10 +58,10 @@ def even_out(
         if best_partner < 0:
             stuck[far] = True
             continue
-        dear, cheap = (far, best_partner) if costs[far] > costs[best_partner] else (best_partner, far)
-        given = members[dear, best_give]
+        costly, cheap = (far, best_partner) if costs[far] > costs[best_partner] else (best_partner, far)
+        given = members[costly, best_give]
         taken = members[cheap, best_take] if best_take < counts[cheap] else -1
-        _replace(sizes, values, members, counts, tokens, linear, costs, dear, given, taken, per_longest)
+        _replace(sizes, values, members, counts, tokens, linear, costs, costly, given, taken, per_longest)
         _replace(sizes, values, members, counts, tokens, linear, costs, cheap, taken, given, per_longest)
         stuck[far] = stuck[best_partner] = False
     for bin_ in range(len(counts)):
@@ -72,7 +72,7 @@ def even_out(
 def _gather(
     sizes: IntArray, values: FloatArray, number: IntArray, first: int, num_bins: int, capacity: int
 ) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-    """Return of each bin its members (ascending, so that sizes descend), their number, tokens and linear cost."""
+    """Return the members (ascending, so sizes descend), number of members, tokens and linear cost of each bin."""
     width = min(len(sizes), capacity // sizes[-1]) + 1
     members = np.empty((num_bins, width), dtype=np.int64)
     counts = np.zeros(num_bins, dtype=np.int64)
@@ -107,41 +107,42 @@ def _best_exchange(
     tokens: IntArray,
     linear: FloatArray,
     costs: FloatArray,
-    dear: int,
+    costly: int,
     cheap: int,
     mean: float,
     capacity: int,
     per_longest: float,
 ) -> tuple[float, int, int]:
-    """Return the best move or swap from a dear bin to a cheap one: (gain, place in dear, place in cheap).
+    """Return the best move or swap from a costly bin to a cheap one: (gain, place in costly, place in cheap).
 
-    The gain is what the squared deviations from the mean lose. A place in cheap behind its members means a move.
+    The gain is the decrease of the squared deviations from the mean. A place in cheap after its last member means a
+    move.
     """
-    half = 0.5 * (costs[dear] - costs[cheap])
-    before = (costs[dear] - mean) ** 2 + (costs[cheap] - mean) ** 2
-    num_dear, num_cheap = counts[dear], counts[cheap]
+    half = 0.5 * (costs[costly] - costs[cheap])
+    before = (costs[costly] - mean) ** 2 + (costs[cheap] - mean) ** 2
+    num_costly, num_cheap = counts[costly], counts[cheap]
     best, best_give, best_take, start = -1.0, -1, -1, 0
-    for give in range(num_dear):
-        x = members[dear, give]
+    for give in range(num_costly):
+        x = members[costly, give]
         longest = 0
-        if num_dear > 1:
-            longest = sizes[members[dear, 1 if give == 0 else 0]]
-        # The ideal partner is smaller by half the difference; as x descends, so does it.
+        if num_costly > 1:
+            longest = sizes[members[costly, 1 if give == 0 else 0]]
+        # The ideal partner is smaller by half the difference. It gets smaller with x, so `start` only grows.
         while start < num_cheap and values[members[cheap, start]] > values[x] - half:
             start += 1
         for take in range(min(start, num_cheap), max(start - 2, -1), -1):
             y = members[cheap, take] if take < num_cheap else -1
             y_size, y_value = (sizes[y], values[y]) if y >= 0 else (0, 0.0)
             moved = sizes[x] - y_size
-            if tokens[cheap] + moved > capacity or tokens[dear] - moved > capacity or (y < 0 and num_dear == 1):
+            if tokens[cheap] + moved > capacity or tokens[costly] - moved > capacity or (y < 0 and num_costly == 1):
                 continue
-            dear_longest = max(longest, y_size)
+            costly_longest = max(longest, y_size)
             cheap_longest = sizes[x]
             if num_cheap > (1 if take == 0 else 0):
                 cheap_longest = max(cheap_longest, sizes[members[cheap, 1 if take == 0 else 0]])
-            new_dear = linear[dear] - values[x] + y_value + per_longest * dear_longest**2
+            new_costly = linear[costly] - values[x] + y_value + per_longest * costly_longest**2
             new_cheap = linear[cheap] + values[x] - y_value + per_longest * cheap_longest**2
-            gain = before - (new_dear - mean) ** 2 - (new_cheap - mean) ** 2
+            gain = before - (new_costly - mean) ** 2 - (new_cheap - mean) ** 2
             if gain > best:
                 best, best_give, best_take = gain, give, take
     return best, best_give, best_take
@@ -161,7 +162,7 @@ def _replace(
     into: int,
     per_longest: float,
 ) -> None:
-    """Take sample ``out`` from a bin and put ``into`` in its place (-1: none), members ascending as before."""
+    """Remove sample ``out`` from a bin and insert ``into`` (-1: none); members stay ascending."""
     row = members[bin_]
     count = counts[bin_]
     if out >= 0:

@@ -16,9 +16,9 @@ TEXT_SLACK = 32
 
 
 def isf(lengths: Lengths, rules: PackingRules) -> Bins:
-    """Draw groups that fill the quota of images or of text; best fit for what is left (OmniBal 4.1, Algorithm 1).
+    """Draw groups that fill the quota of images or of text; pack the rest by best fit (OmniBal 4.1, Algorithm 1).
 
-    The quotas follow from the samples given: of a step, or of a whole data set.
+    The quotas are computed from the given samples: those of a step, or of a whole data set.
     """
     number, num_groups = draw_groups(lengths, *isf_quotas(lengths, rules.capacity), rules.seed, ITERATIONS)
     left = np.flatnonzero(number < 0)
@@ -30,10 +30,11 @@ def isf(lengths: Lengths, rules: PackingRules) -> Bins:
 def isf_quotas(lengths: Lengths, capacity: int) -> tuple[int, int]:
     """Return Q_v, in the unit of ``lengths.vision``, and Q_t, in tokens (OmniBal 5.2).
 
-    Q_t is the longest sequence that a group may be: the capacity. Like the paper's 4K it counts what the backbone sees,
-    vision tokens included. Q_v is the vision work that so many tokens bring on average, a multiple of the smallest step
-    between samples (an image's patches, where all images have as many), since a group is full of images only when it
-    meets Q_v exactly; it is never less than the largest sample's, so that every sample fits a group.
+    Q_t is the longest sequence that a group may have: the capacity. Like the paper's 4K it counts backbone tokens,
+    vision tokens included. Q_v is the average vision work of that many tokens. It is a multiple of the greatest common
+    divisor of the samples' vision work (the patches of an image if all images have the same number), because a group is
+    full of images only when it reaches Q_v exactly. Q_v is at least the largest sample's work, so that every sample
+    fits into a group.
     """
     unit = int(np.gcd.reduce(lengths.vision)) if len(lengths) else 0
     if unit == 0:
@@ -44,10 +45,10 @@ def isf_quotas(lengths: Lengths, capacity: int) -> tuple[int, int]:
 
 
 def draw_groups(lengths: Lengths, q_vision: int, q_text: int, seed: int, iterations: int) -> tuple[IntArray, int]:
-    """Return each sample's group, int64 ``[num_samples]``, -1 where it is left over, and the number of groups.
+    """Return each sample's group, int64 ``[num_samples]``, -1 if it is left over, and the number of groups.
 
-    q_vision, q_text: the vision work and the tokens that a group has at most. A full group has exactly ``q_vision``, or
-    all of the text quota but 1/32. A sample that is beyond a quota alone is left over.
+    q_vision, q_text: the most vision work and the most tokens of a group. A full group has exactly ``q_vision``, or at
+    least 31/32 of the text quota. A sample that exceeds a quota alone is left over.
     """
     assert q_vision >= 1 and q_text >= 1, (q_vision, q_text)
     rng = np.random.default_rng(seed)
@@ -71,9 +72,9 @@ def _sample_and_filter(
     number: IntArray,
     num_groups: int,
 ) -> int:
-    """Cut the samples, in the order given, into groups and number those that are full; returns groups so far.
+    """Cut the samples, in the given order, into groups and number the full ones; returns the number of groups so far.
 
-    As printed, a group is judged when the next sample goes beyond a quota, so the last one is not.
+    As printed, a group is judged when the next sample exceeds a quota, so the last group is never judged.
     """
     enough_text = q_text - q_text // TEXT_SLACK
     start, sum_vision, sum_tokens = 0, 0, 0

@@ -1,4 +1,4 @@
-"""Packing as plain loaders that shuffle do it: the baseline that balance is measured against."""
+"""Packing as in plain data loaders that shuffle: the baseline that balance is measured against."""
 
 from __future__ import annotations
 

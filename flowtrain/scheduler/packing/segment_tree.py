@@ -9,7 +9,7 @@ from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.compiled import compiled
 
 Tree = npt.NDArray[np.int32]
-"""The residual capacities in ``1..capacity`` that open bins have (FlowTrain 3.4, Algorithm 1, line 1).
+"""The residual capacities, ``1..capacity``, of the open bins (FlowTrain 3.4, Algorithm 1, line 1).
 
 Heap layout: children of node i are 2i and 2i + 1. The leaf of residual r is node ``num_leaves + r - 1``, so smaller
 residuals lie to the left; it holds r while some open bin has r tokens left, else 0. An inner node holds the largest
@@ -56,8 +56,8 @@ def smallest_at_least(tree: Tree, need: int) -> int:
         return 0
     num_leaves, node = len(tree) >> 1, 1
     while node < num_leaves:
-        # The left subtree has the smaller residuals, so it is taken whenever it can serve; computed, not branched on,
-        # since no processor could guess the way.
+        # The left subtree has the smaller residuals, so it is taken if one of them is enough. The child is computed
+        # without a branch, since the processor could not predict it.
         node = 2 * node + (tree[2 * node] < need)
     return int(tree[node])
 
@@ -66,9 +66,9 @@ def smallest_at_least(tree: Tree, need: int) -> int:
 def best_fit_numbers(tokens: IntArray, order: IntArray, capacity: int) -> tuple[IntArray, int]:
     """Put each sample, in the order given, into the open bin that it fills most tightly (Algorithm 1, lines 1-11).
 
-    Of equally tight bins, the one that became so last is taken. tokens: int64 ``[num_samples]``, each 1 to
+    Of equally tight bins, the one that reached this state last is taken. tokens: int64 ``[num_samples]``, each 1 to
     ``capacity``. order: int64 ``[num_samples]``, a permutation. Returns each sample's bin, int64 ``[num_samples]``, and
-    how many bins there are, numbered as they were opened.
+    the number of bins; bins are numbered in the order in which they were opened.
     """
     number = np.empty(len(tokens), dtype=np.int64)
     shortest = capacity
@@ -76,8 +76,8 @@ def best_fit_numbers(tokens: IntArray, order: IntArray, capacity: int) -> tuple[
         assert 1 <= length <= capacity
         shortest = min(shortest, length)
     tree = empty_tree(capacity)
-    top = np.empty(capacity + 1, dtype=np.int64)  # the bin that a present residual's chain begins with
-    below = np.empty(len(tokens), dtype=np.int64)  # the next bin in the chain that a bin stands in, -1 at its end
+    top = np.empty(capacity + 1, dtype=np.int64)  # first bin of a present residual's chain
+    below = np.empty(len(tokens), dtype=np.int64)  # next bin in a bin's chain, -1 at its end
     num_bins = 0
     for index in order:
         residual = smallest_at_least(tree, tokens[index])
@@ -91,7 +91,7 @@ def best_fit_numbers(tokens: IntArray, order: IntArray, capacity: int) -> tuple[
             num_bins += 1
         number[index] = bin_number
         residual -= tokens[index]
-        if residual >= shortest:  # else no sample fits any more: the bin is closed
+        if residual >= shortest:  # otherwise no sample fits any more: the bin is closed
             present = tree[(len(tree) >> 1) + residual - 1] > 0
             below[bin_number] = top[residual] if present else -1
             top[residual] = bin_number

@@ -1,4 +1,4 @@
-"""Packing as plain loaders do it: one bin at a time, in the order given."""
+"""Packing as in plain data loaders: one bin at a time, in the given order."""
 
 from __future__ import annotations
 

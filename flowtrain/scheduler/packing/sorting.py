@@ -1,7 +1,7 @@
-"""Stable sorts in linear time, for a few hundred samples of one step as for a million of a data set.
+"""Stable sorts in linear time, for the few hundred samples of a step and for the million samples of a data set.
 
-Here and in the methods, a compiled loop calls compiled functions of its own file alone: numba's cache on disk does not
-see a change in another file.
+Here and in the methods, a compiled loop calls only compiled functions of its own file: numba's cache on disk does not
+notice a change in another file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flowtrain.scheduler.compiled import compiled
 
 @compiled
 def descending_order(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the indices that sort lengths in descending order, equal ones by index; int64 ``[num_samples]``.
+    """Return the indices that sort lengths in descending order, ties by index; int64 ``[num_samples]``.
 
     tokens: int64 ``[num_samples]``, not negative. A radix sort, one byte at a time.
     """

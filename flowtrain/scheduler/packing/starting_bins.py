@@ -1,6 +1,6 @@
-"""Where the search of ``best_fit_balanced`` starts: slots for samples that are long alone, the rest dealt greedily.
+"""Where the search of ``best_fit_balanced`` starts: slots for very long samples, the rest dealt greedily.
 
-In all of this, sizes are the samples' tokens in descending order, and number is their bin's number or -1.
+In this file, ``sizes`` are the samples' tokens in descending order, and ``number`` is each sample's bin number or -1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def set_apart(
     per_longest: float,
     per_square: float,
 ) -> int:
-    """Fill slots that a single long sample makes dear; returns how many bins they have. At least one slot is left."""
+    """Fill slots that one long sample makes costly; returns their number of bins. At least one slot is left over."""
     first, left = 0, len(sizes)
     while num_bins - first > dp_size:
         share, longest = _even_share(sizes, number, num_bins - first, per_token, per_longest, per_square)
@@ -47,9 +47,9 @@ def deal(
     per_longest: float,
     per_square: float,
 ) -> bool:
-    """Give each sample, dearest first, to the cheapest bin that has room; False if one fits nowhere."""
+    """Give each sample, costliest first, to the cheapest bin that has room; False if a sample fits nowhere."""
     tokens = np.zeros(num_bins, dtype=np.int64)
-    costs = np.full(num_bins, -np.inf)  # empty ones come first, whatever samples cost
+    costs = np.full(num_bins, -np.inf)  # empty bins come first, at any cost of samples
     for index in range(len(sizes)):
         if number[index] >= 0:
             continue
@@ -71,14 +71,14 @@ def deal(
 def _even_share(
     sizes: IntArray, number: IntArray, num_bins: int, per_token: float, per_longest: float, per_square: float
 ) -> tuple[float, int]:
-    """Return the mean cost of ``num_bins`` even bins of what is left, and the longest sample that is left."""
+    """Return the mean cost of ``num_bins`` even bins of the remaining samples, and the longest remaining sample."""
     total, seen, longest = 0.0, 0, 0
     for index in range(len(sizes)):
         if number[index] >= 0:
             continue
         size = sizes[index]
         total += per_token * size + per_square * size**2
-        if seen < num_bins:  # even bins have one of the longest each
+        if seen < num_bins:  # each even bin has one of the longest samples
             total += per_longest * size**2
         longest = max(longest, size)
         seen += 1
@@ -99,7 +99,10 @@ def _fill_slot(
     per_longest: float,
     per_square: float,
 ) -> int:
-    """Give the longest samples a bin each and fill these, tightest first, up to the ceiling; returns samples left."""
+    """Give each of the longest samples a bin, then fill these bins, costliest first, up to the cost ``ceiling``.
+
+    Returns the number of remaining samples.
+    """
     tokens = np.zeros(dp_size, dtype=np.int64)
     costs = np.zeros(dp_size)
     seeds = 0

@@ -135,7 +135,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("backward ran before on this loss, and that scaled its gradients in place; compute the loss again")
+            raise RuntimeError("backward ran on this loss before and used up its gradients; compute the loss again")
         return *(None if gradient is None else gradient.mul_(grad_output) for gradient in gradients), *[None] * 5
 
 

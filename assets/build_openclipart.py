@@ -365,7 +365,7 @@ def encode(image: Image.Image, rng: random.Random, png_limit: int = 16_000) -> t
 
 
 def look(image: Image.Image) -> bytes:
-    """A coarse fingerprint: equal for copies, whatever their size."""
+    """A coarse fingerprint: equal for copies of any size."""
     small = image.resize((8, 8), Image.Resampling.BOX)
     return bytes(value >> 5 for value in small.tobytes())
 

@@ -87,7 +87,7 @@ def speed_figures(args: argparse.Namespace, steps: list[Step], durations_s: list
 
 
 def memory_figures(ours: Ours, step: Step, memory: StepMemory, device: torch.device) -> list[Figure]:
-    """Peak of one step beside the prediction."""
+    """Peak of one step against the prediction."""
     states = [value for state in ours.trainer.optimizer.state.values() for value in state.values()]
     tensors = [parameter for _, parameter in ours.trainer.model.named_parameters()]
     held = held_by(tensors + [value for value in states if isinstance(value, torch.Tensor)])

@@ -152,7 +152,7 @@ Turns = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Drawing:
-    """One drawing: where it lies in the package, and what its metadata says."""
+    """One drawing: its place in the package and its metadata."""
 
     path: str
     title: str
@@ -261,7 +261,7 @@ def is_fit(title: str, path: str, keywords: list[str]) -> bool:
 
 
 def links_files(root: ET.Element) -> bool:
-    """Whether the drawing draws on image files of its own, which the package's PNGs show as missing."""
+    """Whether the drawing links to image files; the package's PNGs show these as missing."""
     hrefs = (v for node in root.iter() if node.tag.endswith("}image") for k, v in node.attrib.items() if "href" in k)
     return any(not href.startswith("data:") for href in hrefs)
 
@@ -308,7 +308,7 @@ def read_drawings(root: Path) -> list[Drawing]:
 
 
 def spread(drawings: list[Drawing], rng: random.Random) -> list[Drawing]:
-    """The drawings with a description, then the others, at random; so many of a folder, title or description."""
+    """The drawings with a description, then the others, at random; limited per folder, title and description."""
     mixed = sorted(rng.sample(drawings, len(drawings)), key=lambda drawing: not drawing.description)
     limits = {"folder": MAX_PER_FOLDER, "title": MAX_PER_TITLE, "description": MAX_PER_DESCRIPTION}
     taken: Counter[tuple[str, str]] = Counter()
@@ -332,7 +332,7 @@ def on_white(png: Path) -> Image.Image:
 
 
 def crop(image: Image.Image) -> Image.Image:
-    """The image without its empty margins, but for a narrow rim."""
+    """The image without its empty margins, except for a narrow rim."""
     box = ImageChops.difference(image, Image.new("RGB", image.size, "white")).getbbox()
     if box is None:
         return image
@@ -365,13 +365,13 @@ def encode(image: Image.Image, rng: random.Random, png_limit: int = 16_000) -> t
 
 
 def look(image: Image.Image) -> bytes:
-    """A coarse fingerprint: equal for copies, whatever their size."""
+    """A coarse fingerprint: equal for copies of any size."""
     small = image.resize((8, 8), Image.Resampling.BOX)
     return bytes(value >> 5 for value in small.tobytes())
 
 
 def make_picture(png: Path, drawing: Drawing, seen: set[bytes]) -> Picture | None:
-    """The picture of a drawing, or None when it is (almost) blank, broken or a copy of one already made."""
+    """The picture of a drawing, or None if it is (almost) blank, broken or a copy of an earlier picture."""
     rng = random.Random(f"{SEED}/{drawing.path}")
     try:
         image = crop(on_white(png))
@@ -440,7 +440,7 @@ def tagged_turn(drawing: Drawing, pool: list[Picture], rng: random.Random) -> tu
 
 
 def single_turns(drawing: Drawing, pool: list[Picture], rng: random.Random) -> Turns:
-    """A conversation on one picture: mostly the title first, then whatever else the metadata has."""
+    """A conversation on one picture: mostly the title first, then the rest of the metadata."""
     turns = [either_turn(drawing, pool, rng) if rng.random() < 0.1 else (rng.choice(ASK_TITLE), drawing.title)]
     if drawing.keywords and rng.random() < 0.15:
         turns.append(tagged_turn(drawing, pool, rng))

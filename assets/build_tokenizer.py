@@ -2,8 +2,8 @@
 
     python assets/build_tokenizer.py
 
-It has 4096 entries, special tokens among them, and a ChatML template that renders an image as `<image>` and marks what
-the assistant says, its `<|im_end|>` included, as generation. The same texts give the same files.
+It has 4096 entries, special tokens included, and a ChatML template. The template renders an image as `<image>` and
+marks the assistant's answers, with their `<|im_end|>`, as generation. The same texts give the same files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is compared: FlowTrain's backbone on packed microbatches, and plain HF training loops on batches of rows."""
+"""The two trainers compared: FlowTrain's backbone on packed microbatches, and plain HF loops on batches of rows."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 
 def specs_of(model: str) -> tuple[TransformerSpec, ConnectorSpec]:
-    """What the cost model knows of a shape."""
+    """The cost model's description of a shape."""
     spec = from_hf_text_config(MODELS[model].to_dict())
     return spec, ConnectorSpec(FEATURE_DIM, spec.hidden_size, spec.hidden_size)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contestants share. backbone: further keys of the configuration's section."""
+    """Settings that both trainers share. backbone: further keys of the configuration's section."""
 
     model: str
     dtype: str
@@ -84,7 +84,7 @@ class Setting:
     backbone: dict[str, Any]
 
     def run_config(self) -> RunConfig:
-        """The configuration of our run; the paths are of no use, since the benchmark builds the model."""
+        """The configuration of FlowTrain's run; its paths are not used, since the benchmark builds the model."""
         return RunConfig.model_validate(
             {
                 "name": "benchmark",
@@ -105,7 +105,7 @@ class Setting:
         )
 
     def language_model(self, attention: str, device: torch.device | None = None) -> PreTrainedModel:
-        """The model with the same random weights whoever asks, float32; device: another than the setting's."""
+        """The model, with the same random weights in every call, float32; device: None for the setting's."""
         torch.manual_seed(7)
         config = copy.deepcopy(MODELS[self.model])  # the model keeps it, with its kind of attention
         with device or self.device:
@@ -114,7 +114,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class _Source:
-    """What the trainer loads: the benchmark's language model behind a connector that gets no rows."""
+    """The trainer's model source: the benchmark's language model, with a connector that gets no rows."""
 
     setting: Setting
 
@@ -152,10 +152,11 @@ class Ours:
 
 
 class PlainHF:
-    """A plain loop round an HF model: sdpa, fused AdamW over float32 weights, accumulated microbatches.
+    """A plain loop around an HF model: sdpa, fused AdamW over float32 weights, accumulated microbatches.
 
-    In bfloat16 the model computes with a copy of the weights, made anew after each update, and gradients are summed in
-    float32: the numbers that ours computes with, and faster than autocast, which casts the weights in every microbatch.
+    In bfloat16 the model computes with a copy of the weights, renewed after each update, and gradients are summed in
+    float32. FlowTrain computes with the same numbers; autocast would be slower, as it casts the weights in every
+    microbatch.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -173,7 +174,7 @@ class PlainHF:
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
 
     def step(self, batches: Sequence[PlainBatch]) -> float:
-        """One optimizer step over the mean loss of all tokens that carry one; returns the loss."""
+        """One optimizer step over the mean loss of all tokens that have a target; returns the loss."""
         num_targets = sum(int((batch.labels[:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
@@ -190,7 +191,7 @@ class PlainHF:
         return total
 
     def _take_gradients(self) -> None:
-        """Add a microbatch's gradients to those of the float32 weights, where these are others."""
+        """Add a microbatch's gradients to those of the float32 weights, if the model computes with a copy of them."""
         if self._weights is self._computed_with:
             return
         for weight, computed_with in zip(self._weights, self._computed_with, strict=True):

@@ -1,4 +1,4 @@
-"""Packs every step of a workload by every method, ours and the peers', and checks what comes out."""
+"""Packs every step of a workload by every method, FlowTrain's and the peers', and checks the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WrongResult(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """A packer and how its bins are dealt to the ranks."""
+    """A packer, and the method that deals its bins to the ranks."""
 
     label: str
     pack: Packer
@@ -42,14 +42,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contender made of a workload. num_bins: of each step, before counts were made equal."""
+    """Result of a contender on a workload. num_bins: of each step, before counts were made equal."""
 
     contender: Contender
     report: MethodReport
     num_bins: tuple[int, ...]
 
     def costs(self) -> np.ndarray:
-        """Cost of each step, the sum over slots of the dearest rank."""
+        """Cost of each step: the sum over slots of the costliest rank."""
         return np.array([step.cost for step in self.report.steps])
 
 
@@ -59,10 +59,10 @@ def rules_of(capacity: int) -> PackingRules:
 
 
 def all_contenders(peers: Iterable[Peer]) -> list[Contender]:
-    """Every packer of ours with the default dispatch, the default first; the paper's; the peers', dealt in turn.
+    """Every packer of FlowTrain with the default dispatch, the default first; the paper's; the peers', dealt in turn.
 
-    The peers leave dealing to a distributed sampler, which knows no costs: rank r takes every eighth bin. Slots of
-    similar cost are already more than it does.
+    The peers leave dealing to a distributed sampler, which ignores costs: rank r takes every eighth bin. Here their
+    slots have similar cost, so they are dealt better than by that sampler.
     """
     ours = sorted(PACKERS, key=lambda name: name != DEFAULT.packing)
     return [
@@ -73,7 +73,7 @@ def all_contenders(peers: Iterable[Peer]) -> list[Contender]:
 
 
 def run(contender: Contender, workload: Workload) -> Outcome:
-    """Lay out every step; raises WrongResult. The first step is laid out once more before, to compile."""
+    """Lay out every step; raises WrongResult. First lays out the first step once, so that code is compiled."""
     rules = rules_of(workload.capacity)
     first = workload.steps[0]
     lay_out_bins(contender.pack(first, rules), first, rules, contender.dispatch)
@@ -94,7 +94,7 @@ def run(contender: Contender, workload: Workload) -> Outcome:
 
 
 def lay_out_bins(bins: Bins, lengths: Lengths, rules: PackingRules, dispatch: str) -> Layout:
-    """What ``lay_out`` does with the bins of a packer, for packers that are not in its registry."""
+    """Do with given bins what ``lay_out`` does with a registered packer's, for packers outside its registry."""
     even = with_equal_counts(bins, lengths, rules)
     costs = even.costs(lengths, rules.cost)
     buckets = bucket_of(costs, DEFAULT.num_buckets)
@@ -104,19 +104,19 @@ def lay_out_bins(bins: Bins, lengths: Lengths, rules: PackingRules, dispatch: st
 def check(what: str, bins: Bins, lengths: Lengths, rules: PackingRules) -> None:
     """Raise WrongResult unless every sample is in one bin and no bin holds more than its capacity."""
     if not np.array_equal(np.sort(bins.members), np.arange(len(lengths))):
-        raise WrongResult(f"{what}: {len(lengths)} samples went in, and not each came out once")
+        raise WrongResult(f"{what}: of {len(lengths)} samples some are in no bin or in two")
     fullest = int(bins.tokens(lengths).max(initial=0))
     if fullest > rules.capacity:
         raise WrongResult(f"{what}: a bin has {fullest} tokens, its capacity is {rules.capacity}")
 
 
 def fewest_bins(lengths: Lengths, capacity: int) -> int:
-    """No packing has fewer bins: ceil(tokens / capacity)."""
+    """Lower bound of the number of bins: ceil(tokens / capacity)."""
     return -(-int(lengths.tokens.sum()) // capacity)
 
 
 def bins_over_bound(outcome: Outcome, workload: Workload) -> float:
-    """Bins of all steps over the lower bound of all steps."""
+    """Bins of all steps, divided by the lower bound of all steps."""
     return sum(outcome.num_bins) / sum(fewest_bins(step, workload.capacity) for step in workload.steps)
 
 

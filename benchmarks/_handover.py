@@ -1,6 +1,6 @@
-"""A writer and a reader in processes of their own, and three ways to hand bytes over: our pool, Ray's, a plain copy.
+"""A writer and a reader process, and three ways to hand bytes over: FlowTrain's pool, Ray's store, a plain copy.
 
-Every payload is told apart by its first bytes and checked by a sum over all of it, which is also the touching.
+Each payload has other first bytes. The reader checks the sum over all bytes; with that it also touches every byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.types.memory import Extent, SegmentExport
 
 ROTATED_NBYTES = 256 << 20
-"""Payloads kept alive on each side before the oldest is let go, so that no copy goes where the last one went."""
+"""Payloads kept alive on each side before the oldest is freed, so that no copy goes where the last one went."""
 MAX_ROTATED = 1024
 SEGMENT_NBYTES = 2 * ROTATED_NBYTES
 SPACE = AddressSpace(num_processes=16, segment_nbytes=SEGMENT_NBYTES)
@@ -34,7 +34,7 @@ Address = tuple[Extent, ...]
 
 @dataclass(frozen=True)
 class Written:
-    """What a writer did: seconds that each took, where the reader finds it, and the sum that it must see there."""
+    """Payloads of a writer: seconds of each call, its address for the reader, and the sum that the reader must see."""
 
     seconds: list[float]
     places: list[Any]
@@ -43,9 +43,9 @@ class Written:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a reader did: seconds until it had the bytes, until they were a tensor, and until all of it was touched.
+    """Calls of a reader: seconds until it had the bytes, until they were a tensor, and until all were touched.
 
-    sums: what it saw.
+    sums: the sums of the bytes that it saw.
     """
 
     get_seconds: list[float]
@@ -55,7 +55,7 @@ class Seen:
 
 
 def rotation(nbytes: int) -> int:
-    """How many payloads are alive at a time."""
+    """Number of payloads alive at a time."""
     return max(2, min(MAX_ROTATED, ROTATED_NBYTES // nbytes))
 
 
@@ -71,7 +71,7 @@ class Writer:
         return self._pool.export()
 
     def start(self, nbytes: int) -> None:
-        """Begin with payloads of another size; let the others go."""
+        """Begin with payloads of another size; free the others."""
         self._release(0)
         self._source = np.random.default_rng(nbytes).integers(0, 1 << 20, nbytes // 8, np.int64)
         self._rest = int(self._source[1:].sum())
@@ -87,7 +87,7 @@ class Writer:
         return written
 
     def write_in_place(self, count: int) -> Written:
-        """By ``reserve`` and ``commit``; the writing between them, which the pool has no part in, is not timed."""
+        """By ``reserve`` and ``commit``; the writing between them is not the pool's work and is not timed."""
         self._release(rotation(self._source.nbytes) - count)
         seconds, places, sums = [], [], []
         for _ in range(count):
@@ -112,7 +112,7 @@ class Writer:
         return written
 
     def copy(self, count: int) -> Written:
-        """Into plain arrays whose pages are touched; nobody reads them."""
+        """Copy into plain arrays whose pages are touched; no process reads them."""
 
         def into_next(source: np.ndarray) -> None:
             buffer = self._buffers[0]
@@ -125,14 +125,14 @@ class Writer:
         seconds, places, sums = [], [], []
         for _ in range(count):
             sums.append(self._next())
-            self._source.max()  # read once, so that every way of copying finds as much of it in the cache
+            self._source.max()  # read once, so that every way finds the same share of it in the cache
             started = time.perf_counter()
             places.append(write(self._source))
             seconds.append(time.perf_counter() - started)
         return Written(seconds, places, sums)
 
     def _next(self) -> int:
-        """Make the payload another one; returns its sum."""
+        """Change the payload; returns its sum."""
         self._counter += 1
         self._source[0] = self._counter
         return self._rest + self._counter
@@ -159,7 +159,7 @@ class Reader:
         return self._timed(refs, ray.get)
 
     def hear(self, place: Address) -> None:
-        """Be told where something lies, and do nothing."""
+        """Receive an address, and do nothing."""
 
     def _timed(self, places: list[Any], get: Callable[[Any], np.ndarray]) -> Seen:
         seen = Seen([], [], [], [])

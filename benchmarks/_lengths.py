@@ -1,4 +1,4 @@
-"""The lengths that the packing benchmark runs on: traces, PipeTune's mixtures, and log-normal ones."""
+"""The lengths of the packing benchmark: traces, PipeTune's mixtures, and log-normal lengths."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ STEP_SAMPLES = 256
 TOKENS_PER_IMAGE = 576
 """Of the mixtures, as in PipeTune 3.2: a 336-pixel image in patches of 14."""
 TOKENS_PER_TILE = 256
-"""Of the traces: what is left of a 448-pixel tile in patches of 14 after merging four to one, as InternVL does."""
+"""Of the traces: a 448-pixel tile in patches of 14, with four patches merged to one, as in InternVL."""
 
 
 @dataclass(frozen=True)
 class Workload:
     """Steps to pack at one capacity.
 
-    tokens_per_image: backbone tokens of one image or tile; ``Lengths.vision`` counts those. is_trace: targets of the
-    traces apply. treatment: what was done to make the samples fit the capacity.
+    tokens_per_image: backbone tokens of one image or tile; ``Lengths.vision`` counts images or tiles. is_trace: targets
+    of the traces apply. treatment: how the samples were made to fit the capacity.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A data set by the statistics of its samples; images None: it has none."""
+    """A data set, described by the statistics of its samples; images: None if it has none."""
 
     name: str
     images: Statistics | None
     text: Statistics
 
     def draw(self, rng: np.random.Generator, number: int) -> tuple[IntArray, IntArray]:
-        """Images and text tokens of ``number`` samples, independent of each other (Table 1 does not say more)."""
+        """Images and text tokens of ``number`` samples, drawn independently (Table 1 gives no more)."""
         images = np.zeros(number, dtype=np.int64)
         if self.images is not None:
             images[:] = 1 if self.images.maximum == 1 else self.images.draw(rng, number)
@@ -92,7 +92,7 @@ LOG_NORMAL = Corpus("log-normal", None, Statistics(660, 400, 1 << 30))
 
 
 def drawn_statistics(seed: int = 0, number: int = 1_000_000) -> list[tuple[str, Statistics, Statistics]]:
-    """Return each row of Table 1: what it counts, what the table says, and what is drawn for it."""
+    """Return each row of Table 1: its name, the table's statistics, and those of the drawn numbers."""
     rows = []
     for corpus in CORPORA:
         for kind, wanted in (("images", corpus.images), ("text tokens", corpus.text)):
@@ -106,10 +106,10 @@ def drawn_statistics(seed: int = 0, number: int = 1_000_000) -> list[tuple[str, 
 def mixture(
     name: str, shares: tuple[float, ...], corpora: tuple[Corpus, ...], num_steps: int, capacity: int
 ) -> Workload:
-    """Draw a mixture whose samples fit ``capacity``, which is then also what one sample may have.
+    """Draw a mixture whose samples fit ``capacity``, which is also the limit of one sample.
 
-    Text is cut at its end. A sample whose images alone leave no room for a token of text is rejected and drawn anew,
-    from the whole mixture.
+    Text is cut at its end. A sample whose images leave no room for a token of text is rejected and drawn again, from
+    the whole mixture.
     """
     rng = np.random.default_rng(17)
     wanted = num_steps * STEP_SAMPLES
@@ -127,16 +127,16 @@ def mixture(
         images = np.append(images, new_images[fits])
         tokens = np.append(tokens, np.minimum(new_tokens[fits], capacity))
     treatment = (
-        f"{wanted} samples; {num_rejected} others, whose images alone fill {capacity} tokens, rejected and drawn anew; "
+        f"{wanted} samples; {num_rejected} others, whose images alone fill {capacity} tokens, rejected, drawn again; "
         f"text cut: {num_cut}"
     )
     return Workload(name, capacity, _in_steps(tokens, images), TOKENS_PER_IMAGE, treatment=treatment)
 
 
 def trace(path: Path, num_steps: int | None, capacity: int) -> Workload:
-    """Read a trace and take its samples in the order in which a run takes them, epoch after epoch.
+    """Read a trace and take its samples in a run's order, epoch after epoch.
 
-    num_steps: None for 100, or one epoch where that has more. Samples beyond the capacity are rejected.
+    num_steps: None for 100, or for one epoch if that has more. Samples beyond the capacity are rejected.
     """
     file = LengthsFile.read(path)
     tokens, tiles = file.lengths.tokens, file.lengths.vision
@@ -150,7 +150,7 @@ def trace(path: Path, num_steps: int | None, capacity: int) -> Workload:
 
 
 def workload_makers(traces: list[Path], num_steps: int | None) -> list[Callable[[int], Workload]]:
-    """What makes each workload for a capacity."""
+    """For each workload, the function that builds it for a capacity."""
     drawn = [(name, shares, CORPORA) for name, shares in MIXTURES.items()]
     drawn.append(("lognormal", (1.0,), (LOG_NORMAL,)))
     return [

@@ -1,13 +1,16 @@
-"""The pool between two hosts: our transport beside raw NIXL and Ray's own transfer, over the same link.
+"""The pool between two hosts: FlowTrain's transport, raw NIXL and Ray's own transfer, over the same link.
 
 ``network_figures()`` joins two namespaces by a veth pair, starts a raylet in each and runs this file as a driver there
 (``python benchmarks/_network.py ROUNDS FILE`` writes seconds by pattern and way). All ways run in the same two warm
-actors, in turns; forced TCP. Raw NIXL is as fast as it gets by hand: the same runs from the same registered segment by
-one transfer, whose request is made before the clock starts, into registered memory that is used again, and it spins
-until they are done, with no other thread beside it; ``raw_built`` is the same with the request made after the clock
-started, as it must be for a batch that is read once. Ray's is ``ray.get`` of an object of one buffer that lies
-on the other node. Nobody touches the bytes while they are timed, everybody's are compared once a round. A round takes
-each way once, in turning order; no round is left out but the first few, which connect and touch fresh memory.
+actors, over forced TCP. A round runs each way once; the order rotates. Only the first few rounds, which connect and
+touch fresh memory, do not count. The bytes are not touched while a way is timed; all ways' bytes are compared once a
+round.
+
+- Raw NIXL is the fastest that can be written by hand: one transfer of the same runs from the same registered segment
+  into registered memory that is used again. Its request is built before the clock starts, and it spins until the runs
+  have arrived, with no other thread next to it.
+- ``raw_built`` is the same with the request built after the clock starts, as a batch that is read once needs it.
+- Ray's way is ``ray.get`` of an object of one buffer on the other node.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ RAW_TARGET = 0.9
 RAY_TARGET = 1.0
 
 PATTERNS = {"1MiB": (64, 16 << 10), "4MiB": (64, 64 << 10), "16MiB": (64, 256 << 10)}
-"""Extents of a batch, and the largest of them in bytes; every second one is left out, so that none are neighbours."""
+"""Extents of a batch, and the largest one in bytes; every second extent is left out, so that none are neighbours."""
 
 WAYS = ["ours", "raw", "ray", "raw_built"]
 
@@ -55,7 +58,7 @@ Times = dict[str, dict[str, list[float]]]
 
 
 class Giver:
-    """On the first node: puts batches into the pool, and as many bytes into Ray's store."""
+    """On the first node: puts batches into the pool, and the same bytes into Ray's store."""
 
     def __init__(self, run_id: str) -> None:
         self._pool = _open_pool(0, run_id, SEGMENT_NBYTES, [])
@@ -65,7 +68,7 @@ class Giver:
         return self._pool.export()
 
     def put(self, count: int, nbytes: int) -> tuple[list[tuple[Extent, ...]], ray.ObjectRef, int]:
-        """Returns where the parts of a batch lie, the same bytes as an object, and their sum."""
+        """Returns the extents of a batch's parts, the same bytes as an object, and their sum."""
         parts, left_out, data = [], [], []
         for _ in range(count):
             data.append(self._rng.integers(0, 256, nbytes - int(self._rng.integers(1, 2048)), np.uint8))
@@ -81,7 +84,7 @@ class Giver:
 
 
 class Taker:
-    """On the second node: brings a batch over, each way in turn."""
+    """On the second node: reads a batch, each way in turn."""
 
     def __init__(self, run_id: str, export: SegmentExport) -> None:
         self._pool = _open_pool(2, run_id, 0, [export])
@@ -97,7 +100,7 @@ class Taker:
             took[way] = seconds
             found = sum(int(array.sum(dtype=np.uint64)) for array in data)
             if found != total:
-                raise ValueError(f"{way} brought bytes whose sum is {found}, not {total}")
+                raise ValueError(f"{way} read bytes whose sum is {found}, not {total}")
         return took, sum(extent.nbytes for part in parts for extent in part)
 
     def _ours(self, parts: list[tuple[Extent, ...]], ref: list[ray.ObjectRef]) -> tuple[float, list[np.ndarray]]:
@@ -115,7 +118,7 @@ class RawNixl:
     """NIXL by hand, reading the giver's registered memory."""
 
     def __init__(self, export: SegmentExport) -> None:
-        from nixl_cu12 import nixl_agent, nixl_agent_config  # the benchmark's driver runs without it
+        from nixl_cu12 import nixl_agent, nixl_agent_config  # not needed by the benchmark's driver
 
         assert export.network is not None
         self._export = NetworkExport.from_bytes(export.network)
@@ -126,7 +129,7 @@ class RawNixl:
         self._peer = self._agent.add_remote_agent(self._export.metadata).decode()
 
     def prepare(self, parts: list[tuple[Extent, ...]]) -> None:
-        """Make the request of the next ``read``."""
+        """Build the request of the next ``read``."""
         here, there, self._end = [], [], 0
         for extent in (extent for part in parts for extent in part):
             for address, nbytes in self._export.locate(SPACE.place(extent).offset, extent.nbytes):
@@ -148,7 +151,7 @@ class RawNixl:
     def build_and_read(
         self, parts: list[tuple[Extent, ...]], ref: list[ray.ObjectRef]
     ) -> tuple[float, list[np.ndarray]]:
-        """From the addresses on, as everybody must who reads a batch once."""
+        """The transfer and the building of its request, as for a batch that is read once."""
         started = time.perf_counter()
         self.prepare(parts)
         self._transfer()
@@ -179,7 +182,7 @@ def _open_pool(index: int, run_id: str, nbytes: int, exports: list[SegmentExport
 
 
 def drive(rounds: int) -> Times:
-    """Run on the pair: all ways in turns, for all patterns."""
+    """Runs on the pair of nodes: all ways in turn, for all patterns."""
     ray.init(log_to_driver=False)
     here = ray.get_runtime_context().get_node_id()
     (there,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
@@ -208,7 +211,7 @@ def drive(rounds: int) -> Times:
 
 
 def network_figures(rounds: int = ROUNDS) -> list[Figure]:
-    """Measure the link; no figures and a line that says why where the machine forbids namespaces."""
+    """Measure the link; prints the reason and returns no figures if the machine forbids namespaces."""
     try:
         with node_pair() as pair:
             file = pair.directory / "times.json"

@@ -15,12 +15,12 @@ from flowtrain.scheduler.packing.isf import isf
 from flowtrain.scheduler.summary import dist_ratio
 
 PADDED_BATCH = 4
-"""Samples of a mini-batch of the baseline: its AVE-BS in OmniBal's table 3."""
+"""Samples in a mini-batch of the baseline: its AVE-BS in OmniBal's table 3."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method of the table. All are dealt to eight ranks."""
+    """One method of the table, dealt to eight ranks."""
 
     method: str
     pad_ratio: float
@@ -29,7 +29,7 @@ class Row:
 
 
 def omnibal_rows(workload: Workload, outcomes: Mapping[str, Outcome]) -> list[Row]:
-    """The paper's baseline, random packing, ISF over a step and over the whole data, and ours."""
+    """The paper's baseline, random packing, ISF over a step and over the whole data, and FlowTrain's default."""
     window = {"random": "random, packed", "isf": "isf, per step", DEFAULT.packing: "ours, per step"}
     reports = {label: outcomes[name].report for name, label in window.items()}
     rows = [
@@ -51,7 +51,7 @@ def omnibal_figures(workload: Workload, rows: list[Row]) -> list[Figure]:
 
 
 def omnibal_against_isf(workload: Workload, rows: list[Row]) -> list[Figure]:
-    """By how much ours is above each ISF, for the vision encoder and for the language model."""
+    """How far FlowTrain's default is above each ISF, for the vision encoder and for the language model."""
     ours, found = rows[-1], []
     for label, isf_row in (("isf_per_step", rows[2]), ("isf_over_all", rows[3])):
         for kind in ("vision", "tokens"):

@@ -1,7 +1,7 @@
-"""TRL's and Axolotl's packers beside ours: the same lengths in, bins out.
+"""TRL's and Axolotl's packers behind FlowTrain's interface: lengths in, bins out.
 
-scripts/install_packing_peers.sh puts both into a directory of their own. It goes to the end of the import path, so
-whatever this environment has is taken from here, and both modules import as they are.
+scripts/install_packing_peers.sh puts both into a separate directory. That directory goes to the end of the import path,
+so packages of this environment come first, and both modules are imported unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ AXOLOTL_GROUP = 100_000
 
 @dataclass(frozen=True)
 class Peer:
-    """A packer of another project, callable as one of ours.
+    """A packer of another project, callable like one of FlowTrain's.
 
-    prepare: brings the lengths into the form it takes and returns its call, so that the call alone can be timed.
-    bins: what it returned, as bins.
+    prepare: converts the lengths to the packer's input and returns its call, so that the call alone can be timed.
+    bins: converts the packer's result to bins.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Peer:
 
 
 def load_peers(directory: Path) -> tuple[list[Peer], str]:
-    """Return the peers that can be imported from ``directory``, and which cannot and why ("" if all can)."""
+    """Return the peers that can be imported from ``directory``, and text on which cannot and why ("" if all can)."""
     install = "run scripts/install_packing_peers.sh"
     if not directory.is_dir():
         return [], f"TRL and Axolotl are left out: there is no {directory}; {install}"
@@ -57,8 +57,8 @@ def load_peers(directory: Path) -> tuple[list[Peer], str]:
 def _trl() -> Peer:
     """Best-fit decreasing: what ``trl.pack_dataset(..., strategy="bfd")`` maps over a data set, on all samples at once.
 
-    (Unless ``map_kwargs`` says so, it packs 1,000 at a time, into more bins.) The rows are lists of nulls, which have a
-    length and no bytes: it is timed without the tokens that it would copy and without the data set's cache files.
+    (By default, without ``map_kwargs``, it packs 1,000 at a time, into more bins.) The rows are lists of nulls, which
+    have a length and no bytes: the timing has no copies of tokens and no cache files of the data set.
     """
     import pyarrow as pa
     from trl.data_utils import _pack_bfd
@@ -78,7 +78,7 @@ def _trl() -> Peer:
 
 
 def _name_samples(tokens: IntArray, packed: IntArray, counts: IntArray) -> Bins:
-    """Return bins of samples from the lengths in them: samples of one length are the same to a packer."""
+    """Return bins of samples from bins of lengths: a packer does not distinguish samples of one length."""
     by_length, by_place = np.argsort(tokens, kind="stable"), np.argsort(packed, kind="stable")
     assert np.array_equal(tokens[by_length], packed[by_place]), "TRL lost or changed a sample"
     number = np.empty(len(tokens), dtype=np.int64)
@@ -87,9 +87,9 @@ def _name_samples(tokens: IntArray, packed: IntArray, counts: IntArray) -> Bins:
 
 
 def _axolotl() -> Peer:
-    """Multipack: what ``MultipackBatchSampler`` calls, in one process; it adds a garbage collection and regrouping.
+    """Multipack: what ``MultipackBatchSampler`` calls, in one process; that class also collects garbage and regroups.
 
-    Its limit of samples per bin is lifted, since that only opens more bins.
+    The limit of samples per bin is lifted, since it only opens more bins.
     """
     from axolotl.utils.samplers.multipack import pack_parallel
 

@@ -1,4 +1,4 @@
-"""Data whose samples are all alike, and actors that stay on one core, as if it were their device."""
+"""Data whose samples are all alike, and actors that stay on one core, as their device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_data(path: Path, num_samples: int, seed: int = 0) -> None:
 
 
 def _image(generator: np.random.Generator) -> bytes:
-    """A JPEG of coarse random colours, which decodes as long as a picture does."""
+    """A JPEG of coarse random colours; decoding it takes as long as for a photograph."""
     coarse = generator.integers(0, 255, (_SIDE // 16, _SIDE // 16, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(coarse).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC).save(buffer, "JPEG")
@@ -53,7 +53,7 @@ def _image(generator: np.random.Generator) -> bytes:
 
 
 def _stay_on(number: int) -> None:
-    """Keep this process, with every thread that it has and starts, on one of the cores that it may use."""
+    """Keep this process, with all its present and later threads, on one of its allowed cores."""
     core = sorted(os.sched_getaffinity(0))[number]
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {core})

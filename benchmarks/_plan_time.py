@@ -1,4 +1,4 @@
-"""Times the default planner, from the directory's sizes to a finished StepPlan, and checks its plans."""
+"""Times the default planner, from the samples' sizes to a finished StepPlan, and checks its plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P99_TARGETS_MS = {8192: 1.0}
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A unit and its samples' sizes, as the directory has them."""
+    """A unit and its samples' sizes, as the flow keeps them."""
 
     unit: Unit
     samples: tuple[SizedSample, ...]
@@ -54,10 +54,10 @@ class Times:
 
 @dataclass(frozen=True)
 class PlanTime:
-    """How long plans took by the clock, what of that the processor worked on them, and collections meanwhile.
+    """Wall time and processor time of plans, and garbage collections during them.
 
-    Both from the lengths as numbers (``StepPlanner.sizes_of``) to a finished plan. with_reading_ms: by the clock too,
-    reading these numbers off 256 ``SizedSample`` objects included.
+    Both times are from the lengths as numbers (``StepPlanner.sizes_of``) to a finished plan. with_reading_ms: wall time
+    that includes reading these numbers from 256 ``SizedSample`` objects.
     """
 
     num_plans: int
@@ -108,7 +108,7 @@ def make_planner(capacity: int) -> StepPlanner:
 
 
 def time_plans(workload: Workload, num_plans: int) -> PlanTime:
-    """Plan the workload's steps in turn, one at a time as a run does, with the garbage collector on."""
+    """Plan the workload's steps in turn, one at a time as in a run, with the garbage collector on."""
     planner, steps = make_planner(workload.capacity), sized(workload)
     steps = [step for step in steps if len(step.samples) == STEP_SAMPLES] or steps
     columns = [planner.sizes_of(step.samples) for step in steps]
@@ -153,10 +153,10 @@ def _collections() -> list[int]:
 
 
 def count_tokens(workload: Workload, default: Outcome) -> tuple[int, int]:
-    """Check every step's plan; returns the samples' tokens and those that the backbone computes.
+    """Check every step's plan; returns the samples' tokens and the tokens that the backbone computes.
 
-    The first step's batches are built as the backbone builds them. default: of the default method on this workload; the
-    plans must have its figures. Raises WrongResult.
+    The first step's batches are built as the backbone builds them. default: the default method's outcome on this
+    workload; the plans must have the same figures. Raises WrongResult.
     """
     planner, steps = make_planner(workload.capacity), sized(workload)
     tokens = computed = 0
@@ -165,7 +165,7 @@ def count_tokens(workload: Workload, default: Outcome) -> tuple[int, int]:
         what = f"{workload.label}, unit {step.unit.index}"
         _check_plan(what, workload.capacity, step, plan)
         if not np.isclose(step_imbalance(slot_costs(plan)), figures.step_imbalance, rtol=0, atol=1e-12):
-            raise WrongResult(f"{what}: the plan is not the layout whose figures were taken")
+            raise WrongResult(f"{what}: the plan differs from the layout whose figures are reported")
         tokens += plan.num_tokens
         planned = sum(max(1, microbatch.num_tokens) for slot in plan.slots for microbatch in slot)
         if step is steps[0] and (built := _built_tokens(plan)) != planned:
@@ -176,7 +176,7 @@ def count_tokens(workload: Workload, default: Outcome) -> tuple[int, int]:
 
 def _check_plan(what: str, capacity: int, step: SizedStep, plan: StepPlan) -> None:
     if sorted(plan.positions) != [sample.position for sample in step.samples]:
-        raise WrongResult(f"{what}: {len(step.samples)} samples went in, and not each came out once")
+        raise WrongResult(f"{what}: of {len(step.samples)} samples some are in no microbatch or in two")
     size_of = {sample.position: sample.num_tokens for sample in step.samples}
     if plan.lengths != tuple(size_of[position] for position in plan.positions):
         raise WrongResult(f"{what}: a sample's length changed")
@@ -186,7 +186,7 @@ def _check_plan(what: str, capacity: int, step: SizedStep, plan: StepPlan) -> No
 
 
 def _built_tokens(plan: StepPlan) -> int:
-    """Tokens of a plan's microbatches as the backbone takes them: the size of its input."""
+    """Tokens in a plan's microbatches as the backbone gets them: the size of its input."""
     total = 0
     for microbatch in (microbatch for slot in plan.slots for microbatch in slot):
         texts = [np.zeros((2, sample.num_tokens), dtype=np.int32) for sample in microbatch.samples]

@@ -1,7 +1,7 @@
-"""Positions on their way through the flow: what feeder, encoders, rank and driver say of them, without the work.
+"""Positions on their way through the flow: the messages of feeder, encoders, rank and driver, without the work.
 
-Samples are as InternVL's: an image of 448 x 448 pixels, 1024 patches, which become 256 vision tokens, and a text that
-differs in length. Messages are as the actors make them.
+Samples are like InternVL's: an image of 448 x 448 pixels, 1024 patches, which become 256 vision tokens, and a text of
+varying length. Messages are those of the real actors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def sample_of(position: int) -> SizedSample:
 
 
 def extent_of(base: int, position: int, nbytes: int) -> tuple[Extent, ...]:
-    """A place in a segment that starts at ``base``; nothing looks whether places overlap."""
+    """A place in a segment that starts at ``base``; nothing checks whether places overlap."""
     return (Extent(base + position % 30_000 * (2 << 20), nbytes),)
 
 
 def feed_report(unit: Unit, samples: list[SizedSample], base: int) -> FeedReport:
-    """What the feeder says of a unit."""
+    """The feeder's report of a unit."""
     texts = tuple(
         PartReady(sample.position, TEXT_PART, 0, extent_of(base, sample.position, sample.parts[0].nbytes))
         for sample in samples
@@ -50,14 +50,14 @@ def feed_report(unit: Unit, samples: list[SizedSample], base: int) -> FeedReport
 
 
 def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
-    """What an encoder says of a lease."""
+    """An encoder's report of a lease."""
     return tuple(
         PartReady(position, VISION, lease.epoch, extent_of(base, position, FEATURE_NBYTES)) for position in lease.needed
     )
 
 
 def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]]) -> None:
-    """Be the feeder. samples: of unit after unit. base: of the first process's segment."""
+    """Act as the feeder. samples: those of each unit in turn. base: address of the first process's segment."""
     joined = link.ask(CoordinatorApi.join, name, link.node_id)
     base += joined.process_index * SEGMENT_NBYTES
     report = FeedReport()
@@ -66,7 +66,7 @@ def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[Siz
 
 
 def encode(link: CoordinatorLink, name: str, base: int) -> None:
-    """Be an encoder."""
+    """Act as an encoder."""
     joined = link.ask(CoordinatorApi.join, name, link.node_id)
     index = joined.process_index
     base += index * SEGMENT_NBYTES
@@ -79,7 +79,7 @@ def encode(link: CoordinatorLink, name: str, base: int) -> None:
 
 
 def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
-    """Be the one rank of the backbone; it asks for as many microbatches as one that does not wait for its training."""
+    """Act as the only backbone rank; it asks for microbatches as fast as a rank whose training takes no time."""
     unit = 0
     while link.ask(CoordinatorApi.begin, unit):
         plan = None

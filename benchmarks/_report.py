@@ -1,4 +1,4 @@
-"""What every benchmark prints: a table for people, and with --json one object for machines."""
+"""The output of every benchmark: a table for people, or with --json one object for machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured value. target: the number that a requirement names, None without one. met: None without a target."""
+    """One measured value. target: the required number, None if there is none. met: None without a target."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ def at_least(name: str, value: float, unit: str, target: float, note: str = "") 
 
 
 def machine() -> dict[str, str | int | float]:
-    """What the figures were measured on."""
+    """The machine that the figures were measured on."""
     with open("/proc/cpuinfo") as file:
         names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -53,7 +53,7 @@ def machine() -> dict[str, str | int | float]:
 
 
 def commit() -> str:
-    """The commit that was measured, marked where the tree has changes."""
+    """The measured commit, marked ``-dirty`` if the tree has changes."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return described.stdout.strip() or "unknown"
 

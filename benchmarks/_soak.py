@@ -1,6 +1,6 @@
-"""The soak's own process: flow and two ranks that check every byte, while producers are killed.
+"""The soak's own process: the flow and two ranks that check every byte, while producers are killed.
 
-What the producers send is answered as the coordinator does; the flow, the planner and the pool are the real ones.
+It answers the producers as the coordinator does; the flow, the planner and the pool are the real ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from flowtrain.types.messages import FeedOrder, MicrobatchLocation
 
 STALL_S, END_S, KILL_DELAY_S = 60.0, 20.0, 0.03
 AIMED_EVERY = 4
-"""Of so many kills one hits whose memory is about to be read; the others hit anybody, at any moment."""
+"""One of this many kills hits an owner whose memory is about to be read; the others hit any producer at any moment."""
 FEEDER = "feeder-0"
 
 
@@ -83,13 +83,13 @@ class Soak:
         )
         self._ranks = [Rank(number, self._open_pool()) for number in range(DP_SIZE)]
         self._seen = bytearray(num_samples)
-        # A few more, since some hit who is dead already.
+        # A few more, since some hit a process that is already dead.
         ends = sorted(self._draw.uniform(0.01, 0.97) for _ in range(num_kills + num_kills // 5 + 2))
         self._kills_due = [int(end * num_samples) for end in ends]
         self._timers: list[threading.Timer] = []
         self._leased: set[int] = set()
         self._context = multiprocessing.get_context("forkserver")
-        # So that a restarted producer is there in milliseconds.
+        # So that a restarted producer is ready in milliseconds.
         self._context.set_forkserver_preload(["flowtrain.mempool.pool", "flowtrain.flow.flow"])
 
     def run(self) -> Result:
@@ -137,7 +137,7 @@ class Soak:
         self._workers[name] = Worker(name, index, process, ours)
 
     def _pump(self, timeout_s: float) -> bool:
-        """Take in what the producers sent."""
+        """Handle the producers' messages."""
         workers = {worker.connection: worker for worker in self._workers.values() if not worker.ended}
         ready = wait(list(workers), timeout_s)
         for connection in ready:
@@ -153,7 +153,7 @@ class Soak:
     def _died(self, worker: Worker) -> None:
         worker.process.join(END_S)
         if worker.process.exitcode != -signal.SIGKILL:
-            raise WrongResult(f"{worker.name} ended with {worker.process.exitcode}, though nobody killed it")
+            raise WrongResult(f"{worker.name} ended with {worker.process.exitcode}, but the soak did not kill it")
         self._result.num_kills += 1
         worker.connection.close()
         self._flow.process_lost(worker.name)
@@ -211,13 +211,13 @@ class Soak:
         try:
             worker.connection.send(answer)
         except OSError:
-            return  # killed meanwhile; the next look at its pipe says so
+            return  # killed meanwhile; the next look at its pipe shows that
 
     def _note(self, stats: PoolStats) -> None:
         self._result.num_balances += 1
         if stats.free_nbytes + stats.used_nbytes != stats.bound_nbytes:
-            raise WrongResult(f"free and used bytes are not all that is bound: {stats}")
-        if stats.free_nbytes > stats.bound_nbytes // 10:  # with less, a few free bytes in two places look like much
+            raise WrongResult(f"free plus used bytes are not the bound bytes: {stats}")
+        if stats.free_nbytes > stats.bound_nbytes // 10:  # with less, two small runs would count as much
             self._result.fragmentation.append(1 - stats.largest_free_nbytes / stats.free_nbytes)
 
     def _take_end(self, worker: Worker, stats: PoolStats) -> None:
@@ -244,7 +244,7 @@ class Soak:
             timer.start()
 
     def _told_to_read(self) -> Worker | None:
-        """The owner of what a rank will read next, if some rank was told."""
+        """The owner of what some rank will read next, if a rank has got a location."""
         indices = {worker.index: worker for worker in self._workers.values() if not worker.ended}
         for rank in self._ranks:
             for part in rank.located.parts if rank.located is not None else ():
@@ -256,7 +256,7 @@ class Soak:
     # --- the backbone -------------------------------------------------------------------------------------------
 
     def _move(self, rank: Rank) -> bool:
-        """Do the next thing of a rank; returns whether there was one."""
+        """Do a rank's next action; returns whether there was one."""
         flow = self._flow
         if rank.stopped or (not rank.running and rank.unit > min(other.unit for other in self._ranks)):
             return False
@@ -270,7 +270,7 @@ class Soak:
         if rank.located is not None:
             self._read(rank, rank.located, plan.microbatch_positions(rank.slot, rank.number))
         elif rank.slot < plan.num_slots:
-            # What it is told is read in a later turn, so that an owner may die in between.
+            # The rank reads in a later call, so that an owner may die in between.
             found = flow.microbatches.locate(rank.unit, rank.slot, rank.number)
             rank.located = found[0] if found else None
             return rank.located is not None

@@ -1,7 +1,7 @@
-"""The soak's producer processes: a feeder and encoders that make known bytes instead of features, and keep books.
+"""The soak's producer processes: a feeder and encoders that produce known bytes instead of features, and keep books.
 
-Every byte is a function of its position, so that a part which is made again is the same, and whoever reads it knows
-what must be there. After each order a process compares what its pool says with its own account.
+Every byte is a function of its position: a part that is produced again is the same, and a reader knows the right bytes.
+After each order a process compares its pool's figures with its own books.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODE = "node"
 ALIGNMENT = 256
 PATCH_NBYTES = 4096
 MAX_PATCHES = 16
-"""Of one sample, so that no image part is larger than 64 KiB."""
+"""Bytes of one sample, so that no image part is larger than 64 KiB."""
 _BLOCK_NBYTES = 1 << 20
 
 
@@ -56,7 +56,7 @@ def sample_of(position: int) -> SizedSample:
 
 
 def payload(position: int, part: PartSize) -> np.ndarray:
-    """The bytes of a part: a stretch of random bytes that its position chooses, with the position written over it."""
+    """The bytes of a part: a slice of random bytes, chosen by its position, with the position written over it."""
     start = (position * 7919 + part.num_patches) % (_BLOCK_NBYTES - part.nbytes)
     data = _random_block()[start : start + part.nbytes].copy()
     data[:8] = np.frombuffer(position.to_bytes(8, "little"), np.uint8)
@@ -69,11 +69,11 @@ def _random_block() -> np.ndarray:
 
 
 class BooksDiffer(Exception):
-    """A pool says something else of its memory than what was done with it."""
+    """A pool's figures differ from what the process did with its memory."""
 
 
 class Books:
-    """What a process has put and not freed, counted apart from the pool's arena."""
+    """The extents that a process has put and not freed, counted independently of the pool's arena."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -81,11 +81,11 @@ class Books:
         self._nbytes = 0
 
     def put(self, extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
-        """Note what was put."""
+        """Record new extents."""
         for extent in extents:
             nbytes = -(-extent.nbytes // ALIGNMENT) * ALIGNMENT
             if extent.gva in self._live:
-                raise BooksDiffer(f"{extent} was given out while it was in use")
+                raise BooksDiffer(f"{extent} was allocated while it was in use")
             self._live[extent.gva] = nbytes
             self._nbytes += nbytes
         return extents
@@ -96,7 +96,7 @@ class Books:
         self._nbytes -= sum(self._live.pop(extent.gva) for extent in extents)
 
     def balance(self) -> PoolStats:
-        """Return the pool's figures, which must be those of these books while no promise is open."""
+        """Return the pool's figures; they must equal these books while no lease is open."""
         stats = self._pool.stats()
         right = (
             stats.used_nbytes == self._nbytes
@@ -111,7 +111,7 @@ class Books:
 
 
 class Producer:
-    """A process that gives memory and asks the coordinator's side over a pipe."""
+    """A process that owns a segment and talks to the soak over a pipe."""
 
     def __init__(self, place: Place, connection: Connection) -> None:
         self._connection = connection
@@ -134,7 +134,7 @@ class Producer:
         return self._connection.recv()
 
     def _put(self, position: int, part: PartSize, hold: Hold | None = None) -> tuple[Extent, ...]:
-        """Put a part by copy or in place; now and then give a first reservation back."""
+        """Put a part by copy or in place; now and then abort a first reservation."""
         data = payload(position, part)
         if self._draw.random() < 0.5:
             return self._books.put(self._pool.put(data, hold))
@@ -153,7 +153,7 @@ class Producer:
 
 
 class Encoder(Producer):
-    """Makes the image parts of what it leases."""
+    """Produces the image parts of its leases."""
 
     def run(self) -> None:
         """Work until told to stop."""
@@ -209,7 +209,7 @@ class Feeder(Producer):
 
 
 def produce(kind: type[Encoder] | type[Feeder], place: Place, connection: Connection) -> None:
-    """A producer process, from its start to its end; what goes wrong is sent as text."""
+    """Run a producer process; sends an error as text."""
     try:
         kind(place, connection).run()
     except BaseException:

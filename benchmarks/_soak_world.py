@@ -1,4 +1,4 @@
-"""What the soak has beside its loop: its figures, who takes part, and the real flow with planner and parts."""
+"""The soak without its loop: its figures, its processes, and the real flow with planner and parts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class WrongResult(Exception):
 
 @dataclass
 class Result:
-    """What came out; sizes in bytes.
+    """Result of the soak; sizes in bytes.
 
-    fragmentation: 1 - largest free run / free bytes, of each report with more than a tenth of the segment free.
+    fragmentation: 1 - largest free run / free bytes, for each report with more than a tenth of the segment free.
     """
 
     sum_nbytes: int
@@ -59,7 +59,7 @@ class Result:
 
 @dataclass
 class Worker:
-    """A producer process as this side sees it."""
+    """A producer process, as the soak tracks it."""
 
     name: str
     index: int
@@ -71,9 +71,9 @@ class Worker:
 
 @dataclass
 class Rank:
-    """A backbone rank: where it stands in its unit, and the microbatch that it was told to read.
+    """A backbone rank: its place in its unit, and the microbatch that it reads next.
 
-    pool: opened anew for each unit, so that its first read of an owner has to find it.
+    pool: opened again for each unit, so that its first read of an owner must look the owner up.
     """
 
     number: int
@@ -115,7 +115,7 @@ def make_flow(num_samples: int, batch: int, space: AddressSpace) -> Flow:
         order=InOrder(),
         planner=planner,
         units=unit_sequence(-(-num_samples // batch), batch, num_samples, None, None),
-        lookahead=2 * num_samples // POOL_SHARE // batch,  # more than the pool holds, so that memory is what limits
+        lookahead=2 * num_samples // POOL_SHARE // batch,  # more than the pool holds, so that memory is the limit
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.zeros((3, len(sizes)))),
         sampler_state=SamplerState(0),
         dp_size=DP_SIZE,
@@ -123,7 +123,7 @@ def make_flow(num_samples: int, batch: int, space: AddressSpace) -> Flow:
 
 
 def report(unit: Unit, rank: int) -> RankReport:
-    """What a rank says after a unit."""
+    """A rank's report after a unit."""
     return RankReport(unit.index, unit.kind, unit.step, rank, 1.0, 1.0, 1.0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
 
 

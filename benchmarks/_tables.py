@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def statistics_table(drawn_for: Sequence[tuple[str, Statistics, Statistics]]) -> Table:
-    """What is drawn for PipeTune's Table 1."""
+    """The drawn statistics next to those of PipeTune's Table 1."""
     table = Table("count", "mean: paper, drawn", "median: paper, drawn", "max: paper, drawn", title="PipeTune Table 1")
     for name, paper, drawn in drawn_for:
         pairs = [(paper.mean, drawn.mean), (paper.median, drawn.median), (paper.maximum, drawn.maximum)]
@@ -53,9 +53,9 @@ def comparison(measured: Sequence[tuple[Workload, Mapping[str, Outcome]]]) -> Ta
                 end_section=number == len(outcomes) - 1,
             )
     table.caption = (
-        "bins: over ceil(tokens / L), before counts are made equal; over bound: what a step costs, the sum over slots "
-        "of the dearest rank, above max(total / dp, dearest sample), with the total of the method's own bins; "
-        f"cost: of a step, mean, over that of {ZIGZAG}; ms: packing to dispatch, median"
+        "bins: over ceil(tokens / L), before counts are made equal; over bound: a step's cost, the sum over slots of "
+        "the costliest rank, above max(total / dp, costliest sample), with the total of the method's own bins; "
+        f"cost: mean of a step, over that of {ZIGZAG}; ms: packing to dispatch, median"
     )
     return table
 

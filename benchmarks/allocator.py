@@ -2,10 +2,9 @@
 
 python benchmarks/allocator.py [--model YAML] [--device h200] [--solver auto] [--repeats N] [--json]
 
-Three encoders are the model's own three times, each on another third of the images. The global batch is 256 samples, or
-one a device where that is more. Everything runs on one core; times are of the wall clock, medians over the repeats,
-after one run to warm up. The optimum is checked against the best of all splits, which needs no solver; a difference
-exits 1.
+With three encoders, each is the model's own encoder on a third of the images. The global batch is 256 samples, or one
+per device if that is more. Everything runs on one core; times are wall times, medians over the repeats after one run to
+warm up. The optimum is checked against the best of all splits, found without a solver; exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SAME = 1e-6
 
 
 def scaled(found: ModelFile, num_devices: int, count: int) -> ModelFile:
-    """The model with its encoder that many times, each taking an even share of a sample's patches."""
+    """The model with ``count`` copies of its encoder, each with an even share of a sample's patches."""
     ((name, spec),) = found.model.encoders.items()
     num_images, num_patches = found.workload.images[name]
     names = [f"{name}{number}" for number in range(count)]
@@ -52,7 +51,7 @@ def scaled(found: ModelFile, num_devices: int, count: int) -> ModelFile:
 
 
 def allocation(found: ModelFile, device: str, num_devices: int, solver: str) -> Allocation:
-    """One allocation, from nothing."""
+    """One allocation, from scratch."""
     setup = TrainingSetup(activation_checkpointing="full")
     cluster = Cluster((data_sheet_device_type(device, num_devices),))
     times = {each.name: Roofline(each, found.model, found.workload, setup) for each in cluster.device_types}
@@ -67,7 +66,7 @@ def is_optimal(found: Allocation) -> bool:
 
 
 def figures_of(runs: list[Allocation], num_devices: int, num_encoders: int) -> list[Figure]:
-    """Medians of one size."""
+    """The figures of one number of devices: medians over the runs."""
     label, found = f"{num_devices}_devices.{num_encoders}_encoders", runs[0]
     total = median(each.timings.total_s for each in runs)
     worst = max(each.timings.total_s for each in runs)

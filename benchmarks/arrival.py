@@ -1,10 +1,10 @@
-"""How long the backbone starves in each `data.order` while one of two encoders is five times slower than the other.
+"""Share of time that the backbone starves in each `data.order`, with one of two encoders five times slower.
 
 python benchmarks/arrival.py [--repeats N] [--steps N] [--json]
 
 Both orders run the quickstart's data and pool with the same small model, one after the other, in one Ray. Encoders and
-backbone take a fixed time a batch (they sleep for most of it), so that the figures tell of the order of the data and
-not of a machine with few cores. Exits with 1 where a ledger does not have every position once.
+backbone take a fixed time per batch (they sleep for most of it), so the figures show the effect of the order, not of a
+machine with few cores. Exits with 1 if a ledger does not have every position once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from flowtrain.types.plan import StepPlan
 ROOT = Path(__file__).resolve().parents[1]
 
 ENCODE_S = 0.16
-"""Of the faster encoder, for a batch of up to eight images; a step has two or three such batches."""
+"""Seconds of the faster encoder for a batch of up to eight images; a step has two or three such batches."""
 SLOWNESS = 5
 STEP_S = 0.3
 WARM_UP_STEPS = 4
-"""Steps in which the pipeline fills, which starve in any order."""
+"""Steps that fill the pipeline; they starve in any order."""
 OVERRIDES = (
     "data.eval=null",
     "encoders.vision.config.num_hidden_layers=1",

@@ -1,12 +1,12 @@
-"""The backbone's training step on packed sequences, beside a plain Hugging Face loop on the same machine.
+"""The backbone's training step on packed sequences, against a plain Hugging Face loop on the same machine.
 
 python benchmarks/backbone.py [--model NAME ...] [--dtype bfloat16 float32] [--trace CSV] [--repeats N] [--json]
 
-(a) FlowTrain's trainer on packed microbatches runs in turn with (c) a plain HF loop on the same samples in batches of
-equal sequences, where nothing is padded or masked: the upper bound. For this the lengths of a step are made equal batch
-by batch; each sample is one of several lengths, and a packed microbatch mixes them. In some of the steps (a) also runs
-in turn with (b) the plain loop on padded batches, over the lengths as they were drawn. All train the same model from
-the same weights with fused AdamW, clipping and HF's loss, on the same threads; losses must agree.
+(a) FlowTrain's trainer on packed microbatches takes turns with (c) a plain HF loop on the same samples in batches of
+equal sequences. There nothing is padded or masked, so it is the upper bound. For this the lengths of a step are made
+equal in each batch; a packed microbatch mixes samples of several batches. In some steps (a) also takes turns with (b)
+the plain loop on padded batches, over the original lengths. All train the same model from the same weights with fused
+AdamW, clipping and HF's loss, on the same number of threads; losses must agree.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ CPU = torch.device("cpu")
 
 
 class WrongResult(Exception):
-    """Two that train on the same samples disagree."""
+    """Two trainers disagree on the same samples."""
 
 
 @dataclass
 class Measured:
-    """Steps of two that train on the same samples, ours first in each pair.
+    """Steps of two trainers on the same samples; FlowTrain's is first in each pair.
 
-    wall_s, busy_s: of each, by the clock and by the processor. tokens, flops: of a step. computed: tokens of a plain
-    step, including padding.
+    wall_s, busy_s: wall and processor seconds of each. tokens, flops: of a step. computed: tokens of a plain step,
+    including padding.
     """
 
     wall_s: list[tuple[float, float]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Contest:
-    """Two models that are trained alike."""
+    """Two models that are trained in the same way."""
 
     model: str
     dtype: str
@@ -65,7 +65,7 @@ class Contest:
     console: Console
 
     def run(self, step: int, name: str, mix: Mix, batches: list[PlainBatch], capacity: int, into: Measured) -> None:
-        """One step of both, in another order every time; the first step only warms up."""
+        """One step of both, in alternating order; the first step only warms up."""
         plan, packed = packed_step(mix, step, capacity, CPU)
         turns = [(0, lambda: self.ours.step(plan, packed)), (1, lambda: self.plain.step(batches))]
         losses, wall_s, busy_s = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
@@ -90,7 +90,7 @@ class Contest:
 
 
 def measure(model: str, dtype: str, args: argparse.Namespace, console: Console) -> tuple[dict[str, Measured], float]:
-    """Run the contestants in turn; returns the peak FLOP/s too, the highest: other work on the machine lowers it."""
+    """Run both trainers in turn; also returns the highest measured peak FLOP/s, since other work lowers single ones."""
     setting = Setting(model, dtype, args.threads, CPU, {})
     drawn = draw_lengths(args.trace, args.repeats + 1, args.samples, args.longest, args.scale)
     vocabulary = specs_of(model)[0].vocab_size
@@ -112,7 +112,7 @@ def measure(model: str, dtype: str, args: argparse.Namespace, console: Console) 
 
 
 def timed(run: Callable[[], float]) -> tuple[float, float, float]:
-    """Loss, wall and processor seconds of a step; garbage of the others is no part of it."""
+    """Loss, wall and processor seconds of a step; garbage of earlier steps is collected before."""
     gc.collect()
     wall, busy = time.perf_counter(), time.process_time()
     loss = run()
@@ -120,14 +120,14 @@ def timed(run: Callable[[], float]) -> tuple[float, float, float]:
 
 
 def check_losses(losses: list[float], dtype: str, name: str) -> None:
-    """Both train on the same samples from the same weights."""
+    """Raise WrongResult if the losses differ: both train on the same samples from the same weights."""
     ours, theirs = losses
     if not abs(ours - theirs) <= LOSS_TOLERANCE[dtype] * abs(theirs):
         raise WrongResult(f"{dtype}: the loss on packed sequences is {ours}, that of {name} {theirs}")
 
 
 def figures(label: str, measured: dict[str, Measured], peak_flops: float) -> list[Figure]:
-    """Rates and MFU of everybody, and ours over theirs."""
+    """Rates and MFU of all trainers, and FlowTrain's over the others'."""
     found = []
     for name, each in measured.items():
         if not each.wall_s:
@@ -162,13 +162,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, metavar="CSV", help="columns num_image_tiles,num_tokens")
     parser.add_argument("--capacity", type=int, default=2048, help="tokens of a packed microbatch and of a full batch")
     parser.add_argument("--longest", type=int, default=1536, help="longer samples are cut")
-    parser.add_argument("--scale", type=float, default=0.5, help="of the lengths")
-    parser.add_argument("--samples", type=int, default=10, help="of a step")
+    parser.add_argument("--scale", type=float, default=0.5, help="factor of the lengths")
+    parser.add_argument("--samples", type=int, default=10, help="samples of a step")
     parser.add_argument("--padded-batch", type=int, default=4, help="rows of a padded batch")
-    parser.add_argument("--target-share", type=float, default=1.0, help="of a sample's tokens that carries loss")
+    parser.add_argument("--target-share", type=float, default=1.0, help="share of a sample's tokens that carries loss")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7, help="steps beside full batches, one more to warm up")
-    parser.add_argument("--padded-repeats", type=int, default=2, help="those of them that run beside padded ones too")
+    parser.add_argument("--repeats", type=int, default=7, help="steps against full batches, plus one to warm up")
+    parser.add_argument("--padded-repeats", type=int, default=2, help="of these steps, against padded batches too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.longest > args.capacity:

@@ -1,9 +1,9 @@
-"""The backbone's training step on one accelerator: MFU, where the rest of the time goes, and memory as predicted.
+"""The backbone's training step on one accelerator: MFU, the use of the rest of the time, and memory against prediction.
 
 python benchmarks/backbone_gpu.py [--model qwen3-1.7b] [--tokens 8192] [--profile-to FILE] [--json]
 
 Random weights, samples of log-normal lengths packed to ``--tokens``, bfloat16 compute on float32 master weights, fused
-AdamW, clipping. Needs neither Ray nor data. Exits 0 where there is no accelerator, after saying so.
+AdamW, clipping. Needs neither Ray nor data. Without an accelerator it prints a line and exits with 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Step = tuple[StepPlan, list[PackedBatch]]
 
 
 def predicted(args: argparse.Namespace, batches: list[PackedBatch], attention: str) -> StepMemory:
-    """What the cost model says of one step's memory."""
+    """The cost model's prediction of one step's memory."""
     spec, connector = specs_of(args.model)
     largest = max(batches, key=lambda batch: batch.num_tokens)
     setup = TrainingSetup(
@@ -87,7 +87,7 @@ def speed_figures(args: argparse.Namespace, steps: list[Step], durations_s: list
 
 
 def memory_figures(ours: Ours, step: Step, memory: StepMemory, device: torch.device) -> list[Figure]:
-    """Peak of one step beside the prediction."""
+    """Peak of one step against the prediction."""
     states = [value for state in ours.trainer.optimizer.state.values() for value in state.values()]
     tensors = [parameter for _, parameter in ours.trainer.model.named_parameters()]
     held = held_by(tensors + [value for value in states if isinstance(value, torch.Tensor)])
@@ -147,15 +147,15 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-1.7b", choices=sorted(MODELS))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=8192, help="capacity of a packed microbatch")
-    parser.add_argument("--samples", type=int, default=96, help="of a step")
+    parser.add_argument("--samples", type=int, default=96, help="samples of a step")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--target-share", type=float, default=1.0, help="of a sample's tokens that carries loss")
+    parser.add_argument("--target-share", type=float, default=1.0, help="share of a sample's tokens that carries loss")
     parser.add_argument("--attention", default="auto", choices=["auto", "flash_attn", "torch_varlen", "sdpa"])
     parser.add_argument("--checkpointing", default="none", choices=["none", "full", "selective", "every_n"])
     parser.add_argument("--sharding", default="full", choices=["full", "gradients"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--profile-to", type=Path, metavar="FILE", help="where the breakdown of one step goes")
+    parser.add_argument("--profile-to", type=Path, metavar="FILE", help="file for the breakdown of one step")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not torch.accelerator.is_available():

@@ -1,10 +1,10 @@
-"""How many positions a second the flow takes through their whole life: size, lease, ready, plan, consume.
+"""Positions a second that pass through the flow's whole life cycle: size, lease, ready, plan, consume.
 
 python benchmarks/directory.py [--repeats N] [--units N] [--json]
 
-In-process: the calls on parts and microbatches alone. Through its actor: the run's coordinator behind Ray, which also
-plans every step, with a feeder, two encoders, a backbone rank and a driver, each a process, that send what they send
-in a run, message by message, and do no other work. Exits with 1 where a position is not consumed, or not once.
+In-process: the calls on parts and microbatches alone. Through its actor: the run's coordinator, called through Ray,
+which also plans every step. A feeder, two encoders, a backbone rank and a driver, one process each, send the messages
+of a run and do no other work. Exits with 1 if a position is not consumed exactly once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OVERRIDES = (
     "encoders.vision.segment_nbytes=1073741824",
     "pool.text_segment_nbytes=67108864",
 )
-"""An encode batch of 64 images; a microbatch of 16384 tokens, which are some 45 samples."""
+"""An encode batch of 64 images; a microbatch of 16384 tokens, about 45 samples."""
 
 
 def samples_of(num_units: int) -> list[list[SizedSample]]:
@@ -71,7 +71,7 @@ def samples_of(num_units: int) -> list[list[SizedSample]]:
 
 
 def in_process_rate(prepared: Prepared, num_units: int) -> float:
-    """Positions a second through parts and microbatches in this process, without others' messages and plans."""
+    """Positions a second through parts and microbatches in this process, without messages and plans."""
     space = address_space(prepared.config.pool)
     parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
     microbatches = Microbatches(parts)
@@ -103,22 +103,22 @@ def in_process_rate(prepared: Prepared, num_units: int) -> float:
 
 
 class MeasuredCoordinator(Coordinator):
-    """Says what processor time its process has taken."""
+    """A coordinator that also reports the processor time of its process."""
 
     async def cpu_s(self) -> float:
         return time.process_time()
 
 
 class Other:
-    """Another actor of the run, in a process of its own as there."""
+    """Another actor of the run, in its own process as in a run."""
 
     def __init__(self, coordinator: Any) -> None:
         self._link = RayLink(coordinator)
 
     def prepare(self, num_units: int) -> None:
-        """Get ready, before time counts."""
+        """Get ready, before the clock starts."""
         self._samples = iter(samples_of(num_units))
-        keep_imports()  # as whoever joins the pool does
+        keep_imports()  # as every member of the pool does
 
     def feed(self, base: int) -> None:
         expect_many_objects()  # as the feeder does
@@ -132,9 +132,9 @@ class Other:
 
 
 def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
-    """Through the coordinator as a Ray actor, once the pipeline is full.
+    """Measure through the coordinator as a Ray actor, once the pipeline is full.
 
-    Returns positions a second, and those for each second of processor time that the coordinator takes for them.
+    Returns positions per second, and positions per second of the coordinator's processor time.
     """
     settings = FlowSettings(
         global_batch_size=POSITIONS_PER_UNIT,
@@ -169,7 +169,7 @@ def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
 
 
 def _finished(link: RayLink, num_units: int) -> Iterator[float]:
-    """When each unit was done, as the driver hears of it."""
+    """Time at which the driver gets the event of each finished unit."""
     expected = 0
     while expected < num_units * POSITIONS_PER_UNIT:
         for event in link.ask(CoordinatorApi.events):
@@ -203,7 +203,7 @@ def main() -> None:
     pairs = [actor_rate(prepared, args.units) for _ in range(args.repeats)]
     figures.append(rate_figure("through_actor", [rate for rate, _ in pairs], ACTOR_TARGET))
     per_cpu = [rate for _, rate in pairs]
-    note = f"{min(per_cpu):.0f} to {max(per_cpu):.0f}; what it does with a core of its own"
+    note = f"{min(per_cpu):.0f} to {max(per_cpu):.0f}; its rate with a core of its own"
     figures.append(Figure("through_actor_per_cpu_second", median(per_cpu), "positions/s", note=note))
     ray.shutdown()
     emit("directory", figures, args.json)

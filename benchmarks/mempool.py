@@ -1,12 +1,12 @@
-"""The memory pool beside a plain copy and beside Ray's object store: put in one process, get and touch in another.
+"""The memory pool against a plain copy and Ray's object store: put in one process, get and touch in another.
 
 python benchmarks/mempool.py [--rounds N] [--no-network] [--json]
 
-Each round does a block of each kind, so that what is compared meets the same noise. Writer and reader are warm Ray
-actors; the store and the segment are touched once from end to end before anything is timed. Times are of the writer's
-and of the reader's call alone: the touching and the message that tells the reader are alike for both, and given apart.
-Then the same between two hosts, network namespaces joined by veth, where this machine allows them (``_network.py``).
-Exits with 1 where the reader sees other bytes than were written.
+Each round runs a block of each kind, so that all kinds meet the same noise. Writer and reader are warm Ray actors; the
+store and the segment are touched once from end to end before anything is timed. Times are of the writer's and the
+reader's call alone; touching the bytes and the message to the reader are the same for all and are reported separately.
+Then the same between two hosts, network namespaces joined by veth, if this machine allows them (``_network.py``).
+Exits with 1 if the reader sees other bytes than were written.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ BLOCK_NBYTES = 32 * MIB
 MAX_BLOCK = 32
 WARM_UP_ROUNDS = 2
 WAYS = (("put", "get", ""), ("write_in_place", "get", "in_place_"), ("put_in_ray", "get_from_ray", "ray_"))
-"""The writer's method, the reader's, and what its figures are called."""
+"""The writer's method, the reader's method, and the name in the figures."""
 HANDED_OVER = ("put", "get", "tensor")
-"""What a hand-over takes until the reader has a tensor."""
+"""The timed parts of a hand-over until the reader has a tensor."""
 
 Rounds = defaultdict[str, list[list[float]]]
 """By what was timed, and by round: seconds of each call."""
@@ -49,7 +49,7 @@ def label(nbytes: int) -> str:
 
 
 class Handovers:
-    """The two processes, and what was timed of them for one size."""
+    """The two processes, and their timed calls for one size."""
 
     def __init__(self) -> None:
         self._writer: ActorHandle = ray.remote(num_cpus=0)(Writer).remote(RUN_ID)
@@ -78,7 +78,7 @@ class Handovers:
         return times
 
     def message_us(self, count: int = 200) -> list[float]:
-        """Microseconds from telling the reader an address until it is known to have heard."""
+        """Microseconds from sending the reader an address until its answer arrives."""
         self._start(SIZES[0])
         (place,) = ray.get(self._writer.put.remote(1), timeout=60).places
         seconds = []
@@ -166,7 +166,7 @@ def main() -> None:
         figures += figures_of(nbytes, handovers.measure(nbytes, args.rounds))
         print(f"{label(nbytes)} done", file=sys.stderr)
     message = handovers.message_us()
-    figures.append(Figure("message_p50", median(message), "us", note="the call that tells the reader, and its answer"))
+    figures.append(Figure("message_p50", median(message), "us", note="call to the reader with an address, and answer"))
     figures.append(Figure("load_average", os.getloadavg()[0], "1", note=f"of {os.cpu_count()} cores, at the end"))
     ray.shutdown()
     if not args.no_network:

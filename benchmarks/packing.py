@@ -1,4 +1,4 @@
-"""Packing, dispatch and plan time of every method, beside TRL's best-fit-decreasing and Axolotl's multipack.
+"""Packing, dispatch and plan time of every method, against TRL's best-fit-decreasing and Axolotl's multipack.
 
 python benchmarks/packing.py [--trace CSV ...] [--peers DIR] [--steps N] [--json]
 
@@ -44,14 +44,14 @@ from flowtrain.scheduler.summary import pad_ratio
 ROOT = Path(__file__).resolve().parents[1]
 CAPACITIES = (2048, 4096, 8192, 16384, 32768)
 TARGET_CAPACITIES = (8192, 32768)
-"""Where the targets of the traces are named; the others are given without."""
+"""The targets of the traces hold for these; figures of the others have no target."""
 NUM_PLANS = 2000
 SET_SIZE = 1_200_000
 SET_CAPACITY = 8192
 
 
 def balance_figures(workload: Workload, outcomes: dict[str, Outcome]) -> list[Figure]:
-    """What is asked of the default method: even steps and slots on the traces, never dearer than zig-zag elsewhere."""
+    """Targets of the default method: even steps and slots on the traces, never costlier than zig-zag elsewhere."""
     report, label = outcomes[DEFAULT.packing].report, workload.label
     if not workload.is_trace:
         ratios = np.round(outcomes[DEFAULT.packing].costs() / outcomes[ZIGZAG].costs(), 12)
@@ -73,14 +73,14 @@ def balance_figures(workload: Workload, outcomes: dict[str, Outcome]) -> list[Fi
 
 
 def bins_above_trl(workload: Workload, outcomes: dict[str, Outcome], trl: Peer) -> int:
-    """By how many bins best-fit decreasing is above TRL's, at worst: in a step, or over all samples at once."""
+    """The most bins that best-fit decreasing uses above TRL's: in a step, or over all samples at once."""
     steps = zip(outcomes["best_fit_decreasing"].num_bins, outcomes[trl.name].num_bins, strict=True)
     lengths, rules = workload.joined(), rules_of(workload.capacity)
     return max(len(best_fit_decreasing(lengths, rules)) - len(trl(lengths, rules)), *(a - b for a, b in steps))
 
 
 def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
-    """Median seconds of a call, and what it returned."""
+    """Median seconds of a call, and its result."""
     taken = []
     for _ in range(times):
         started = time.perf_counter()
@@ -90,7 +90,7 @@ def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
 
 
 def large_set_figures(peers: list[Peer]) -> tuple[list[Figure], list[int]]:
-    """Pack one large set by best-fit decreasing and by the peers; also returns our bins less TRL's."""
+    """Pack one large set by best-fit decreasing and by the peers; also returns FlowTrain's bins minus TRL's."""
     lengths, rules = log_normal_set(SET_SIZE, SET_CAPACITY), rules_of(SET_CAPACITY)
     some = Lengths(lengths.tokens[:1000], lengths.vision[:1000])
     bound = fewest_bins(lengths, SET_CAPACITY)
@@ -117,7 +117,7 @@ def large_set_figures(peers: list[Peer]) -> tuple[list[Figure], list[int]]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> tuple[list[Figure], list[Figure]]:
-    """Return the figures that have a target or stand alone, and those that the tables show."""
+    """Return the figures with a target or outside the tables, and the figures of the tables."""
     peers, missing = load_peers(args.peers)
     console.print(
         *([missing] if missing else []), *([] if args.trace else ["No --trace: generated lengths alone."]), sep="\n"
@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, nargs="+", action="extend", default=[], metavar="CSV")
     parser.add_argument("--peers", type=Path, default=ROOT / "build/peers", metavar="DIR")
-    parser.add_argument("--steps", type=int, help="of every workload, for a quick run that is no measurement")
+    parser.add_argument("--steps", type=int, help="steps of every workload, for a quick run that is no measurement")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.plans = NUM_PLANS if args.steps is None else min(NUM_PLANS, 10 * args.steps)

@@ -1,17 +1,17 @@
-"""The plan against every split of emulated devices: is what the allocator chooses what is fastest when it is run?
+"""The plan against other splits of emulated devices: is the allocator's choice the fastest when it runs?
 
 python benchmarks/plan_emulated.py [--profiles N] [--seed S] [--devices N] [--json]
 
 Devices are EMULATED: each profile is drawn at random (8 to 16 devices, an encoder that costs from an eighth of the
-backbone to four times as much), and what would compute waits for as long as the profile's tables say. Everything else
-is real: coordinator, directory, step planner, feeder, the pool in shared memory, and the classes of encoders and
-backbone ranks, as threads of a few processes. Ranks wait for each other where collectives lie, stages for each other.
+backbone to four times as much), and modules wait for the times in the profile's tables instead of computing. Everything
+else is real: coordinator, flow, step planner, feeder, the pool in shared memory, and the classes of encoders and
+backbone ranks, as threads of a few processes. Ranks wait for each other at collectives, stages for each other.
 
-Of each profile the plan is made as ``flowtrain plan --profile`` makes it. Of all feasible splits that take every device
-those are run that are predicted within 15 % of the plan's rate, and of every number of encoder devices at least the
---each that are predicted fastest. Then the plan and the fastest others are run again, interleaved and for longer; the
-best of their medians is the best split found. Waits of far slower splits are shortened, so that trying them takes no
-longer. Meant for an idle machine; an actor that fails ends it with exit code 1.
+For each profile the plan is computed as by ``flowtrain plan --profile``. Of all feasible splits that use every device,
+the benchmark runs those predicted within 15 % of the plan's rate, and for every number of encoder devices at least the
+--each that are predicted fastest. Then the plan and the fastest others run again, interleaved and for longer; the best
+of their medians is the best split found. Waits of far slower splits are shortened, so that trying them takes no longer.
+Meant for an idle machine; exits with 1 if an actor fails.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shared.emulated_world import MAX_DEVICES, MIN_DEVICES, PERIOD_STEPS, VISION
 
 TARGET = 0.97
 NEAR = 0.85
-"""Every split that is predicted above this share of the plan's rate is run; neighbours' predictions miss alike."""
+"""Every split that is predicted above this share of the plan's rate is run; similar splits have similar errors."""
 FAR_SLOWER = 0.75
 """Splits that are predicted below this share of the plan's rate are run for fewer steps in the first pass."""
 
@@ -44,7 +44,7 @@ FAR_SLOWER = 0.75
 class Comparison:
     """One emulated profile: its plan, the first pass over the splits, the second over the plan and the best others.
 
-    num_splits: feasible ones that take all devices, of which ``tried`` has those that were run.
+    num_splits: feasible splits that use all devices; ``tried`` has those that were run.
     """
 
     world: World
@@ -69,19 +69,19 @@ class Comparison:
 
     @property
     def spread(self) -> float:
-        """Of the plan's repetitions: (largest - smallest) / median."""
+        """Spread of the plan's repetitions: (largest - smallest) / median."""
         rates = [each.rate for each in self.finals[self.plan]]
         return (max(rates) - min(rates)) / median(rates)
 
     @property
     def errors(self) -> list[float]:
-        """|predicted / measured - 1| of every split that was tried, by the second pass where there is one."""
+        """|predicted / measured - 1| of every split that was run, by its second pass if it has one."""
         measured = {split: each.rate for split, each in self.tried.items()} | {s: self.rate(s) for s in self.finals}
         return [abs(split.rate / rate - 1.0) for split, rate in measured.items()]
 
     @property
     def last_runs(self) -> list[Measured]:
-        """Of the second pass."""
+        """The runs of the second pass."""
         return [each for runs in self.finals.values() for each in runs]
 
 
@@ -105,7 +105,7 @@ def compare(emulation: Emulation, world: World, arguments: argparse.Namespace, d
 
 
 def figures_of(comparisons: Sequence[Comparison], duration_s: float) -> list[Figure]:
-    """Of each emulated profile, then over all."""
+    """Figures of each emulated profile, then over all."""
     figures = []
     for each in comparisons:
         name, found = f"emulated.{each.world.name}", len(each.tried)
@@ -172,8 +172,8 @@ def table_of(comparisons: Sequence[Comparison]) -> Table:
         )
     tried, num_splits = sum(len(each.tried) for each in comparisons), sum(each.num_splits for each in comparisons)
     table.caption = (
-        f"{tried} of {num_splits} splits were run: all that are predicted near the plan, and the first of each number "
-        "of encoder devices"
+        f"{tried} of {num_splits} splits were run: all that are predicted near the plan, and the best predicted ones "
+        "for each number of encoder devices"
     )
     return table
 
@@ -188,11 +188,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=int, nargs="+", help="run only these of them, by number from 0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, help="emulated devices; by default drawn, 8 to 16 a profile")
-    parser.add_argument("--each", type=int, default=2, help="configurations tried of each number of encoder devices")
-    parser.add_argument("--contenders", type=int, default=3, help="splits beside the plan in the second pass")
-    parser.add_argument("--repeats", type=int, default=3, help="of the second pass")
-    parser.add_argument("--steps", type=int, default=2 * PERIOD_STEPS, help="measured in the first pass")
-    parser.add_argument("--final-steps", type=int, default=4 * PERIOD_STEPS, help="measured in the second pass")
+    parser.add_argument("--each", type=int, default=2, help="splits to run for each number of encoder devices")
+    parser.add_argument("--contenders", type=int, default=3, help="splits in addition to the plan in the second pass")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions in the second pass")
+    parser.add_argument("--steps", type=int, default=2 * PERIOD_STEPS, help="measured steps in the first pass")
+    parser.add_argument("--final-steps", type=int, default=4 * PERIOD_STEPS, help="measured steps in the second pass")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     for name in ("steps", "final_steps"):

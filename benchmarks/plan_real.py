@@ -1,10 +1,10 @@
-"""Does a plan's rate come true: on two cores, a device each, and on one core that encoder and backbone share.
+"""Measured against planned rates: on two cores, one device each, and on one core that encoder and backbone share.
 
 python benchmarks/plan_real.py [--repeats N] [--steps N] [--json]
 
-Measures a profile of a small vision-language model on this machine, has the allocator predict the samples/s of both
-placements, and trains both by turns, every process pinned to its core. A run's rate is that of its middle steps:
-neither those that fill the pipeline nor those behind the last image count.
+Measures a profile of a small vision-language model on this machine, lets the allocator predict the samples/s of both
+placements, and trains both in turn, every process pinned to its core. A run's rate is that of its middle steps: steps
+that fill the pipeline, and steps after the last image is encoded, do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowtrain.observability.metrics import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 LOOKAHEAD = 1
 EDGE_STEPS = LOOKAHEAD + 2
-"""At a run's start the encoder works ahead, at its end it has nothing left to do."""
+"""Steps that do not count: at a run's start the encoder works ahead, at its end it is idle."""
 REPEATS, STEPS = 7, 12
 BATCH = 8
 WITHIN = 0.10
@@ -61,12 +61,12 @@ MODEL = (
     "observability.dashboard=false",
     "observability.trace_steps=0",
 )
-"""A tower of 21 M parameters and a backbone of 7 M, images of 196 tokens: both take about as long for a sample."""
+"""A tower of 21 M parameters and a backbone of 7 M, images of 196 tokens: both take about the same time per sample."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A way to place encoder and backbone. num_devices: as the allocator is asked for."""
+    """A way to place encoder and backbone. num_devices: the number given to the allocator."""
 
     name: str
     num_devices: int
@@ -77,7 +77,7 @@ PLACEMENTS = (Placement("a core each", 2, ON_TWO_CORES), Placement("one core sha
 
 
 def config_of(name: str, steps: int, directory: str) -> RunConfig:
-    """A run whose computing is nearly all that takes time."""
+    """A run in which computing takes nearly all the time."""
     data = Path(directory) / "train.parquet"
     changes = (
         f"name={name}",
@@ -89,7 +89,7 @@ def config_of(name: str, steps: int, directory: str) -> RunConfig:
 
 
 def predict(steps: int, directory: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Profile and plan; the samples/s of each placement, and what of the profile explains them."""
+    """Profile and plan; returns the samples/s of each placement, and of each module alone."""
     config = config_of("profiled", steps, directory)
     report = flowtrain.profile(config, devices=2, progress=lambda what: print(f"measuring {what}", file=sys.stderr))
     path = Path(directory) / "profile.json"
@@ -112,7 +112,7 @@ def measured_rate(placement: Placement, number: int, steps: int, directory: str)
 def figures_of(
     predicted: dict[str, float], alone: dict[str, float], measured: dict[str, list[float]], load: float
 ) -> list[Figure]:
-    """Predictions beside medians and quartiles, and whether both have the same order."""
+    """Predictions, medians and quartiles, and whether predicted and measured rates have the same order."""
     figures = [
         Figure("load of the machine", load, "processes", note="before; the figures are of two cores to themselves")
     ]
@@ -138,13 +138,13 @@ def figures_of(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run; above {2 * EDGE_STEPS}")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run; above {2 * EDGE_STEPS}")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.steps <= 2 * EDGE_STEPS:
         parser.error(f"--steps ({options.steps}) must be above {2 * EDGE_STEPS}: the first and last do not count")
     if len(os.sched_getaffinity(0)) < 2:
-        print("skipped: one core alone has no room for two devices", file=sys.stderr)
+        print("skipped: this machine has one core, but two devices need two", file=sys.stderr)
         return
     load = os.getloadavg()[0]
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)

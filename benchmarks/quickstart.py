@@ -1,4 +1,4 @@
-"""The quickstart as a user meets it: `flowtrain train configs/quickstart.yaml`, from command to checkpoint.
+"""The quickstart as a user runs it: `flowtrain train configs/quickstart.yaml`, from command to checkpoint.
 
 python benchmarks/quickstart.py [--steps N] [--json]
 """
@@ -54,7 +54,7 @@ def measure(run: Path, duration_s: float) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="instead of the quickstart's own")
+    parser.add_argument("--steps", type=int, help="number of steps instead of the quickstart's own")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

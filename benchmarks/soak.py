@@ -2,9 +2,9 @@
 
 python benchmarks/soak.py [--samples N] [--kills N] [--seed N] [--json]
 
-A feeder and three encoders are processes of their own; directory, planner and two reading ranks live in this one. Every
-position must be consumed once, every part have the bytes that were put, and every producer's books agree with its pool
-after each order. Exits with 1 where one of these fails.
+A feeder and three encoders are separate processes; flow, planner and two reading ranks are in this one. Every position
+must be consumed once, every part must have the bytes that were put, and every producer's books must agree with its pool
+after each order. Exits with 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def report(result: Result, samples: int, kills: int, as_json: bool) -> None:
-    from _report import Figure, at_least, emit  # imports torch, which the producer processes have no use for
+    from _report import Figure, at_least, emit  # imports torch, which the producer processes do not need
 
     bent = result.fragmentation
     figures = [

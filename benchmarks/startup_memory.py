@@ -1,11 +1,11 @@
-"""Host memory that each backbone rank takes to build its part of a model, beside building the whole first.
+"""Host memory that each backbone rank takes to build its part of a model, against building the whole model first.
 
 python benchmarks/startup_memory.py [--dp N] [--pp N] [--tp N] [--layers N] [--hidden N] [--json]
 
-Ranks are processes of one gloo group. Each starts once for every way that weights come: `files` (several safetensors
-files with an index, bfloat16), `drawn` (a configuration alone) and `whole` (the same files loaded whole on every rank,
-then sliced: what the others are compared to). Measured is the peak of the resident memory (VmHWM, reset before) above
-what the process had before, so with all that the skeleton and the reading take.
+Ranks are processes of one gloo group. Each starts once for every source of weights: `files` (several safetensors files
+with an index, bfloat16), `drawn` (a configuration alone) and `whole` (the same files loaded whole on every rank, then
+sliced: the baseline). The figure is the peak of the resident memory (VmHWM, reset before) above that before the build,
+so it includes the skeleton and the reading.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ FILES, DRAWN, WHOLE = "files", "drawn", "whole"
 FEATURE_DIM, SEED = 64, 7
 SHARD_NBYTES = 64 << 20
 SLACK_NBYTES = 24 << 20
-"""What a rank may take besides shards and one tensor: modules without weights, kernels and buffers of first use."""
+"""Allowance of a rank in addition to shards and one tensor: modules without weights, kernels, buffers of first use."""
 START_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Model:
-    """A Qwen3 of these sizes, and where its weights are from."""
+    """A Qwen3 of these sizes, and the source of its weights."""
 
     num_layers: int
     hidden_size: int
@@ -100,7 +100,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes: what it holds at the end, and its peak above what it had before."""
+    """Memory of one rank, in bytes: what it holds at the end, and its peak above the memory before."""
 
     shards_nbytes: int
     peak_nbytes: int
@@ -120,7 +120,7 @@ def build_rank(end: Connection, rank: int, degrees: Degrees, port: int, listener
         }
     )
     before = resident_nbytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     chunks = build_chunks(config, model, group)
     peak = resident_nbytes("VmHWM") - before
     end.send(Measured(sum(_nbytes(local_shard(tensor)) for _, tensor in chunks.named_parameters()), peak))
@@ -135,7 +135,7 @@ def resident_nbytes(key: str) -> int:
 
 
 def measure(degrees: Degrees, model: Model) -> list[Measured]:
-    """Start the ranks, one process each, and wait for what they measure."""
+    """Start the ranks, one process each, and wait for their measurements."""
     context = multiprocessing.get_context("spawn")
     listener = open_listener() if degrees.world_size > 1 else None
     port = 0 if listener is None else listener.getsockname()[1]
@@ -170,7 +170,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def figures_of(way: str, measured: list[Measured], whole: int, largest: int) -> Iterator[Figure]:
-    """The worst rank's figures; the target: its shards, one tensor and a little."""
+    """The worst rank's figures; the target is its shards, one tensor and the allowance."""
     worst = max(measured, key=lambda each: each.peak_nbytes)
     allowed = worst.shards_nbytes + largest + SLACK_NBYTES
     note = f"shards {worst.shards_nbytes / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB"

@@ -1,4 +1,4 @@
-"""Say what a trained run makes of three pictures it has not seen, and where everything of the run lies.
+"""Print a trained model's captions of three pictures it was not trained on, and list the files of its run.
 
 python scripts/caption.py runs/quickstart [--data assets/openclipart/eval.parquet] [--count 3]
 """
@@ -71,8 +71,8 @@ def main() -> None:
     for name, what in (
         ("export", "the model, for LlavaForConditionalGeneration and AutoProcessor"),
         ("metrics.jsonl", "one line a step"),
-        ("ledger.parquet", "what became of every sample"),
-        ("trace.json", "every actor's time: open it at ui.perfetto.dev"),
+        ("ledger.parquet", "one row a sample: its step, rank, microbatch and state"),
+        ("trace.json", "what every actor did when: open it at ui.perfetto.dev"),
         ("config.yaml", "the whole configuration"),
         ("checkpoints", "for --resume"),
     ):

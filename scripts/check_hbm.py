@@ -2,9 +2,10 @@
 
 python scripts/check_hbm.py > hbm.json
 
-An owner process puts features into its device memory, this one reads them by ``device_ipc`` and compares, the owner is
-killed; then what page-locking and the side stream give, and the overflow into DRAM. A table goes to stderr, JSON to
-stdout. Exits with 1 if a check failed, with 0 if all held or if there is no accelerator.
+The checks: an owner process puts features into its device memory; this process reads them by ``device_ipc``, compares
+them, and kills the owner. Parts overflow into DRAM and return. Page-locked and pageable copies are timed. Copies on the
+side stream overlap with compute. A table goes to stderr, JSON to stdout. Exits with 1 if a check failed, with 0 if all
+passed or if there is no accelerator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where FlowTrain is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # in case FlowTrain is not installed
 
 from flowtrain.errors import OwnerLostError
 from flowtrain.mempool.device_side import DeviceSide
@@ -62,7 +63,7 @@ def payload(seed: int, nbytes: int) -> torch.Tensor:
 
 
 def put(pool: Pool, seed: int, nbytes: int) -> tuple[Extent, ...]:
-    """Put known bytes as an encoder does: into HBM where the policy says so, else into DRAM."""
+    """Put known bytes as an encoder does: into HBM if the watermark policy allows it, else into DRAM."""
     data = payload(seed, nbytes)
 
     def fill(memory: torch.Tensor) -> None:
@@ -72,7 +73,7 @@ def put(pool: Pool, seed: int, nbytes: int) -> tuple[Extent, ...]:
 
 
 def own(run_id: str, connection: Connection) -> None:
-    """The other process: gives memory, puts parts into it, and lives until it is killed."""
+    """The owner process: binds memory, puts parts into it, and lives until it is killed."""
     pool = open_pool(run_id, 1, HBM_NBYTES, DRAM_NBYTES, [])
     parts = [put(pool, seed, nbytes) for seed, nbytes in enumerate(SIZES)]
     parts.append(pool.put(payload(len(SIZES), MIB).numpy()))
@@ -141,7 +142,7 @@ def check_device_ipc(run_id: str) -> Result:
 
 
 def check_watermarks(run_id: str) -> Result:
-    """Fill the own HBM until parts go to DRAM, free it below the low watermark, and see them come back."""
+    """Fill this process's HBM until parts go to DRAM; free it until parts go to HBM again, below the low watermark."""
     pool = open_pool(run_id, 2, HBM_NBYTES, DRAM_NBYTES, [])
     parts = []
     while not parts or pool.tier_of(parts[-1][0]) is Tier.HBM:
@@ -168,12 +169,12 @@ def check_watermarks(run_id: str) -> Result:
 
 
 def check_page_lock(run_id: str) -> Result:
-    """Copy between the device and memory of the pool, page-locked, beside pageable memory."""
+    """Time copies between the device and host memory: the pool's page-locked memory against pageable memory."""
     pool = open_pool(run_id, 3, 0, DRAM_NBYTES, [])
     room = pool.reserve(4 * PART_NBYTES)
     locked = torch.from_numpy(room.views[0])
     deadline = time.monotonic() + TIMEOUT_S
-    while not locked.is_pinned() and time.monotonic() < deadline:  # a thread locks it once it is touched
+    while not locked.is_pinned() and time.monotonic() < deadline:  # a thread locks it after it has touched it
         time.sleep(0.05)
     pageable = torch.empty_like(locked, pin_memory=False).fill_(1)
     there = torch.empty_like(locked, device=accelerator())
@@ -190,7 +191,7 @@ def check_page_lock(run_id: str) -> Result:
 
 
 def check_overlap(run_id: str) -> Result:
-    """Stage parts while the device computes: they should be there before it is done."""
+    """Stage parts while the device computes: they should arrive before it is done."""
     pool = open_pool(run_id, 3, 0, DRAM_NBYTES, [])
     parts = [pool.put(payload(seed, PART_NBYTES).numpy()) for seed in range(4)]
     staging = DeviceStaging(pool, accelerator())
@@ -226,7 +227,7 @@ def check_overlap(run_id: str) -> Result:
 def attempt(check: Callable[[str], Result]) -> Result:
     try:
         return check(secrets.token_hex(4))
-    except Exception as error:  # one that fails says so and leaves the others their turn
+    except Exception as error:  # a failed check is reported, and the others still run
         return {"ok": False, "error": f"{type(error).__name__}: {error}"}
 
 

@@ -1,4 +1,4 @@
-"""What the backbone's benchmarks train on: samples of a real mix of lengths, packed, padded, or with nothing to pad."""
+"""Data of the backbone's benchmarks: samples of a real mix of lengths, packed, padded, or with nothing to pad."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from flowtrain.types.plan import StepPlan, Unit, UnitKind
 from flowtrain.types.samples import SampleRef, SizedSample
 
 IMAGE_TOKEN_ID = 0
-"""Never drawn: the benchmarks' samples are text alone, as the backbone sees features and text alike."""
+"""Never drawn: the benchmarks' samples are text alone, since the backbone treats features and text alike."""
 
 FEATURE_DIM = 64
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Where the samples' lengths come from.
+    """The samples of a benchmark.
 
-    lengths: of all samples in order, step after step. target_share: of a sample's tokens, its last ones, that carry
-    loss. vocab_size: ids are drawn below it.
+    lengths: tokens of each sample in order, step after step. target_share: share of a sample's tokens, its last ones,
+    that carry loss. vocab_size: token ids are drawn below it.
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -51,9 +51,9 @@ class Mix:
 def draw_lengths(
     trace: Path | None, num_steps: int, num_samples: int, longest: int, scale: float
 ) -> tuple[tuple[int, ...], ...]:
-    """Lengths of each step: of a trace in a run's order, or log-normal as public instruction sets are.
+    """Lengths of each step: from a trace in a run's order, or log-normal like public instruction sets.
 
-    scale: what lengths are multiplied by, so that a CPU gets through; longest: longer ones are cut.
+    scale: factor of the lengths, so that a CPU can run them. longest: longer samples are cut to it.
     """
     count = num_steps * num_samples
     if trace is None:
@@ -66,10 +66,10 @@ def draw_lengths(
 
 
 def made_equal(lengths: tuple[int, ...], capacity: int) -> tuple[int, ...]:
-    """A step's lengths, those of each batch of about ``capacity`` tokens made equal, so that nothing need be padded.
+    """A step's lengths, made equal in each batch of about ``capacity`` tokens, so that no batch needs padding.
 
-    The samples, by length, are joined to batches, and each gets its batch's mean length: as many tokens (but for
-    rounding down) and nearly the same mix of lengths, which can be trained on packed, padded, and in full batches.
+    Samples are sorted by length and joined to batches; each gets its batch's mean length, rounded down. The number of
+    tokens and the mix of lengths stay nearly the same, and the step can be trained packed, padded, and in full batches.
     """
     batches: list[list[int]] = []
     for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
@@ -115,7 +115,7 @@ def packed_step(mix: Mix, step: int, capacity: int, device: torch.device) -> tup
 
 @dataclass(frozen=True)
 class PlainBatch:
-    """What an HF model takes: int64 ``[B, T]``; attention_mask None where nothing is padded. labels: unshifted."""
+    """Input of an HF model, int64 ``[B, T]``; attention_mask: None if nothing is padded. labels: unshifted."""
 
     input_ids: Tensor
     labels: Tensor

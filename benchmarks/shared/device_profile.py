@@ -20,12 +20,12 @@ KINDS = {
     "reductions": r"reduce|norm|sum|max",
     "elementwise": r"elementwise|vectorized|pointwise|triton|kernel",
 }
-"""First match wins; what none matches is ``other``."""
+"""The first match wins; a kernel without a match is ``other``."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """seconds: of the device by kind of work, ``idle`` where nothing ran. table: torch's own, by kernel."""
+    """seconds: the device's time by kind of work, ``idle`` while nothing ran. table: torch's own, by kernel."""
 
     seconds: dict[str, float]
     wall_s: float
@@ -39,12 +39,12 @@ class Profile:
 
 
 def profile_step(run: Callable[[], object]) -> Profile:
-    """Profile one call; its first and last kernel are its bounds."""
+    """Profile one call, from its first kernel to its last."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         torch.accelerator.synchronize()
     on_device = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    # Ranges such as the optimizer's step span kernels and are none themselves.
+    # Ranges, such as the optimizer's step, span kernels; they are not kernels.
     kernels = [event for event in on_device if not event.is_user_annotation]
     seconds: Counter[str] = Counter()
     for event in kernels:

@@ -1,8 +1,8 @@
-"""A run's own actor classes on emulated devices: what would compute waits for as long as the emulated profile says.
+"""A run's own actor classes on emulated devices: they wait, for the times of the emulated profile, and compute nothing.
 
-Everything else is theirs: leases, decoding, the pool, prefetching, the action lists and what they wait for. Ranks meet
-where collectives lie: those of a stage before each forward and backward (FSDP gathers the parameters there), all ranks
-at a step's end; transfers between stages take no time of their own.
+Everything else is real: leases, decoding, the pool, prefetching, the action lists and their waits. Ranks meet at the
+places of collectives: the ranks of a stage before each forward and backward (FSDP gathers parameters there), all ranks
+at the end of a step. Transfers between stages take no time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FORWARD_SHARE = 1.0 / 3.0
 
 
 class EmulatedDevice:
-    """Computes by waiting. What a wait lasts too long is taken off the next, so that late wake-ups do not add up."""
+    """Waits instead of computing. After a late wake-up the next wait is shorter, so delays do not add up."""
 
     def __init__(self, time_scale: float) -> None:
         self._time_scale = time_scale
         self._late_s = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Be busy for so long, times the scale."""
+        """Be busy for ``seconds`` times the scale."""
         end_s = time.monotonic() + seconds * self._time_scale - self._late_s
         while (left_s := end_s - time.monotonic()) > 0.0:
             time.sleep(left_s)
@@ -51,21 +51,21 @@ class EmulatedDevice:
 
 @dataclass(frozen=True)
 class EmulatedTimes:
-    """Seconds that emulated devices take, looked up in a profile. time_scale: of all waits."""
+    """Seconds that emulated devices take, from a profile. time_scale: factor of all waits."""
 
     profile: Profile
     encoder: str
     time_scale: float
 
     def encode_s(self, num_patches: Sequence[int], tp: int) -> float:
-        """Of one forward over images of so many patches each, handling of the batch included."""
+        """Seconds of one forward over images with these numbers of patches, handling of the batch included."""
         table = self.profile.encoders[self.encoder][tp]
         count = np.full(len(num_patches), len(num_patches), dtype=np.float64)
         each = table.image_s(np.array(num_patches, dtype=np.float64), count) if len(num_patches) else np.zeros(0)
         return float(each.sum()) + self.profile.images[self.encoder].batch_s
 
     def microbatch_s(self, num_tokens: int, num_layers: int, tp: int, *, is_first: bool, is_last: bool) -> float:
-        """Forward and backward of one packed microbatch on a pipeline stage."""
+        """Seconds of forward and backward of one packed microbatch on a pipeline stage."""
         tokens, profile = np.array([num_tokens], dtype=np.float64), self.profile
         seconds = num_layers * profile.layers[tp](tokens)
         seconds = seconds + is_first * profile.connectors[tp](tokens) + is_last * profile.heads[tp](tokens)
@@ -97,7 +97,7 @@ class EmulatedEncoder(Encoder):
 
 @dataclass
 class Meetings:
-    """Where the ranks of one emulated backbone wait for each other."""
+    """Meeting points at which the ranks of one emulated backbone wait for each other."""
 
     degrees: Degrees
     stages: list[threading.Barrier] = field(init=False)
@@ -111,7 +111,7 @@ class Meetings:
         self._changed = threading.Condition()
 
     def send(self, key: tuple[object, ...]) -> None:
-        """A stage's result is there."""
+        """Announce a stage's result."""
         with self._changed:
             self._arrived.add(key)
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class Meetings:
             self._arrived.remove(key)
 
     def abort(self) -> None:
-        """Let nobody wait for a rank that failed."""
+        """Stop all waits for a rank that failed."""
         for barrier in (*self.stages, self.world):
             barrier.abort()
 
@@ -176,7 +176,7 @@ class EmulatedStages:
 
 
 class EmulatedTrainer:
-    """What a rank asks of its ``Trainer``, without weights."""
+    """Stands in for a rank's ``Trainer``, without weights."""
 
     def __init__(
         self, config: RunConfig, stages: EmulatedStages, pp_rank: int, meetings: Meetings, times: EmulatedTimes
@@ -206,23 +206,23 @@ class EmulatedTrainer:
         return StepResult(0.0, 0.0, 0.0, plan.num_samples, plan.num_tokens, plan.num_target_tokens)
 
     def save_checkpoint(self, directory: object) -> None:
-        """There is nothing to save."""
+        """Do nothing: there are no weights."""
 
 
 class EmulatedGroup:
-    """What is left of a rank's process group."""
+    """Stands in for a rank's process group."""
 
     device = torch.device("cpu")
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing: no group was opened."""
 
 
 class EmulatedRank(BackboneRank):
     """A backbone rank whose stage waits instead of computing."""
 
     def prepare(self, family: Family, meetings: Meetings, times: EmulatedTimes) -> None:
-        """In place of ``start``: neither process group nor model."""
+        """Stands in for ``start``; builds no process group and no model."""
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._eval_every = None
         self._family, self._group = family, cast(BackboneGroup, EmulatedGroup())

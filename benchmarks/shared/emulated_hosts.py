@@ -1,7 +1,7 @@
-"""Processes that host emulated actors as threads, run after run, so that nothing is imported and started for each.
+"""Processes that host emulated actors as threads. They serve many runs, so imports and starts happen once.
 
-A host reaches the coordinator through one connection, on which calls of all its threads are numbered. The coordinator
-answers on an event loop of the benchmark's own process.
+A host reaches the coordinator through one connection and numbers the calls of all its threads on it. The coordinator
+answers on an event loop in the benchmark's own process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flowtrain.types.plan import Degrees
 from shared.emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTimes, Meetings
 
 SWITCH_INTERVAL_S = 0.0005
-"""A thread that wakes up gets its turn as soon; by default it is 5 ms."""
+"""Seconds until a thread that wakes up may run; Python's default is 5 ms."""
 END_S = 20.0
 
 
@@ -52,13 +52,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """A host's actors have ended. error: what the first that failed said, or None."""
+    """A host's actors have ended. error: of the first actor that failed, or None."""
 
     error: str | None
 
 
 class HostLink(CoordinatorLink):
-    """The coordinator, from a host; any thread may ask."""
+    """A host's link to the coordinator; any thread may use it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -72,7 +72,7 @@ class HostLink(CoordinatorLink):
         return "emulated-node"
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Ask and wait for the answer; raises what the method raised."""
+        """Ask and wait for the answer; raises the error that the coordinator's method raised."""
         answer: Future[R] = Future()
         number = next(self._numbers)
         self._answers[number] = answer
@@ -85,7 +85,7 @@ class HostLink(CoordinatorLink):
             self._connection.send(message)
 
     def answered(self, number: int, value: Any, error: BaseException | None) -> None:
-        """An answer came."""
+        """Take an answer, for the call of this number."""
         answer = self._answers.pop(number)
         if error is not None:
             answer.set_exception(error)
@@ -94,7 +94,7 @@ class HostLink(CoordinatorLink):
 
 
 class Host:
-    """One process for emulated actors, seen from the benchmark."""
+    """One process for emulated actors, as the benchmark handles it."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self.name = name
@@ -109,22 +109,22 @@ class Host:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def start(self, job: Job, coordinator: Coordinator) -> None:
-        """Let the host run a job whose actors talk to this coordinator."""
+        """Let the host run a job whose actors use this coordinator."""
         self._coordinator, self._ended = coordinator, Future()
         self._send(job)
 
     def wait(self, timeout_s: float) -> str | None:
-        """Wait until the job's actors have ended; returns what one said that failed."""
+        """Wait until the job's actors have ended; returns the error of one that failed, or None."""
         return self._ended.result(timeout_s)
 
     @property
     def failed(self) -> str | None:
-        """What an actor said that failed, while the others may still run."""
+        """The error of an actor that failed, or None; the others may still run."""
         return self._ended.result() if self._ended.done() else None
 
     @property
     def cpu_s(self) -> float:
-        """Processor time that it has taken since its start."""
+        """Processor time of the host since its start."""
         return process_cpu_s(self.process.pid or 0)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Host:
             try:
                 self._send((number, answer.result() if error is None else None, error))
             except OSError:
-                return  # the host is gone
+                return  # the host has ended
 
         return send
 
@@ -172,7 +172,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 def machine_cpu_s() -> float:
-    """Return the processor time that everything on this machine has taken, over all cores."""
+    """Return the processor time of everything on this machine, over all cores."""
     with open("/proc/stat") as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
@@ -203,7 +203,7 @@ def _run_job(job: Job, link: HostLink) -> None:
 
 
 def _run_all(runs: Sequence[Callable[[], None]], abort: Callable[[], None]) -> str | None:
-    """Run actors side by side; returns what the first that failed said."""
+    """Run actors side by side; returns the error of the first that failed, or None."""
     errors: list[str] = []
 
     def guarded(run: Callable[[], None]) -> None:
@@ -228,7 +228,7 @@ Actors = tuple[Sequence[Callable[[], None]], Callable[[], None]]
 
 
 def _nothing() -> None:
-    """Nobody waits for anybody in this host."""
+    """No actor in this host waits for another."""
 
 
 def _feeder(job: Job, link: HostLink) -> Actors:

@@ -1,4 +1,4 @@
-"""One run on emulated devices: the real coordinator, feeder, scheduler and pool; what would compute waits."""
+"""One run on emulated devices: coordinator, feeder, scheduler and pool are real; devices wait instead of computing."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from shared.emulated_world import BATCH, PATCH_SIZE, VISION, World
 
 WARM_UP_STEPS = 2
 LONGEST_STEP_S = 0.4
-"""Waits of a split that would take longer for a step are shortened, so that it does not take longer to be measured."""
+"""Seconds of a step. A slower split's waits are shortened, so that measuring it does not take longer."""
 STALL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run came to.
+    """Result of a run.
 
-    rate: samples/s of the emulated devices at their own speed. step_s, longest_s: mean and longest of the measured
-    steps as they were run. busy, machine_busy: share of all cores' time meanwhile that the emulation took, and that
-    everything on the machine took.
+    rate: samples/s of the emulated devices at their own speed.
+    step_s, longest_s: mean and longest of the measured steps as they were run.
+    busy, machine_busy: shares of all cores' time that the emulation, and everything on the machine, took meanwhile.
     """
 
     rate: float
@@ -51,7 +51,7 @@ class Measured:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether one step took far longer than the others, which no wait of an emulated device explains."""
+        """Whether one step took far longer than the others; no wait of an emulated device explains that."""
         return self.longest_s > STALL_S + self.step_s
 
 
@@ -73,7 +73,7 @@ class Emulation:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def run(self, world: World, split: Split, num_steps: int, directory: Path) -> Measured:
-        """Run a split for so many steps after the first ones."""
+        """Run a split for ``num_steps`` steps after the first ones."""
         time_scale = min(1.0, LONGEST_STEP_S * split.rate / BATCH)
         config = config_of(world, split, WARM_UP_STEPS + num_steps)
         prepared = prepare(config)
@@ -101,7 +101,7 @@ class Emulation:
         return Measured(BATCH / step_s * time_scale, step_s, max(steps_s), busy, machine_busy)
 
     def _until_done(self, coordinator: Coordinator, num_steps: int) -> tuple[list[float], float, float]:
-        """When each step ended, in seconds since the epoch, and shares of the cores' time as ``Measured`` has them."""
+        """End of each step, in seconds since the epoch, and the two shares of the cores' time of ``Measured``."""
         ends: list[float] = []
         since = 0.0, 0.0, 0.0
         while len(ends) < num_steps:
@@ -143,13 +143,13 @@ def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
 
 
 def settings_of(prepared: Prepared, split: Split) -> FlowSettings:
-    """What the run's flow starts from."""
+    """Settings of the run's flow."""
     return replace(first_flow_settings(prepared), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
 
 
 @contextmanager
 def _probe(directory: Path, run_id: str) -> Iterator[None]:
-    """What ranks look for to see whether they share the run's directory."""
+    """Create the directory by which ranks see that they share the run's directory, and remove it at the end."""
     probe = probe_directory(directory, run_id)
     probe.mkdir(parents=True)
     yield

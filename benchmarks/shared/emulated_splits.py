@@ -1,4 +1,4 @@
-"""Every way to split emulated devices between encoders and backbone, and which of them are run."""
+"""All ways to split emulated devices between encoders and backbone, and the choice of those that are run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Split:
 
     @property
     def num_devices(self) -> int:
-        """Emulated devices that it takes."""
+        """Number of emulated devices that the split uses."""
         return self.encoder.world_size + self.backbone.world_size
 
     @property
     def key(self) -> tuple[Degrees, Degrees]:
-        """What tells it from other splits."""
+        """The degrees, which identify the split."""
         return self.encoder, self.backbone
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Split:
 
 
 def all_splits(request: Request, surrogate: Surrogate, encoder: str) -> list[Split]:
-    """Return every feasible pair of configurations that takes all devices."""
+    """Return every feasible pair of configurations that uses all devices."""
     (device,) = request.cluster.device_types
     found = {name: enumerate_module(request, name, device).columns for name in (encoder, BACKBONE)}
     rates = {name: surrogate.rates(columns) for name, columns in found.items()}
@@ -63,10 +63,10 @@ def all_splits(request: Request, surrogate: Surrogate, encoder: str) -> list[Spl
 
 
 def worth_trying(splits: Iterable[Split], limit: int, least_rate: float) -> list[Split]:
-    """Return of each number of encoder devices the ``limit`` splits that are predicted to be fastest.
+    """Return, for each number of encoder devices, the ``limit`` splits that are predicted to be fastest.
 
-    Besides all that are predicted to reach ``least_rate``. Of two predicted equally fast, the one whose faster side is
-    faster comes first.
+    In addition, all splits that are predicted to reach ``least_rate``. Of two with equal prediction, the one whose
+    faster side is faster comes first.
     """
     groups: dict[int, list[Split]] = defaultdict(list)
     for split in splits:
@@ -81,7 +81,7 @@ def worth_trying(splits: Iterable[Split], limit: int, least_rate: float) -> list
 
 
 def planned_split(allocation: Allocation, splits: Sequence[Split], encoder: str) -> Split:
-    """Return the plan as a split; it may leave devices free, and is then in no list of those that take all."""
+    """Return the plan as a split; a plan that leaves devices free is not in ``splits``."""
     chosen = {module.name: module for module in allocation.modules}
     mine = Split(chosen[encoder].degrees, chosen[BACKBONE].degrees, chosen[encoder].production, chosen[BACKBONE].rate)
     return next((split for split in splits if split.key == mine.key), mine)

@@ -1,6 +1,6 @@
 """Random profiles of emulated devices, with data and a configuration for each; everything follows from a seed.
 
-No such device exists: its tables are drawn, and whatever computes on it waits for as long as they say.
+No such device exists: its tables are random, and modules on it wait for the times in the tables.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ VISION = "vision"
 DEVICE = "emulated"
 BATCH = 48
 PERIOD_STEPS = 2
-"""Steps after which the data repeats: rates over a multiple of it are of the very samples that are predicted."""
+"""Steps after which the data repeats: over a multiple of it, predicted and measured rates are of the same samples."""
 STEP_S = 0.2
-"""What a step would take if all devices shared all its work evenly."""
+"""Seconds of a step if all devices shared all its work evenly."""
 MIN_DEVICES, MAX_DEVICES = 8, 16
 TENSOR_DEGREES = (1, 2, 4)
 LEAST_RATIO, LARGEST_RATIO = 0.12, 4.0
@@ -56,7 +56,7 @@ _ROWS = pa.schema(
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """One emulated profile with the data that it is planned for.
+    """One emulated profile with the data of its plan.
 
     ratio: seconds of a sample on one emulated encoder device over those on one emulated backbone device.
     """
@@ -71,7 +71,7 @@ class World:
 
     @property
     def request(self) -> Request:
-        """What the allocator is asked; the emulated devices' memory and links never are what limits."""
+        """The allocator's request; memory and links of the emulated devices are never the limit."""
         device = DeviceType(
             DEVICE, self.num_devices, _PLENTY, int(_PLENTY), _PLENTY, Links(_PLENTY, _PLENTY, DEVICE), DEVICES_PER_NODE
         )
@@ -87,7 +87,7 @@ class World:
         return Surrogate(request.cluster, request.model, request.workload, request.setup, {DEVICE: times}, 1.0)
 
     def allocation(self) -> Allocation:
-        """The plan, as ``flowtrain plan --profile`` makes it."""
+        """The plan, as ``flowtrain plan --profile`` computes it."""
         request = self.request
         return allocate(request, self.surrogate(request))
 
@@ -101,7 +101,7 @@ def draw_ratios(count: int, seed: int) -> list[float]:
 
 
 def draw_world(name: str, ratio: float, seed: int, number: int, num_devices: int | None, directory: Path) -> World:
-    """Draw one profile with its data, which is written into ``directory``; num_devices None: drawn too."""
+    """Draw one profile, and its data into ``directory``; num_devices: None to draw it too."""
     draw = np.random.default_rng((seed, number))
     count = int(draw.integers(MIN_DEVICES, MAX_DEVICES + 1)) if num_devices is None else num_devices
     source = _write_data(draw, directory / f"{name}.parquet")
@@ -149,7 +149,7 @@ def draw_profile(
 
 
 def _tensor_scaling(draw: np.random.Generator) -> dict[int, float]:
-    """Share of the time of one device that each tensor parallel degree takes; never as little as its inverse."""
+    """Time at each tensor parallel degree, as a share of one device's time; always above 1 / degree."""
     serial = draw.uniform(0.03, 0.25)
     return {tp: float(1.0 / tp + serial * (1.0 - 1.0 / tp)) for tp in TENSOR_DEGREES}
 
@@ -182,7 +182,7 @@ def _plain(patches: Any, batches: Any, seconds: Any) -> tuple[Any, Any, Any]:
 
 
 def _sized(config: RunConfig, workload: Workload, draw: np.random.Generator) -> tuple[RunConfig, Workload]:
-    """Microbatches and encode batches of which a step has a dozen or two."""
+    """Set sizes such that a step has a dozen or two microbatches and encode batches."""
     num_microbatches, num_batches = draw.integers(12, 25), draw.integers(16, 29)
     longest = int(workload.lengths.max())
     capacity = max(longest, math.ceil(workload.tokens_per_step / num_microbatches / 16) * 16)
@@ -195,7 +195,7 @@ def _sized(config: RunConfig, workload: Workload, draw: np.random.Generator) -> 
 
 
 def _write_data(draw: np.random.Generator, path: Path) -> Path:
-    """Samples of a mixture of its own: words and images of random numbers and sizes."""
+    """Write samples of a random mixture: words and images of random numbers and sizes."""
     mean_words, spread, share = draw.uniform(10, 60), draw.uniform(0.2, 0.7), draw.uniform(0.6, 0.95)
     largest = int(draw.integers(8, MAX_PATCHES_PER_SIDE + 1))
     rows = []
@@ -216,7 +216,7 @@ def _png(draw: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def _config(name: str, source: Path, directory: Path, num_layers: int) -> RunConfig:
-    """A run of a model whose modules compute nothing here; of the tower, one tiny layer is loaded."""
+    """A run of a model whose modules compute nothing here; only one tiny layer of the tower is loaded."""
     vision = {
         "model_type": "siglip_vision_model",
         "hidden_size": 8,

@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces joined by a veth pair (``ip netns``, Debian's iproute2).
 
-Tests use it as well.
+Tests use them too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DEVICE = "ft0"
 """The end of the link on each host."""
 
 _TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-"""What is set on both hosts, so that figures do not hang on the machine's defaults: a congestion control that paces its
-packets (BBR) or that starts anew after a pause was seen to make the speed of one batch vary 20-fold on this link."""
+"""Settings of both hosts, so that figures do not depend on the machine's defaults. With a congestion control that paces
+packets (BBR), or that restarts slowly after a pause, the speed of one batch was seen to vary 20-fold on this link."""
 
-_CLONE_NEWNET = 0x40000000  # values of Linux that Python 3.11 does not name
+_CLONE_NEWNET = 0x40000000  # Linux constants that Python 3.11 does not name
 _CLONE_NEWNS = 0x00020000
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
 _MNT_DETACH = 2
@@ -31,22 +31,22 @@ _LIMIT_S = 20.0
 
 
 class NoHosts(Exception):
-    """This machine does not let us make network namespaces; says why."""
+    """This machine does not allow new network namespaces; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace and the address that the other one reaches it at."""
+    """A namespace, and the address at which the other one reaches it."""
 
     namespace: str
     address: str
 
     def command(self, arguments: list[str]) -> list[str]:
-        """The command that runs another one on this host."""
+        """The command line that runs ``arguments`` on this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
     def received_nbytes(self) -> int:
-        """Bytes that have come in over the link."""
+        """Bytes received over the link."""
         return int(_run(self.command(["cat", f"/sys/class/net/{DEVICE}/statistics/rx_bytes"])))
 
     def pids(self) -> list[int]:
@@ -54,10 +54,10 @@ class Host:
         return [int(pid) for pid in _run(["ip", "netns", "pids", self.namespace]).split()]
 
     def enter(self) -> None:
-        """Move the calling thread, and what it starts from now on, to this host, as ``ip netns exec`` does."""
+        """Move the calling thread, and all that it starts afterwards, to this host, as ``ip netns exec`` does."""
         with open(f"/run/netns/{self.namespace}") as namespace:
             _libc("setns", namespace.fileno(), _CLONE_NEWNET)
-        # /sys shows the devices of the namespace that it was mounted in.
+        # /sys shows the devices of the namespace in which it was mounted.
         _libc("unshare", _CLONE_NEWNS)
         _libc("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
         _libc("umount2", b"/sys", _MNT_DETACH)
@@ -82,7 +82,7 @@ class Host:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts and the link between them, for as long as the block lasts. Raises NoHosts."""
+    """Two hosts and the link between them, until the block ends. Raises NoHosts."""
     if shutil.which("ip") is None:
         raise NoHosts("there is no `ip` command here (Debian's iproute2)")
     prefix = f"ft{os.getpid()}"

@@ -1,4 +1,4 @@
-"""How much memory a call takes on top of what is allocated already."""
+"""Peak memory of a call above what was allocated before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_above_now(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes that tensors took at once during ``run``, above what they took before."""
+    """Peak bytes of tensors during ``run``, above their bytes before it."""
     if device.type != "cpu":
         backend = torch.get_device_module(device)
         backend.synchronize(device)
@@ -20,7 +20,7 @@ def peak_above_now(run: Callable[[], object], device: torch.device) -> int:
         return int(backend.max_memory_allocated(device) - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    # The CPU's allocator has no counters; its single events are nowhere but in the raw results.
+    # The CPU's allocator has no counters; its single events are only in the raw results.
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes, each on a host of its own (`hosts.py`), with token authentication; for tests too."""
+"""A Ray cluster of two nodes, one on each host of `hosts.py`, with token authentication; tests use it too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.hosts import Host, two_hosts
 
 NODE_CPUS = 2
 
-_PORT = 6379  # nobody else is on these hosts
+_PORT = 6379  # nothing else runs on these hosts
 _OBJECT_STORE_NBYTES = 300 << 20
 _START_LIMIT_S = 120.0
 _END_LIMIT_S = 20.0
@@ -25,7 +25,7 @@ _LOG_TAIL = 6000
 
 
 class NodePair:
-    """Two raylets, ``NODE_CPUS`` CPUs each. environment: what a process needs that talks to the cluster."""
+    """Two raylets, ``NODE_CPUS`` CPUs each. environment: variables that a client of the cluster needs."""
 
     def __init__(self, hosts: tuple[Host, Host], directory: Path) -> None:
         self.hosts = hosts
@@ -50,7 +50,7 @@ class NodePair:
         self._wait_for_nodes(2)
 
     def run(self, arguments: list[str], name: str, limit_s: float) -> tuple[int, str]:
-        """Run a command on the first host; returns its exit code and the end of what it said."""
+        """Run a command on the first host; returns its exit code and the end of its output."""
         log = self.directory / f"{name}.log"
         command = self.hosts[0].command(arguments)
         with log.open("wb") as output:
@@ -98,10 +98,10 @@ class NodePair:
 
 @contextmanager
 def node_pair() -> Iterator[NodePair]:
-    """Two nodes that do not outlive the block. Raises NoHosts where the machine forbids namespaces."""
+    """Two nodes, until the block ends. Raises NoHosts if the machine forbids namespaces."""
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts())
-        # A Unix socket's path has little room, so this is not to lie deep.
+        # The path of a Unix socket must be short, so this directory must not be deep.
         directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         pair = NodePair(hosts, directory)

@@ -1,4 +1,4 @@
-"""What decoder layers keep of a forward pass for the backward pass, chosen anew for every call."""
+"""Memory strategies of decoder layers: what a forward pass keeps for the backward pass. Each call can choose anew."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
 
 @contextmanager
 def applied(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Have layers that are called inside follow a strategy; of ``recompute/n`` the first of every n recomputes.
+    """Let layers that are called inside follow a strategy; under ``recompute/n`` the first of every n recomputes.
 
     Only ``forward`` is wrapped, so that a layer's hooks (FSDP2's) stay outside and do not run twice.
     """

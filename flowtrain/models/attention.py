@@ -34,9 +34,9 @@ def implementation_name(backend: str) -> str:
 
 
 def resolve_attention(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Turn ``backbone.attention`` into a key of ``BACKENDS`` that runs on a device, and log which and why.
+    """Turn ``backbone.attention`` into a key of ``BACKENDS`` that runs on a device, and log the choice and its reason.
 
-    dtype: what is computed in. Raises ConfigError where this machine lacks what was asked for.
+    dtype: the compute type. Raises ConfigError if the requested backend cannot run on this machine.
     """
     if requested != "auto":
         reason = BACKENDS[requested].why_not(device, dtype)

@@ -20,14 +20,14 @@ from flowtrain.pipeline.actions import MemoryStrategy
 class Backbone(nn.Module):
     """Connector plus an HF causal language model, from embedding and merge to head and loss in one forward.
 
-    Everything that has parameters runs inside this one module's forward, so that FSDP2 may wrap it as the root (the
-    decoder layers as units of their own). The language model must have been built with one of
-    ``flowtrain.models.attention``'s implementations.
+    Everything that has parameters runs inside this one module's forward, so that FSDP2 can wrap it as the root, with
+    each decoder layer as a unit inside. The language model must use one of the attention implementations of
+    ``flowtrain.models.attention``.
 
-    A pipeline stage (``flowtrain.models.stage``) is a Backbone that lacks what other stages have: connector and
-    embedding belong to the first, final norm and head to the last.
+    A pipeline stage (``flowtrain.models.stage``) is a Backbone with only some of the modules: connector and embedding
+    belong to the first stage, final norm and head to the last.
 
-    memory: what decoder layers keep for the backward pass, where a call does not say.
+    memory: what decoder layers keep for the backward pass, unless a call gives its own strategy.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Backbone(nn.Module):
         return list(cast(nn.ModuleList, self.language_model.base_model.layers))
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Have torch.compile compile every decoder layer's forward at its first call, for all lengths at once."""
+        """Let torch.compile compile every decoder layer's forward at its first call, once for all lengths."""
         for layer in self.decoder_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
@@ -79,21 +79,26 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 
-        input_ids: int64 ``[T]``. targets: int64 ``[T]``, already shifted (the token after t), -100 for none. weights:
-        float32 ``[T]``. position_ids: int64 ``[T]``, starting at 0 in every sequence. cu_seqlens: int32 ``[S + 1]``,
-        offsets of the sequences, from 0 to T. max_seqlen: the longest one. features: ``[R, D]`` rows of the encoder, in
-        any float type. feature_index: int64 ``[R]``, the token that each row replaces, no token twice. With R = 0 the
-        connector runs on no rows and gets zero gradients. sequence_lengths: host copy of what cu_seqlens says;
-        target_index: int64 ``[n]``, tokens that have a target. Without these two the device is asked, and waited for.
+        Any stage except the last returns the hidden states after its layers instead, ``[1, T, H]``.
 
-        hidden: what the stage before returned, ``[1, T, H]``; None for a first stage. Any but the last stage returns
-        the hidden states behind its layers instead of the loss. memory: what the decoder layers keep for the backward
-        pass; None for the default.
+        input_ids: int64 ``[T]``.
+        targets: int64 ``[T]``, already shifted (the token after t), -100 for none.
+        weights: float32 ``[T]``.
+        position_ids: int64 ``[T]``, starting at 0 in every sequence.
+        cu_seqlens: int32 ``[S + 1]``, offsets of the sequences, from 0 to T.
+        max_seqlen: tokens of the longest sequence.
+        features: ``[R, D]`` rows of the encoder, in any float type. With R = 0 the connector runs on no rows and gets
+            zero gradients.
+        feature_index: int64 ``[R]``, the token that each row replaces, no token twice.
+        sequence_lengths: host copy of the lengths in cu_seqlens. If None, the host waits for the device to read them.
+        target_index: int64 ``[n]``, tokens that have a target. If None, the host waits for the device to find them.
+        hidden: the hidden states that the stage before returned, ``[1, T, H]``; None for a first stage.
+        memory: what the decoder layers keep for the backward pass; None for the default.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
         offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]
         assert offsets[-1] == input_ids.shape[0], (offsets, input_ids.shape)
-        assert (hidden is None) == self.is_first_stage, "a stage takes hidden states where another comes before it"
+        assert (hidden is None) == self.is_first_stage, "every stage except the first takes hidden states"
         if hidden is None:
             hidden = self._embed(input_ids, features, feature_index)
         with applied(memory or self.memory, self.decoder_layers):
@@ -111,7 +116,7 @@ class Backbone(nn.Module):
         return weighted_nll_sum(output.last_hidden_state[0], targets, weights, head, rows=target_index)
 
     def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> Tensor:
-        """Embed tokens, ``[1, T, H]``, and put the projected features in their places."""
+        """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens."""
         assert self.connector is not None
         embeddings = self.language_model.get_input_embeddings()(input_ids)
         projected = self.connector(features.to(self.connector.linear_1.weight.dtype))

@@ -6,7 +6,7 @@ import torch
 
 
 def default_device(choice: str) -> torch.device:
-    """The accelerator that this process was given, else the CPU; ``cpu`` (``model.device``) forces the latter."""
+    """The accelerator of this process, else the CPU; the choice ``cpu`` (``model.device``) forces the CPU."""
     if choice == "cpu" or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -15,5 +15,5 @@ def default_device(choice: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What kind of device it is, as torch names it (``NVIDIA H200``); ``cpu`` for all CPUs."""
+    """The kind of device, as torch names it (``NVIDIA H200``); ``cpu`` for all CPUs."""
     return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))

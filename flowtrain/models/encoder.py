@@ -11,14 +11,15 @@ from transformers import PreTrainedModel
 
 
 class VisionEncoder(nn.Module):
-    """An HF vision tower, frozen, computing no further than the hidden state that is taken.
+    """A frozen HF vision tower. It computes only up to the hidden state that becomes the features.
 
     feature_layer: index into HF's ``hidden_states`` (0 is the embedding, negative from the end). drop_first: drop the
-    leading (class) token, as HF Llava's ``vision_feature_select_strategy: default``. announce: where the tower's layers
-    are split, called with every batch that ``encode`` is about to forward, for the other ranks to do the same.
+    leading (class) token, as HF Llava's ``vision_feature_select_strategy: default``.
     """
 
     announce: Callable[[Tensor], None] | None = None
+    """Set if the tower's layers are split: gets every batch before its forward, so that the other ranks forward it too.
+    """
 
     def __init__(self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool) -> None:
         super().__init__()
@@ -30,15 +31,15 @@ class VisionEncoder(nn.Module):
         self._tap_last_needed_layer()
 
     def interpolate_positions(self) -> None:
-        """Have the tower interpolate its position encoding to each image's size."""
+        """Let the tower interpolate its position encoding to each image's size."""
         self._tower_kwargs["interpolate_pos_encoding"] = True
 
     @torch.inference_mode()
     def encode(self, pixel_values: Sequence[np.ndarray]) -> list[Tensor]:
         """Encode images, each float32 ``[C, H, W]``, into features ``[num_rows, feature_dim]``, in the same order.
 
-        Images of one shape are forwarded together, shapes in the order of their first image, so that the result is a
-        function of the batch alone. Features have the tower's type and lie on its device.
+        Images of one shape are forwarded together, in the order in which the shapes first occur. So the result depends
+        on the batch alone. Features have the tower's type and are on its device.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, pixels in enumerate(pixel_values):
@@ -55,7 +56,7 @@ class VisionEncoder(nn.Module):
 
     @torch.inference_mode()
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Forward images ``[B, C, H, W]`` of one shape, in the tower's type; returns the chosen hidden state whole."""
+        """Forward images ``[B, C, H, W]`` of one shape, in the tower's type; returns all rows of the hidden state."""
         return self._hidden_state(pixel_values)
 
     def _hidden_state(self, pixel_values: Tensor) -> Tensor:
@@ -68,10 +69,10 @@ class VisionEncoder(nn.Module):
         return tapped
 
     def _tap_last_needed_layer(self) -> None:
-        """Cut off the layers past the chosen hidden state and listen to the last one kept.
+        """Remove the layers after the chosen hidden state, and record the output of the last one kept.
 
-        Its output is tapped rather than read from ``hidden_states``, whose last entry some towers replace by the
-        normalised output. States that no earlier layer gives (the first and the last) are left to HF.
+        The output is recorded by a hook and not read from ``hidden_states``, because some towers replace its last entry
+        by the normalised output. The first and the last state are still read from ``hidden_states``.
         """
         self._tap = None
         encoder = getattr(self.tower, "encoder", None)

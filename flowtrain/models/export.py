@@ -1,7 +1,7 @@
 """Joining encoder, connector and backbone into HF's Llava class, and writing it as a directory that HF loads.
 
-An export holds the float32 master weights: it loses nothing, so it is a valid start for further training; whoever
-wants it smaller loads it with ``dtype=torch.bfloat16``.
+An export holds the float32 master weights. It loses nothing, so it is a valid start for further training. To save
+memory, load it with ``dtype=torch.bfloat16``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_processor(
     num_prefix_tokens: int,
     image_token: str,
 ) -> LlavaProcessor:
-    """HF's processor, which expands ``image_token`` to as many tokens as the image has feature rows."""
+    """HF's processor; it expands ``image_token`` to one token for each feature row of the image."""
     return LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
@@ -87,7 +87,7 @@ def build_processor(
 def write_export(
     model: LlavaForConditionalGeneration, processor: LlavaProcessor, generation: GenerationConfig, to: Path
 ) -> None:
-    """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one mode."""
+    """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one file mode."""
     model.generation_config = generation
     model.save_pretrained(to)
     processor.save_pretrained(to)
@@ -95,7 +95,7 @@ def write_export(
 
 
 def _give_one_mode(directory: Path) -> None:
-    """Give all files the mode that the process's umask leaves a new one; safetensors makes its own private."""
+    """Give all files the mode that the process's umask gives a new file; safetensors creates private files."""
     new = directory / ".new"
     new.touch()
     mode = new.stat().st_mode
@@ -106,7 +106,7 @@ def _give_one_mode(directory: Path) -> None:
 
 
 def generation_config(path: str | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """The checkpoint's generation settings, or ones that stop at the tokenizer's end of sequence."""
+    """The checkpoint's generation settings, or settings that stop at the tokenizer's end of sequence."""
     if path is not None:
         try:
             return GenerationConfig.from_pretrained(path)

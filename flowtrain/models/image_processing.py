@@ -1,4 +1,4 @@
-"""HF image processors: loading, sizing, and what they make of an image."""
+"""HF image processors: loading, output sizes, and pixel values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_image_processor(
 ) -> BaseImageProcessor:
     """The image processor of a checkpoint, or the tower's usual one for its ``image_size``; always the PIL variant.
 
-    One variant everywhere, since the torchvision one gives other pixels. overrides: replace the processor's settings.
+    The torchvision variant gives other pixels, so it is never used. overrides: settings that replace the processor's.
     key: configuration key of the encoder. Raises ConfigError for a setting that the processor does not have.
     """
     processor = _of_checkpoint(path, key) if path is not None else None
@@ -41,11 +41,11 @@ def load_image_processor(
 
 
 def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:
-    """The checkpoint's image processor, or None where a local directory brings no settings for one."""
+    """The checkpoint's image processor, or None if a local directory has no settings for one."""
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _SETTINGS_FILES):
         logger.warning(
-            "%s: %s has none of %s: the tower's usual image processor is taken", key, path, ", ".join(_SETTINGS_FILES)
+            "%s: %s has none of %s: using the tower's usual image processor", key, path, ", ".join(_SETTINGS_FILES)
         )
         return None
     try:
@@ -55,7 +55,7 @@ def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:
 
 
 def fixed_output_size(processor: BaseImageProcessor) -> tuple[int, int] | None:
-    """Height and width (pixels) of everything that comes out of a processor, or None where they follow the image."""
+    """Height and width (pixels) of every output of a processor, or None if they depend on the image."""
     size = None
     if setting(processor, "do_center_crop"):
         size = setting(processor, "crop_size")
@@ -66,7 +66,7 @@ def fixed_output_size(processor: BaseImageProcessor) -> tuple[int, int] | None:
 
 
 def setting(processor: BaseImageProcessor, name: str) -> Any:
-    """A setting of a processor (HF's base class declares none), or None where it has no such setting."""
+    """A setting of a processor, or None if it has no such setting (HF's base class declares none)."""
     return getattr(processor, name, None)
 
 

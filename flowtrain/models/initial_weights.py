@@ -1,6 +1,7 @@
-"""A model's first weights, read or drawn tensor by tensor, so that a rank never holds more than its shards and one.
+"""A model's first weights, read or drawn tensor by tensor: a rank holds at most its shards and one whole tensor.
 
-What a tensor's values are depends on its name in the whole model and on the seed, not on who asks for which part.
+A tensor's values depend on its name in the whole model and on the seed. They do not depend on the rank or the part
+that is read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Index = tuple[slice, ...]
 
 
 class InitialWeights(Protocol):
-    """Where the first values of parameters and buffers come from."""
+    """Source of the first values of parameters and buffers."""
 
     def read(self, name: str, index: Index) -> Tensor:
         """Float32 values of part of a parameter or buffer, by its name in the whole model."""
@@ -34,10 +35,10 @@ class InitialWeights(Protocol):
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, weights: InitialWeights, *, from_checkpoint: bool) -> None:
-    """Give a module on ``meta`` memory on ``device`` for what this rank holds, and its first values.
+    """Give a module on ``meta`` memory on ``device`` for what this rank holds, and fill in the first values.
 
-    Parameters may be DTensors, and wrapped by FSDP2; shared ones stay shared. from_checkpoint: leave out all that a
-    checkpoint has, which is going to be loaded.
+    Parameters may be DTensors, and wrapped by FSDP2; shared ones stay shared. from_checkpoint: leave out the values
+    that a checkpoint has, since a checkpoint will be loaded afterwards.
     """
     shared = _shared_parameters(module)
     module.to_empty(device=device)
@@ -52,7 +53,7 @@ def materialize(module: nn.Module, device: torch.device, weights: InitialWeights
 
 
 def local_index(tensor: Tensor) -> Index:
-    """Which part of the whole tensor this rank holds; all of it where it is no DTensor."""
+    """Which part of the whole tensor this rank holds; all of it if it is not a DTensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     (chunk,) = tensor.__create_chunk_list__()
@@ -60,7 +61,10 @@ def local_index(tensor: Tensor) -> Index:
 
 
 def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """Each parameter's places behind its first one, with that one: `to_empty` gives plain ones memory of their own."""
+    """Each further place of a shared parameter, with its first place: ``(module, name, first module, first name)``.
+
+    `to_empty` gives each place of a plain shared parameter its own memory, so they have to be joined again.
+    """
     first: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     shared = []
     for owner in module.modules():
@@ -72,7 +76,7 @@ def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Modul
 
 
 class BuiltWeights:
-    """The weights of a small module that is built whole, once the first is asked for."""
+    """The weights of a small module. The whole module is built when the first weight is read."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self._build = build
@@ -91,7 +95,7 @@ class BuiltWeights:
 
 
 class JoinedWeights:
-    """Weights of several parts, each under its name and a dot."""
+    """Weights of several parts; the names of a part's weights start with its name and a dot."""
 
     def __init__(self, parts: Mapping[str, InitialWeights]) -> None:
         self._parts = parts
@@ -103,10 +107,10 @@ class JoinedWeights:
 
 
 class DrawnWeights:
-    """Random weights by the rules of an HF model's class, each tensor from a generator of its own.
+    """Random weights by the rules of an HF model's class; each tensor has its own generator.
 
-    skeleton: the whole model on ``meta``; it is not changed. Tied names share what is drawn for the first. Buffers get
-    the values that the class computes. A part is cut from the whole tensor, which exists for that long.
+    skeleton: the whole model on ``meta``; it is not changed. Tied names get the values of the first name. Buffers get
+    the values that the class computes. To read a part, the whole tensor is drawn and freed after the part is cut out.
     """
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, module: str) -> None:
@@ -119,7 +123,7 @@ class DrawnWeights:
 
     @torch.no_grad()
     def _draw(self, name: str) -> Tensor:
-        """Let HF initialise a copy of the module in which this one tensor is not on ``meta``."""
+        """Let HF initialise a copy of the module in which only this tensor is not on ``meta``."""
         path, _, attribute = name.rpartition(".")
         twin = shallow_copy(self._skeleton.get_submodule(path))
         on_meta = getattr(twin, attribute)
@@ -132,13 +136,13 @@ class DrawnWeights:
         drawn: Tensor = getattr(twin, attribute).detach()
         if _ends(drawn).isnan().any():
             raise ConfigError(
-                f"backbone: transformers has no rule to initialise {name} of {type(self._skeleton).__name__}; take a "
+                f"backbone: transformers has no rule to initialise {name} of {type(self._skeleton).__name__}; use a "
                 "pretrained backbone (backbone.path instead of backbone.config)"
             )
         return drawn
 
     def _model_of(self, path: str) -> PreTrainedModel:
-        """The innermost HF model round a module, whose rules hold for it."""
+        """The innermost HF model that contains a module; its rules apply to the module."""
         model: PreTrainedModel = self._skeleton
         for end in (match.start() for match in re.finditer(r"\.|$", path)):
             module = self._skeleton.get_submodule(path[:end])
@@ -148,5 +152,5 @@ class DrawnWeights:
 
 
 def _ends(tensor: Tensor) -> Tensor:
-    """The first and the last value, which show whether a tensor was set, without a pass over a large one."""
+    """The first and the last value. They show whether a tensor was set, without a pass over a large tensor."""
     return tensor.view(-1)[:: max(1, tensor.numel() - 1)]

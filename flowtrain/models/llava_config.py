@@ -1,4 +1,4 @@
-"""One HF ``LlavaConfig`` for a run: a whole checkpoint's own, or put together from the modules' origins."""
+"""One HF ``LlavaConfig`` for a run: that of a whole checkpoint, or one joined from the modules' configurations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from flowtrain.models.towers import tower_kind
 from flowtrain.models.weights import did_you_mean, read_config
 
 _NOT_IN_LLAVA = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings between head and loss that HF's Llava class does not have."""
+"""Settings of text models that scale or cap the logits. HF's Llava class does not have them."""
 
 _PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of decoder layers that ``flowtrain.models.attention`` keeps within a sequence."""
+"""Kinds of decoder layers in which ``flowtrain.models.attention`` keeps packed sequences apart."""
 
 
 VOCABULARY_GRAIN = 64
-"""A vocabulary that grows for new tokens grows to a multiple of this, which tensor parallel ranks can share evenly."""
+"""A vocabulary grows for new tokens to a multiple of this, so that tensor parallel ranks can share it evenly."""
 
 
 def read_llava_config(config: RunConfig) -> LlavaConfig:
-    """The model's HF configuration, before the tokenizer is known; raises ConfigError where it cannot be one.
+    """The model's HF configuration, before the tokenizer is known; raises ConfigError if no Llava model can be built.
 
-    With ``model.path`` everything comes from the checkpoint, ``feature_layer``, ``feature_select`` and the connector's
-    settings too, since its weights were trained with them.
+    With ``model.path`` everything comes from the checkpoint. That includes ``feature_layer``, ``feature_select`` and
+    the connector's settings, since the weights were trained with them.
     """
     llava_config = _of_checkpoint(config.model.path) if config.model.path is not None else _of_modules(config)
     text_config = text_part(llava_config)
@@ -128,7 +128,7 @@ def _check_feature_layer(llava_config: LlavaConfig, encoder: str) -> None:
 
 
 def _check_divides(config: PreTrainedConfig, divisor_name: str, name: str, key: str) -> None:
-    """HF finds some impossible shapes only when it builds the model; find them before anything starts."""
+    """Find impossible shapes before anything starts; HF finds some of them only when it builds the model."""
     divisor, value = getattr(config, divisor_name, None) or 1, getattr(config, name)
     if value % divisor != 0:
         raise ConfigError(f"{key}.config: {divisor_name} ({divisor}) does not divide {name} ({value})")
@@ -141,10 +141,10 @@ def with_tokenizer(
     image_token_id: int,
     config: RunConfig,
 ) -> LlavaConfig:
-    """A copy that fits the tokenizer: its image token's id, and a vocabulary that holds all its tokens.
+    """A copy that fits the tokenizer: it has the image token's id and a vocabulary that holds all tokens.
 
-    A pretrained backbone's vocabulary grows (its embeddings are resized when loaded); a vocabulary padded beyond the
-    tokenizer stays. Raises ConfigError where a backbone made from a configuration is too small, or where a whole
+    A pretrained backbone's vocabulary grows if needed (its embeddings are resized when loaded). A vocabulary larger
+    than the tokenizer's stays. Raises ConfigError if a backbone built from a configuration is too small, or if a whole
     checkpoint has another image token.
     """
     llava_config = copy.deepcopy(llava_config)
@@ -155,7 +155,7 @@ def with_tokenizer(
             f"model.image_token: {image_token!r} has id {image_token_id}, but image_token_index of "
             f"{config.model.path!r} is {expected_id} ({tokenizer.convert_ids_to_tokens(expected_id)!r})"
         )
-    # Not the tokens' number: ids may leave some out, and one beyond the embedding would read as zeros under TP.
+    # Not the number of tokens: ids may have gaps, and under TP an id beyond the embedding would read as zeros.
     num_ids = 1 + max(tokenizer.get_vocab().values())
     if num_ids > text_config.vocab_size:
         if config.backbone.config is not None:

@@ -1,9 +1,9 @@
 """Weighted cross-entropy fused with the output head, in chunks of tokens: full logits never exist.
 
-One implementation for a head on one device and for one whose vocabulary is split over tensor parallel ranks. Loss and
-gradients of a chunk are computed together while its logits exist, so that nothing is recomputed; the backward pass only
-scales. Over a split vocabulary each rank has the logits of its own rows, and what is reduced between ranks is one
-number a token (maximum, sum of exponentials, logit of the target), and the gradient of the hidden states.
+The same code serves a head on one device and a head whose vocabulary is split over tensor parallel ranks. Loss and
+gradients of a chunk are computed together while its logits exist, so nothing is recomputed; the backward pass only
+scales. With a split vocabulary each rank has the logits of its own rows. The ranks then reduce three numbers a token
+(maximum, sum of exponentials, logit of the target) and the gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_TOKENS = 2048
 """Rows of logits that exist at once."""
 
 CPU_BLOCK_NUMBERS = 2**19
-"""Logits that a CPU turns into probabilities at once: 2 MiB in float32, which its cache holds and malloc recycles."""
+"""Logits that a CPU turns into probabilities at once: 2 MiB in float32 fit its cache, and malloc reuses the memory."""
 
 
 def weighted_nll_sum(
@@ -40,12 +40,15 @@ def weighted_nll_sum(
 ) -> Tensor:
     """Sum of ``weights[t] * nll[t]`` over the tokens that have a target, as a float32 scalar.
 
-    hidden: ``[T, H]``, the same on every tensor parallel rank. targets: int64 ``[T]``, ``IGNORE_INDEX`` for none.
-    weights: float32 ``[T]``, without gradient. head: its weight is a plain ``[V, H]``, or a DTensor ``Shard(0)`` on a
-    mesh of one axis (shards may differ by rows; a bias likewise). rows: int64 ``[n]``, those that have a target; None
-    asks the device, which then has to be waited for. Only rows with a target pass the head, but never
-    fewer than one: its gradient then is zero, not missing, and collectives run on every rank. Softmax and sums are
-    taken in float32 (float64 where hidden is).
+    hidden: ``[T, H]``, the same on every tensor parallel rank.
+    targets: int64 ``[T]``, ``IGNORE_INDEX`` for none.
+    weights: float32 ``[T]``, without gradient.
+    head: its weight is a plain ``[V, H]``, or a DTensor ``Shard(0)`` on a mesh of one axis; the same for a bias. Ranks
+        may have different numbers of rows.
+    rows: int64 ``[n]``, the rows that have a target. If None, the host waits for the device to find them.
+
+    Only rows with a target pass the head. At least one row always passes: so the head's gradient is zero instead of
+    missing, and every rank runs the collectives. Softmax and sums are in float32 (in float64 if hidden is).
     """
     has_target = targets != IGNORE_INDEX
     rows = has_target.nonzero().squeeze(1) if rows is None else rows
@@ -65,7 +68,7 @@ def weighted_nll_sum(
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """First row of the head that this rank has, and who has the others (None: it has all)."""
+    """start: first row of the head that this rank has. group: the ranks that share the rows (None: it has all)."""
 
     start: int
     group: dist.ProcessGroup | None
@@ -87,7 +90,7 @@ class _Vocabulary:
 
 
 def _local_vocabulary(parameter: Tensor) -> tuple[Tensor, _Vocabulary]:
-    """This rank's rows of a head parameter, through which gradients flow, and which rows those are."""
+    """This rank's rows of a head parameter (gradients flow through them), and which rows they are."""
     if not isinstance(parameter, DTensor):
         return parameter, _Vocabulary(0, None)
     mesh = parameter.device_mesh
@@ -132,7 +135,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the loss was differentiated before, and its gradients were scaled in place")
+            raise RuntimeError("backward ran on this loss before and used up its gradients; compute the loss again")
         return *(None if gradient is None else gradient.mul_(grad_output) for gradient in gradients), *[None] * 5
 
 
@@ -141,9 +144,9 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _block_rows(logits: Tensor, vocabulary: _Vocabulary) -> int:
-    """Rows of a chunk that pass the softmax at once: all of them, but on a CPU few, which stay in its cache.
+    """Rows of a chunk that pass the softmax at once: all of them, but on a CPU only what fits its cache.
 
-    All of them as well where ranks reduce something for each block.
+    All of them on a CPU too if the vocabulary is split, because the ranks communicate once for each block.
     """
     if logits.device.type != "cpu" or vocabulary.group is not None:
         return len(logits)
@@ -151,10 +154,10 @@ def _block_rows(logits: Tensor, vocabulary: _Vocabulary) -> int:
 
 
 def _block_loss(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """Weighted loss of some rows from this rank's logits ``[n, V_local]``, which become the loss's gradient by them.
+    """Weighted loss of some rows from this rank's logits ``[n, V_local]``; overwrites the logits with their gradient.
 
-    Few passes over the logits, since their memory traffic is what costs: torch's fused softmax of this rank's columns,
-    and one product that turns it into the gradient.
+    Memory traffic is the cost here, so there are few passes over the logits: torch's fused softmax of this rank's
+    columns, and one product that turns it into the gradient.
     """
     dtype = _sum_dtype(logits)
     columns = targets - vocabulary.start
@@ -167,16 +170,16 @@ def _block_loss(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _V
     log_sum, target_logit = vocabulary.combine(local_log_sum, target_logit)
 
     torch.mul(probabilities, (weights * (local_log_sum - log_sum).exp())[:, None], out=logits)
-    # Written rather than subtracted, which would cancel in bf16 where the target is nearly certain.
+    # Written, not subtracted: a subtraction would cancel in bf16 when the target is nearly certain.
     of_target = (weights * torch.expm1(target_logit - log_sum)).to(logits.dtype)
     logits.scatter_(1, columns, torch.where(is_here, of_target, logits.gather(1, columns).squeeze(1))[:, None])
     return ((log_sum - target_logit) * weights).sum()
 
 
 class _Gradients:
-    """Gradients of hidden states, head weight and bias, gathered chunk by chunk; None for what needs none.
+    """Gradients of hidden states, head weight and bias, added up chunk by chunk; None where none is needed.
 
-    Those of the parameters are summed in float32 where there are several chunks.
+    Gradients of the parameters are summed in float32 if there are several chunks.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needed: list[bool], *, num_chunks: int) -> None:
@@ -188,7 +191,7 @@ class _Gradients:
         self._parameter_dtype = weight.dtype if num_chunks == 1 else _sum_dtype(weight)
 
     def add(self, rows: slice, of_logits: Tensor) -> None:
-        """Take a chunk's gradient of the logits, ``[n, V_local]``."""
+        """Add a chunk, given the gradient of its logits, ``[n, V_local]``."""
         if self._of_hidden is not None:
             torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
         if self._needs_weight:
@@ -200,7 +203,7 @@ class _Gradients:
         return addend.to(self._parameter_dtype) if total is None else total.add_(addend)
 
     def finish(self, vocabulary: _Vocabulary) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients in the types of what they belong to; that of the hidden states is summed over the vocabulary."""
+        """Gradients in the types of their tensors; the gradient of the hidden states is summed over the vocabulary."""
         if self._of_hidden is not None:
             vocabulary.reduce(self._of_hidden)
         of_weight, of_bias = (

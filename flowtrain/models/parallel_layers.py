@@ -1,7 +1,7 @@
 """Layers that compute on one tensor parallel rank's share, with plain tensors.
 
-Their parameters are DTensors, or plain tensors that hold the local shard already. A module becomes such a layer by
-taking over its class (as FSDP2 does), so that names, hooks and everything else about it stay.
+Their parameters are DTensors, or plain tensors that already hold the local shard. A module becomes such a layer by a
+change of its class (as in FSDP2), so that its names, hooks and attributes stay.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.distributed.tensor import DTensor, Placement
 
 
 def local_shard(parameter: Tensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-    """This rank's part of a parameter, through which gradients flow.
+    """This rank's part of a parameter; gradients flow through it.
 
-    grad_placements: how the gradient lies on the ranks, where it does not lie as the parameter does.
+    grad_placements: placements of the gradient, if they differ from the parameter's.
     """
     return parameter.to_local(grad_placements=grad_placements) if isinstance(parameter, DTensor) else parameter
 
 
 def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """First row and the one behind the last that ``Shard(0)`` gives to this rank of a mesh of one axis."""
+    """Bounds (start, stop) of the rows that ``Shard(0)`` gives to this rank of a mesh of one axis."""
     each = -(-num_rows // mesh.size())
     start = min(num_rows, mesh.get_local_rank() * each)
     return start, min(num_rows, start + each)
 
 
 def _sum_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    # Out of place: selective checkpointing keeps outputs of matrix products, which must not change afterwards.
+    # Out of place: selective checkpointing keeps outputs of matrix products, and they must not change afterwards.
     return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", (mesh, 0)))
 
 
@@ -58,25 +58,23 @@ class _LeaveRegion(torch.autograd.Function):
 
 
 def enter_region(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Hand a replicated activation to computations that differ between ranks; its gradient is summed over them."""
+    """Pass a replicated activation to computations that differ between ranks; its gradient is summed over the ranks."""
     entered: Tensor = _EnterRegion.apply(tensor, mesh)
     return entered
 
 
 def leave_region(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum the ranks' partial results to a replicated activation; each of them gets its gradient as it is."""
+    """Sum the ranks' partial results to a replicated activation; each rank gets its gradient unchanged."""
     left: Tensor = _LeaveRegion.apply(tensor, mesh)
     return left
 
 
 class ColwiseLinear(nn.Linear):
-    """Has rows of the weight: a share of the output's features, from inputs that are the same on all ranks.
-
-    enters_region: False where the module around it lets its input into the region, once for several layers.
-    """
+    """Has rows of the weight: a share of the output's features, from inputs that are the same on all ranks."""
 
     tp_mesh: DeviceMesh
     enters_region = True
+    """False if the module around it calls ``enter_region`` on the input, once for several layers."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in]``, replicated, to ``[..., out / ranks]``."""
@@ -98,7 +96,7 @@ class RowwiseLinear(nn.Linear):
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """Has some tokens' rows of the weight; the others' are zeros here and come from other ranks."""
+    """Has the weight's rows of some tokens; all other tokens are zeros here, and other ranks add their embeddings."""
 
     tp_mesh: DeviceMesh
 
@@ -118,9 +116,10 @@ class VocabularyParallelEmbedding(nn.Embedding):
 def with_local_parameters(
     module_class: type[nn.Module], grad_placements: Sequence[Placement] | None = None
 ) -> type[nn.Module]:
-    """Derive a class whose forward sees this rank's part of its own parameters under their names, whatever it does.
+    """Derive a class whose forward sees this rank's part of its own parameters under the same names.
 
-    For modules that compute the same on every rank or, with gradients that lie otherwise, on heads of each rank's own.
+    For modules that compute the same on every rank. With other ``grad_placements``, for modules that each rank applies
+    to its own heads.
     """
 
     class WithLocalParameters(module_class):  # type: ignore[misc, valid-type]

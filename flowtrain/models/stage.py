@@ -15,9 +15,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class LayerSlice(nn.ModuleList):
-    """Some of a model's layers under their numbers in the whole model, which name their parameters in checkpoints.
+    """Some of a model's layers, each under its number in the whole model: these numbers name parameters in checkpoints.
 
-    Iterates and slices as the short list that it is, which is how HF's forward uses it.
+    Iteration and slices work as on a plain short list, because HF's forward uses it as one.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
@@ -35,8 +35,8 @@ class LayerSlice(nn.ModuleList):
 def take_stage(backbone: Backbone, layers: range) -> Backbone:
     """Return the stage that holds these decoder layers of a whole backbone, sharing its modules.
 
-    The stage with layer 0 has connector and embedding, the one with the last layer final norm and head. Parameters
-    keep their qualified names. A stage of all layers is the whole.
+    The stage with layer 0 has connector and embedding; the stage with the last layer has final norm and head.
+    Parameters keep their qualified names. A stage of all layers is the whole backbone.
     """
     all_layers = backbone.decoder_layers
     is_first, is_last = layers.start == 0, layers.stop == len(all_layers)
@@ -55,7 +55,7 @@ def take_stage(backbone: Backbone, layers: range) -> Backbone:
 
 
 def _config_of(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
-    """The configuration as HF's loop over these layers reads it: it counts from 0, what differs by layer too."""
+    """The configuration for HF's loop over these layers: the loop counts from 0, so kinds of layers must too."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return config
@@ -66,7 +66,7 @@ def _config_of(config: PreTrainedConfig, layers: range) -> PreTrainedConfig:
 
 
 def tied_names(backbone: nn.Module) -> dict[str, str]:
-    """Return the names of parameters that have another name before: ``{name: first name}``."""
+    """Return every further name of a parameter that has several: ``{name: first name}``."""
     first_names = {parameter: name for name, parameter in backbone.named_parameters()}
     every_name = backbone.named_parameters(remove_duplicate=False)
     return {name: first_names[parameter] for name, parameter in every_name if first_names[parameter] != name}

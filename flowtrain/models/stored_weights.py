@@ -1,4 +1,4 @@
-"""A model's first weights out of a checkpoint's files, by the names that the model itself has for them."""
+"""A model's first weights from a checkpoint's files, by their names in the model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _COMPARED_ROWS = 4096
 
 
 class StoredWeights:
-    """Weights out of safetensors files, opened when the first is asked for; of each only what is asked for is read.
+    """Weights from safetensors files. Files are opened at the first read; only the requested parts are read.
 
-    skeleton: the whole model on ``meta``. drawn: what the files need not have: buffers that are not saved, and rows of
-    a vocabulary that has grown beyond ``file_vocab_size``. module_name: gives a stored name as the module's own, None
-    for what belongs elsewhere. Raises ConfigError where weights are missing or of another shape.
+    skeleton: the whole model on ``meta``.
+    drawn: weights that the files may lack: unsaved buffers, and vocabulary rows from ``file_vocab_size`` on.
+    file_vocab_size: vocabulary rows of the files.
+    module_name: turns a stored name into the module's own name; None for a weight of another module.
+
+    Raises ConfigError if weights are missing or have another shape.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class StoredWeights:
 
     @cached_property
     def _stored_names(self) -> dict[str, str]:
-        """By a tensor's name in the model the one that it is stored under; tied ones may be stored under either."""
+        """Stored name of each tensor of the model; tied tensors may be stored under either name."""
         found = self._renamed()
         for name, first in tied_names(self._skeleton).items():
             if name in found and first in found:
@@ -113,7 +116,7 @@ class StoredWeights:
             )
 
     def _check_equal(self, stored_as: str, first_stored_as: str) -> None:
-        """Of weights that the configuration ties but the files have twice only one would be taken."""
+        """Check two stored copies of a tied weight: only one is read, so they must be equal."""
         files = self._files
         shapes = files.shape(stored_as), files.shape(first_stored_as)
         equal = shapes[0] == shapes[1]

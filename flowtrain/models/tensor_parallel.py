@@ -1,9 +1,9 @@
 """Tensor parallelism of a backbone, after Megatron-LM (Shoeybi et al., 2019, section 3), by the HF model's own plan.
 
-Every parameter becomes a DTensor on the axis ``tp``, which is what FSDP2, gradient clipping and checkpoints go by.
-Computation uses the local shards as plain tensors, since the dispatch of DTensors would cost more time than a small
-layer takes on a GPU. Activations are plain tensors, the same on all ranks between layers. Attention and MLP are a
-*region* each: the gradient of what enters is summed over the ranks once, and so is the output that leaves.
+Every parameter becomes a DTensor on the axis ``tp``: FSDP2, gradient clipping and checkpoints rely on that. Computation
+uses the local shards as plain tensors, because dispatching DTensors would take longer than a small layer on a GPU.
+Activations are plain tensors, the same on all ranks between layers. Attention and MLP are a *region* each: the gradient
+of its input is summed over the ranks once, and so is its output.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flowtrain.models.parallel_layers import (
 )
 
 _SHARED_INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
-"""Layers of one module known to take that module's first input."""
+"""Layers of one module that all take the module's first input."""
 
 
 def parallelize(backbone: Backbone, mesh: DeviceMesh) -> None:
     """Split a backbone, or a stage of one, over the ranks of ``mesh`` (the axis ``tp``), in place.
 
-    Afterwards every parameter is a DTensor on ``mesh``, tied ones still the same, those that need no gradient still
-    so; the ranks must have started from equal weights. FSDP2 may come on top, on another axis of the same parent mesh.
-    Without it, gradients of ``q_norm`` and ``k_norm`` are left ``Partial``, to be summed when they are used. Raises
-    ConfigError where the model has no plan, or one with a style that is not known here.
+    Afterwards every parameter is a DTensor on ``mesh``; tied parameters stay tied, frozen ones stay frozen. The ranks
+    must start from equal weights. FSDP2 can wrap the result, on another axis of the same parent mesh. Without FSDP2,
+    gradients of ``q_norm`` and ``k_norm`` stay ``Partial`` and must be summed when they are used. Raises ConfigError if
+    the model has no plan, or a plan with an unknown style.
     """
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
     distribute = _Distributor(mesh)
@@ -49,7 +49,7 @@ def parallelize(backbone: Backbone, mesh: DeviceMesh) -> None:
 def checked_styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
     """How each module that has parameters of its own is split over ``size`` ranks; needs neither ranks nor memory.
 
-    Raises ConfigError, naming ``backbone.tensor_parallel_size``, where `parallelize` cannot.
+    Raises ConfigError, naming ``backbone.tensor_parallel_size``, if `parallelize` cannot split the model.
     """
     _check_heads(backbone, size)
     styles = _styles(backbone, size)
@@ -65,7 +65,7 @@ def checked_styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
 
 
 class _Distributor:
-    """Turns a module's parameters into DTensors; one that several modules share stays one."""
+    """Turns a module's parameters into DTensors; a parameter that several modules share stays shared."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -75,7 +75,7 @@ class _Distributor:
         """Place parameters by name; those not named are replicated."""
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in self._done:
-                # No rank sends its weights: all have the same.
+                # No rank sends its weights: all ranks have the same.
                 tensor = distribute_tensor(
                     parameter.detach(), self.mesh, [placements.get(name, Replicate())], src_data_rank=None
                 )
@@ -102,7 +102,7 @@ def _split_vocabulary(module: nn.Module, distribute: _Distributor) -> None:
 
 
 def _split_head(module: nn.Module, distribute: _Distributor) -> None:
-    """The loss reads the head's parameters; the module itself is not called."""
+    """Split the head's parameters only: the loss reads them, the module itself is never called."""
     distribute(module, weight=Shard(0), bias=Shard(0))
 
 
@@ -112,7 +112,7 @@ def _replicate(module: nn.Module, distribute: _Distributor) -> None:
 
 
 def _replicate_inside(module: nn.Module, distribute: _Distributor) -> None:
-    """Each rank applies the parameters to heads of its own, so that their gradients add up."""
+    """Replicate parameters that each rank applies to its own heads; their gradients add up over the ranks."""
     distribute(module)
     module.__class__ = with_local_parameters(type(module), grad_placements=[Partial()])
 
@@ -134,7 +134,7 @@ _TAKES: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "embedding": (nn.Embedding, VocabularyParallelEmbedding),
     "head": (nn.Linear, nn.Linear),
 }
-"""By style the class that a module has, and the one that it takes over."""
+"""By style: the module's class before and after the split."""
 
 
 def _take_class(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
@@ -160,7 +160,7 @@ def _styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
 
 
 def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
-    """Styles of a base model's modules by its configuration's plan, where names have ``*`` for numbers."""
+    """Styles of a base model's modules by its configuration's plan; names in the plan have ``*`` for numbers."""
     plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
     unknown = sorted(set(plan.values()) - set(_STYLES_OF_PLANS))
     if unknown or not plan:
@@ -173,17 +173,17 @@ def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
     styles = {name: plan[key] for name in modules if (key := re.sub(r"\b\d+\b", "*", name)) in plan}
     for region in {name.rpartition(".")[0] for name in styles}:
         for name, _ in modules[region].named_parameters(prefix=region):
-            # Its gradient would be one rank's share, and what it lets through would be counted by every rank.
+            # Its own gradient would be one rank's share, and the gradient that it passes on would count on every rank.
             if name.rpartition(".")[0] not in styles:
                 raise ConfigError(
                     f"backbone.tensor_parallel_size ({size}): {name} of {base.config.model_type} is missing in "
-                    "transformers' tensor parallel plan, which splits layers beside it; set it to 1"
+                    "transformers' tensor parallel plan, which splits layers next to it; set it to 1"
                 )
     return {modules[name]: style for name, style in styles.items()}
 
 
 def _share_entrances(backbone: Backbone, mesh: DeviceMesh) -> None:
-    """Let layers with the same input enter their region together: one sum in the backward pass, not one for each."""
+    """Let layers with the same input enter their region together: one sum in the backward pass instead of one each."""
 
     def enter(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

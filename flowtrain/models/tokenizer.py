@@ -14,7 +14,7 @@ def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a tokenizer and make sure that ``model.image_token`` is one token of it; set ``model.chat_template``.
 
     path: directory or hub id. ``model.chat_template`` is a template or the path of a file that holds one. Raises
-    ConfigError where nothing can be read.
+    ConfigError if the tokenizer or the template cannot be read.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -36,7 +36,7 @@ def ensure_image_token(tokenizer: PreTrainedTokenizerBase, image_token: str) -> 
 
 
 def _template_text(value: str) -> str:
-    """The template itself: a value with Jinja in it, else the file that it names."""
+    """The template itself: the value if it has Jinja in it, else the text of the file that it names."""
     if "{" in value:
         return value
     try:

@@ -1,4 +1,4 @@
-"""Tensor parallelism of frozen vision towers, by a plan for each type, since transformers has none for most."""
+"""Tensor parallelism of frozen vision towers, with one plan for each type: transformers has none for most types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 
 
 def _plan(attention: str, output: str, mlp: str) -> dict[str, str]:
-    """The plan of layers whose attention and MLP are called so; both kinds of MLP that such layers may have."""
+    """The plan of layers whose attention, its output and MLP have these names; covers plain and gated MLPs."""
     plan = {f"{attention}.{name}": "colwise" for name in _QUERY_KEY_VALUE} | {f"{attention}.{output}": "rowwise"}
     plan |= {f"{mlp}.{name}": "colwise" for name in ("fc1", "gate_proj", "up_proj")}
     return plan | {f"{mlp}.{name}": "rowwise" for name in ("fc2", "down_proj")}
@@ -36,10 +36,10 @@ TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
 def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> None:
     """Split a frozen tower's layers over the ranks of ``mesh`` (one axis, size above 1), in place.
 
-    Attention has its share of the heads on each rank, the MLP its share of the features; embeddings, norms and what is
-    behind the layers stay whole. Weights become plain tensors that hold the rank's part alone: for inference. key: the
-    encoder's configuration key, for messages. Raises ConfigError where the heads cannot be split evenly, or where the
-    installed transformers builds such a tower otherwise.
+    Each rank has its share of the attention heads and of the MLP's features; embeddings, norms and everything after the
+    layers stay whole. Weights become plain tensors that hold only the rank's part: for inference. key: the encoder's
+    configuration key, for messages. Raises ConfigError if the heads cannot be split evenly, or if the installed
+    transformers builds such a tower in another way.
     """
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
     num_heads = tower.config.num_attention_heads
@@ -82,7 +82,7 @@ _SPLITS = {"colwise": _split_columns, "rowwise": _split_rows}
 
 
 def _keep(linear: nn.Linear, name: str, dim: int, start: int, stop: int) -> None:
-    """Keep a part of a parameter, in memory of its own."""
+    """Keep a part of a parameter, as a copy, so that the rest is freed."""
     part = linear.get_parameter(name).detach().narrow(dim, start, stop - start).clone()
     linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
 

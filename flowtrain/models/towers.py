@@ -1,4 +1,4 @@
-"""Vision towers that FlowTrain knows: what their HF configuration does not say."""
+"""Vision towers that FlowTrain knows: facts that their HF configuration does not state."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ Interpolation = Literal["flag", "always"]
 
 @dataclass(frozen=True, slots=True)
 class TowerKind:
-    """Facts about one ``model_type`` of vision tower.
-
-    image_processor: HF class (PIL variant) used where a checkpoint brings none. fitted_size: its size settings for
-    images of a height and a width. num_prefix_tokens: tokens ahead of the patches (class token, registers).
-    interpolation: whether image sizes other than ``image_size`` need ``interpolate_pos_encoding=True`` or always work.
-    """
+    """Facts about one ``model_type`` of vision tower."""
 
     image_processor: str
+    """HF class (PIL variant) used if a checkpoint has none."""
     fitted_size: Callable[[int, int], dict[str, Any]]
+    """From a height and a width (pixels), the processor's size settings that give such images."""
     num_prefix_tokens: Callable[[PreTrainedConfig], int]
+    """Tokens before the patches (class token, registers)."""
     interpolation: Interpolation
+    """Whether image sizes other than ``image_size`` need ``interpolate_pos_encoding=True`` or always work."""
 
 
 def _exact(height: int, width: int) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def tower_kind(config: PreTrainedConfig, key: str) -> TowerKind:
     if config.model_type not in TOWERS:
         raise ConfigError(
             f"{key}: {config.model_type!r} is no vision tower that FlowTrain knows; use one of {', '.join(TOWERS)} "
-            "(or a whole CLIP or SigLIP checkpoint, whose vision part is taken)"
+            "(or a whole CLIP or SigLIP checkpoint; FlowTrain uses its vision part)"
         )
     return TOWERS[config.model_type]
 
@@ -62,18 +61,18 @@ def _pair(value: int | Iterable[int]) -> tuple[int, int]:
 
 
 def patch_grid(config: PreTrainedConfig, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of patches in an image of this size (pixels); what is left at the edges is not seen."""
+    """Rows and columns of patches in an image of this size (pixels); a remainder at the edges is dropped."""
     patch_height, patch_width = _pair(config.patch_size)
     return height // patch_height, width // patch_width
 
 
 def image_size(config: PreTrainedConfig) -> tuple[int, int]:
-    """Height and width (pixels) that a tower's position encoding was made for."""
+    """Height and width (pixels) of the images that a tower's position encoding is for."""
     return _pair(config.image_size)
 
 
 def square_patch_size(config: PreTrainedConfig, key: str) -> int:
-    """Side of a patch (pixels); raises ConfigError where it is not square, since HF's LlavaProcessor needs that."""
+    """Side of a patch (pixels); raises ConfigError if it is not square, since HF's LlavaProcessor needs square ones."""
     height, width = _pair(config.patch_size)
     if height != width:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Reads parts of tensors out of a checkpoint's safetensors files, and no byte more."""
+"""Reads parts of tensors from a checkpoint's safetensors files, and only the bytes of these parts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass
 class WeightFiles:
-    """The tensors of one checkpoint by the names that they are stored under.
+    """The tensors of one checkpoint by their stored names.
 
-    path: directory or hub id. key: configuration key that gave it, for messages. Files stay open as long as this lives,
-    and are not mapped: pages of a mapped file would count as this process's memory. Raises ConfigError for what is
-    unreadable.
+    path: directory or hub id. key: configuration key of the path, for messages. Files stay open as long as this object
+    lives. They are not mapped, because pages of a mapped file would count as this process's memory. Raises ConfigError
+    for unreadable files.
     """
 
     path: str
@@ -46,7 +46,7 @@ class WeightFiles:
         return tuple(self._readers)
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of a stored tensor; nothing of it is read. Raises ConfigError where it is quantized."""
+        """Shape of a stored tensor, without reading its values. Raises ConfigError if it is quantized."""
         stored = self._readers[name].get_slice(name)
         if stored.get_dtype() not in _FLOATING:
             raise ConfigError(
@@ -56,7 +56,7 @@ class WeightFiles:
         return torch.Size(stored.get_shape())
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Part of a stored tensor, one slice a dimension, in float32 on the CPU."""
+        """Part of a stored tensor, one slice per dimension, in float32 on the CPU."""
         with reading(self.path, self.key):
             part: Tensor = self._readers[name].get_slice(name)[index or ...]
         return part.to(torch.float32)
@@ -64,7 +64,7 @@ class WeightFiles:
 
 @contextmanager
 def reading(path: str, key: str) -> Iterator[None]:
-    """Within it, what a checkpoint's files cannot give is a ConfigError that names ``key``."""
+    """Turn errors of reading a checkpoint's files into a ConfigError that names ``key``."""
     try:
         yield
     except (OSError, SafetensorError, HfHubHTTPError) as error:
@@ -74,7 +74,7 @@ def reading(path: str, key: str) -> Iterator[None]:
 def safetensors_files(path: str, key: str) -> list[Path]:
     """The files that hold a checkpoint, as transformers chooses them: one file, an index's files, or all there are.
 
-    path: directory or hub id, which is downloaded. Raises ConfigError, naming ``key``, where there is none.
+    path: directory, or hub id to download. Raises ConfigError, naming ``key``, if there is no such file.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Where modules come from: HF configurations, pretrained weights, whole checkpoints, seeded random weights."""
+"""Sources of a module: HF configurations, pretrained weights, whole checkpoints, seeded random weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LEGACY_CONFIG_KEYS = frozenset({"rope_theta", "rope_scaling", "dtype", "torch_d
 
 @contextmanager
 def seeded(seed: int, module: str) -> Iterator[None]:
-    """Draw from a generator that depends on the seed and the module's name alone; the global one is left as it was."""
+    """Seed torch's CPU generator from the seed and the module's name alone; restores its state at the end."""
     digest = hashlib.sha256(f"{seed}/{module}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         # not torch.manual_seed, which would reseed accelerators too
@@ -42,7 +42,8 @@ def seeded(seed: int, module: str) -> Iterator[None]:
 def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -> PreTrainedConfig:
     """The HF configuration of a module, from a directory or hub id, or from a mapping with ``model_type``.
 
-    key: configuration key of the module, for messages. Raises ConfigError for what HF cannot read or does not know.
+    key: configuration key of the module, for messages. Raises ConfigError for a configuration that HF cannot read or a
+    setting that it does not know.
     """
     if path is not None:
         try:
@@ -93,7 +94,7 @@ def load_pretrained(
 ) -> Model:
     """Load float32 weights from a directory or hub id (``source``) or from ``state``; pickled weights are never read.
 
-    key: what is being loaded, for messages. Raises ConfigError where weights are missing or cannot be read.
+    key: configuration key, for messages. Raises ConfigError if weights are missing or cannot be read.
     """
     loaded: Any
     try:
@@ -120,27 +121,28 @@ def load_pretrained(
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the weights of one module come from.
-
-    module: ``vision``, ``connector`` or ``language``. path: the module's own checkpoint. checkpoint: a whole HF Llava
-    checkpoint. With neither, weights are random and depend on ``seed``. key: configuration key, for messages.
-    """
+    """Source of one module's weights; with neither ``path`` nor ``checkpoint`` they are random."""
 
     module: str
+    """``vision``, ``connector`` or ``language``."""
     seed: int
+    """Seed of random weights."""
     key: str
+    """Configuration key, for messages."""
     path: str | None = None
+    """The module's own checkpoint."""
     checkpoint: str | None = None
+    """A whole HF Llava checkpoint."""
 
     @property
     def is_random(self) -> bool:
-        """Whether the weights are drawn."""
+        """Whether the weights are random."""
         return self.path is None and self.checkpoint is None
 
     def build(self, model_class: type[Model], config: PreTrainedConfig, **kwargs: Any) -> Model:
-        """Build a model with float32 weights; kwargs go to HF. Raises ConfigError where weights are missing.
+        """Build a model with float32 weights; kwargs go to HF. Raises ConfigError if weights are missing.
 
-        Everything drawn (all weights, or rows that a checkpoint lacks) depends on seed and module alone.
+        All random values (the whole model, or rows that a checkpoint lacks) depend on seed and module alone.
         """
         config = copy.deepcopy(config)
         with seeded(self.seed, self.module):
@@ -153,8 +155,8 @@ class Origin:
 def checkpoint_state(checkpoint: str, module: str) -> Iterator[tuple[str, Tensor]]:
     """Weights of one module of a whole HF Llava checkpoint, under the module's own names; others are not read.
 
-    Both layouts are understood: the one that HF writes (``language_model.model.*``) and that of the class in memory
-    (``model.language_model.*`` beside ``lm_head.*``). Raises ConfigError for files that cannot be read.
+    Both layouts are understood: the one that HF writes (``language_model.model.*``) and the one of the class in memory
+    (``model.language_model.*`` and ``lm_head.*``). Raises ConfigError for files that cannot be read.
     """
     with reading(checkpoint, "model.path"):
         for file in safetensors_files(checkpoint, "model.path"):
@@ -166,7 +168,7 @@ def checkpoint_state(checkpoint: str, module: str) -> Iterator[tuple[str, Tensor
 
 
 def name_in_module(key: str, module: str) -> str | None:
-    """Return a whole checkpoint's key as the module's own name, or None where it belongs to another module."""
+    """Return a whole checkpoint's key as the module's own name, or None if it belongs to another module."""
     if module == "language":
         if key.startswith("model.language_model."):
             return "model." + key.removeprefix("model.language_model.")

@@ -17,37 +17,41 @@ LossNormalization = Literal["token", "sample"]
 
 @dataclass(frozen=True, slots=True)
 class SampleArrays:
-    """What the pool holds of one sample.
-
-    text: int32 [2, T], token ids with images expanded, and unshifted labels (-100: no loss). features: [rows, D] of all
-    its images in order, None without images.
-    """
+    """One sample's data from the pool."""
 
     position: int
     text: np.ndarray
+    """int32 [2, T]: token ids with images expanded, and unshifted labels (-100: no loss)."""
     features: torch.Tensor | None
+    """[rows, D] of all its images in order; None without images."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One microbatch as the backbone takes it; T tokens of S sequences, R feature rows.
+    """One microbatch as the backbone takes it: T tokens of S sequences, R feature rows.
 
-    input_ids, targets (shifted, -100 none), position_ids: int64 [T]. weights: float32 [T], what each token's loss
-    counts. cu_seqlens: int32 [S + 1]. features: [R, D]. feature_index: int64 [R], the token that each row replaces.
-    target_index: int64 [n], the tokens that have a target. sequence_lengths: host copy, one a sequence. The totals
-    count real samples: zero for the weightless microbatch.
+    The three totals count real samples only: they are zero for the weightless microbatch.
     """
 
     input_ids: torch.Tensor
+    """int64 [T]."""
     targets: torch.Tensor
+    """int64 [T], shifted; -100 for no target."""
     weights: torch.Tensor
+    """float32 [T], the weight of each token's loss."""
     position_ids: torch.Tensor
+    """int64 [T], starting at 0 in every sequence."""
     cu_seqlens: torch.Tensor
+    """int32 [S + 1], offsets of the sequences, from 0 to T."""
     max_seqlen: int
     features: torch.Tensor
+    """[R, D], in the compute type."""
     feature_index: torch.Tensor
+    """int64 [R], the token that each row replaces."""
     target_index: torch.Tensor
+    """int64 [n], the tokens that have a target."""
     sequence_lengths: tuple[int, ...]
+    """Tokens of each sequence, on the host."""
     num_samples: int
     num_tokens: int
     num_target_tokens: int
@@ -74,9 +78,10 @@ def build_batch(
 ) -> PackedBatch:
     """Pack samples into one sequence; an empty list gives the weightless microbatch (one token of zero weight).
 
-    with_features: False for a pipeline stage that has no use for them; its batch then has no feature rows.
-    Labels are shifted within each sample, so its last token has no target. Raises DataError when a sample's image
-    tokens and feature rows differ in number, or when its loss is undefined (no target token under ``sample``).
+    Labels are shifted within each sample, so its last token has no target. with_features: False for a pipeline stage
+    that does not use features; its batch then has no feature rows. Raises DataError if a sample's image tokens and
+    feature rows differ in number or its rows do not have ``feature_dim`` columns, or if its loss is undefined (no
+    target token under ``sample``).
     """
     if not samples:
         return _weightless(feature_dim, dtype, device, pad_token_id)

@@ -1,11 +1,11 @@
 """Weights, optimizer state and random state of the backbone's ranks, in torch's distributed checkpoint format.
 
 Everything in the distributed checkpoint is a tensor, under ``model.<name>`` or ``optimizer.<name>.<key>``; sharded
-ones are stored by shard. Names are those of the whole model, so a checkpoint may be loaded at other degrees.
+tensors are stored by shard. Names are those of the whole model, so a checkpoint can be loaded at other degrees.
 
-Trust: a checkpoint is a file of one's own run. Still no pickle runs code: shards and random state are read with
-``weights_only=True``, the index ``.metadata`` (which torch writes as a pickle) by an unpickler that knows only the
-index's own types, and other values than tensors, which torch would unpickle freely, are neither written nor read.
+Trust: a checkpoint is a file of the user's own run. Still, no pickle runs code. Shards and random state are read with
+``weights_only=True``. The index ``.metadata``, which torch writes as a pickle, is read by an unpickler that knows only
+the index's own types. Torch would unpickle other values than tensors freely, so none are written or read.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ _INDEX_TYPES = {
 def save(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
     """Write this rank's shards and random state into ``directory``; collective over the checkpoint group.
 
-    Files are durable on return. Raises CheckpointError when this rank, or any in writing its shards, could not write.
+    Files are durable on return. Raises CheckpointError if this rank could not write, or if any rank could not write its
+    shards.
     """
     state = _model_state(model) | _optimizer_state(model, optimizer)
     try:
-        # The collective part first: a rank that failed before it would leave the others waiting.
+        # The collective part comes first: a rank that failed before it would leave the other ranks waiting.
         writer = dcp.FileSystemWriter(directory, sync_files=True, overwrite=False)
         dcp.save(state, storage_writer=writer, process_group=group.checkpoint_group)
         _write_random_state(directory / _random_state_file(group.rank), group)
@@ -70,10 +71,10 @@ def save(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, 
 
 
 def load(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
-    """Load what `save` wrote into a sharded model and its fresh optimizer; collective over the checkpoint group.
+    """Load a checkpoint into a sharded model and its fresh optimizer; collective over the checkpoint group.
 
-    The degrees may differ; the random state is then left as it is. Raises CheckpointError when the checkpoint cannot
-    be read or belongs to another model.
+    The degrees may differ; the random state is then not loaded. Raises CheckpointError if the checkpoint cannot be read
+    or belongs to another model.
     """
     reader = _TensorReader(directory)
     index = _read_index(reader)
@@ -97,7 +98,7 @@ def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
         if key.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
     }
     try:
-        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # it says that it loads without a group
+        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # torch warns of the missing group
             dcp.load(state, storage_reader=reader, no_dist=True)
         tied = json.loads((directory / _TIED_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, dcp.CheckpointException) as error:
@@ -110,7 +111,7 @@ def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _model_state(model: ModelChunks) -> dict[str, Any]:
-    """Every tensor of this rank once, tied parameters under their first name."""
+    """Every tensor of this rank once; tied parameters are under their first name."""
     assert all(isinstance(parameter, DTensor) for _, parameter in model.named_parameters()), "weights are not in shards"
     state = {f"{_MODEL}{model.stored_name(name)}": parameter.detach() for name, parameter in model.named_parameters()}
     return state | {f"{_MODEL}{name}": buffer for name, buffer in model.named_buffers()}
@@ -129,7 +130,7 @@ def _optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer) -> di
 def _allocate_optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer, index: Metadata) -> None:
     """Give the optimizer the state tensors that the checkpoint has, so that they can be loaded in place.
 
-    A state of its parameter's shape is sharded as the parameter; others (step counters) are whole on every rank.
+    A state with its parameter's shape is sharded like the parameter; others (step counters) are whole on every rank.
     """
     parameters = {model.stored_name(name): parameter for name, parameter in model.named_parameters()}
     optimizer.state.clear()
@@ -189,7 +190,7 @@ def _read_random_state(directory: Path, group: BackboneGroup) -> None:
     states = torch.load(path, weights_only=True) if path.exists() else {}
     degrees = states.get("degrees")
     if degrees != astuple(group.degrees):
-        return  # of other ranks than these; the driver says that the degrees differ
+        return  # saved at other degrees; the driver reports that
     torch.set_rng_state(states["cpu"])
     if group.device.type != "cpu" and "device" in states:
         torch.get_device_module(group.device).set_rng_state(states["device"], group.device)
@@ -212,7 +213,7 @@ def _is_dtype(name: str) -> bool:
 
 
 class _TensorReader(dcp.FileSystemReader):
-    """Reads the files as torch's own reader does, but the index without running what a pickle may name."""
+    """Reads the files as torch's own reader does, but does not run code that a pickled index may name."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:

@@ -1,6 +1,6 @@
-"""The checkpoint directory: temporaries, commit by rename, pruning, finding the last complete one. No torch.
+"""The checkpoint directory: temporaries, commit by rename, pruning, finding the last complete checkpoint. No torch.
 
-Ranks write into ``.tmp-step-00000012-<nonce>/``; once all are done the driver adds ``meta.json``, makes everything
+Ranks write into ``.tmp-step-00000012-<nonce>/``. When all are done the driver adds ``meta.json``, makes everything
 durable and renames the directory to ``step-00000012``. A kill at any moment leaves either the old state or the new one.
 """
 
@@ -29,29 +29,31 @@ _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMeta:
-    """What ``meta.json`` holds.
+    """Contents of ``meta.json``.
 
-    step: optimizer steps finished. state: what the driver needs to go on (sampler, frozen cost coefficients), JSON
-    values. config_digest: of the parts of the configuration that must not change. From dp_size to num_chunks (slices of
-    the layers on each pipeline rank) and num_threads, torch_version: a resume is exact to the bit only where they are
-    the same. files: bytes of every other file, filled in by `commit`.
+    A resume is exact to the bit only with the same degrees, ``num_chunks``, ``num_threads`` and ``torch_version``.
     """
 
     step: int
+    """Optimizer steps finished."""
     state: dict[str, Any]
+    """What the driver needs to continue (sampler, frozen cost coefficients), as JSON values."""
     config_digest: str
+    """Digest of the parts of the configuration that must not change."""
     dp_size: int
     num_threads: int
     torch_version: str
     pp_size: int = 1
     tp_size: int = 1
     num_chunks: int = 1
+    """Slices of the layers on each pipeline rank."""
     files: dict[str, int] = field(default_factory=dict)
+    """Bytes of every other file by its name; `commit` fills it in."""
     schema: int = CHECKPOINT_SCHEMA
 
 
 def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
-    """Directory that all ranks write the checkpoint of ``step`` into.
+    """Directory into which all ranks write the checkpoint of ``step``.
 
     nonce: the same on all ranks, new in every run.
     """
@@ -59,15 +61,15 @@ def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
 
 
 def probe_directory(checkpoints: Path, nonce: str) -> Path:
-    """Directory that the driver makes for the time of a run, by which ranks see that they share its file system."""
+    """Directory that the driver creates for the time of a run; ranks that see it share the driver's file system."""
     return checkpoints / f"{_TEMPORARY_PREFIX}probe-{nonce}"
 
 
 def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
-    """Make a checkpoint that all ranks have written the newest complete one; returns its final directory.
+    """Complete a checkpoint that all ranks have written, and rename it; returns its final directory.
 
-    Then keeps the ``keep`` newest complete ones; temporaries stay, since the next one may be under way. A complete
-    checkpoint of the same step is left as it is: a run that comes to a step again comes to the same state.
+    Then deletes all but the ``keep`` newest complete checkpoints. Temporaries stay, since ranks may be writing the next
+    one. A complete checkpoint of the same step is left as it is: a run that repeats a step gets the same state.
     """
     checkpoints = temporary.parent
     files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
@@ -110,7 +112,7 @@ def read_meta(directory: Path) -> CheckpointMeta:
 
 
 def problem_of(directory: Path) -> str | None:
-    """Why a directory is no complete checkpoint, or None; every file must have the size it was written with."""
+    """Why a directory is not a complete checkpoint, or None; every file must have the size that was written."""
     try:
         meta = read_meta(directory)
     except CheckpointError as error:
@@ -124,7 +126,7 @@ def problem_of(directory: Path) -> str | None:
 
 
 def remove_temporaries(checkpoints: Path) -> None:
-    """Remove what unfinished writes left behind; only while no write is under way."""
+    """Remove what unfinished writes left; call it only while no rank writes."""
     for path in checkpoints.glob(f"{_TEMPORARY_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -140,7 +142,7 @@ def _prune(checkpoints: Path, keep: int) -> None:
 
 
 def _retire(final: Path) -> None:
-    """Take a checkpoint's name away first, so that a half-removed one never looks like one."""
+    """Remove a checkpoint; rename it first, so that a half-removed one never looks complete."""
     retired = final.with_name(f"{_TEMPORARY_PREFIX}retired-{final.name}-{secrets.token_hex(4)}")
     final.rename(retired)
     shutil.rmtree(retired, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The part of the backbone that one rank holds: sliced for the pipeline, split over tensors, sharded over replicas."""
+"""The part of the backbone that one rank holds: sliced by pipeline stage, split by tensor, sharded over replicas."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class BackboneSource(Protocol):
         """Connector and language model in float32 on the device ``meta``; frozen modules do not require gradients."""
 
     def backbone_weights(self) -> InitialWeights:
-        """The skeleton's first values, the same on every rank."""
+        """The skeleton's first values, the same for every rank."""
 
 
 @dataclass(frozen=True)
 class ModelChunks:
-    """What a rank holds of the model: by global stage index, one FSDP root each.
+    """What a rank holds of the model.
 
-    tied: parameter names that share another one's values, ``{name: name it is stored under}``. Where the pipeline puts
-    both on different ranks, each has a parameter of its own, and their gradients are summed before the update.
-    shards_parameters: whether parameters are shared out again after each use, and not just after the step.
+    stages: by global stage index, one FSDP root each.
+    tied: parameter names that share the values of another, ``{name: name it is stored under}``. If the pipeline puts
+        both on different ranks, each rank has its own parameter, and their gradients are summed before the update.
+    shards_parameters: whether parameters go back into shards after each use; else they do only after the step.
     """
 
     stages: Mapping[int, Backbone]
@@ -45,22 +46,22 @@ class ModelChunks:
     shards_parameters: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by their names in the whole model, a tied one once a rank."""
+        """Parameters by their names in the whole model; a rank lists a tied parameter once."""
         for module in self.stages.values():
             yield from module.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Buffers that belong into a checkpoint, by name."""
+        """Buffers that belong in a checkpoint, by name."""
         for module in self.stages.values():
             state = module.state_dict()
             yield from ((name, buffer) for name, buffer in module.named_buffers() if name in state)
 
     def stored_name(self, name: str) -> str:
-        """The name under which a parameter lies in a checkpoint."""
+        """The name of a parameter in a checkpoint."""
         return self.tied.get(name, name)
 
     def reshard(self) -> None:
-        """Put every parameter back into shards, as a backward pass does; each module only knows of its own."""
+        """Put every parameter back into shards, as a backward pass does; FSDP's call covers only one module."""
         for stage in self.stages.values():
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
@@ -75,14 +76,16 @@ class ModelChunks:
 def build_chunks(
     config: RunConfig, source: BackboneSource, group: BackboneGroup, *, from_checkpoint: bool = False
 ) -> ModelChunks:
-    """Build this rank's part of the model, with its first values but for what a checkpoint is to bring; collective.
+    """Build this rank's part of the model with its first values; collective.
 
-    The model is sliced and sharded before it has memory: a rank holds its own shards and, while it fills them, one
-    whole tensor at most.
+    from_checkpoint: leave out the values that a checkpoint will bring.
 
-    Pipeline rank i holds stages i, i + pp, i + 2 pp, ... of which there are ``chunks_per_rank`` (interleaved 1F1B).
-    Parameters become DTensors on the axis ``dp``, or on ``dp`` and ``tp``. The model is sharded on a single rank too
-    (FSDP2 copies locally then): one path for mixed precision, checkpoints and gradients.
+    The model is sliced and sharded before it has memory: a rank holds its own shards and, while it fills them, at most
+    one whole tensor.
+
+    Pipeline rank i holds ``chunks_per_rank`` stages: i, i + pp, i + 2 pp, ... (interleaved 1F1B). Parameters become
+    DTensors on the axis ``dp``, or on ``dp`` and ``tp``. A single rank shards the model too (FSDP2 then copies
+    locally), so there is one path for mixed precision, checkpoints and gradients.
     """
     whole, weights = source.backbone_skeleton().train(), source.backbone_weights()
     tied = tied_names(whole)
@@ -100,7 +103,7 @@ def build_chunks(
 
 
 def _shards_parameters(config: RunConfig, group: BackboneGroup) -> bool:
-    """A single replica has nobody to share with, and would only copy its parameters anew for every microbatch."""
+    """False with a single replica: it saves no memory, and would copy all parameters again for every microbatch."""
     return config.backbone.sharding == "full" and group.degrees.dp > 1
 
 
@@ -113,11 +116,11 @@ def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
     mesh, reshard = group.mesh[DP_AXIS], _shards_parameters(config, group)
     for layer in module.decoder_layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    # The root's own parameters are needed again as soon as the backward begins, at the earliest: FSDP keeps them whole.
+    # FSDP keeps the root's own parameters whole, since the backward pass needs them first.
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def as_fsdp(module: nn.Module) -> FSDPModule:
-    """The same module, known to be an FSDP root."""
+    """The same module, typed as an FSDP root."""
     assert isinstance(module, FSDPModule)
     return module

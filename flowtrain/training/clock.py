@@ -1,4 +1,4 @@
-"""What each microbatch of a unit takes on this rank."""
+"""Time that each microbatch of a unit takes on this rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 
 class MicrobatchClock:
-    """Adds up the stretches of work on each microbatch of a unit.
+    """Adds up the work on each microbatch of a unit, in seconds.
 
-    On a CPU it counts what this thread computed, since other processes share the cores (on two busy ones the same fit
-    explains 95 % of the variance of this time and 36 % of the wall's). On an accelerator it sets events on the current
-    stream, which nobody waits for until the times are read.
+    On a CPU it counts this thread's processor time, since other processes share the cores (on two busy cores the same
+    fit explains 95 % of this time's variance and 36 % of the wall time's). On an accelerator it records events on the
+    current stream; nothing waits for them until the times are read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class MicrobatchClock:
 
     @contextmanager
     def running(self, slot: int) -> Iterator[None]:
-        """Count what is done inside towards microbatch ``slot``."""
+        """Add the work done inside the block to microbatch ``slot``."""
         if self._device.type == "cpu":
             started_s = time.thread_time()
             yield
@@ -38,7 +38,7 @@ class MicrobatchClock:
         self._events.append((slot, start, end))
 
     def times(self) -> tuple[float, ...]:
-        """Return the seconds of microbatches 0, 1, ...; waits for the device to be done with them."""
+        """Return the seconds of microbatches 0, 1, ...; waits until the device has finished them."""
         for slot, start, end in self._events:
             end.synchronize()
             self._seconds[slot] += start.elapsed_time(end) / 1000.0

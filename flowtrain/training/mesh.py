@@ -25,23 +25,21 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class BackboneGroup:
-    """What one backbone rank communicates through.
-
-    mesh: device mesh with the axes ``dp``, ``pp`` and ``tp``, also where a degree is 1. process_group: all ranks; it
-    carries CPU tensors over gloo and device tensors over the device's own backend. checkpoint_group: gloo, for
-    checkpoints alone, so that writing never mixes with training.
-    """
+    """Mesh and process groups of one backbone rank."""
 
     rank: int
     degrees: Degrees
     device: torch.device
     mesh: DeviceMesh
+    """Device mesh with the axes ``dp``, ``pp`` and ``tp``, also if a degree is 1."""
     process_group: dist.ProcessGroup
+    """All ranks; carries CPU tensors over gloo and device tensors over the device's own backend."""
     checkpoint_group: dist.ProcessGroup
+    """All ranks over gloo, for checkpoints alone, so that writing never mixes with training."""
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return self.degrees.world_size
 
     @property
@@ -60,11 +58,11 @@ class BackboneGroup:
         return self.degrees.coordinates(self.rank)[2]
 
     def pipeline_peer(self, pp_rank: int) -> int:
-        """Rank at another place of this rank's pipeline."""
+        """Rank at the place ``pp_rank`` of this rank's pipeline."""
         return self.degrees.rank(self.dp_rank, pp_rank, self.tp_rank)
 
     def close(self) -> None:
-        """Destroy the groups; nothing of them can be used afterwards."""
+        """Destroy the groups; none can be used afterwards."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -88,10 +86,14 @@ def init_backbone_group(
     start_timeout_s: float = 300.0,
     collective_timeout_s: float = 900.0,
 ) -> BackboneGroup:
-    """Join this process to the backbone's group; returns when all ranks did.
+    """Join this process to the backbone's group; returns when all ranks have joined.
 
-    host, port: where rank 0 listens (`open_listener`); rank 0 passes its ``listener``, which it hands over. A single
-    rank needs none of them. Raises StallError when not all ranks come within ``start_timeout_s``.
+    host, port: address on which rank 0 listens.
+    listener: on rank 0 the socket of `open_listener`; the group takes it over. None on other ranks.
+    start_timeout_s: limit for all ranks to join.
+    collective_timeout_s: limit of each collective.
+
+    A single rank needs no host, port and listener. Raises StallError if not all ranks join in time.
     """
     with waiting_for_ranks(f"backbone rank {rank} of {degrees.world_size}", host, port, start_timeout_s):
         join_process_group(
@@ -121,9 +123,9 @@ def join_process_group(
     start_timeout_s: float,
     collective_timeout_s: float,
 ) -> dist.Store:
-    """Make this process a rank of its default group; returns the store by which the ranks met.
+    """Make this process a rank of its default group; returns the store through which the ranks met.
 
-    To be called within ``waiting_for_ranks``; arguments as of ``init_backbone_group``.
+    Call it within ``waiting_for_ranks``; arguments as for ``init_backbone_group``.
     """
     assert not dist.is_initialized(), "a process belongs to one group"
     assert world_size == 1 or (listener is not None) == (rank == 0), "rank 0, and only it, brings the listener"
@@ -140,7 +142,10 @@ def join_process_group(
 
 @contextmanager
 def waiting_for_ranks(who: str, host: str, port: int, timeout_s: float) -> Iterator[None]:
-    """Within it, gloo listens where it reaches ``host``; StallError says whom ``who`` waited for in vain."""
+    """In this block gloo listens on the interface that reaches ``host``; a failed join raises StallError.
+
+    who: this process, for the message.
+    """
     try:
         with _gloo_interface(host):
             yield
@@ -174,9 +179,9 @@ def _backend(device: torch.device) -> str:
 
 @contextmanager
 def _gloo_interface(host: str) -> Iterator[None]:
-    """Let gloo listen on the interface that reaches ``host``, and only there; a user's own choice stands.
+    """Let gloo listen on the interface that reaches ``host``, and only there; a user's own choice stays.
 
-    Gloo takes it from the environment alone and would else ask the resolver for the machine's name.
+    Gloo reads the interface from the environment alone. Without it, gloo asks the resolver for the machine's name.
     """
     interface = _interface_of(_local_address(host))
     if interface is None or "GLOO_SOCKET_IFNAME" in os.environ:

@@ -17,18 +17,18 @@ BACKBONE = "backbone"
 
 
 def module_of(parameter_name: str) -> str:
-    """Which of the configuration's modules a parameter of the backbone network belongs to, by its qualified name."""
+    """The configuration's module, connector or backbone, to which a parameter belongs, by its qualified name."""
     return CONNECTOR if parameter_name.split(".", 1)[0] == CONNECTOR else BACKBONE
 
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainingConfig
 ) -> torch.optim.Optimizer:
-    """The configured optimizer over the trainable parameters, one group per (module, decayed or not).
+    """The configured optimizer over the trainable parameters, with one group per (module, decayed or not).
 
     Norms, biases and every other parameter of fewer than two dimensions get no weight decay. A group's ``peak_lr`` is
-    the learning rate of its module. Call it after sharding: the state takes the parameters' placement. A pipeline stage
-    may have nothing to train; its optimizer has no parameters then.
+    the learning rate of its module. Call it after sharding: the state takes the parameters' placement. If a pipeline
+    stage has nothing to train, its optimizer has no parameters.
     """
     overrides = {CONNECTOR: config.learning_rates.connector, BACKBONE: config.learning_rates.backbone}
     grouped: dict[tuple[str, bool], list[nn.Parameter]] = {}
@@ -89,9 +89,9 @@ def scale_gradients(gradients: Iterable[torch.Tensor], factor: float) -> None:
 
 @torch.no_grad()
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
-    """This rank's share of the squared L2 norm of gradients: the sum over all ranks is that of the whole.
+    """This rank's share of the squared L2 norm of gradients; the shares of all ranks add up to the whole.
 
-    What is replicated on a mesh axis counts on each of its ranks by that part.
+    A gradient that is replicated on n ranks counts 1/n on each of them.
     """
     if not gradients:
         return 0.0
@@ -100,12 +100,12 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied by so that their global L2 norm is at most ``max_norm`` (0: off)."""
+    """Factor for gradients so that their global L2 norm is at most ``max_norm`` (0: off)."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # as torch.nn.utils.clip_grad_norm_ does it
 
 
 def _num_replicas(tensor: torch.Tensor) -> int:
-    """On how many ranks the same values lie."""
+    """Number of ranks that hold the same values."""
     if not isinstance(tensor, DTensor):
         return 1
     counts: list[int] = [

@@ -1,4 +1,4 @@
-"""Peak of the device, the denominator of MFU: by its data sheet, measured where none is known (a CPU)."""
+"""Peak of the device, the denominator of MFU: from its data sheet, else measured (on a CPU)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPEATS = 5
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
-    """Peak of ``device`` in ``dtype``: the data sheet's, else that of a matrix product with the threads of now."""
+    """Peak of ``device`` in ``dtype``: from the data sheet, else measured with torch's current number of threads."""
     name = device_name(device)
     spec = device_spec(name)
     flops = spec.peak_flops(str(dtype).removeprefix("torch.")) if spec is not None else None
@@ -25,9 +25,9 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> DevicePeak:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, size: int = 1024) -> float:
-    """FLOP/s of a square matrix product in ``dtype`` with the threads that torch has now; median of a few.
+    """FLOP/s of a square matrix product in ``dtype`` with torch's current number of threads; median of a few.
 
-    size: edge of the matrices; 1024 is past the knee on a CPU core and takes well under a second.
+    size: rows of the square matrices; on a CPU core 1024 is enough for full speed and takes well under a second.
     """
     left = torch.ones(size, size, dtype=dtype, device=device)
     right = torch.ones(size, size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Measures what a backbone's step is made of, on the trainer itself with a few layers of the model."""
+"""Measures the parts of a backbone's step, with the real trainer and a few layers of the model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from flowtrain.types.profile import BackboneTimes
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 _LEAST_S = 1e-9
 MOST_LAYERS = 5
-"""A model of no more layers is measured whole: what memory and caches add with depth is then in its times."""
+"""A model of at most this many layers is measured whole, so its times include what memory and caches add with depth."""
 
 
 class ShallowSource(BackboneSource, Protocol):
-    """What of a model family, with as few layers as ``num_layers_of`` says, is needed here."""
+    """The part of a model family that the profiler needs; the model has ``num_layers_of`` layers."""
 
     image_token_id: int
     text_config: PreTrainedConfig
@@ -44,9 +44,9 @@ class ShallowSource(BackboneSource, Protocol):
 
 
 def num_layers_of(config: RunConfig, num_layers: int) -> int:
-    """Return how many layers to measure of a model's ``num_layers``: all of a few, else one and two more.
+    """Return how many layers to measure of a model's ``num_layers``: all if there are few, else 3.
 
-    With ``every_n`` as many more as have one that is recomputed among them.
+    With ``every_n`` n + 1 layers: those after the first include one that is recomputed.
     """
     if config.backbone.activation_checkpointing == "every_n":
         return 1 + config.backbone.checkpoint_every
@@ -54,11 +54,11 @@ def num_layers_of(config: RunConfig, num_layers: int) -> int:
 
 
 class BackboneProfiler:
-    """Runs steps of a shallow model with all its layers, with one of them, and with one and without images.
+    """Runs steps of a shallow model in three kinds: with all its layers, with one layer, with one and without images.
 
-    What a layer takes is the difference of the first two, the connector that of the last two, the head the rest. Each
-    step runs all lengths in the middle, and a microbatch before and behind: that FSDP gathers with the first and
-    reduces with the last belongs to the step.
+    A layer's time is the difference of the first two kinds, the connector's that of the last two; the head's is the
+    rest. Each step runs all lengths in the middle, and one more microbatch before and after them: FSDP gathers with the
+    first microbatch and reduces with the last, and these costs belong to the step.
     """
 
     def __init__(self, config: RunConfig, source: ShallowSource, group: BackboneGroup) -> None:
@@ -70,7 +70,7 @@ class BackboneProfiler:
         self._steps = 0
 
     def measure(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> BackboneTimes:
-        """Return the medians over steps that take ``mixes[mix][length]`` in turn; collective over a tensor group."""
+        """Return the medians over steps that run ``mixes[mix][length]`` in turn; collective over a tensor group."""
         kinds = {"deep": (len(self._layers), True), "one": (1, True), "blind": (1, False)}
         batches = {
             sees: [[self._batch(mix, sees) for mix in by_length] for by_length in mixes] for sees in (True, False)
@@ -82,11 +82,11 @@ class BackboneProfiler:
                 if number >= WARMUP_STEPS:
                     found[kind].append(step)
         seconds = {kind: np.array([step.microbatches_s for step in steps]) for kind, steps in found.items()}
-        # Differences within a round, which has the same mix, before the median.
+        # Differences within a round come before the median: a round has the same mix.
         connectors = np.median(seconds["one"] - seconds["blind"], axis=0).clip(0.0)
         depth, deep = len(self._layers), np.median(seconds["deep"], axis=0)
         layers = np.median(seconds["deep"] - seconds["one"], axis=0) / (depth - 1)
-        # The measured whole stays what its parts add up to, also where noise would leave the head less than nothing.
+        # The parts must add up to the measured whole, also if noise would make the head's time negative.
         layers = np.minimum(layers, (deep - connectors) / depth)
         heads = deep - depth * layers - connectors
         step_s, parameter_s = self._step_costs({kind: found[kind] for kind in ("one", "deep")})
@@ -113,7 +113,10 @@ class BackboneProfiler:
         return _Step(microbatches_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
 
     def _step_costs(self, steps: dict[str, list[_Step]]) -> tuple[float, float]:
-        """Seconds a step and a parameter, from the two depths: a line through both, or through none of them."""
+        """Seconds per step and per parameter from the two depths: a line through both points.
+
+        If the line has a negative slope or intercept: no seconds per step, and a line through 0 and the deep point.
+        """
         shallow, deep = (max(statistics.median(each.beside_s for each in steps[kind]), 0.0) for kind in ("one", "deep"))
         fewer, more = self._num_parameters(1), self._num_parameters(len(self._layers))
         parameter_s = (deep - shallow) / max(more - fewer, 1)
@@ -123,7 +126,7 @@ class BackboneProfiler:
         return 0.0, deep / max(more, 1)
 
     def _num_parameters(self, num_layers: int) -> int:
-        """Trainable ones of this rank with so many layers."""
+        """Trainable parameters of this rank with ``num_layers`` layers."""
         idle = {parameter for layer in self._layers[num_layers:] for parameter in layer.parameters()}
         shares = self._group.degrees.tp
         used = [each for each in self._module.parameters() if each.requires_grad and each not in idle]
@@ -147,7 +150,7 @@ class BackboneProfiler:
         return self._source.feature_dim(next(iter(self._config.encoders)))
 
     def _arrays(self, sample: PlannedSample, sees: bool) -> SampleArrays:
-        """A sample of these sizes: its images' tokens first, loss on its last tokens, else arbitrary."""
+        """Random arrays of a sample's sizes: image tokens first, loss on the last tokens."""
         generator = np.random.default_rng(sample.position)
         ids = generator.integers(0, self._source.text_config.vocab_size - 1, sample.num_tokens)
         ids += ids >= self._source.image_token_id  # any token but the image's
@@ -159,7 +162,7 @@ class BackboneProfiler:
         return SampleArrays(sample.position, np.stack([ids, labels]).astype(np.int32), features if num_rows else None)
 
     def _assembling_s(self, mixes: Sequence[Sequence[PlannedSample]]) -> float:
-        """Seconds in which the prefetch thread puts a microbatch together."""
+        """Seconds that the prefetch thread takes to assemble a microbatch."""
         seconds = []
         for number in range(MEASURED_STEPS):
             arrays = [self._arrays(sample, sees=True) for sample in mixes[number % len(mixes)]]
@@ -171,14 +174,16 @@ class BackboneProfiler:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One measured step: of its middle microbatches, and what it took beside all of them."""
+    """One measured step, in seconds."""
 
     microbatches_s: list[float]
+    """Of each microbatch in the middle."""
     beside_s: float
+    """Of the step without any of its microbatches."""
 
 
 class _TimedStages:
-    """Hands on to the trainer's stages, and adds up what each microbatch takes."""
+    """Calls the trainer's stages, and adds up the time of each microbatch."""
 
     def __init__(self, stages: Stages, now_s: Callable[[], float]) -> None:
         self._stages, self._now_s = stages, now_s
@@ -211,7 +216,7 @@ class _TimedStages:
 
 @contextmanager
 def _only_layers(module: Backbone, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Have the model run these layers alone; the others keep their weights and get no gradient."""
+    """Let the model run these layers alone; the others keep their weights and get no gradient."""
     base = module.language_model.base_model
     whole = base.layers
     base.layers = nn.ModuleList(layers)
@@ -222,7 +227,7 @@ def _only_layers(module: Backbone, layers: Sequence[nn.Module]) -> Iterator[None
 
 
 def _plan_of(batches: Sequence[PackedBatch], step: int) -> StepPlan:
-    """A plan with as many slots, and as many target tokens, as these batches have."""
+    """A plan with one slot for each batch, and the batches' numbers of tokens and target tokens."""
     slots = [
         [Microbatch(slot, 0, (PlannedSample(slot, batch.num_tokens, 0, batch.num_target_tokens),), 1.0)]
         for slot, batch in enumerate(batches)

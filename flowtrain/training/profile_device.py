@@ -1,4 +1,4 @@
-"""Measures a device: its memory's bandwidth, and its links to the others of a group."""
+"""Measures a device: its memory's size and bandwidth, and its links to the other devices of a group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPEATS = 5
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Return the memory of one device; of a CPU, a core's share of it."""
+    """Return the bytes of one device's memory; on a CPU, one core's share."""
     if device.type == "cpu":
         memory = host_memory()
         return (memory.cgroup_nbytes or memory.total_nbytes) // max(os.cpu_count() or 1, 1)
@@ -28,7 +28,7 @@ def memory_nbytes(device: torch.device) -> int:
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Return bytes/s, read and written, of a large copy on the device."""
+    """Return the bytes/s of a large copy on the device, reads plus writes."""
     nbytes = _NBYTES.get(device.type, _ACCELERATOR_NBYTES)
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
@@ -46,10 +46,10 @@ def link_bandwidth(group: BackboneGroup) -> float:
 
 
 def clock_of(device: torch.device, is_alone: bool = True) -> Callable[[], float]:
-    """Return what reads the time in seconds, once the device is done.
+    """Return a clock in seconds; on an accelerator it waits until the device is done.
 
-    On a CPU it is what this thread computed, since other processes share the cores; not in a group, whose ranks wait
-    for each other.
+    On a CPU it is this thread's processor time, since other processes share the cores. In a group it is the wall time,
+    because ranks wait for each other.
     """
     if device.type == "cpu":
         return time.thread_time if is_alone else time.perf_counter

@@ -18,8 +18,8 @@ def measure_encoder(
 ) -> tuple[tuple[float, ...], ...]:
     """Return the median seconds of a forward, ``[P, B]``: a row for each size of ``pixels``, ascending.
 
-    pixels: an image ``[C, H, W]`` of each number of patches. batches: images of a batch, ascending. Batches of more
-    patches than ``max_batch_patches``, which no run forwards, count in proportion to the largest that has no more.
+    pixels: by number of patches, an image ``[C, H, W]``. batches: images in a batch, ascending. max_batch_patches: no
+    run forwards a larger batch; times of larger ones are those of the largest allowed batch, scaled by the images.
     """
     sizes, now_s = sorted(pixels), clock_of(encoder.tower.device)
     seconds: dict[tuple[int, int], list[float]] = {}

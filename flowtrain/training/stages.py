@@ -1,4 +1,4 @@
-"""Forward and backward of a rank's pipeline stages, with what travels between them."""
+"""Forward and backward of a rank's pipeline stages, and the tensors that travel between them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SpanRecorder(Protocol):
     """Takes a timed stretch of work; times are seconds since the Unix epoch."""
 
     def __call__(self, name: str, start_s: float, end_s: float, **args: int | float | str) -> None:
-        """Take one span; ``args`` go into the trace."""
+        """Record one span; ``args`` go into the trace."""
 
 
 class Stages:
     """The executor's ``StageRuntime`` over the modules of one rank.
 
-    hidden_size, dtype: of the hidden states between stages. take_loss: gets a microbatch and its loss, a float32
-    scalar without gradient, on ranks of the last stage. record: takes the spans ``forward`` and ``backward``; on an
-    accelerator each span waits for the device.
+    hidden_size, dtype: of the hidden states between stages.
+    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient.
+    record: gets the spans ``forward`` and ``backward``; on an accelerator each span waits for the device.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class Stages:
         self._outgoing: dict[tuple[_Slot, Payload], torch.Tensor] = {}
 
     def begin(self, loss_scale: float | None) -> None:
-        """Start a unit. loss_scale: what each microbatch's loss is multiplied by; None without backward."""
+        """Start a unit. loss_scale: factor of each microbatch's loss; None without backward."""
         assert self.is_idle, "the unit before has not been finished"
         self._loss_scale = loss_scale
 
     @property
     def is_idle(self) -> bool:
-        """Whether every forward had its backward, and everything that came in or was to go out did."""
+        """Whether every forward has had its backward, and every received or computed tensor has been used or sent."""
         return not (self._graphs or self._received or self._outgoing)
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
-        """Run a stage forward; keeps its graph for the backward, if there is to be one."""
+        """Run a stage forward; keeps its graph if a backward follows."""
         start_s, slot = time.time(), _slot(action)
         hidden, training = self._received.pop((slot, Payload.ACTIVATION), None), self._loss_scale is not None
         if hidden is not None and training:
@@ -82,7 +82,7 @@ class Stages:
         self._span("forward", start_s, action, microbatch)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
-        """Run a stage backward; on its last one, gradients are summed over the data parallel ranks."""
+        """Run a stage backward; its last backward also sums gradients over the data parallel ranks."""
         assert self._loss_scale is not None, "an evaluation has no backward"
         start_s, slot = time.time(), _slot(action)
         module = self._model.stages[action.stage]
@@ -105,14 +105,14 @@ class Stages:
         self._transfers.start([(action, self._tensor_of(action, batch)) for action, batch in launches])
 
     def wait_transfer(self, action: Action) -> None:
-        """Wait for a transfer; what was received is then at hand for its stage."""
+        """Wait for a transfer; a received tensor is then ready for its stage."""
         tensor = self._transfers.wait(action)
         if action.kind is ActionKind.WAIT_IRECV:
             assert action.payload is not None
             self._received[_slot(action), action.payload] = tensor
 
     def _hand_on(self, slot: _Slot, payload: Payload, tensor: torch.Tensor) -> None:
-        """Leave a result to the transfer that takes it, or to the neighbouring stage where that is here too."""
+        """Keep a result for the transfer that sends it, or for the neighbouring stage if this rank has that too."""
         stage, microbatch, part = slot
         neighbour = stage + (1 if payload is Payload.ACTIVATION else -1)
         if neighbour in self._model.stages:

@@ -12,10 +12,10 @@ from flowtrain.training.mesh import PP_AXIS, BackboneGroup
 
 
 class TiedEmbeddings:
-    """Keeps the two copies equal: both get the sum of their gradients, so the same optimizer moves them alike.
+    """Keeps the two copies equal: both get the sum of their gradients, so the optimizers of both apply the same update.
 
-    Both are sharded alike over replicas and tensors, so each rank exchanges its shard with one other. copies: names of
-    this rank's parameters whose values another rank has under their first name.
+    Both are sharded in the same way over replicas and tensors, so each rank exchanges its shard with one other rank.
+    copies: names of this rank's parameters whose values another rank has under their first name.
     """
 
     def __init__(self, model: ModelChunks, group: BackboneGroup) -> None:
@@ -49,5 +49,5 @@ class TiedEmbeddings:
         ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
-        # Addition commutes exactly, so both ranks come to the same bits.
+        # Addition commutes exactly, so both ranks get the same bits.
         own.add_(theirs)

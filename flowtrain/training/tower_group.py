@@ -1,4 +1,4 @@
-"""The processes that hold a split vision tower, and how the first of them has the others forward with it."""
+"""The processes that hold a split vision tower: the first one makes the others run every forward with it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from flowtrain.training.mesh import LOOPBACK, TP_AXIS, join_process_group, waiti
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT = timedelta(days=1)
-"""How long an encoder rank waits for the next forward before it asks again; the leader's end stops the wait at once."""
+"""An encoder rank waits this long for the next forward, then waits again; if the leader ends, the wait ends at once."""
 DEATH_S = 3.0
-"""How long after a broken connection to look whether the process behind it has ended."""
+"""Seconds after a broken connection in which to see whether the process at its other end has ended."""
 GOODBYE_S = 10.0
 
 
 class TowerGroup:
     """One rank of a tower's tensor parallel group, all on one node.
 
-    The leader (rank 0) announces every forward in the store by which the ranks met, then sends its batch to all. While
-    nothing is announced nobody is in a collective, so idle time has no limit; within a forward waits end after
-    ``stall_timeout_s``. mesh: of the one axis ``tp``.
+    The leader (rank 0) announces every forward in the store through which the ranks met, then sends its batch to all.
+    While nothing is announced, no rank is in a collective, so idle time has no limit. In a forward, waits end after
+    ``stall_timeout_s``. mesh: has the one axis ``tp``.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class TowerGroup:
         start_timeout_s: float = 300.0,
         stall_timeout_s: float = 900.0,
     ) -> None:
-        """Join; returns when all ranks did. names: of the ranks' processes. port, listener: as for the backbone.
+        """Join; returns when all ranks have joined.
 
-        Raises StallError when not all come within ``start_timeout_s``, ReplicaLostError when the leader, or a process
-        that came, is gone before.
+        names: names of the ranks' processes. port, listener: as for ``init_backbone_group``. Raises StallError if not
+        all ranks join within ``start_timeout_s``, and ReplicaLostError if the leader, or a process that has joined,
+        ends before.
         """
         self._names, self._rank, self._device = names, rank, device
         self._stall_timeout_s = stall_timeout_s
@@ -61,7 +62,7 @@ class TowerGroup:
             try:
                 self._join(port, listener, start_timeout_s)
             except dist.DistNetworkError as error:
-                if rank and time.monotonic() - started < start_timeout_s:  # it listened, else there were no port
+                if rank and time.monotonic() - started < start_timeout_s:  # the leader has listened: it gave the port
                     raise ReplicaLostError(f"{names[rank]} lost {names[0]} at the start") from error
                 raise
 
@@ -78,13 +79,13 @@ class TowerGroup:
         )
         self.mesh = DeviceMesh(self._device.type, torch.arange(len(self._names)), mesh_dim_names=(TP_AXIS,))
         if self._rank:
-            # A connection of its own: on the group's, a wait would hold up what the group itself asks for.
+            # A separate connection: a wait on the group's connection would block the group's own requests.
             self._store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
         self._store.set(f"pid/{self._rank}", str(os.getpid()))
         self._processes = dict(self._open_process(rank) for rank in range(len(self._names)) if rank != self._rank)
 
     def _open_process(self, rank: int) -> tuple[int, str]:
-        """A descriptor of another rank's process, which becomes readable when that ends, and its name."""
+        """Descriptor and name of another rank's process; the descriptor becomes readable when the process ends."""
         name = self._names[rank]
         try:
             return os.pidfd_open(int(self._store.get(f"pid/{rank}"))), name
@@ -94,14 +95,14 @@ class TowerGroup:
     # --- forwards -----------------------------------------------------------------------------------------------
 
     def send(self, batch: Tensor) -> None:
-        """The leader: have the others forward this batch too. To be called within ``forwarding``, as what follows."""
+        """Leader: let the other ranks forward this batch too. Call it, and the forward, within ``forwarding``."""
         self._announce(list(batch.shape))
         dist.broadcast(batch, src=0)
 
     def receive(self, dtype: torch.dtype) -> Tensor | None:
-        """On an encoder rank: wait without limit for the next batch; None when the leader wants no more.
+        """Other ranks: wait without limit for the next batch; None when the leader dismisses the group.
 
-        Raises ReplicaLostError when the leader is gone.
+        Raises ReplicaLostError if the leader has ended.
         """
         shape = self._next_announced()
         if shape is None:
@@ -114,11 +115,11 @@ class TowerGroup:
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
-        """Within it, say what became of the others where a collective fails: ReplicaLostError, or StallError."""
+        """Turn a failed collective inside the block into ReplicaLostError (a rank has ended) or StallError."""
         started = time.monotonic()
         try:
             yield
-        except RuntimeError as error:  # what collectives raise, and the tower's own faults
+        except RuntimeError as error:  # from collectives, and from the tower's own faults
             if lost := self._lost(DEATH_S):
                 raise ReplicaLostError(f"{self._names[self._rank]} lost {', '.join(lost)} in a forward") from error
             waited_s = time.monotonic() - started
@@ -141,7 +142,7 @@ class TowerGroup:
             try:
                 self._store.wait([key], IDLE_WAIT)
                 shape: list[int] | None = json.loads(self._store.get(key))
-                # The last to read it clears it away. Not the leader, which an accelerator lets run ahead of the others.
+                # The last rank to read it deletes it, not the leader: on an accelerator it may run ahead of the others.
                 if self._store.add(read_key, 1) == len(self._names) - 1:
                     self._store.delete_key(key)
                     self._store.delete_key(read_key)
@@ -152,7 +153,7 @@ class TowerGroup:
                 raise ReplicaLostError(f"{self._names[self._rank]} lost {self._names[0]}") from error
 
     def _lost(self, wait_s: float) -> list[str]:
-        """Names of ranks whose processes have ended, by then."""
+        """Names of ranks whose processes have ended, after a wait of at most ``wait_s``."""
         poll = select.poll()
         for descriptor in self._processes:
             poll.register(descriptor, select.POLLIN)
@@ -161,7 +162,7 @@ class TowerGroup:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def dismiss(self) -> None:
-        """The leader: end the others' loops, and wait a moment until they have left."""
+        """Leader: end the other ranks' loops, and wait up to ``GOODBYE_S`` until they have left."""
         self._announce(None)
         try:
             self._store.wait([f"stopped/{rank}" for rank in range(1, len(self._names))], timedelta(seconds=GOODBYE_S))
@@ -169,7 +170,7 @@ class TowerGroup:
             logger.warning("not all of %s have stopped within %g s", ", ".join(self._processes.values()), GOODBYE_S)
 
     def close(self) -> None:
-        """Leave the group. Not after an error: others would take it for the cause."""
+        """Leave the group. Do not call it after an error: the other ranks would take it for the cause."""
         for descriptor in self._processes:
             os.close(descriptor)
         self._processes = {}

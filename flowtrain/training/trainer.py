@@ -40,16 +40,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a unit came to; equal on all ranks.
-
-    loss: under the configured normalisation; 0 when every sample was rejected (num_samples is 0 then, and a training
-    step made no update). grad_norm: before clipping. grad_norm and lr are None for an evaluation. lr: of the modules
-    without a rate of their own.
-    """
+    """Result of a unit; equal on all ranks."""
 
     loss: float
+    """Under the configured normalisation. 0 if every sample was rejected: num_samples is 0, and no update was made."""
     grad_norm: float | None
+    """Global L2 norm before clipping; None for an evaluation."""
     lr: float | None
+    """Learning rate of the modules without a rate of their own; None for an evaluation."""
     num_samples: int
     num_tokens: int
     num_target_tokens: int
@@ -58,15 +56,16 @@ class StepResult:
 class Trainer:
     """Runs units on one rank: `begin_unit`, then the actions that it returns through `stages`, then `finish_unit`.
 
-    Every rank runs the same number of microbatches a unit, the weightless ones included, since collectives lie in their
-    forward and backward, and the pipeline's transfers between them.
+    Every rank runs the same number of microbatches per unit, weightless ones included, because forward and backward
+    contain collectives, and the pipeline's transfers happen between them. Sets torch's thread count to
+    ``backbone.num_threads``, since results depend on it.
 
-    group: where the ranks meet; it also says degrees, rank and device. num_steps: training steps of the run, for the
-    schedule. record: takes the spans ``forward``, ``backward``, ``optimizer``; on an accelerator each span
-    waits for the device, so set `record` to None once the trace is complete. resume_from: a checkpoint's directory; the
-    model's first weights are not read then.
-    before_optimizer: sees the model with its full, corrected gradients before clipping (for tests). Sets torch's thread
-    count to ``backbone.num_threads``, since results depend on it.
+    group: the process groups, with degrees, rank and device.
+    num_steps: training steps of the run, for the learning rate schedule.
+    record: gets the spans ``forward``, ``backward``, ``optimizer``. On an accelerator each span waits for the device,
+        so set `record` to None once the trace is complete.
+    before_optimizer: gets the model with its full, corrected gradients before clipping (for tests).
+    resume_from: a checkpoint's directory; the model's first weights are then not read.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Trainer:
             self.load_checkpoint(resume_from)
 
     def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
-        """Start a unit and return what this rank does in it, to be run by the executor through ``stages``."""
+        """Start a unit and return this rank's actions; the executor runs them through ``stages``."""
         degrees, backbone = self.group.degrees, self._backbone_config
         assert plan.dp_size == degrees.dp, (plan.dp_size, degrees)
         assert self._plan is None, "the unit before has not been finished"
@@ -126,13 +125,13 @@ class Trainer:
         return lists[self.group.pp_rank]
 
     def finish_unit(self) -> StepResult:
-        """Reduce the totals; after training, correct the gradients for samples rejected meanwhile, clip and update."""
+        """Reduce the totals; in training, also correct the gradients for rejected samples, clip and update."""
         assert self._plan is not None and self.stages.is_idle
         plan, self._plan = self._plan, None
         totals = self._reduced_totals()
         actual = actual_denominator(totals, self.config.loss_normalization)
         if plan.unit.kind is UnitKind.EVAL:
-            self.model.reshard()  # no backward does it
+            self.model.reshard()  # an evaluation has no backward that does it
             return _result(totals, actual, None, None)
         start_s = time.time()
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
@@ -181,17 +180,17 @@ class Trainer:
         checkpoint.save(directory, self.model, self.optimizer, self.group)
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Take over weights, optimizer state and, at the same degrees, random state; collective."""
+        """Load weights, optimizer state and, at the same degrees, random state; collective."""
         checkpoint.load(directory, self.model, self.optimizer, self.group)
 
     def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
-        """Count a microbatch, on one rank of its replica alone."""
+        """Count a microbatch; only one rank of its replica counts."""
         if self.group.tp_rank == 0:
             self._totals = self._totals.plus(batch)
             self._loss_sums.append(loss_sum)
 
     def _reduced_totals(self) -> UnitTotals:
-        """All ranks' totals; the microbatches' losses are fetched from the device here, once, and added in float64."""
+        """All ranks' totals; fetches the microbatches' losses from the device, once, and adds them in float64."""
         loss_sum = sum(torch.stack(self._loss_sums).tolist()) if self._loss_sums else 0.0
         reduced = replace(self._totals, loss_sum=loss_sum).to_tensor()
         dist.all_reduce(reduced, group=self.group.process_group)

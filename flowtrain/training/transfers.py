@@ -19,18 +19,18 @@ class Transfers:
     def __init__(self, group: BackboneGroup) -> None:
         self._group = group
         self._process_group = group.mesh.get_group(PP_AXIS)
-        # NCCL asks all ranks of a group to take part in its first operation, which a pipeline's transfers do not.
+        # In NCCL all ranks of a group must take part in its first operation; not all take part in a first transfer.
         dist.all_reduce(torch.zeros(1, device=group.device), group=self._process_group)
         self._pending: dict[_Key, tuple[dist.Work | None, torch.Tensor]] = {}
 
     def start(self, launches: Sequence[tuple[Action, torch.Tensor]]) -> None:
         """Launch neighbouring transfers together, so that a send and a receive between two ranks cannot block.
 
-        The tensor is what is sent, or what is filled, and must not be touched before ``wait``.
+        The tensor is the data to send, or the buffer to fill; do not touch it before ``wait``.
         """
         operations = [self._operation(action, tensor) for action, tensor in launches]
         works = dist.batch_isend_irecv(operations)
-        # Some backends answer with one handle for all: whoever waits first waits for the rest too.
+        # Some backends return one handle for all transfers: the first wait then covers the rest too.
         if len(works) != len(launches):
             works = [works[0]] * len(launches)
         for (action, tensor), work in zip(launches, works, strict=True):
@@ -51,6 +51,6 @@ class Transfers:
 
 
 def _key(action: Action) -> _Key:
-    """What a launch and its wait have in common."""
+    """Key by which a wait finds its launch."""
     assert action.payload is not None
     return action.kind.is_sending, action.payload, action.stage, action.microbatch, action.sub_microbatch, action.peer

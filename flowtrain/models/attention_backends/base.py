@@ -1,4 +1,4 @@
-"""What every backend of packed attention has in common."""
+"""Types and checks that all backends of packed attention share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 class SegmentOffsets:
     """Offsets of a microbatch's sequences as Python integers, from 0 to its length.
 
-    For backends that loop, so that they need not ask the device. An object rather than a list: for every length of a
-    list torch.compile would compile a decoder layer anew, though the layer only hands it on.
+    For backends that loop: they need not wait for the device. An object and not a list, because torch.compile would
+    compile a decoder layer again for every length of a list, though the layer only passes it on.
     """
 
     def __init__(self, offsets: Sequence[int]) -> None:
@@ -34,19 +34,18 @@ class SegmentOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A kernel for packed sequences.
-
-    attend: as transformers calls it, with query ``[1, H, T, D]`` and key and value ``[1, H_kv, T, D]`` of all sequences
-    back to back; returns ``[1, T, H, D]``. why_not: what keeps it from running in a compute type on a device, with what
-    to do about it; None where it runs.
-    """
+    """A kernel for packed sequences."""
 
     attend: AttentionFunction
+    """As transformers calls it: query ``[1, H, T, D]``, key and value ``[1, H_kv, T, D]`` of all sequences back to
+    back; returns ``[1, T, H, D]``.
+    """
     why_not: Callable[[torch.device, torch.dtype], str | None]
+    """Why it cannot run on a device in a compute type, and what to do about it; None if it can."""
 
 
 def check_request(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
-    """Refuse what a model asks for and packed attention does not have."""
+    """Raise if a model asks for a feature that packed attention does not have."""
     assert attention_mask is None, "packed attention takes no mask"
     assert getattr(module, "is_causal", True), "packed attention is causal"
     for name in _UNSUPPORTED:
@@ -55,7 +54,7 @@ def check_request(module: nn.Module, attention_mask: Tensor | None, options: Map
 
 
 def why_no_flash_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps FlashAttention's CUDA kernels from running, if anything."""
+    """Why FlashAttention's CUDA kernels cannot run; None if they can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if dtype not in _FLASH_DTYPES:

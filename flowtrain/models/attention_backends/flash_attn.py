@@ -45,7 +45,7 @@ def packed_flash_attn(
 
 
 def _kernel() -> Any:
-    # Optional, and slow to import: only where it is asked for.
+    # Optional, and slow to import: only when this backend is used.
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 

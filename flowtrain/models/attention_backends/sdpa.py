@@ -27,8 +27,8 @@ def packed_sdpa(
 ) -> tuple[Tensor, None]:
     """Attend within each sequence.
 
-    The inputs are split at once rather than sliced one by one, whose backward pass would fill a whole gradient for each
-    of many short sequences. Never compiled: a loop over sequences would be unrolled for each number of them.
+    One split gives all sequences; with one slice each, the backward pass would fill a whole gradient for every
+    sequence. Never compiled: torch.compile would unroll the loop for each number of sequences.
     """
     check_request(module, attention_mask, kwargs)
     lengths = segment_offsets.lengths
@@ -52,7 +52,7 @@ def packed_sdpa(
 
 
 def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Causal mask ``[length, length]`` of a sliding window, or None where plain causality says the same."""
+    """Causal mask ``[length, length]`` of a sliding window, or None if the plain causal mask is the same."""
     if sliding_window is None or length <= sliding_window:
         return None
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]

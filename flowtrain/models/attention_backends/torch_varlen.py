@@ -1,7 +1,7 @@
 """Packed attention by torch's own variable-length kernel, ``torch.nn.attention.varlen`` (FlashAttention-2 on CUDA).
 
-The signature of ``varlen_attn`` changes between torch's releases: older ones have ``is_causal`` instead of
-``window_size``, and only newer ones let key and value have fewer heads. Nothing else in FlowTrain knows that.
+The signature of ``varlen_attn`` differs between torch's releases: older ones have ``is_causal`` instead of
+``window_size``, and only newer ones let key and value have fewer heads. This file alone handles that.
 """
 
 from __future__ import annotations

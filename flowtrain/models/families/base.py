@@ -1,4 +1,4 @@
-"""What the rest of FlowTrain knows of a vision-language model: a family adapter."""
+"""A family adapter: the interface through which FlowTrain uses a vision-language model."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 class Family(ABC):
     """Splits an HF vision-language model into encoders, connector and backbone, and joins them again.
 
-    Built cheaply: ``from_config`` reads HF configurations, the tokenizer and the image processor's settings, never
-    weights. Every process builds its own and loads only its module.
-
-    tokenizer: knows the image token and carries the chat template. image_token_id: id of that token. encoder_names:
-    names of the run's encoders. text_config, vision_config: HF configurations of backbone and encoder, as trained.
+    An adapter is cheap to build: ``from_config`` reads HF configurations, the tokenizer and the image processor's
+    settings, never weights. Every process builds its own and loads only its module.
     """
 
     name: ClassVar[str]
     encoder_names: tuple[str, ...]
+    """Names of the run's encoders."""
     tokenizer: PreTrainedTokenizerBase
+    """Has the image token and the chat template."""
     image_token_id: int
     text_config: PreTrainedConfig
+    """HF configuration of the backbone, as trained."""
     vision_config: PreTrainedConfig
+    """HF configuration of the encoder, as trained."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -47,12 +48,12 @@ class Family(ABC):
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
-        """Build the adapter; raises ConfigError where the configuration does not fit together."""
+        """Build the adapter; raises ConfigError if parts of the configuration do not fit together."""
         return cls(config)
 
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
-        """What an image of this size (pixels) becomes: patches, feature rows, tokens. Nothing is decoded."""
+        """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded."""
 
     @abstractmethod
     def feature_dim(self, encoder: str) -> int:
@@ -60,7 +61,7 @@ class Family(ABC):
 
     @abstractmethod
     def num_encoder_layers(self, encoder: str) -> int:
-        """Layers of the tower that are computed: those up to the hidden state that is taken."""
+        """Number of the tower's layers that are computed: up to the hidden state that becomes the features."""
 
     def row_nbytes(self, encoder: str) -> int:
         """Bytes of one feature row in the pool, in the compute type."""
@@ -93,11 +94,11 @@ class Family(ABC):
 
     @abstractmethod
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise ConfigError, naming ``backbone.tensor_parallel_size``, where so many ranks cannot share the layers."""
+        """Raise ConfigError, naming ``backbone.tensor_parallel_size``, if ``size`` ranks cannot share the layers."""
 
     @abstractmethod
     def shallow(self, num_layers: int) -> Self:
-        """The same model with so many decoder layers and random weights, for measuring; loads no checkpoint."""
+        """The same model with ``num_layers`` decoder layers and random weights, for measuring; loads no checkpoint."""
 
     @abstractmethod
     def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class LlavaFamily(Family):
-    """What loads with ``LlavaForConditionalGeneration``: every image becomes the same number of tokens.
+    """Models of HF's class ``LlavaForConditionalGeneration``: every image becomes the same number of tokens.
 
-    The modules come from HF checkpoints of their own, from configurations (random weights), or all from one HF Llava
-    checkpoint (``model.path``), our own export included.
+    The modules come from one HF checkpoint each, from configurations (random weights), or all from one HF Llava
+    checkpoint (``model.path``), FlowTrain's own export included.
     """
 
     name: ClassVar[str] = "llava"
@@ -74,7 +74,7 @@ class LlavaFamily(Family):
         self._adapt_to_image_processor()
 
     def _adapt_to_image_processor(self) -> None:
-        """Check that every image comes out at one size that the tower takes, and derive the layout from it."""
+        """Check that the processor gives all images one size, and that it is the tower's; derive the layout from it."""
         size, native_size = fixed_output_size(self.image_processor), image_size(self.vision_config)
         if size is None:
             raise ConfigError(
@@ -109,7 +109,7 @@ class LlavaFamily(Family):
         return self.vision_config.hidden_size
 
     def num_encoder_layers(self, encoder: str) -> int:
-        """Those up to ``feature_layer``, as in HF's ``hidden_states``: 0 is the embedding."""
+        """Number of layers up to ``feature_layer``, as in HF's ``hidden_states``: 0 is the embedding."""
         num_layers: int = self.vision_config.num_hidden_layers
         return feature_layer(self.llava_config) % (num_layers + 1)
 
@@ -128,7 +128,7 @@ class LlavaFamily(Family):
         return origin.build(tower_class(self.vision_config), self.vision_config)
 
     def backbone_skeleton(self) -> Backbone:
-        """Attention and activation checkpointing are as configured."""
+        """See ``Family``; attention and activation checkpointing are as configured."""
         memory = configured_strategy(self.config.backbone)
         device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
         attention = resolve_attention(self.config.backbone.attention, device, dtype)
@@ -141,17 +141,17 @@ class LlavaFamily(Family):
             if memory.kind is MemoryKind.SELECTIVE:
                 raise ConfigError(
                     "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
-                    "(which recompute what is cheap anyway); set it to none, full or every_n, or compile to false"
+                    "(these recompute cheap operations anyway); set it to none, full or every_n, or compile to false"
                 )
             backbone.compile_layers()
         return backbone.train()
 
     def check_tensor_parallel(self, size: int) -> None:
-        """By the plan that transformers has for the language model's type."""
+        """See ``Family``; uses transformers' plan for the language model's type."""
         checked_styles(self._skeleton(implementation_name("sdpa")), size)
 
     def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; its layers are of the model's kinds in turn."""
+        """See ``Family``; repeats the model's kinds of layers in turn."""
         twin, config = copy.copy(self), self.config
         model, backbone = (each.model_copy(update={"path": None}) for each in (config.model, config.backbone))
         twin.config = config.model_copy(update={"model": model, "backbone": backbone})
@@ -179,7 +179,7 @@ class LlavaFamily(Family):
         return connector
 
     def _skeleton(self, attention: str, memory: MemoryStrategy = MemoryStrategy.KEEP) -> Backbone:
-        """Connector and language model on ``meta``, with an attention of this name in transformers."""
+        """Connector and language model on ``meta``; attention: name of the implementation in transformers."""
         with torch.device("meta"):
             return Backbone(self._new_connector(), self._new_language_model(attention), memory)
 
@@ -188,7 +188,7 @@ class LlavaFamily(Family):
         return language_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
 
     def backbone_weights(self) -> InitialWeights:
-        """The connector's are built whole, the language model's tensor by tensor."""
+        """See ``Family``; the connector is built whole, the language model's weights come tensor by tensor."""
         origin = self._origin("language", "backbone", self.config.backbone.path)
         skeleton = self._skeleton(implementation_name("sdpa")).language_model
         language: InitialWeights = DrawnWeights(skeleton, origin.seed, origin.module)
@@ -213,7 +213,7 @@ class LlavaFamily(Family):
         )
 
     def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
-        """Write what ``LlavaForConditionalGeneration.from_pretrained`` and ``AutoProcessor.from_pretrained`` load."""
+        """See ``Family``; ``LlavaForConditionalGeneration`` and ``AutoProcessor`` load it with ``from_pretrained``."""
         processor = build_processor(
             self.llava_config,
             self.image_processor,
@@ -231,5 +231,5 @@ class LlavaFamily(Family):
     def _tokenizer_path(self) -> str:
         path = self.config.model.tokenizer or self.config.model.path or self.config.backbone.path
         if path is None:
-            raise ConfigError("model.tokenizer is not given, and backbone.config brings no tokenizer; give one")
+            raise ConfigError("model.tokenizer is not given, and backbone.config has no tokenizer; set model.tokenizer")
         return path

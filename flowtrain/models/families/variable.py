@@ -15,21 +15,22 @@ from flowtrain.types.samples import ImageLayout
 
 
 class VariableLlavaFamily(LlavaFamily):
-    """Llava whose tower sees each image at its own size, by an interpolated position encoding.
+    """Llava whose tower sees each image at its own size, with an interpolated position encoding.
 
-    Sides are rounded to multiples of the patch size, at least one patch; an image is shrunk, never enlarged, so that
+    Sides are rounded to multiples of the patch size, at least one patch. An image is shrunk, never enlarged, so that
     its longer side is at most the image processor's ``size.longest_edge`` (by default the tower's ``image_size``).
 
-    The export is a Llava checkpoint too. What differs when it is used: its processor does not resize, so images must
-    come resized by ``resize``, one size a batch; and where the tower is not DINOv2 its features come from
-    ``model.get_image_features(pixel_values, interpolate_pos_encoding=True, return_dict=True)`` and go to the model as
-    ``mm_encoder_outputs={"image": features}``, since HF's Llava does not pass that flag to the tower by itself.
+    The export is a Llava checkpoint too, with two differences in use. Its processor does not resize, so resize images
+    with ``resize`` first, and give one size a batch. For a tower other than DINOv2, HF's Llava does not pass the
+    interpolation flag to the tower, so compute the features with
+    ``model.get_image_features(pixel_values, interpolate_pos_encoding=True, return_dict=True)`` and pass them to the
+    model as ``mm_encoder_outputs={"image": features}``.
     """
 
     name: ClassVar[str] = "variable_llava"
 
     def _adapt_to_image_processor(self) -> None:
-        """Turn resizing off in the processor, which only normalises here, and find the longest side."""
+        """Turn off the processor's resizing, so that it only normalises, and find the longest side."""
         processor = self.image_processor
         longest_edge = getattr(setting(processor, "size"), "longest_edge", None) or max(image_size(self.vision_config))
         self._max_patches_per_side = max(1, longest_edge // self._patch_size)

@@ -181,7 +181,7 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
         ((*PAPER, "--solver", "cplex"), "--solver (cplex) is not installed; installed: "),
         ((*PAPER, "--nodes", "30"), "take 240 or 270 devices"),
         ((*PAPER[:1], "--devices", "3", "--nodes", "8"), "take 8 devices"),
-        (PAPER[:1], "model file vlm_72b has no degrees of its own; give --devices or --nodes"),
+        (PAPER[:1], "model file vlm_72b has no degrees that tell a number of devices; give --devices or --nodes"),
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "does not fit the device memory, the least that any"),
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "feasible with "),
         ((*PAPER, "scheduler.microbatch_tokens=4096"), "is larger than scheduler.microbatch_tokens (4096)"),
@@ -220,7 +220,7 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
     ):
         api.resolve(QUICKSTART, plan=saved)
     saved.write_text('{"schema": 1, "device": "cpu"}')
-    with pytest.raises(ConfigError, match=r"plan.yaml: this is no plan, which has encoders, backbone and feeder"):
+    with pytest.raises(ConfigError, match=r"plan.yaml: this is not a plan, which has encoders, backbone and feeder"):
         api.resolve(QUICKSTART, plan=saved)
 
 

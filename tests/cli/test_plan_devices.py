@@ -83,7 +83,7 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     assert any(f"a run refuses this plan: encoders has {count} entries" in note for note in record["notes"])
     (fault,) = flowtrain.plan(file, devices=64).faults
     assert (fault.key, fault.code) == ("encoders", FaultCode.ENCODERS)
-    said = "saved; once what the notes say is fixed, start it with"
+    said = "saved; first fix what the notes name, then start it with"
     assert said in plan(str(file), "--devices", "64", "--save", str(tmp_path / "plan.yaml")).stdout
 
 

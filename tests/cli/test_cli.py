@@ -63,8 +63,8 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path) -> None:
         ),
         (
             "data.max_seq_len=4096",
-            "data.max_seq_len (4096) is larger than scheduler.microbatch_tokens (512): a longest sample would fit no "
-            "microbatch; lower the first or raise the second",
+            "data.max_seq_len (4096) is larger than scheduler.microbatch_tokens (512): a sample of that length would "
+            "fit no microbatch; lower the first or raise the second",
         ),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
     ("arguments", "message"),
     [
         (("--device", "h200", "--device", "910b"), "--device names several types (h200, 910b): give each its number"),
-        (("--device", "h200=8", "--device", "910b"), "--device (910b) has no number beside others that have one"),
+        (("--device", "h200=8", "--device", "910b"), "--device (910b) has no number, but others have one"),
         (("--device", "h200=0"), "give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1"),
         (("--device", "h200=8x"), "give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1"),
         (("--device", "h200=8", "--devices", "8"), "says how many there are, and so does --devices; drop one"),

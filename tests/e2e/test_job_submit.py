@@ -217,7 +217,7 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, ray_cluster: N
         raise AssertionError
 
     try:
-        with pytest.raises(ResourceError, match="'refused' is running in this cluster already"):
+        with pytest.raises(ResourceError, match="'refused' is already running in this cluster"):
             crew.start_coordinator(config, crew.ActorClasses(), never)
     finally:
         ray.kill(first)

@@ -49,9 +49,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Changes to it, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False
-        ),
+        typer.Argument(help="Overrides, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     plan_file: Annotated[
         Path | None,
@@ -87,7 +85,7 @@ def plan(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Changes to it, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
+            help="Overrides, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
         ),
     ] = None,
     devices: Annotated[
@@ -134,9 +132,7 @@ def profile(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Changes to it, e.g. model.dtype=bfloat16", metavar="SECTION.KEY=VALUE", show_default=False
-        ),
+        typer.Argument(help="Overrides, e.g. model.dtype=bfloat16", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     save: Annotated[
         Path, typer.Option("--save", help="Where to write the profile for flowtrain plan --profile.", metavar="FILE")
@@ -164,7 +160,7 @@ def pack(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Changes to it, e.g. scheduler.microbatch_tokens=8192", metavar="SECTION.KEY=VALUE", show_default=False
+            help="Overrides, e.g. scheduler.microbatch_tokens=8192", metavar="SECTION.KEY=VALUE", show_default=False
         ),
     ] = None,
     steps: Annotated[
@@ -201,7 +197,7 @@ def doctor(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Changes to it, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
+        typer.Argument(help="Overrides, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:

@@ -88,9 +88,9 @@ class BackboneConfig(ConfigModel):
     (``selective``), or each ``checkpoint_every``-th layer (``every_n``)."""
     checkpoint_every: int = Field(2, ge=2)
     sharding: Literal["full", "gradients"] = "full"
-    """What data-parallel ranks shard besides gradients and optimizer state. ``full``: parameters between uses too.
-    ``gradients``: parameters stay whole from a step's first forward on. With several microbatches a step, gradients
-    stay whole, in float32, until the last backward, either way."""
+    """What data-parallel ranks shard in addition to gradients and optimizer state. ``full``: parameters between uses
+    too. ``gradients``: parameters stay whole from a step's first forward on. With several microbatches a step,
+    gradients stay whole, in float32, until the last backward, either way."""
     pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
     """``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers."""
     chunks_per_rank: int = Field(1, ge=1)

@@ -169,7 +169,7 @@ class RunState:
         return self._fail(
             DataError(
                 f"{num_rejected} of {num_seen} samples ({share:.1%}) were rejected, more than "
-                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; quarantine.jsonl says why"
+                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; see quarantine.jsonl"
             )
         )
 

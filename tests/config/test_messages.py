@@ -76,7 +76,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         (
             ["backbone.data_parallel_size=9"],
             "training.global_batch_size (8) is smaller than backbone.data_parallel_size (9): some ranks would never "
-            "have a sample; raise the first or lower the second",
+            "get a sample; raise the first or lower the second",
         ),
         (
             ["scheduler.cost=profile"],

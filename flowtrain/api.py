@@ -1,4 +1,4 @@
-"""FlowTrain from Python: each function does what the command of its name does; the CLI only wraps these."""
+"""FlowTrain from Python: each function does what the command of the same name does; the CLI only wraps these."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ def train(
     plan: PlanLike | None = None,
     loading: Callable[[RunConfig], AbstractContextManager[object]] = lambda config: nullcontext(),
 ) -> RunSummary:
-    """Train; returns what came of it.
+    """Train, and return how the run ended.
 
-    config: a configuration, or the path of a YAML file. overrides: ``section.key=value``, applied in order. resume: go
-    on from the last complete checkpoint. plan: the ``plan`` of what ``flowtrain.plan`` returns, or a ``plan.yaml``,
-    whose degrees and resources are taken; overrides change them again. loading: entered while libraries are imported.
+    config: a configuration, or the path of a YAML file.
+    overrides: ``section.key=value``, applied in order.
+    resume: go on from the last complete checkpoint.
+    plan: the ``plan`` of a report of ``flowtrain.plan``, or a ``plan.yaml``. Sets degrees and resources; overrides win.
+    loading: context that is entered while libraries are imported.
+
     Raises ConfigError before anything starts, other FlowTrainErrors later.
     """
     resolved = resolve(config, overrides, plan=plan)
@@ -56,9 +59,9 @@ def train(
 def dry_run(
     config: ConfigLike, overrides: Sequence[str] = (), resume: bool = False, *, plan: PlanLike | None = None
 ) -> DryRunReport:
-    """What ``train`` with the same arguments would do: actors, steps, data sizes, memory, what a resume goes on from.
+    """Return what ``train`` with the same arguments would do: actors, steps, data sizes, memory, resume point.
 
-    Starts nothing, changes nothing and needs no cluster. Raises ConfigError or DataError where ``train`` would.
+    Starts nothing, changes nothing and needs no cluster. Raises the ConfigError or DataError that ``train`` would.
     """
     resolved = resolve(config, overrides, plan=plan)
     check_run_dir(resolved, resume)
@@ -77,13 +80,16 @@ def plan(
     solver: SolverName = "auto",
     profile: str | PathLike[str] | None = None,
 ) -> PlanReport:
-    """Choose the parallel degrees of encoders and backbone (FlowTrain 3.3), at rates measured or by data sheets.
+    """Choose the parallel degrees of encoders and backbone (FlowTrain 3.3), from measured or data-sheet rates.
 
-    config: a run, whose first steps are sized as ``pack`` does, or a model file of ``configs/models``. device: a key of
-    the table of devices; by default an H200, or what the profile was measured on; several, each with its number, as
-    ``h200=64`` or ``h200=8x8`` for 8 nodes of 8. profile: what ``flowtrain profile`` wrote. devices: how many; by
-    default as many as the run's own degrees take. nodes: that they are spread over; by default 8 devices a node. Starts
-    nothing. The report's ``plan`` is what ``train`` takes. Raises ConfigError, DataError.
+    config: a run, whose first steps are sized as by ``pack``, or a model file of ``configs/models``.
+    device: type of device; by default an H200, or the type that the profile was measured on. Several types need their
+        counts: ``h200=64``, or ``h200=8x8`` for 8 nodes of 8.
+    devices: number of devices; by default as many as the run's own degrees take.
+    nodes: number of nodes; by default as many as it takes with 8 devices each.
+    profile: a file that ``flowtrain profile`` wrote.
+
+    Starts nothing. Pass the report's ``plan`` to ``train``. Raises ConfigError, DataError.
     """
     from flowtrain.controller.planning.devices import AskedDevices
     from flowtrain.controller.planning.planned import is_model_file, planned_model
@@ -112,10 +118,12 @@ def profile(
     devices: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ProfileReport:
-    """Measure a run's modules on the devices there are, for ``plan`` (FlowTrain 3.3); trains nothing.
+    """Measure a run's modules on the available devices, for ``plan`` (FlowTrain 3.3); trains nothing.
 
-    devices: that measure side by side; by default those of the largest node, eight at most. progress: is told what
-    comes next. Raises ConfigError or DataError where the run could not work, ResourceError where devices are missing.
+    devices: how many measure at the same time; by default those of the largest node, eight at most.
+    progress: called with the name of each measurement before it starts.
+
+    Raises ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
     resolved = resolve(config, overrides)
     from flowtrain.controller.profiling import measure
@@ -132,18 +140,21 @@ def pack(
     lengths: str | PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
-    """What packing does to the first steps of a run: fill, balance, cost. Reads sizes alone and needs no cluster.
+    """Return how the first steps of a run pack: fill, balance, cost. Reads only sizes and needs no cluster.
 
-    num_steps: how many; by default 50, or as many as there are. compare: by every method, not by the configured one
-    alone. lengths: a CSV with the columns ``num_image_tiles`` and ``num_tokens``, taken instead of the data; ``config``
-    may be such a CSV as well, then ``overrides`` change the defaults. progress: is told how far it is.
+    num_steps: number of steps; by default 50, or all if there are fewer.
+    compare: use every method, not only the configured one.
+    lengths: a CSV with the columns ``num_image_tiles`` and ``num_tokens``, used instead of the data. ``config`` may be
+        such a CSV too; ``overrides`` then change default settings.
+    progress: called with what is being done, how much is done, and how much there is.
+
     Raises ConfigError or DataError.
     """
     if num_steps is not None and num_steps < 1:
         raise ConfigError(f"num_steps (--steps) is {num_steps}; it must be at least 1")
     alone = not isinstance(config, RunConfig) and Path(config).suffix.lower() == ".csv"
     if alone and lengths is not None:
-        raise ConfigError(f"both {config} and {lengths} are to be taken instead of data; give one of them")
+        raise ConfigError(f"both {config} and {lengths} would replace the data; give one of them")
     # The configuration is checked before anything that is slow to import.
     resolved = None if alone else resolve(config, overrides, check_paths=lengths is None)
     from flowtrain.controller import pack_csv
@@ -161,9 +172,9 @@ def pack(
 
 
 def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
-    """What the cluster has for a run, its transports measured, and whether the run's pool fits; trains nothing.
+    """Return what the cluster has for a run, its measured transports, and whether the run's pool fits; trains nothing.
 
-    Raises ConfigError or DataError where the run could not work anywhere, ResourceError without a cluster.
+    Raises ConfigError or DataError if the run could not work anywhere, ResourceError if no cluster answers.
     """
     resolved = resolve(config, overrides)
     from flowtrain.controller.doctor import examine
@@ -174,9 +185,9 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
 def resolve(
     config: ConfigLike, overrides: Sequence[str] = (), check_paths: bool = True, *, plan: PlanLike | None = None
 ) -> RunConfig:
-    """The configuration with overrides applied; raises ConfigError. check_paths: data and models must exist.
+    """Return the configuration with overrides applied; raises ConfigError. check_paths: data and models must exist.
 
-    plan: sets degrees and resources before the overrides, as of ``train``.
+    plan: sets degrees and resources, as in ``train``.
     """
     if plan is None:
         return _resolved(config, overrides, check_paths)
@@ -186,7 +197,7 @@ def resolve(
     except ConfigError as error:
         own = _refusal(config, overrides, check_paths)
         if own is not None and (not own.faults or set(own.faults) & set(error.faults)):
-            raise own from None  # what is there without the plan, too, is not the plan's
+            raise own from None  # a fault that is there without the plan too is not the plan's
         raise ConfigError(f"with the plan {name}: {error}", error.faults) from error
 
 
@@ -216,5 +227,6 @@ def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bo
         if not is_model_file(path):
             raise
         raise ConfigError(
-            f"{path} is a model file, for flowtrain plan alone; give a run's configuration, as configs/quickstart.yaml"
+            f"{path} is a model file, which only flowtrain plan takes; give a run's configuration, such as "
+            "configs/quickstart.yaml"
         ) from error

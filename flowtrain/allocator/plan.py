@@ -1,4 +1,4 @@
-"""Plans that a configuration's degrees spell out, what they take, and their YAML."""
+"""The plan that a configuration's degrees give, the resources of a plan, and its YAML."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowtrain.types.run_plan import Key, ModulePlan, Plan
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a plan takes in all. num_actors includes the coordinator; pool_nbytes: all segments of the memory pool."""
+    """All resources of a plan. num_actors: with the coordinator; pool_nbytes: all segments of the memory pool."""
 
     num_actors: int
     num_cpus: float
@@ -31,10 +31,10 @@ class Requirements:
 
 
 def fixed_plan(config: RunConfig) -> Plan:
-    """Return the plan that the configuration's explicit degrees spell out.
+    """Return the plan that the configuration's explicit degrees give.
 
-    Encoder and backbone actors take their accelerator each, or their share of one, unless ``model.device`` is ``cpu``;
-    where the cluster has none, see ``Plan.without_devices``.
+    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` is ``cpu``. For a
+    cluster without accelerators see ``Plan.without_devices``.
     """
     encoders = {
         name: ModulePlan(
@@ -55,13 +55,13 @@ def fixed_plan(config: RunConfig) -> Plan:
         num_devices=config.backbone.num_devices,
         accelerator_type=config.backbone.accelerator_type,
     )
-    # The feeder reserves no CPU: it runs ahead of everybody and yields, and small machines have none to spare.
+    # The feeder reserves no CPU: it runs ahead of all others and yields, and small machines have none to spare.
     plan = Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=config.pool.text_segment_nbytes))
     return plan.without_devices() if config.model.device == "cpu" else plan
 
 
 def requirements(plan: Plan) -> Requirements:
-    """Return what the plan takes in all, to be held against what the cluster has before anything starts."""
+    """Return all resources of a plan, to compare with the cluster's before anything starts."""
     modules = [module for _, module in plan.modules()]
     return Requirements(
         num_actors=1 + sum(module.num_actors for module in modules),
@@ -72,12 +72,12 @@ def requirements(plan: Plan) -> Requirements:
 
 
 def plan_overrides(plan: Plan) -> tuple[str, ...]:
-    """Return all that a configuration has of a plan as a user would write it on the command line."""
+    """Return all settings of a plan as overrides, as a user would write them on the command line."""
     return _written(plan.settings())
 
 
 def changed_overrides(plan: Plan, usual: Plan) -> tuple[str, ...]:
-    """Return the plan's degrees, and what else of it differs from ``usual``, as ``plan_overrides`` does."""
+    """Return the plan's degrees, and its other settings that differ from ``usual``, as overrides."""
     degrees, others = plan.degree_settings(), usual.settings()
     return _written(
         {key: value for key, value in plan.settings().items() if key in degrees or others.get(key) != value}
@@ -90,19 +90,19 @@ def to_yaml(plan: Plan) -> str:
 
 
 def from_yaml(text: str, label: str = "plan.yaml") -> Plan:
-    """Return the plan in a YAML text; ConfigError names every fault. label: the file, as messages call it."""
+    """Return the plan in a YAML text; ConfigError names every fault. label: the file's name in messages."""
     try:
         values: Any = parse_yaml(text)[0]
-        # The schema decides how the rest is read, so it is looked at first.
+        # The schema decides how the rest is read, so it is checked first.
         found = values.get("schema") if isinstance(values, dict) else None
         if found != PLAN_SCHEMA:
             raise ConfigError(
-                f"{label}: schema ({found!r}) is not the one that this version reads ({PLAN_SCHEMA}); make a new plan"
+                f"{label}: schema ({found!r}) is not the one that this version reads ({PLAN_SCHEMA}); create a new plan"
             )
         if not {"encoders", "backbone", "feeder"} <= values.keys():
             raise ConfigError(
-                f"{label}: this is no plan, which has encoders, backbone and feeder; make one by flowtrain plan CONFIG "
-                "--save"
+                f"{label}: this is not a plan, which has encoders, backbone and feeder; create one with flowtrain plan "
+                "CONFIG --save"
             )
         return TypeAdapter(Plan).validate_python(values)
     except YamlError as error:
@@ -119,7 +119,7 @@ def _nearest_key(path: KeyPath, values: Any) -> str | None:
 
 
 def read_plan(path: str | PathLike[str]) -> Plan:
-    """Return the plan in a file; ConfigError where it cannot be read."""
+    """Return the plan in a file; ConfigError if it cannot be read."""
     try:
         return from_yaml(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -131,5 +131,5 @@ def _written(settings: Mapping[Key, int | float | str]) -> tuple[str, ...]:
 
 
 def _exact(amount: float) -> float:
-    """Drop the noise of adding fractions: Ray counts resources in ten-thousandths."""
+    """Round off the noise of adding fractions: Ray counts resources in ten-thousandths."""
     return round(amount, 4)

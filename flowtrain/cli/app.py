@@ -1,4 +1,4 @@
-"""The command line. Torch and Ray are imported only after a command's arguments are known to be good."""
+"""The command line. Torch and Ray are imported only after a command's arguments have been checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="flowtrain",
-    help="Train vision-language models as producer and consumer: encoders and backbone, decoupled.",
+    help="Train vision-language models: encoders produce features, the backbone consumes them, both at their own pace.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +41,7 @@ def root(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train vision-language models as producer and consumer: encoders and backbone, decoupled."""
+    """Train vision-language models: encoders produce features, the backbone consumes them, both at their own pace."""
 
 
 @app.command()
@@ -49,18 +49,18 @@ def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Changes to it, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False
-        ),
+        typer.Argument(help="Overrides, e.g. training.max_steps=20", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     plan_file: Annotated[
         Path | None,
-        typer.Option("--plan", help="Take degrees and resources from what flowtrain plan saved.", metavar="plan.yaml"),
+        typer.Option(
+            "--plan", help="Use degrees and resources of a plan that flowtrain plan saved.", metavar="plan.yaml"
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
 ) -> None:
-    """Train what CONFIG describes; alone, or on the Ray cluster that RAY_ADDRESS names."""
+    """Train what CONFIG describes, on this machine or on the Ray cluster that RAY_ADDRESS names."""
     with _errors_to_exit_codes():
         from flowtrain import api
         from flowtrain.cli.tables import plan_tables, resume_table, summary_table
@@ -85,37 +85,41 @@ def plan(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Changes to it, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
+            help="Overrides, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
         ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="How many; by default as many as CONFIG's own degrees take.")
+        int | None,
+        typer.Option("--devices", min=1, help="Number of devices; by default as many as CONFIG's own degrees take."),
     ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
             "--device",
-            help="Of which type: h200 (the default), h100, a100, 910b, ...; several times with numbers for several "
-            "types, h200=64 or h200=8x8 for 8 nodes of 8.",
+            help="Type of device: h200 (the default), h100, a100, 910b, ... Repeat it with counts for several types: "
+            "h200=64, or h200=8x8 for 8 nodes of 8.",
             metavar="TYPE[=COUNT]",
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="How many nodes they are on; by default 8 devices each.")
+        int | None,
+        typer.Option("--nodes", min=1, help="Number of nodes; by default as many as it takes with 8 devices each."),
     ] = None,
-    solver: Annotated[str, typer.Option("--solver", help="auto, highs, gurobi or cbc.")] = "auto",
+    solver: Annotated[str, typer.Option("--solver", help="MILP solver: auto, highs, gurobi or cbc.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Write the plan, for flowtrain train --plan.", metavar="plan.yaml")
+        Path | None,
+        typer.Option("--save", help="Write the plan to a file for flowtrain train --plan.", metavar="plan.yaml"),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Take rates that flowtrain profile measured.", metavar="FILE")
+        Path | None, typer.Option("--profile", help="Use the rates that flowtrain profile measured.", metavar="FILE")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw the rate over all splits.", metavar="FILE.png|FILE.svg")
+        Path | None,
+        typer.Option("--plot", help="Also draw the rate over all splits of the devices.", metavar="FILE.png|FILE.svg"),
     ] = None,
 ) -> None:
-    """Find the parallel degrees that train CONFIG fastest, by data sheets or a profile; needs no cluster."""
+    """Find the parallel degrees that train CONFIG fastest, from data sheets or a profile. It needs no cluster."""
     with _errors_to_exit_codes():
         from flowtrain.cli.plan import plan as show_plan
 
@@ -128,19 +132,19 @@ def profile(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Changes to it, e.g. model.dtype=bfloat16", metavar="SECTION.KEY=VALUE", show_default=False
-        ),
+        typer.Argument(help="Overrides, e.g. model.dtype=bfloat16", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     save: Annotated[
-        Path, typer.Option("--save", help="Where to write it, for flowtrain plan --profile.", metavar="FILE")
+        Path, typer.Option("--save", help="Where to write the profile for flowtrain plan --profile.", metavar="FILE")
     ] = Path("profile.json"),
     devices: Annotated[
         int | None,
-        typer.Option("--devices", min=1, help="How many measure side by side; by default all of a node, at most 8."),
+        typer.Option(
+            "--devices", min=1, help="Devices that measure at the same time; by default all of a node, at most 8."
+        ),
     ] = None,
 ) -> None:
-    """Measure CONFIG's modules on the devices there are, for flowtrain plan; on a CPU a core is a device."""
+    """Measure CONFIG's modules on the available devices for flowtrain plan. On a CPU, a core is a device."""
     with _errors_to_exit_codes():
         from flowtrain.cli.profile import profile as measure
 
@@ -150,28 +154,36 @@ def profile(
 @app.command()
 def pack(
     config: Annotated[
-        Path, typer.Argument(help="YAML file of a run, or a CSV of lengths to pack by the defaults.", metavar="CONFIG")
+        Path,
+        typer.Argument(help="YAML file of a run, or a CSV of lengths to pack with default settings.", metavar="CONFIG"),
     ],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Changes to it, e.g. scheduler.microbatch_tokens=8192", metavar="SECTION.KEY=VALUE", show_default=False
+            help="Overrides, e.g. scheduler.microbatch_tokens=8192", metavar="SECTION.KEY=VALUE", show_default=False
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="How many steps; by default 50, or all.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="By every packing method, beside the paper's.")] = False,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Number of steps; by default 50, or all if there are fewer.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show every packing method, the paper's included.")
+    ] = False,
     lengths: Annotated[
         Path | None,
-        typer.Option("--lengths", help="num_image_tiles,num_tokens: sizes to take instead of data.", metavar="CSV"),
+        typer.Option(
+            "--lengths", help="Use these sizes instead of data; columns num_image_tiles,num_tokens.", metavar="CSV"
+        ),
     ] = None,
     dp: Annotated[int | None, typer.Option("--dp", help="Short for backbone.data_parallel_size=N.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Short for training.global_batch_size=N.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw it: a picture or a page.", metavar="FILE.png|FILE.html")
+        Path | None,
+        typer.Option("--plot", help="Also draw the figures, as a picture or a page.", metavar="FILE.png|FILE.html"),
     ] = None,
 ) -> None:
-    """Show what packing does to the data of CONFIG: fill, balance over ranks, cost. It reads sizes alone."""
+    """Show how the data of CONFIG pack: fill, balance over ranks, cost. It reads only sizes."""
     with _errors_to_exit_codes():
         from flowtrain.cli.pack import pack as show_packing
 
@@ -185,11 +197,11 @@ def doctor(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Changes to it, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
+        typer.Argument(help="Overrides, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:
-    """Show what the cluster has for CONFIG: nodes, memory, transports as measured, and whether its pool fits."""
+    """Check the cluster for CONFIG: nodes, memory, measured transports, and whether its memory pool fits."""
     with _errors_to_exit_codes():
         from flowtrain.cli.doctor import doctor as show_cluster
 
@@ -228,7 +240,7 @@ def _find_run(run: str) -> Path:
         if (candidate / "config.yaml").is_file():
             return candidate
     looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
-    raise ConfigError(f"no run {run!r}: there is no {looked}")
+    raise ConfigError(f"no run {run!r}: there is no {looked}; give the run's directory")
 
 
 @contextmanager
@@ -242,7 +254,7 @@ def _loading_shown(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _interrupt_exits_at_once() -> Iterator[None]:
-    """For the import of libraries, which was seen to swallow a KeyboardInterrupt; there is nothing to clean up yet."""
+    """Exit at once on Ctrl-C: the import of libraries can swallow a KeyboardInterrupt, and nothing needs cleanup."""
     previous = signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
     try:
         yield
@@ -252,7 +264,7 @@ def _interrupt_exits_at_once() -> Iterator[None]:
 
 @contextmanager
 def _errors_to_exit_codes() -> Iterator[None]:
-    """One message on standard error, and the exit code that says whose fault it was."""
+    """Print one message on standard error and exit: 2 if the input was refused, 1 if the command failed."""
     try:
         yield
     except FlowTrainError as error:

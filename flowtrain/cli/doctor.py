@@ -1,4 +1,4 @@
-"""``flowtrain doctor``: what the cluster has, on standard output as tables or as JSON."""
+"""``flowtrain doctor``: prints what the cluster has, as tables or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command may write, so that it is refused before the work and not behind it."""
+"""Checks where a command will write, so that a bad path is refused before the work, not after it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flowtrain.errors import ConfigError
 
 
 def check_output_path(option: str, path: Path, endings: Sequence[str] = ()) -> None:
-    """Raise ConfigError unless a file can be written there, with one of the endings where there are some.
+    """Raise ConfigError unless a file can be written there; with ``endings``, its name must have one of them.
 
-    option: that names the file, for messages.
+    option: the option that names the file, for messages.
     """
     if endings and path.suffix.lower() not in endings:
         raise ConfigError(f"{option} {path}: the ending must be {' or '.join(endings)}")
     if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no directory {path.parent}; make it or choose another place")
+        raise ConfigError(f"{option} {path}: there is no directory {path.parent}; create it or choose another place")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{option} {path}: no file can be written there; choose another place")
 

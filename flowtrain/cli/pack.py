@@ -1,4 +1,4 @@
-"""``flowtrain pack``: progress on standard error, figures on standard output, a plot where one is asked for."""
+"""``flowtrain pack``: progress on standard error, figures on standard output, and a plot if asked for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pack(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Pack as ``api.pack`` does, and show it; raises ConfigError before it starts where ``plot`` cannot be written."""
+    """Pack as ``api.pack`` does, and show the report; ConfigError before any work if ``plot`` cannot be written."""
     if plot is not None:
         check_plot_path(plot, PLOT_ENDINGS)
     with _progress_bar(shown=sys.stderr.isatty()) as progress:
@@ -46,7 +46,7 @@ def pack(
 
 @contextmanager
 def _progress_bar(shown: bool) -> Iterator[OnProgress]:
-    """What is done now, on standard error; a bar of its own for each kind of work."""
+    """Progress on standard error, with one bar for each kind of work."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
         tasks: dict[str, TaskID] = {}

@@ -34,17 +34,17 @@ WIDTH_INCHES, DPI = 13.0, 130
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure of all methods.
-
-    of_step: its values in a step; center: what its dot shows; scale: of its axis. of_ranks: it compares ranks, and says
-    nothing of a single one.
-    """
+    """One figure of all methods."""
 
     title: str
     of_step: Callable[[StepFigures], Iterable[float]]
+    """Its values in a step."""
     center: Callable[[MethodReport], float]
+    """The value that the dot shows."""
     scale: str = "symlog"
+    """Scale of its axis."""
     of_ranks: bool = True
+    """It compares ranks, so it is left out for a single rank."""
 
 
 PANELS = (
@@ -81,7 +81,7 @@ PANELS = (
 
 
 def write_plot(report: PackReport, path: Path) -> None:
-    """Draw the report into ``path``; its ending decides between picture and page."""
+    """Draw the report into ``path``, a picture or a page by its ending."""
     with matplotlib.rc_context(STYLE):
         figure = draw(report)
         if path.suffix.lower() == ".png":
@@ -91,7 +91,7 @@ def write_plot(report: PackReport, path: Path) -> None:
 
 
 def draw(report: PackReport) -> Figure:
-    """Return the figure: how long samples are, and then one panel a figure with a row for each method."""
+    """Return the figure: the lengths of samples, then one panel per figure with a row for each method."""
     drawings = _drawings(report)
     num_columns = min(3, len(drawings))
     num_rows, rows_inches = -(-len(drawings) // num_columns), 0.26 * len(report.methods) + 0.75
@@ -108,7 +108,7 @@ def draw(report: PackReport) -> Figure:
 
 
 def _drawings(report: PackReport) -> list[Callable[[Axes], None]]:
-    """What draws each panel that says something, in their order."""
+    """The functions that draw the panels, in order; a single rank has no panels that compare ranks."""
     is_alone = report.workload.config.backbone.data_parallel_size == 1
     shown = [panel for panel in PANELS if not (is_alone and panel.of_ranks)]
     drawings: list[Callable[[Axes], None]] = [partial(_draw_panel, panel=panel, report=report) for panel in shown]
@@ -118,13 +118,13 @@ def _drawings(report: PackReport) -> list[Callable[[Axes], None]]:
 
 
 def _write_title(figure: Figure, report: PackReport) -> None:
-    """Put the title over the panels; a source whose name is too long for it loses its middle."""
+    """Write the title over the panels; the middle of a source name that is too long is left out."""
     workload, config = report.workload, report.workload.config
     rest = (
         f"{workload.order}, {counted(config.training.global_batch_size, 'sample')} each, over "
         f"{counted(config.backbone.data_parallel_size, 'data-parallel rank')}; microbatches of "
         f"{config.scheduler.microbatch_tokens:,} tokens, cost {workload.cost_label}\n"
-        "Dots: medians (fill: all steps together); lines: from the least step or slot to the greatest"
+        "Dots: medians (fill: all steps together); lines: from the smallest to the largest step or slot"
     )
     first = f"Packing of {workload.source}"
     title = figure.suptitle(first, fontsize=11, x=0.01, ha="left")
@@ -136,7 +136,7 @@ def _write_title(figure: Figure, report: PackReport) -> None:
 
 
 def _without_middle(text: str, most: int) -> str:
-    """Return ``most`` characters of a longer text, less of its start than of its end, with an ellipsis between."""
+    """Shorten a text to ``most`` characters: a third from its start, an ellipsis, the rest from its end."""
     head = most // 3
     return f"{text[:head]}…{text[len(text) - (most - head - 1) :]}"
 
@@ -151,7 +151,7 @@ def _draw_lengths(axes: Axes, report: PackReport) -> None:
     limits = {config.scheduler.microbatch_tokens: ["scheduler.microbatch_tokens"]}
     limits.setdefault(config.data.max_seq_len, []).append("data.max_seq_len")
     for place, (limit, names) in enumerate(limits.items()):
-        is_left = limit < 0.2 * max(limits)  # no room for the name before it
+        is_left = limit < 0.2 * max(limits)  # no room for the name to its left
         axes.axvline(limit, color=PAPER_COLOR, linestyle="--", linewidth=1)
         axes.annotate(
             "\n".join(names),
@@ -168,7 +168,7 @@ def _draw_lengths(axes: Axes, report: PackReport) -> None:
 
 
 def _draw_panel(axes: Axes, panel: Panel, report: PackReport) -> None:
-    """A dot for the median (fill: the whole), and a line from the least step or slot to the greatest."""
+    """A dot for the median (fill: all steps), and a line from the smallest to the largest step or slot."""
     most = 0.0
     for row, method in enumerate(report.methods):
         values = [value for step in method.steps for value in panel.of_step(step)]
@@ -183,7 +183,7 @@ def _draw_panel(axes: Axes, panel: Panel, report: PackReport) -> None:
 
 
 def _scale(axes: Axes, scale: str, most: float) -> None:
-    """Scale an axis whose greatest value is ``most``, with ticks at round numbers."""
+    """Scale an axis whose largest value is ``most``, with ticks at round numbers."""
     if scale == "log":
         axes.set_xscale("log")
         least, greatest = np.log10(axes.get_xlim())

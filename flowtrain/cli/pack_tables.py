@@ -1,4 +1,4 @@
-"""Tables of ``flowtrain pack``, on the terminal and in the plot's page."""
+"""Tables of ``flowtrain pack``, for the terminal and the plot's page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowtrain.scheduler.report import PAPER, Method, MethodReport, Spread
 class Column:
     """A figure of each method: its heading, and its text from the method's report and the first method's.
 
-    of_ranks: it compares ranks, and says nothing of a single one.
+    of_ranks: it compares ranks, so a single rank has a dash.
     """
 
     heading: str
@@ -44,12 +44,12 @@ BALANCE = (
 )
 CAPTIONS = {
     "bins": "pad: tokens computed for no sample; plan: median time a step takes, from lengths to dispatch",
-    "balance": "a / b: median / maximum; imbalance: dearest rank over the mean, less 1; to the first: mean cost",
+    "balance": "a / b: median / maximum; imbalance: costliest rank over the mean, minus 1; to the first: mean cost",
 }
 
 
 def pack_tables(report: PackReport) -> tuple[Table, ...]:
-    """What was packed, and what each method made of it; each table fits into 80 columns."""
+    """What was packed, and the figures of each method; each table fits into 80 columns."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column()
     facts.add_column(overflow="fold")
@@ -59,7 +59,7 @@ def pack_tables(report: PackReport) -> tuple[Table, ...]:
 
 
 def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
-    """Name and text of what was packed, for which settings, and of what a reader must know."""
+    """Name and text of each fact: what was packed, with which settings, and what a reader must know."""
     workload, config = report.workload, report.workload.config
     scheduler = config.scheduler
     yield "sizes", workload.source
@@ -75,17 +75,17 @@ def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
 
 
 def method_name(method: Method, configured: Method) -> str:
-    """A method as a table calls it: without its dispatch where that is the configured one; the paper's always whole."""
+    """A method's name in a table: without its dispatch if that is the configured one; the paper's always in full."""
     return method.packing if method.dispatch == configured.dispatch and method != PAPER else method.label
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun, which takes an s unless there is one."""
+    """A count with its noun, in the plural unless the count is 1."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def method_rows(report: PackReport, columns: Sequence[Column]) -> Iterator[tuple[str, ...]]:
-    """Name and cells of each method; what compares ranks is a dash where there is one."""
+    """Name and cells of each method; with a single rank, cells that compare ranks are a dash."""
     first, is_alone = report.methods[0], report.workload.config.backbone.data_parallel_size == 1
     for each in report.methods:
         cells = ("-" if is_alone and column.of_ranks else column.text(each, first) for column in columns)

@@ -1,4 +1,4 @@
-"""``flowtrain plan``: shows the degrees that the allocator chooses and why, saves what starts them, draws the rates."""
+"""``flowtrain plan``: shows the degrees that the allocator chooses and why, saves the plan, draws the rates."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def plan(
 ) -> None:
     """Plan as ``api.plan`` does, save, show and draw it; raises ConfigError.
 
-    asked: devices and profile, as keyword arguments of that. Plot errors are raised last.
+    asked: devices and profile, as keyword arguments of ``api.plan``. Plot errors are raised last.
     """
     if plot is not None:
         check_plot_path(plot, PLOT_ENDINGS)
     if save is not None:
         check_output_path("--save", save)
-    # An unknown solver is refused by its name, as one that is not installed.
+    # ``api.plan`` refuses an unknown solver with its name, like one that is not installed.
     report = api.plan(config, overrides, solver=cast(SolverName, solver), **asked)
     if save is not None:
         _save(report, save)
@@ -50,7 +50,7 @@ def plan(
     else:
         Console().print(*plan_report_tables(report), sep="\n")
         if save is not None:
-            print(f"\nsaved; {'once what the notes say is fixed, ' if report.faults else ''}start it with")
+            print(f"\nsaved; {'first fix what the notes name, then ' if report.faults else ''}start it with")
             print(shlex.join(_start(config, overrides, report, save)))  # a line that can be copied, however long
     if plot is not None:
         _draw(report, plot)
@@ -58,12 +58,12 @@ def plan(
 
 
 def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> list[str]:
-    """The command that trains by the plan; overrides of what is in it would undo it."""
+    """The command that trains with the plan, without overrides of its keys, since these would undo it."""
     decided = {dotted(key) for key in report.plan.settings()}
     sections = {dotted(key[:length]) for key in report.plan.settings() for length in range(1, len(key))}
     keys = {text: text.partition("=")[0].strip() for text in overrides}
     others = [text for text, key in keys.items() if key not in decided]
-    if sections & set(keys.values()):  # a whole section would undo the plan's part of it
+    if sections & set(keys.values()):  # an override of a whole section would undo the plan's part of it
         others += plan_overrides(report.plan)
     return ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
 
@@ -78,7 +78,7 @@ def _save(report: PlanReport, path: Path) -> None:
 def _draw(report: PlanReport, path: Path) -> None:
     if len(report.allocation.split_curve) < 2:
         raise ConfigError(
-            f"--plot {path}: there is no choice of splits to draw; it takes at least two, on one type of devices"
+            f"--plot {path}: there is no choice of splits to draw; a plot needs at least two, on one type of devices"
         )
     from flowtrain.cli.plan_plot import write_plot
 

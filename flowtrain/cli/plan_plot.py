@@ -16,18 +16,18 @@ CONSUMPTION_COLOR, PRODUCTION_COLOR, RATE_COLOR, REPLICATION_COLOR = "#c4570a", 
 STYLE: Any = {"font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "plan"}
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 9.0, 5.2, 130
 _HEADROOM = 1.45
-"""How far above the best rate the plot reaches: beyond it lies only what the other side cannot use."""
+"""How far above the best rate the plot reaches; rates beyond it are of no use to the other side."""
 
 
 def write_plot(report: PlanReport, path: Path) -> None:
-    """Draw the report into ``path``, whose ending says the format."""
+    """Draw the report into ``path``; its ending decides the format."""
     with matplotlib.rc_context(STYLE):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         draw(report).savefig(path, dpi=DPI, metadata=metadata)
 
 
 def draw(report: PlanReport) -> Figure:
-    """Return the figure: samples/s over the devices that the backbone gets, encoders having the rest."""
+    """Return the figure: samples/s over the number of devices of the backbone; encoders have the rest."""
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     axes = figure.add_subplot()
     found = report.allocation
@@ -49,7 +49,7 @@ def draw(report: PlanReport) -> Figure:
 
 
 def _draw_lines(axes: Axes, found: Allocation, count: int) -> None:
-    """Lines are stairs: a configuration stays the best until the devices suffice for another."""
+    """Draw lines as stairs: a configuration stays the best until there are enough devices for another."""
     points = sorted(found.split_curve, key=lambda point: point.backbone_devices)
     devices = [point.backbone_devices for point in points]
     taken = [point.consumption for point in points]
@@ -58,14 +58,14 @@ def _draw_lines(axes: Axes, found: Allocation, count: int) -> None:
         [*taken, taken[-1]],
         color=CONSUMPTION_COLOR,
         drawstyle="steps-post",
-        label="consumption: what the backbone takes",
+        label="consumption of the backbone",
     )
     axes.plot(
         [count - needed for needed, _ in (*found.production_curve[:1], *found.production_curve)],
-        [0.0, *(rate for _, rate in found.production_curve)],  # with fewer devices nothing is made
+        [0.0, *(rate for _, rate in found.production_curve)],  # with fewer devices nothing is produced
         color=PRODUCTION_COLOR,
         drawstyle="steps-post",
-        label="production: what encoders make on the rest",
+        label="production of encoders on the rest",
     )
     axes.plot(
         devices,
@@ -96,7 +96,7 @@ def _draw_chosen(axes: Axes, found: Allocation) -> None:
         [f"chosen: {found.rate:.4g} samples/s"]
         + [f"{each.name} {each.devices}: {each.degrees}" for each in (*encoders, backbone)]
     )
-    is_right = backbone.devices > 0.5 * sum(found.budget.values())  # where there is room below the lines
+    is_right = backbone.devices > 0.5 * sum(found.budget.values())  # on the side with room below the lines
     axes.annotate(
         text,
         (backbone.devices, found.rate),

@@ -1,4 +1,4 @@
-"""Tables of ``flowtrain plan``: what was asked, what was chosen, what was left out, and what it rests on."""
+"""Tables of ``flowtrain plan``: the request, the choice, what was left out, and the assumptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_BARS = 64
 
 
 def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
-    """What was asked, the plan, what was left out, what lost, and what all of it rests on."""
+    """The request, the plan, what was left out, the alternatives, and the assumptions."""
     found = report.allocation
     asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
     result = facts_table(_result_rows(report))
@@ -81,10 +81,10 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{found.bottleneck}; backbone starved {found.starved:.1%} of its time, encoders blocked {blocked:.1%}",
     )
     pool = report.pool
-    holds = "holds it" if pool.segments_nbytes >= pool.features_nbytes else "is less"
+    holds = "hold them" if pool.segments_nbytes >= pool.features_nbytes else "are less"
     yield (
         "memory pool",
-        f"{nbytes_text(pool.features_nbytes)} of features at most, of mean samples; what encoders give, "
+        f"at most {nbytes_text(pool.features_nbytes)} of features, for mean samples; the encoders' segments, "
         f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host memory",
     )
     if len(found.split_curve) > 1:
@@ -106,7 +106,7 @@ def _replication(report: PlanReport) -> str:
 
 
 def _curve(found: Allocation) -> str:
-    """The best rate of each number of backbone devices, as bars."""
+    """The best rate for each number of backbone devices, as bars."""
     best: dict[int, float] = {}
     for point in found.split_curve:
         best[point.backbone_devices] = max(point.rate, best.get(point.backbone_devices, 0.0))
@@ -119,7 +119,7 @@ def _curve(found: Allocation) -> str:
 
 
 def _left_out(found: Allocation) -> Table:
-    """Numbers of configurations by module, kept and left out by reason."""
+    """Numbers of configurations by module: left out, by reason, and kept."""
     names = list(found.pruned)
     table = _table("configurations", *names)
     reasons = dict.fromkeys(reason for pruned in found.pruned.values() for reason in pruned)
@@ -169,7 +169,7 @@ def _by_data_sheet(report: PlanReport) -> str:
         _figures(device, len(report.cluster.device_types) > 1) for device in report.cluster.device_types
     )
     return (
-        f"rates by data sheet, nothing is measured: {share.backbone:.0%} of the peak in the backbone's layers, "
+        f"rates from data sheets, nothing was measured: {share.backbone:.0%} of the peak in the backbone's layers, "
         f"{share.encoder:.0%} in encoders; {share.memory:.0%} of the memory's and {share.links:.0%} of the links' "
         f"bandwidth: {figures}; microbatches {report.planned.workload.fill:.0%} full; launching kernels and decoding "
         "images take no time"
@@ -188,7 +188,7 @@ def _by_profile(report: PlanReport) -> str:
     assert report.profile is not None
     links = report.cluster.device_types[0].links
     return (
-        f"rates by {report.profile.source}, measured on {report.profile.device}; links: {links.node / 1e9:.4g} GB/s "
+        f"rates from {report.profile.source}, measured on {report.profile.device}; links: {links.node / 1e9:.4g} GB/s "
         f"inside a node and {links.network / 1e9:.4g} GB/s between nodes ({links.source}); microbatches "
         f"{report.planned.workload.fill:.0%} full"
     )

@@ -1,4 +1,4 @@
-"""``flowtrain profile``: a table of what was measured, and the file that ``flowtrain plan --profile`` takes."""
+"""``flowtrain profile``: prints tables of the measurements, and writes the file for ``flowtrain plan --profile``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowtrain.errors import ConfigError
 
 
 def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | None) -> None:
-    """Measure as ``api.profile`` does, show it and write it; ConfigError where it cannot be written."""
+    """Measure as ``api.profile`` does, write the profile and show it; ConfigError if it cannot be written."""
     check_output_path("--save", save)  # before minutes are spent
     console = Console(stderr=True)
     report = api.profile(config, overrides, devices=devices, progress=lambda what: console.print(f"measuring {what}"))
@@ -33,7 +33,7 @@ def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | N
 
 
 def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
-    """What was measured on, the encoders' and the backbone's times, and what else takes time."""
+    """The devices, the encoders' and the backbone's times, and what else takes time."""
     profile, facts = report.profile, report.profile.facts
     link = "" if facts.link is None else f", {facts.link / 1e9:.3g} GB/s to the others"
     yield facts_table(
@@ -57,7 +57,7 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         for name, costs in profile.images.items()
     ]
     rest = [
-        ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms beside its layers, head and connector"),
+        ("a microbatch", f"{1e3 * steps.microbatch_s:.3g} ms in addition to its layers, head and connector"),
         ("a step", f"{1e3 * steps.step_s:.3g} ms and {1e9 * steps.parameter_s:.3g} ns a parameter"),
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]]) -> tuple[Table, Table]:
-    """What a run would be, and the actors that would run it.
+    """The settings of a run, and its actors.
 
     image_tokens: the fewest and the most tokens of an image, by encoder.
     """
@@ -30,7 +30,7 @@ def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]])
     run.add_row("mode", f"{config.mode}, {config.model.dtype}, family {config.model.family}")
     run.add_row("parameters", _parameters(prepared))
     for name, (fewest, most) in image_tokens.items():
-        several = "" if fewest == most else f" to {most:,}, in the first step's samples"
+        several = "" if fewest == most else f" to {most:,} in the first step's samples"
         run.add_row("tokens an image", f"{name}: {fewest:,}{several}")
     run.add_row("steps", f"{prepared.num_steps} of {config.training.global_batch_size} samples")
     for name, size in zip(prepared.source_names, prepared.source_sizes, strict=True):
@@ -55,7 +55,7 @@ def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]])
     actors = Table(title="actors", title_justify="left")
     for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
         actors.add_column(heading, justify="left" if heading == "module" else "right")
-    for name, module in prepared.plan.without_devices().modules():  # what is sure without looking at a cluster
+    for name, module in prepared.plan.without_devices().modules():  # what is certain without a cluster
         segment = nbytes_text(module.segment_nbytes) if module.segment_nbytes else "-"
         if module.segment_nbytes and module.degrees.replica_size > 1:
             segment += " a replica"
@@ -65,14 +65,14 @@ def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]])
 
 
 def resume_table(resumption: Resumption, num_steps: int) -> Table:
-    """What a resume would go on from, and what it would change."""
+    """The step that a resume would go on from, and what it would change."""
     table = Table(title="resume", title_justify="left", show_header=False)
     if resumption.step is None:
         table.add_row("goes on", f"from the beginning: {resumption.directory} has no complete checkpoint")
     elif resumption.step >= num_steps:
         table.add_row("goes on", f"not at all: step {resumption.step} of {num_steps} was the last")
     else:
-        table.add_row("goes on", f"behind step {resumption.step} of {num_steps}")
+        table.add_row("goes on", f"after step {resumption.step} of {num_steps}")
     for change in resumption.changes:
         table.add_row(change.key, f"{change.old} -> {change.new}")
     if resumption.step is not None and not resumption.changes:
@@ -83,7 +83,7 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
 
 
 def summary_table(summary: RunSummary) -> Table:
-    """How a run ended, and where everything of it lies."""
+    """How a run ended, and where its files are."""
     run = RunDir(summary.directory)
     table = Table.grid(padding=(0, 2))
     ended = "stopped" if summary.stopped else "done"
@@ -104,7 +104,7 @@ def summary_table(summary: RunSummary) -> Table:
 
 
 def _parameters(prepared: Prepared) -> str:
-    """Total and trainable ones; of an encoder's layers those that are computed."""
+    """Total and trainable parameters; an encoder counts only the layers that are computed."""
     spec, freeze = prepared.model_spec, prepared.config.model.freeze
     counts = {name: encoder.num_parameters for name, encoder in spec.encoders.items()}
     counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
@@ -131,17 +131,17 @@ def _cost(prepared: Prepared) -> str:
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """A name and a text a row, without borders; long texts are folded."""
+    """A table of names and texts, one pair per row, without borders; long texts are folded."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, Text(text))  # brackets in it are no markup
+        table.add_row(name, Text(text))  # so that brackets in it are not read as markup
     return table
 
 
 def nbytes_text(count: float) -> str:
-    """A number of bytes in the unit that people read."""
+    """A number of bytes in a readable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -26,11 +26,10 @@ from flowtrain.types.run_plan import Plan
 def load_config(
     path: str | PathLike[str], overrides: Sequence[str] = (), check_paths: bool = True, plan: Plan | None = None
 ) -> RunConfig:
-    """Configuration in a YAML file with overrides (``section.key=value``) applied and its paths made absolute.
+    """Load a YAML file, apply overrides (``section.key=value``) and make its paths absolute.
 
-    check_paths: paths of data and local models must exist. plan: sets degrees and resources before the overrides, which
-    may change them again. Raises ConfigError with one message that names file, key, value and the nearest valid key for
-    every fault found.
+    check_paths: paths of data and local models must exist. plan: sets degrees and resources; overrides win over it.
+    Raises ConfigError: one message that names file, key, value and the nearest valid key of every fault.
     """
     file = Path(path).expanduser()
     try:
@@ -49,9 +48,9 @@ def load_config(
 def override_config(
     config: RunConfig, overrides: Sequence[str], check_paths: bool = True, plan: Plan | None = None
 ) -> RunConfig:
-    """A configuration with overrides applied; relative paths in it start from the current directory.
+    """Apply overrides to a configuration; relative paths in it start from the current directory.
 
-    plan: as of ``load_config``.
+    plan: as in ``load_config``.
     """
     values = plain_values(config)
     document = Document("configuration", values, {}, _changed(values, overrides, plan), nearest_key)
@@ -70,7 +69,7 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """SHA-256 of plain values, the same whatever the order of keys."""
+    """SHA-256 of plain values; the order of keys does not change it."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -86,9 +85,9 @@ def _build(document: Document, config_dir: Path, check_paths: bool) -> RunConfig
 
 
 def _changed(values: dict[str, Any], overrides: Sequence[str], plan: Plan | None) -> dict[KeyPath, str]:
-    """Apply overrides and a plan to ``values``; returns where each change was set and by which text."""
+    """Apply overrides and a plan to ``values``; returns the key of each change with the text that set it."""
     origins = apply_overrides(values, overrides)
-    # The overrides win although they come first: only now is it known which encoders there are.
+    # Overrides are applied first, since they may add encoders, and they win: the plan keeps off their keys.
     return origins if plan is None else put_plan(values, plan, kept=origins) | origins
 
 

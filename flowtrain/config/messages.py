@@ -42,23 +42,23 @@ _NEEDS_ITEMS = {"too_short": "at least {min_length}", "too_long": "at most {max_
 
 @dataclass
 class Document:
-    """A configuration before validation, with what is needed to say where a value came from.
-
-    label: the file as the user named it. lines: line of every value in the file. overrides: text of the override that
-    set a value. nearest: finds the valid key most like an unknown one, of the document's values, or None.
-    """
+    """A configuration before validation, with the origin of each value."""
 
     label: str
+    """The file as the user named it."""
     values: dict[str, Any]
     lines: Mapping[Path, int] = field(default_factory=dict)
+    """Line of every value in the file."""
     overrides: Mapping[Path, str] = field(default_factory=dict)
+    """Text of the override that set a value."""
     nearest: Callable[[Path, Any], str | None] = lambda path, values: None
+    """Finds the valid key most like an unknown one; gets its path and the document's values."""
 
     def place(self, path: Path, text: str) -> str | None:
-        """``override 'a.b=1'`` or ``line 12`` of a fault at ``path``; None where neither is known.
+        """``override 'a.b=1'`` or ``line 12`` of a fault at ``path``; None if neither is known.
 
-        An override hides the lines of what it replaced. A fault of a whole section is that of the override whose key
-        the fault's text names, or that of the override that made the section.
+        An override hides the lines of the values it replaced. A fault of a whole section is blamed on the override
+        whose key the fault's text names, or on the override that created the section.
         """
         above = [key for key in self.overrides if key == path[: len(key)]]
         inside = [key for key in self.overrides if path and path == key[: len(path)]]
@@ -77,7 +77,7 @@ def refusal(label: str, faults: Sequence[Fault]) -> ConfigError:
 
 
 def refused(document: Document, error: ValidationError) -> ConfigError:
-    """One error for all that pydantic found."""
+    """One error for all faults that pydantic found."""
     details = [each for each in error.errors(include_url=False) if not _is_echo(each)]
     return refusal(document.label, [fault for each in details for fault in _faults(document, each)])
 
@@ -95,13 +95,13 @@ def show_value(value: Any) -> str:
 
 
 def _is_echo(details: ErrorDetails) -> bool:
-    """Pydantic also calls a tuple too short when an entry of it was refused, which is said already."""
+    """Pydantic also calls a tuple too short when it refused one of its entries; that entry has its own fault."""
     return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
 def _faults(document: Document, details: ErrorDetails) -> Iterator[Fault]:
     path, error = tuple(details["loc"]), (details.get("ctx") or {}).get("error")
-    if isinstance(error, ConfigError):  # of a check that knows what it refuses
+    if isinstance(error, ConfigError):  # raised by our own check, which names its faults
         for fault in error.faults:
             yield replace(fault, text=fault_line(document, path, fault.text))
         return
@@ -110,13 +110,13 @@ def _faults(document: Document, details: ErrorDetails) -> Iterator[Fault]:
 
 
 def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Path, str]:
-    """What pydantic refused, the path whose place is shown, and the words for it."""
+    """The code of a fault that pydantic found, the path whose place is shown, and the text."""
     path, kind, value = tuple(details["loc"]), details["type"], details["input"]
     context: dict[str, Any] = details.get("ctx") or {}
     key = dotted(path)
     if kind == "missing":
         return FaultCode.KEY, path[:-1], f"{key} is missing; it is required"
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):  # of models and of dataclasses
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):  # models; dataclasses
         return FaultCode.KEY, path, _unknown_key(document, path, value)
     if kind in _NEEDS_ITEMS:
         count = _NEEDS_ITEMS[kind].format(**context)

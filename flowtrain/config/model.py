@@ -12,52 +12,57 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ModelConfig(ConfigModel):
-    """The model as a whole.
-
-    family: the adapter that splits an HF VLM into encoders, connector and backbone. path: a whole HF checkpoint
-    (directory or hub id) of that family; then the modules need no path or config of their own. tokenizer: directory or
-    hub id; by default the backbone's (or the whole checkpoint's). freeze: modules that are not trained.
-    dtype: compute type of encoders and backbone (master weights are always float32).
-    """
+    """The model as a whole."""
 
     family: Literal["llava", "variable_llava"] = "llava"
+    """The adapter that splits a Hugging Face VLM into encoders, connector and backbone."""
     path: str | None = None
+    """A whole Hugging Face checkpoint of that family (directory or hub id). If given, the modules take no ``path`` or
+    ``config`` of their own."""
     tokenizer: str | None = None
+    """Directory or hub id; None: the backbone's, or that of the whole checkpoint."""
     chat_template: str | None = None
+    """A file, or the template itself; None: the tokenizer's."""
     image_token: str = "<image>"
     dtype: Dtype = "float32"
+    """Compute type of encoders and backbone. Master weights are always float32."""
     freeze: tuple[Literal["connector", "backbone"], ...] = ()
+    """Modules that are not trained. Encoders never are."""
     device: Literal["auto", "cpu"] = "auto"
+    """``auto``: accelerators if the cluster has some; ``cpu``: none."""
 
 
 class EncoderConfig(ConfigModel):
-    """One frozen vision encoder and the pool of actors that run it.
-
-    path: HF vision model (directory or hub id), or config: its HF config as a mapping with ``model_type`` (random
-    init). image_processor: keys that override the processor's (``size``, ``image_mean``, ...). feature_layer: hidden
-    state that is taken (-1 is the last). feature_select: ``default`` drops a leading class token, ``full`` keeps it;
-    None picks by tower. max_batch_patches: patches that one forward takes at most; batches are a function of positions
-    and sizes. data_parallel_size: replicas; tensor_parallel_size: actors that share out the layers of each, on one
-    node. segment_nbytes: memory each replica gives to the pool. num_cpus: what Ray reserves for each actor (a fraction
-    is allowed). num_devices: its share of an accelerator where the cluster has some; below 1 others may share that.
-    accelerator_type: which kind, as Ray calls it (``H200``), None for any. num_threads: torch threads of each actor;
-    decode_threads: image decoding beside them, of each replica.
-    """
+    """One frozen vision encoder and the actors that run it."""
 
     path: str | None = None
+    """Hugging Face vision model (directory or hub id)."""
     config: dict[str, Any] | None = None
+    """Or its Hugging Face configuration, a mapping with ``model_type``; weights are then random."""
     image_processor: dict[str, Any] = Field(default_factory=dict)
+    """Keys that override the image processor's (``size``, ``image_mean``, ...)."""
     feature_layer: int = -2
+    """Hidden state whose rows are the features; -1 is the last."""
     feature_select: Literal["default", "full"] | None = None
+    """``default`` drops a leading class token, ``full`` keeps it; None: chosen by the tower's type."""
     data_parallel_size: int = Field(1, ge=1, le=4096)
+    """Number of replicas."""
     tensor_parallel_size: int = Field(1, ge=1)
+    """Actors that split the layers of one replica, on one node."""
     max_batch_patches: int = Field(4096, ge=1)
+    """The most patches in one forward. Batches depend on positions and sizes alone."""
     segment_nbytes: int = Field(256 << 20, ge=1 << 16)
+    """Memory that each replica gives to the pool."""
     num_cpus: float = Field(1.0, ge=0)
+    """CPUs that Ray reserves for each actor; may be a fraction."""
     num_devices: float = Field(1.0, gt=0, le=1)
+    """Share of an accelerator that each actor takes, if the cluster has some; below 1 others may share it."""
     accelerator_type: str | None = None
+    """Type of accelerator, by Ray's name (``H200``); None: any."""
     num_threads: int = Field(1, ge=1)
+    """Torch threads of each actor."""
     decode_threads: int = Field(1, ge=1)
+    """Additional threads of each replica that decode images."""
 
 
 class ConnectorConfig(ConfigModel):
@@ -68,16 +73,7 @@ class ConnectorConfig(ConfigModel):
 
 
 class BackboneConfig(ConfigModel):
-    """The language model and its parallel degrees.
-
-    path or config as for an encoder. attention: which kernel runs packed sequences; ``auto`` chooses by device.
-    activation_checkpointing: what is recomputed in the backward pass: nothing, every layer, all but matrix products and
-    attention (``selective``), or each ``checkpoint_every``-th layer (``every_n``). sharding: what data parallel ranks
-    share out: ``full`` parameters too between uses, ``gradients`` keeps those whole from a step's first forward on.
-    Where a step has several microbatches, either way gradients stay whole, in float32, until the last one's backward.
-    pipeline_schedule: ``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers.
-    compile: torch.compile for the decoder layers. num_cpus, num_devices, accelerator_type: as of an encoder.
-    """
+    """The language model and its parallel degrees. Fields that an encoder has too mean the same here."""
 
     path: str | None = None
     config: dict[str, Any] | None = None
@@ -86,14 +82,23 @@ class BackboneConfig(ConfigModel):
     pipeline_parallel_size: int = Field(1, ge=1)
     context_parallel_size: int = Field(1, ge=1)
     attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
+    """The kernel that runs packed sequences; ``auto`` chooses by device."""
     activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
+    """What the backward pass recomputes: nothing, every layer, everything except matrix products and attention
+    (``selective``), or each ``checkpoint_every``-th layer (``every_n``)."""
     checkpoint_every: int = Field(2, ge=2)
     sharding: Literal["full", "gradients"] = "full"
+    """What data-parallel ranks shard in addition to gradients and optimizer state. ``full``: parameters between uses
+    too. ``gradients``: parameters stay whole from a step's first forward on. With several microbatches a step,
+    gradients stay whole, in float32, until the last backward, either way."""
     pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
+    """``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers."""
     chunks_per_rank: int = Field(1, ge=1)
     compile: bool = False
+    """Run ``torch.compile`` on the decoder layers."""
     num_cpus: float = Field(1.0, ge=0)
     num_devices: float = Field(1.0, gt=0, le=1)
     accelerator_type: str | None = None
     num_threads: int = Field(1, ge=1)
     prefetch_microbatches: int = Field(2, ge=1)
+    """Microbatches that a rank reads from the pool ahead of training."""

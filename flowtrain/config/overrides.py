@@ -10,16 +10,16 @@ from flowtrain.errors import ConfigError
 
 
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> dict[Path, str]:
-    """Set each override in ``document``, in order; returns where each was set and by which text.
+    """Set each override in ``document``, in order; returns the key of each with its text.
 
-    A value is read as YAML, so lists and mappings can be given. Sections that are missing are made; a list index may be
-    one past the end to append. Raises ConfigError.
+    A value is read as YAML, so lists and mappings can be given. Missing sections are created. A list index one past the
+    end appends. Raises ConfigError.
     """
     origins: dict[Path, str] = {}
     for text in overrides:
         path, value = _parse(text)
         set_at = _set(document, path, value, text)
-        origins = {key: origin for key, origin in origins.items() if key[: len(set_at)] != set_at}  # what it replaces
+        origins = {key: origin for key, origin in origins.items() if key[: len(set_at)] != set_at}  # replaced
         origins[set_at] = text
     return origins
 
@@ -33,7 +33,7 @@ def _parse(text: str) -> tuple[tuple[str, ...], Any]:
         return path, parse_yaml(value)[0]
     except YamlError as error:
         raise ConfigError(
-            f"override {text!r}: the value of {key} cannot be read ({error}); quote text that holds YAML's own signs"
+            f"override {text!r}: the value of {key} cannot be read ({error}); quote text with YAML's special signs"
         ) from error
 
 

@@ -1,9 +1,8 @@
 """Paths in a configuration: where relative ones start from, and which must exist.
 
-A relative path is looked for in the current directory, then in the configuration file's directory, then in that
-directory's parent (so that ``configs/a.yaml`` may name the project's files from anywhere); what is found becomes
-absolute. A model or tokenizer that is found nowhere stays as it is when it looks like a hub id (``name`` or
-``owner/name``).
+A relative path is searched in the current directory, then in the configuration file's directory, then in that
+directory's parent (so that ``configs/a.yaml`` may name the project's files from anywhere), and made absolute. A model
+or tokenizer that is not found stays as written if it looks like a hub id (``name`` or ``owner/name``).
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
     if may_be_hub_id and _HUB_ID.fullmatch(text):
         return None
     where = f" (looked in {', '.join(dict.fromkeys(str(base) for base in bases))})" if bases else ""
-    hub = "; it is no hub id (owner/name) either" if may_be_hub_id else ""
+    hub = "; it is not a hub id (owner/name) either" if may_be_hub_id else ""
     return f"{dotted(path)} = {text!r}: no such file or directory{where}{hub}"
 
 
 def _holders(value: Any, pattern: tuple[str, ...], walked: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Mappings in ``value`` whose key the pattern's last name is set, with the key's whole path."""
+    """Mappings in ``value`` in which the last name of the pattern is set, with the whole path of that key."""
     if len(pattern) == 1:
         if value is not None and value[pattern[0]] is not None:
             yield value, (*walked, pattern[0])

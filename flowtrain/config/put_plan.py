@@ -11,18 +11,18 @@ from flowtrain.types.run_plan import Plan
 
 
 def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) -> dict[Path, str]:
-    """Set what the plan decides in ``values``; returns where each was set, and by what, as ``apply_overrides`` does.
+    """Set the plan's settings in ``values``; returns the key and text of each, as ``apply_overrides`` does.
 
-    kept: keys, or sections, that overrides set; they change the plan again, so the plan leaves them alone. Raises
-    ConfigError where the encoders are others than the plan's. A section that is no mapping is left for validation.
+    kept: keys or sections that overrides set; overrides win, so the plan does not set them. Raises ConfigError if the
+    encoders differ from the plan's. A section that is not a mapping is left for validation to refuse.
     """
     encoders = values.get("encoders")
     if isinstance(encoders, dict) and set(encoders) != set(plan.encoders):
         raise ConfigError.of(
             "encoders",
             FaultCode.ENCODERS,
-            f"encoders has {', '.join(map(str, encoders))} and the plan has {', '.join(plan.encoders) or 'none'}; make "
-            "a plan for this configuration, or rename its encoders",
+            f"encoders has {', '.join(map(str, encoders))} and the plan has {', '.join(plan.encoders) or 'none'}; "
+            "create a plan for this configuration, or rename its encoders",
         )
     origins: dict[Path, str] = {}
     for key, value in plan.settings().items():
@@ -32,7 +32,7 @@ def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) ->
 
 
 def _set(values: dict[str, Any], key: Path, value: Any) -> bool:
-    """Set a value, with the sections above it; whether all of these are mappings."""
+    """Set a value, creating missing sections; returns False if a section is not a mapping."""
     section: Any = values
     for name in key[:-1]:
         if section.get(name) is None:

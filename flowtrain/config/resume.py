@@ -1,4 +1,4 @@
-"""Which keys a resumed run may change: those that leave the losses as they are, but for rounding."""
+"""Which keys a resumed run may change: those that leave the losses as they are, except for rounding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAY_CHANGE = (
     "encoders.*.num_devices",
     "encoders.*.accelerator_type",
     "encoders.*.decode_threads",
-    "backbone.data_parallel_size",  # a checkpoint is shared out anew; losses agree closely, see controller/start.py
+    "backbone.data_parallel_size",  # the checkpoint is resharded; losses agree closely, see controller/start.py
     "backbone.tensor_parallel_size",
     "backbone.pipeline_parallel_size",
     "backbone.pipeline_schedule",
@@ -44,10 +44,10 @@ ABSENT = "(not given)"
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
-    """Raise ConfigError unless ``new`` can continue a run begun with ``old``; it names each key with both values.
+    """Raise ConfigError, with each key and both values, unless ``new`` can continue a run begun with ``old``.
 
-    Pools, limits, checkpoints, observability, the backbone's parallelism and the run's length may change; whatever else
-    decides the order of the data, the model or a bit of the arithmetic may not.
+    Pool, limits, checkpoints, observability, parallel sizes and the run's length may change. Keys that decide the order
+    of the data, the model or a bit of the arithmetic may not.
     """
     faults = [fault for change in changes(old, new) if (fault := _fault(change.key, change.old, change.new))]
     if faults:
@@ -65,7 +65,7 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key that a resume gives another value; ``ABSENT`` stands for none."""
+    """A key to which a resume gives another value; ``ABSENT`` stands for a missing key."""
 
     key: str
     old: Any

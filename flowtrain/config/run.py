@@ -21,18 +21,18 @@ from flowtrain.types.samples import TEXT_PART
 
 
 class RunConfig(ConfigModel):
-    """One training run, as written in one YAML file.
-
-    name: the run's directory is ``<runs_dir>/<name>``. seed: order of the data and random initial weights.
-    mode: ``decoupled`` is FlowTrain. encoders: from a name to an encoder, though most runs have one.
-    """
+    """One training run, as written in one YAML file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's directory is ``<runs_dir>/<name>``."""
     runs_dir: str = "runs"
     seed: int = Field(0, ge=0)
+    """Decides the order of the data and random initial weights."""
     mode: Literal["decoupled"] = "decoupled"
+    """``decoupled`` is FlowTrain's."""
     model: ModelConfig = ModelConfig()
     encoders: dict[str, EncoderConfig] = Field(min_length=1)
+    """Encoders by name. A run can have one; ``flowtrain plan`` plans several."""
     connector: ConnectorConfig = ConnectorConfig()
     backbone: BackboneConfig = BackboneConfig()
     data: DataConfig
@@ -64,7 +64,7 @@ class RunConfig(ConfigModel):
         return self
 
     def with_plan(self, plan: Plan) -> RunConfig:
-        """Return it with a plan's degrees, resources and pool segments; raises ConfigError where they do not fit it."""
+        """Return the configuration with a plan's degrees, resources and segments; ConfigError if they do not fit it."""
         values = self.model_dump()
         origins = put_plan(values, plan)
         try:
@@ -79,8 +79,8 @@ def _capacity_holds_a_sample(config: RunConfig) -> Iterator[Fault]:
             "data.max_seq_len",
             FaultCode.CONFLICT,
             f"data.max_seq_len ({config.data.max_seq_len}) is larger than scheduler.microbatch_tokens "
-            f"({config.scheduler.microbatch_tokens}): a longest sample would fit no microbatch; lower the first or "
-            "raise the second",
+            f"({config.scheduler.microbatch_tokens}): a sample of that length would fit no microbatch; lower the first "
+            "or raise the second",
         )
 
 
@@ -91,7 +91,7 @@ def _batch_feeds_every_rank(config: RunConfig) -> Iterator[Fault]:
             "backbone.data_parallel_size",
             FaultCode.DEGREES,
             f"training.global_batch_size ({batch}) is smaller than backbone.data_parallel_size ({dp_size}): some "
-            "ranks would never have a sample; raise the first or lower the second",
+            "ranks would never get a sample; raise the first or lower the second",
         )
 
 
@@ -102,8 +102,8 @@ def _a_frozen_cost_is_given(config: RunConfig) -> Iterator[Fault]:
             "scheduler.cost_profile",
             FaultCode.CONFLICT,
             f"scheduler.cost ('profile') needs scheduler.cost_profile with data.order ({order!r}), whose costs are "
-            "frozen from the start; give the cost_profile.json that an earlier run of this model wrote into its "
-            "directory, or set data.order to 'arrival', which fits costs while it runs",
+            "fixed from the start; give the cost_profile.json that an earlier run of this model wrote into its "
+            "directory, or set data.order to 'arrival', which fits costs during the run",
         )
 
 
@@ -113,7 +113,7 @@ def _encoder_names(config: RunConfig) -> Iterator[Fault]:
             yield Fault(
                 f"encoders.{name}",
                 FaultCode.ENCODERS,
-                f"encoders: {name!r} is no valid encoder name; use an identifier other than {TEXT_PART!r}",
+                f"encoders: {name!r} is not a valid encoder name; use an identifier other than {TEXT_PART!r}",
             )
 
 
@@ -135,8 +135,8 @@ def _split_encoders_have_a_place(config: RunConfig) -> Iterator[Fault]:
                 f"encoders.{name}.num_cpus",
                 FaultCode.CONFLICT,
                 f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 needs "
-                f"encoders.{name}.num_cpus (0) above 0: by what its actors reserve they come to lie on one node; a "
-                "fraction is enough",
+                f"encoders.{name}.num_cpus (0) above 0: Ray places its actors on one node by the CPUs they reserve; "
+                "a fraction is enough",
             )
 
 
@@ -154,8 +154,8 @@ def _ranks_have_whole_devices(config: RunConfig) -> Iterator[Fault]:
             yield Fault(
                 f"{key}.num_devices",
                 FaultCode.DEGREES,
-                f"{key}.num_devices ({num_devices:g}) below 1 would have several of {num_ranks} ranks on one "
-                "accelerator, where NCCL does not join them; set it to 1, or the parallel sizes to 1",
+                f"{key}.num_devices ({num_devices:g}) below 1 would put several of {num_ranks} ranks on one "
+                "accelerator, which NCCL does not support; set it to 1, or the parallel sizes to 1",
             )
 
 
@@ -173,7 +173,7 @@ def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
             "backbone.chunks_per_rank",
             FaultCode.CONFLICT,
             f"backbone.chunks_per_rank ({chunks}) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now "
-            f"{schedule!r}); set that, or the first to 1",
+            f"{schedule!r}); set that, or set chunks_per_rank to 1",
         )
 
 

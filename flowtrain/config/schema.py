@@ -1,4 +1,4 @@
-"""What keys a run may have: the models' fields as dotted patterns, and the nearest valid key to a wrong one."""
+"""The valid keys of a run: the models' fields as patterns, and the valid key nearest to a wrong one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _patterns(model: type[ConfigModel], prefix: tuple[str, ...]) -> Iterator[tup
 
 
 def _sections(annotation: Any) -> Iterator[tuple[type[ConfigModel], tuple[str, ...]]]:
-    """Config models inside an annotation, each with ``(ANY,)`` where it is held by a list or a mapping."""
+    """Config models inside an annotation, each with ``(ANY,)`` if a list or a mapping holds it."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         yield annotation, ()
         return
@@ -80,7 +80,7 @@ def _common_prefix(pattern: tuple[str, ...], path: Path) -> int:
 
 
 def _fill(pattern: tuple[str, ...], path: Path, document: Any) -> Iterator[str]:
-    """Replace ``ANY`` by the name at the same place of ``path``, else by the first one in the document."""
+    """Replace ``ANY`` by the name at the same place in ``path``, otherwise by the first name in the document."""
     here, on_path = document, True
     for depth, part in enumerate(pattern):
         filled = part

@@ -1,4 +1,4 @@
-"""What can be planned but not run yet, so that no configuration is refused for it before it is to start."""
+"""What can be planned but not run yet. Only a start refuses it, so that such configurations can be planned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowtrain.errors import Fault, FaultCode
 
 
 def startable_faults(config: RunConfig) -> list[Fault]:
-    """Return why no run starts like that; empty where one does."""
+    """Return why a run with this configuration cannot start; empty if it can."""
     if len(config.encoders) == 1:
         return []
     text = (
@@ -19,6 +19,6 @@ def startable_faults(config: RunConfig) -> list[Fault]:
 
 
 def check_startable(config: RunConfig) -> None:
-    """Raise ConfigError, with all faults, where no run starts like that."""
+    """Raise ConfigError, with all faults, if a run with this configuration cannot start."""
     if faults := startable_faults(config):
         raise refusal(f"run {config.name!r}", faults)

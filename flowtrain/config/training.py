@@ -1,4 +1,4 @@
-"""How it is trained: batch, optimizer, schedule, loss, checkpoints."""
+"""How the model is trained: batch, optimizer, schedule, loss, checkpoints."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from flowtrain.errors import ConfigError, FaultCode
 
 
 class LearningRateConfig(ConfigModel):
-    """Peak learning rate per module; None means the module takes ``training.learning_rate``."""
+    """Peak learning rate per module; None: the module has ``training.learning_rate``."""
 
     connector: float | None = Field(None, ge=0)
     backbone: float | None = Field(None, ge=0)
 
 
 class TrainingConfig(ConfigModel):
-    """Optimisation.
-
-    global_batch_size: samples per optimizer step over all ranks. max_steps / num_epochs: one of them ends the run.
-    learning_rate: peak; learning_rates: overrides per module. loss_normalization: ``token`` divides the sum of token
-    losses by the step's number of target tokens, ``sample`` is the mean over samples of their mean token loss.
-    max_grad_norm: 0 turns clipping off.
-    """
+    """Optimisation."""
 
     global_batch_size: int = Field(8, ge=1)
+    """Samples of an optimizer step, over all ranks."""
     max_steps: int | None = Field(None, ge=1)
+    """Length of the run; give either this or ``num_epochs``."""
     num_epochs: float | None = Field(None, gt=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(1e-4, ge=0)
+    """The peak."""
     learning_rates: LearningRateConfig = LearningRateConfig()
+    """Overrides it per module."""
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = Field(0, ge=0)
@@ -39,7 +37,10 @@ class TrainingConfig(ConfigModel):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     max_grad_norm: float = Field(1.0, ge=0)
+    """0 turns clipping off."""
     loss_normalization: Literal["token", "sample"] = "token"
+    """``token``: the sum of token losses over the step's number of target tokens. ``sample``: the mean over samples of
+    their mean token loss."""
 
     @model_validator(mode="after")
     def _one_end(self) -> TrainingConfig:

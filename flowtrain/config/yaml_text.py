@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 
 class YamlError(ValueError):
-    """A text is not the YAML that is expected; the message gives the line where it is known."""
+    """A text is not the expected YAML; the message gives the line if it is known."""
 
 
 _SCALARS: tuple[tuple[str, str, str], ...] = (
@@ -49,7 +49,7 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _resolvers()
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value that occurs twice in full: the text is read by people."""
+        """Write a value that occurs twice in full both times: people read the text."""
         return True
 
 

@@ -29,10 +29,10 @@ Network = Literal["auto", "none", "nixl"]
 Strategy = Literal["STRICT_PACK", "PACK"]
 
 ACCELERATOR_TYPE = "accelerator_type:"
-"""Begins the resource that a node with accelerators of a type has once, whatever their number."""
+"""Prefix of a resource that a node with accelerators of a type has: one, however many accelerators it has."""
 
 PROBE_TIMEOUT_S = 60.0
-"""How long a node may take to say whether it has NIXL; starting a Ray worker is most of it."""
+"""How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker."""
 
 
 @contextmanager
@@ -79,9 +79,9 @@ def _connect(config: RunConfig) -> None:
 
 
 def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Network = "none") -> Strategy:
-    """Return how the bundles may be spread: over several nodes only where the pool's network joins them.
+    """Return how the bundles may be spread: over several nodes only if the pool's network joins them.
 
-    network: ``pool.network``. Raises ResourceError, with all counts, when the cluster lacks what the actors need.
+    network: ``pool.network``. Raises ResourceError, with all counts, if the cluster lacks what the actors need.
     """
     have = ray.cluster_resources()
     lacking = []
@@ -99,7 +99,9 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
                 lacking.append(f"no single node has {_counts(bundle)}{reason}")
                 break
     if pool_nbytes > have.get("memory", 0.0):
-        lacking.append(f"memory for pool segments: {pool_nbytes} bytes needed, {have.get('memory', 0.0):.0f} there")
+        lacking.append(
+            f"memory for pool segments: {pool_nbytes} bytes needed, {have.get('memory', 0.0):.0f} in the cluster"
+        )
     if network == "nixl" and why_one is not None:
         lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
@@ -112,14 +114,14 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
 
 
 def with_network(config: RunConfig, group: PlacementGroup | None) -> RunConfig:
-    """Put in the place of ``pool.network: auto`` what the actors need: NIXL if their bundles are on several nodes."""
+    """Replace ``pool.network: auto`` by what the actors need: NIXL if their bundles are on several nodes."""
     if config.pool.network != "auto":
         return config
     nodes = set(placement_group_table(group)["bundles_to_node_id"].values()) if group is not None else set()
     if len(nodes) > 1:
         logger.warning(
             "the actors are on %d nodes; the pool joins these by NIXL, whose ports ask for no token: keep the network "
-            "between the nodes to yourself, and name its interface in UCX_NET_DEVICES",
+            "between the nodes private, and name its interface in UCX_NET_DEVICES",
             len(nodes),
         )
     pool = config.pool.model_copy(update={"network": "nixl" if len(nodes) > 1 else "none"})
@@ -128,9 +130,9 @@ def with_network(config: RunConfig, group: PlacementGroup | None) -> RunConfig:
 
 @contextmanager
 def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "STRICT_PACK") -> Iterator[PlacementGroup]:
-    """Reserve bundles, each on one node, for as long as the context lasts, on as few nodes as the strategy lets.
+    """Reserve bundles, each on one node, for as long as the context lasts, on as few nodes as the strategy allows.
 
-    Raises ResourceError, with what is free, when the reservation does not come within ``timeout_s``.
+    Raises ResourceError, with what is free, if Ray does not reserve them within ``timeout_s``.
     """
     group = placement_group(list(bundles), strategy=strategy)
     try:
@@ -148,11 +150,11 @@ def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "ST
 
 
 def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | None:
-    """Why all actors must share a node; None where the pool's network joins all nodes."""
+    """Why all actors must share a node; None if the pool's network joins all nodes."""
     if network == "none":
         return "pool.network is none (nixl or auto lets the pool join nodes, on a network that you trust)"
     if network == "auto" and len(nodes) == 1:
-        return "the cluster has no other"
+        return "the cluster has one node"
     probe: Any = ray.remote(nixl_module)
     answers = {}
     for node in nodes:
@@ -168,13 +170,13 @@ def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | No
 def _has_nixl(answer: Any) -> bool:
     try:
         return ray.get(answer) is not None
-    except ray.exceptions.RayError as error:  # the node went, or has no FlowTrain
+    except ray.exceptions.RayError as error:  # the node is gone, or has no FlowTrain
         logger.warning("a node could not be asked for NIXL: %s", error)
         return False
 
 
 def _lacking_types(bundles: Sequence[Bundle]) -> list[str]:
-    """Types of accelerators of which there are too few; the resource of a type does not count them, its nodes do."""
+    """What is missing of each accelerator type; the type's own resource is no count, so the GPUs of its nodes count."""
     lacking = []
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     there = sorted({name.removeprefix(ACCELERATOR_TYPE) for node in nodes for name in node if _is_type(name)})

@@ -1,4 +1,4 @@
-"""What a run's microbatches cost: the cost that steps are planned with, and the one that was measured."""
+"""What a run's microbatches cost: the cost model that plans steps, and the measured one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from flowtrain.types.plan import CostModel
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("torch", "transformers")
-"""Those that compute a microbatch."""
+"""The libraries that compute a microbatch."""
 
 
 class CostKeeper:
     """Keeps the cost in use, checks the profile that it came from, and writes ``cost_profile.json``.
 
-    frozen: what the checkpoint has that a run resumes from; it goes before what the configuration gives now, so that
-    plans stay the same whatever a profile's file holds by now. note: says a line to the user.
+    frozen: the cost in the checkpoint that the run resumes from. It takes precedence over the configuration's, so that
+    plans stay the same even if the profile's file has changed.
+    note: shows a line to the user.
     """
 
     def __init__(
@@ -38,32 +39,34 @@ class CostKeeper:
         self._fitted: CostFitted | None = None
         self.in_use = frozen or prepared.cost
         if frozen is not None and frozen != prepared.cost and not is_refitted(prepared.config):
-            logger.warning("steps are planned with the checkpoint's cost (%s), not today's (%s)", frozen, prepared.cost)
+            logger.warning(
+                "steps are planned with the checkpoint's cost (%s), not the configuration's (%s)", frozen, prepared.cost
+            )
 
     @property
     def r2(self) -> float | None:
-        """Share of the variance of the measured times that the last fit explains; None where there was none."""
+        """Share of the variance of the measured times that the last fit explains; None before the first fit."""
         return self._fitted.r2 if self._fitted is not None else None
 
     def start(self, device: str) -> None:
-        """The backbone is ready to compute on ``device``; raises ConfigError where the profile is of another one."""
+        """Note the backbone's device; raises ConfigError if the profile was measured on another one."""
         self._device = device
         profile = self._prepared.cost_profile
         if profile is not None and self._frozen is None:
             profile.check_device(device, _versions())
 
     def take(self, event: CostFitted) -> None:
-        """Take in a fit; where it is in use now, say so."""
+        """Keep a fit; if it is in use from now on, show that."""
         self._fitted = event
         if event.in_use:
             self.in_use = event.cost
             self._note(
-                f"step {event.step}: costs are fitted to {event.num_rows} microbatches now (R2 {event.r2:.3f} with "
-                f"{event.form}, {event.other_r2:.3f} else)"
+                f"step {event.step}: costs are now fitted to {event.num_rows} microbatches (R2 {event.r2:.3f} with "
+                f"{event.form}, {event.other_r2:.3f} with the other form)"
             )
 
     def write(self) -> None:
-        """Write the last fit, if there was any, into the run's directory."""
+        """Write the last fit, if any, into the run's directory."""
         if self._fitted is None:
             return
         fitted, config = self._fitted, self._prepared.config

@@ -1,4 +1,4 @@
-"""The actors of a run: which there are, how they are started, and how they end."""
+"""The worker group: all actors of a run, how they start, and how they end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 
 @dataclass(frozen=True)
 class ActorClasses:
-    """The plain classes that become actors; tests put their own in."""
+    """The plain classes that become actors; tests pass their own."""
 
     coordinator: type = Coordinator
     feeder: type = Feeder
@@ -47,41 +47,41 @@ class ActorClasses:
 
 @dataclass
 class Crew:
-    """Handles of the running actors.
-
-    runs: from the reference of each actor's running loop to its name. spawn: starts an actor of a name. leaders: of
-    each encoder's follower, the name of the encoder, with which it starts and ends.
-    """
+    """The worker group: handles of the running actors."""
 
     coordinator: ActorHandle
     link: RayLink
     actors: dict[str, ActorHandle] = field(default_factory=dict)
+    """Handles by actor name, the coordinator excepted."""
     roles: dict[str, Role] = field(default_factory=dict)
     runs: dict[ray.ObjectRef[Any], str] = field(default_factory=dict)
+    """From the reference of each running actor loop to the actor's name."""
     spawn: dict[str, Callable[[], ActorHandle]] = field(default_factory=dict)
+    """Starts the actor of that name."""
     leaders: dict[str, str] = field(default_factory=dict)
+    """From each encoder rank to the name of its encoder, with which it starts and ends."""
 
     def of_role(self, role: Role) -> dict[str, ActorHandle]:
         """Handles of one role by name, in order."""
         return {name: handle for name, handle in self.actors.items() if self.roles[name] is role}
 
     def run(self, name: str, *args: Any) -> None:
-        """Start an actor's loop, with those of its followers."""
+        """Start an actor's loop and those of its encoder ranks."""
         actor, followers = self.actors[name], self.followers(name)
         self.runs[actor.run.remote(RayLink(self.coordinator), *args)] = name
         port = actor.open_rendezvous.remote() if followers else None
-        for follower in followers:  # a call waits for its arguments
+        for follower in followers:  # the call waits for its argument
             self.runs[self.actors[follower].run.remote(port)] = follower
 
     def followers(self, name: str) -> list[str]:
-        """Names of an encoder's followers."""
+        """Names of an encoder's other ranks."""
         return [follower for follower, leader in self.leaders.items() if leader == name]
 
     def replace(self, name: str) -> None:
-        """Put new actors in the place of one that died and of its followers, and start their loops.
+        """Replace an actor that died, and its encoder ranks, by new actors and start their loops.
 
-        Not by Ray's ``max_restarts``: there a call fails also when the connection alone broke (two loops would then run
-        in one process) and again while the restart is under way, so that deaths cannot be counted.
+        Ray's ``max_restarts`` does not fit: with it a broken connection also fails a call (two loops would then run in
+        one process), and calls fail again during the restart, so that deaths cannot be counted.
         """
         self.give_up(name)
         for member in (name, *self.followers(name)):
@@ -89,9 +89,9 @@ class Crew:
         self.run(name)
 
     def give_up(self, name: str) -> None:
-        """End an actor and its followers for good, and forget their loops.
+        """Kill an actor and its encoder ranks, and forget their loops.
 
-        It, too: a call fails also when the connection alone broke, and it would keep its memory.
+        Kill the leader too: a broken connection also fails a call, and a live process keeps its memory.
         """
         members = (name, *self.followers(name))
         for member in members:
@@ -112,15 +112,15 @@ def namespace_of(config: RunConfig) -> str:
 def start_coordinator(config: RunConfig, classes: ActorClasses, make_flow: Callable[[], Flow]) -> ActorHandle:
     """Start the coordinator; it reserves no CPU, since it only passes small messages.
 
-    Raises ResourceError where the run is running already.
+    Raises ResourceError if the run is already running.
     """
     options = {"name": COORDINATOR, "namespace": namespace_of(config), "num_cpus": 0}
     try:
         return _spawn(classes.coordinator, options, make_flow)
     except ValueError as error:
         raise ResourceError(
-            f"run {config.name!r} is running in this cluster already (its actor {COORDINATOR!r} is there); wait for "
-            "its end, or give this one another name"
+            f"run {config.name!r} is already running in this cluster (its actor {COORDINATOR!r} exists); wait for "
+            "its end, or give this run another name"
         ) from error
 
 
@@ -133,7 +133,7 @@ def start_actors(
     run_id: str,
     num_steps: int,
 ) -> Crew:
-    """Start feeder, encoders and backbone ranks; they construct themselves in parallel. All or none."""
+    """Start feeder, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all."""
     crew = Crew(coordinator, RayLink(coordinator))
     try:
         for post, options in _options(config, posts, group):
@@ -157,7 +157,7 @@ def _options(
         if post.plan.num_devices:
             options["num_gpus"] = post.plan.num_devices
         if group is not None:
-            # An actor without a bundle of its own (the feeder) still belongs on the node of the others.
+            # An actor without its own bundle (the feeder) still belongs on the node of the others.
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         yield post, options
 
@@ -187,9 +187,9 @@ def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandl
 
 
 def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, results: Results) -> DevicePeak:
-    """Join the ranks to one group and load their state; returns the peak of the slowest rank's device.
+    """Join the ranks to one process group and load their state; returns the peak of the slowest rank's device.
 
-    results: waits for calls by the name of their actor; it raises where they fail or do not come.
+    results: waits for calls, given by actor name; it raises if they fail or take too long.
     """
     ranks = crew.of_role(Role.BACKBONE)
     addresses = results({name: rank.node_address.remote() for name, rank in ranks.items()})

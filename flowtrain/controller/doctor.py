@@ -30,24 +30,26 @@ DOCTOR_SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One node. num_cpus, num_devices, ray_memory_nbytes: as Ray counts them; devices: their names.
-
-    tiers: of the pool that this version has there.
-    """
+    """One node."""
 
     name: str
     node_id: str
     num_cpus: float
+    """As Ray counts them."""
     num_devices: float
+    """As Ray counts them."""
     devices: tuple[str, ...]
+    """Names of the device types."""
     ray_memory_nbytes: int
+    """As Ray counts it."""
     memory: HostMemory
     tiers: tuple[Tier, ...] = (Tier.DRAM,)
+    """Tiers of the memory pool that this version can have there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that the run needs of the cluster, and whether it is there."""
+    """One thing that the run needs of the cluster, and whether the cluster has it."""
 
     name: str
     fits: bool
@@ -56,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found. pool_nbytes: of all segments of the run."""
+    """What was found. pool_nbytes: all segments of the run together."""
 
     run: str
     pool_nbytes: int
@@ -76,7 +78,7 @@ class DoctorReport:
 
 
 class NodeProbe(Probe):
-    """A probe that also says what its node is; runs as an actor without resources of its own."""
+    """A probe that also describes its node; an actor that reserves no resources."""
 
     def describe(self) -> tuple[str, HostMemory]:
         """Return the host's name and memory."""
@@ -84,9 +86,9 @@ class NodeProbe(Probe):
 
 
 def examine(config: RunConfig) -> DoctorReport:
-    """Look at the cluster that the run would use; starts a local one where ``RAY_ADDRESS`` names none.
+    """Look at the cluster that the run would use; starts a local one if ``RAY_ADDRESS`` names none.
 
-    Raises ConfigError or DataError where the run could not work on any cluster, ResourceError where there is none.
+    Raises ConfigError or DataError if the run could not work on any cluster, ResourceError if none answers.
     """
     prepared = prepare(config, check_pool=False)
     with cluster.connected(config):
@@ -98,7 +100,7 @@ def examine(config: RunConfig) -> DoctorReport:
 
 
 def judge(prepared: Prepared, nodes: Sequence[NodeReport], links: Sequence[Link]) -> DoctorReport:
-    """Hold what was found against what the run needs, with Ray's counts of the cluster as they are now."""
+    """Compare what was found, and Ray's counts of the cluster, with what the run needs."""
     config = prepared.config
     plan = prepared.plan if any(node.num_devices for node in nodes) else prepared.plan.without_devices()
     segments = [post.segment_nbytes for post in posts_of(plan)]
@@ -118,7 +120,7 @@ def _step(prepared: Prepared) -> Check:
 
 
 def _resources(config: RunConfig, plan: Plan) -> tuple[Check, bool]:
-    """Check what Ray counts; returns also whether the actors may lie on several nodes."""
+    """Check what Ray counts; also returns whether the actors may be on several nodes."""
     name, needs = "the cluster has the resources", requirements(plan)
     try:
         strategy = cluster.check_resources(bundles_of(posts_of(plan)), needs.pool_nbytes, config.pool.network)
@@ -129,7 +131,7 @@ def _resources(config: RunConfig, plan: Plan) -> tuple[Check, bool]:
 
 
 def _node_memory(nodes: Sequence[NodeReport], segments: Sequence[int], may_spread: bool) -> Check:
-    """Whether the segments find room: all on one node, or each on some where the network joins them."""
+    """Check that the segments have room: all on one node, or spread over nodes if the network joins them."""
     available = [node.memory.available_nbytes for node in nodes]
     most, pool_nbytes = max(available), sum(segments)
     if may_spread:
@@ -142,7 +144,7 @@ def _node_memory(nodes: Sequence[NodeReport], segments: Sequence[int], may_sprea
 
 
 def _locked_memory(nodes: Sequence[NodeReport], segment_nbytes: int) -> Iterator[str]:
-    """Where segments are page-locked or registered for RDMA, the limit on locked memory must allow it."""
+    """Warn if the limit on locked memory is too low to page-lock a segment or register it for RDMA."""
     for node in nodes:
         limit = node.memory.memlock_nbytes
         if node.num_devices and limit is not None and limit < segment_nbytes:
@@ -197,7 +199,7 @@ def _describe(nodes: Sequence[dict[str, Any]], probes: Sequence[Pair], timeout_s
 
 
 def _measure(nodes: Sequence[NodeReport], probes: Sequence[Pair], timeout_s: float) -> tuple[Link, ...]:
-    """Measure one link after the other: on each node, and from each to the next in a ring."""
+    """Measure one link after another: on each node, and from each node to the next in a ring."""
     names = {node.node_id: node.name for node in nodes}
     links: list[Link] = []
     for number, (owner, reader) in enumerate(probes):
@@ -211,12 +213,12 @@ def _measure(nodes: Sequence[NodeReport], probes: Sequence[Pair], timeout_s: flo
 
 
 def _answers(calls: list[ray.ObjectRef[Any]], timeout_s: float) -> list[Any]:
-    """Wait for probes. Raises ResourceError where one does not answer."""
+    """Wait for probes. Raises ResourceError if one does not answer."""
     try:
         return ray.get(calls, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise ResourceError(
-            f"a probe did not answer within limits.start_timeout_s ({timeout_s:g} s); a node may hang, or have no room "
+            f"a probe did not answer within limits.start_timeout_s ({timeout_s:g} s); a node may hang, or lack room "
             "for a worker process"
         ) from error
     except ray.exceptions.RayTaskError as error:

@@ -19,10 +19,10 @@ class DryRunReport:
     image_tokens: dict[str, tuple[int, int]]
     """By encoder: the fewest and the most tokens of an image, see ``predict.image_tokens``."""
     resumption: Resumption | None = None
-    """What it would go on from, and with which changes; None where no resume was asked for."""
+    """The step that a resume would go on from, and what changed; None if no resume was asked for."""
 
 
 def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
-    """Look at data, model headers and checkpoints as a run would; raises ConfigError or DataError where that would."""
+    """Look at data, model headers and checkpoints as a run would; raises the same ConfigError or DataError."""
     prepared = prepare(config)
     return DryRunReport(prepared, image_tokens(prepared), foresee_resume(prepared) if resume else None)

@@ -19,23 +19,21 @@ from flowtrain.training.checkpoint_store import latest_complete, read_meta
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
-
-    directory: the Hugging Face directory.
-    step: whose weights it holds.
-    is_training: a process still trains the run, so that later checkpoints may follow.
-    """
+    """What was written."""
 
     directory: Path
+    """The Hugging Face directory."""
     step: int
+    """The step whose weights it holds."""
     is_training: bool
+    """A process still trains the run, so later checkpoints may follow."""
 
 
 def export_run(run_dir: Path, to: Path | None = None) -> Exported:
     """Write the run's last complete checkpoint as a Hugging Face directory.
 
-    to: by default ``<run_dir>/export``, which is replaced; a directory of the user's own must be empty or absent. It
-    appears whole or not at all. Raises ConfigError or CheckpointError where there is nothing to export.
+    to: by default ``<run_dir>/export``, which is replaced; any other directory must be empty or absent. The export
+    appears whole or not at all. Raises ConfigError or CheckpointError if there is nothing to export.
     """
     run = RunDir(run_dir.expanduser().absolute())
     config = run.load_config()
@@ -44,7 +42,9 @@ def export_run(run_dir: Path, to: Path | None = None) -> Exported:
         raise ConfigError(f"{target} exists and is not empty; name another directory with --to, or remove it")
     checkpoint = latest_complete(run.checkpoints)
     if checkpoint is None:
-        raise CheckpointError(f"{run.checkpoints}: no complete checkpoint to export; the run writes one as it goes")
+        raise CheckpointError(
+            f"{run.checkpoints}: no complete checkpoint yet; the run writes one every checkpoint.every_steps steps"
+        )
     step = read_meta(checkpoint).step
     _write(config, checkpoint, target)
     return Exported(target, step, run.is_held())

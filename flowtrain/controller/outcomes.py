@@ -15,7 +15,7 @@ SEVERED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.excep
 
 @dataclass(frozen=True)
 class Returned:
-    """It ended by itself."""
+    """The call returned."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class Died:
 
 @dataclass(frozen=True)
 class Failed:
-    """It raised: in the call, or when the actor was constructed."""
+    """The call, or the actor's construction, raised."""
 
     error: BaseException
 
 
 Outcome = Returned | Died | Failed
 
-# What Ray tells of a dead worker: its kind of exit, the detail, and a paragraph of what it might have been.
-_BEFORE_DETAIL, _BEHIND_DETAIL = "Worker exit detail: ", " Some common causes"
+# Ray describes a dead worker by its kind of exit, the detail, and a paragraph of possible causes.
+_BEFORE_DETAIL, _AFTER_DETAIL = "Worker exit detail: ", " Some common causes"
 _Key = TypeVar("_Key")
 
 
 def outcome_of(ref: ray.ObjectRef[Any], name: str) -> Outcome:
-    """Look at a call to an actor that is done."""
+    """Classify a call to an actor that is done."""
     try:
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        # What it was called with may be the answer of an actor that is gone, without which this one is of no use.
+        # The cause may be an argument: the answer of another actor, which is gone. This one is lost with it.
         return _severed(error.cause, name) if isinstance(error.cause, SEVERED) else Failed(error.cause)
     except SEVERED as error:
         return _severed(error, name)
@@ -54,13 +54,13 @@ def outcome_of(ref: ray.ObjectRef[Any], name: str) -> Outcome:
 
 
 def _severed(error: BaseException, name: str) -> Died | Failed:
-    if _init_failed(error):  # Ray does not try that again, so neither do we
+    if _init_failed(error):  # Ray does not retry this, nor do we
         return Failed(FlowTrainError(f"{name} could not be constructed: {reason_of(error)}"))
     return Died(reason_of(error))
 
 
 def root_cause_first(outcomes: Mapping[_Key, Outcome]) -> list[_Key]:
-    """Order those that ended together: a death explains the failures beside it, our errors Ray's."""
+    """Order calls that ended together: deaths first, since they explain failures; our errors before Ray's."""
 
     def rank(key: _Key) -> int:
         outcome = outcomes[key]
@@ -72,15 +72,15 @@ def root_cause_first(outcomes: Mapping[_Key, Outcome]) -> list[_Key]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why an actor is gone, as Ray says it behind its table of identifiers."""
+    """Why an actor is gone, in Ray's words, without its table of identifiers."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     if not lines:
         return type(error).__name__
     if _init_failed(error):
         return lines[-1]  # the exception, below its remote traceback
-    told = (lines[1:] or lines)[0]  # the first one says that it died, which the caller says anyway
-    _, _, detail = told.rpartition(_BEFORE_DETAIL)
-    return detail.partition(_BEHIND_DETAIL)[0].rstrip(". ")
+    line = (lines[1:] or lines)[0]  # the first line only says that it died, as the caller does
+    _, _, detail = line.rpartition(_BEFORE_DETAIL)
+    return detail.partition(_AFTER_DETAIL)[0].rstrip(". ")
 
 
 def _init_failed(error: BaseException) -> bool:

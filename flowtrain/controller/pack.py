@@ -18,26 +18,26 @@ PACK_SCHEMA = 1
 DEFAULT_STEPS = 50
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """What a run's step will be. digest: of its StepPlan, as in ``metrics.jsonl``; None where no run has such a step.
-
-    num_microbatches, fill, step_imbalance: ``num_microbatches``, ``packing_fill`` and ``dp_imbalance`` of that file.
-    """
+    """What a run's step will be, in figures that ``metrics.jsonl`` has too."""
 
     step: int
     digest: str | None
+    """Its ``plan_digest``; None if no run has such a step."""
     num_microbatches: int
     fill: float
+    """Its ``packing_fill``."""
     step_imbalance: float
+    """Its ``dp_imbalance``."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadStep:
-    """Sizes of one step's samples, and what its bins must keep to."""
+    """Sizes of one step's samples, and the rules for its bins."""
 
     lengths: Lengths
     rules: PackingRules
@@ -45,25 +45,26 @@ class WorkloadStep:
 
 @dataclass(frozen=True)
 class Workload:
-    """Steps whose sizes are known, at least one.
-
-    source: where the sizes come from. order: which samples, in which order. vision_unit: of the encoder's work.
-    predictions: of the same steps, from their StepPlans; empty where there is no run. rejected: samples of these steps
-    that are left out, by reason. source_notes: what a reader must know of where the sizes come from.
-    """
+    """Steps whose sizes are known, at least one."""
 
     config: RunConfig
     source: str
+    """Where the sizes come from."""
     order: str
+    """Which steps these are, in words."""
     vision_unit: str
+    """Unit of the encoder's work."""
     steps: tuple[WorkloadStep, ...]
     predictions: tuple[StepPrediction, ...] = ()
+    """The same steps by their StepPlans; empty if there is no run."""
     rejected: Mapping[str, int] = field(default_factory=dict)
+    """Rejected samples of these steps, counted by reason."""
     source_notes: tuple[str, ...] = ()
+    """What a reader must know about the source."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of all steps, rejected ones left out."""
+        """Samples of all steps, without rejected ones."""
         return sum(len(step.lengths) for step in self.steps)
 
     @property
@@ -73,12 +74,12 @@ class Workload:
 
     @property
     def cost(self) -> CostModel:
-        """What the steps are planned with, and their figures counted by."""
+        """The cost model that plans the steps and gives their figures."""
         return self.steps[0].rules.cost
 
     @property
     def cost_label(self) -> str:
-        """What people read of it."""
+        """Its name for readers."""
         return cost_label(self.config, self.cost)
 
     @property
@@ -131,7 +132,7 @@ class PackReport:
 
 
 def report_workload(workload: Workload, compare: bool = False, progress: Progress | None = None) -> PackReport:
-    """Lay out every step by the configured method, or by all of them, and gather the figures."""
+    """Lay out every step by the configured method, or by all methods, and collect the figures."""
     config = workload.config
     methods, num_steps = methods_of(config, compare), len(workload.steps)
     reports = []
@@ -147,14 +148,14 @@ def report_workload(workload: Workload, compare: bool = False, progress: Progres
 
 
 def first_steps(count: int, all_steps: int) -> str:
-    """Return which steps of a run are looked at, in words."""
+    """Return which steps of a run are examined, in words."""
     if count == all_steps:
         return f"all {count:,} steps" if count > 1 else "the only step"
     return f"the first {count:,} of {all_steps:,} steps" if count > 1 else f"the first of {all_steps:,} steps"
 
 
 def methods_of(config: RunConfig, compare: bool) -> list[Method]:
-    """Return the configured method; with ``compare`` then every packing under its dispatch, and the paper's pair."""
+    """Return the configured method; with ``compare`` also every packing with its dispatch, and the paper's pair."""
     configured = Method(config.scheduler.packing, config.scheduler.dispatch)
     if not compare:
         return [configured]
@@ -166,12 +167,12 @@ def _notes(workload: Workload) -> Iterator[str]:
     if workload.cost_label != config.scheduler.cost:
         yield (
             f"scheduler.cost is {config.scheduler.cost} and no scheduler.cost_profile is given: such a run starts with "
-            f"{workload.cost.name}, which these steps are planned with, and then fits costs of its own"
+            f"{workload.cost.name}, which these steps are planned with, and then fits its own costs"
         )
     if config.data.order == "arrival":
         yield (
-            "data.order is arrival: the run makes its steps of what is ready, so these steps, in the order of "
-            "positions, show its packing and do not predict it"
+            "data.order is arrival: the run builds its steps from the samples that are ready, so these steps, in the "
+            "order of positions, show how samples pack but do not predict the run's steps"
         )
     num_rejected = sum(workload.rejected.values())
     num_seen, most = workload.num_samples + num_rejected, config.data.max_rejected_fraction

@@ -1,4 +1,4 @@
-"""The steps of a run whose samples are the rows of a CSV, with a configuration of their own or without one."""
+"""The steps of a run whose samples are the rows of a CSV, with or without a configuration."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _ALONE = RunConfig(
     data=DataConfig(sources=(SourceConfig(path="lengths.csv"),), max_seq_len=8),
     training=TrainingConfig(global_batch_size=256, num_epochs=1),
 )
-"""What a CSV that comes without a configuration is packed for; there is no model in it."""
+"""The configuration for a CSV without one; it has no model."""
 
 
 def workload_alone(path: str, overrides: Sequence[str] = (), num_steps: int | None = None) -> Workload:
-    """Return the steps of a CSV that comes without a configuration; raises ConfigError.
+    """Return the steps of a CSV without a configuration; raises ConfigError.
 
-    Settings are the defaults, 8 ranks, 256 samples a step and one epoch, with overrides applied; ``data.max_seq_len``
-    is what a microbatch holds, unless it is given. A given ``scheduler.cost_profile`` is taken as it is: there is no
-    model that it could be held against.
+    Settings are the defaults, 8 ranks, 256 samples a step and one epoch, with overrides applied. ``data.max_seq_len``
+    is the capacity of a microbatch, unless it is given. A given ``scheduler.cost_profile`` is used unchecked: there is
+    no model to compare it with.
     """
-    # In arrival order no cost profile is asked for: what is said where it lacks must suit a CSV.
+    # Arrival order needs no cost profile, so validation passes without one; the error below suits a CSV.
     scheduler = override_config(_ALONE, [*overrides, "data.order=arrival"], check_paths=False).scheduler
     if scheduler.cost == "profile" and scheduler.cost_profile is None:
         raise ConfigError(
@@ -55,9 +55,9 @@ def workload_alone(path: str, overrides: Sequence[str] = (), num_steps: int | No
 
 
 def workload_of(path: str, config: RunConfig, num_steps: int | None = None) -> Workload:
-    """Return the steps of a run that has the rows of a CSV as its samples; raises ConfigError."""
+    """Return the steps of a run whose samples are the rows of a CSV; raises ConfigError."""
     scheduler = config.scheduler
-    if scheduler.cost in ("flops", "profile"):  # only these need the model, whose libraries take seconds to import
+    if scheduler.cost in ("flops", "profile"):  # only these need the model; its libraries take seconds to import
         from flowtrain.controller.predict import run_cost
 
         cost = run_cost(config)
@@ -99,18 +99,18 @@ def _workload(
 
 
 _NO_PLANS = (
-    "a CSV has lengths and no samples: the figures show how these pack, and no run's plans are predicted (with --json, "
-    "digest is null)"
+    "a CSV has lengths and no samples: the figures show how these lengths pack and do not predict a run's plans (with "
+    "--json, digest is null)"
 )
 
 
 def _extrapolation_notes(profile: CostProfile, capacity: int) -> tuple[str, ...]:
-    """A run with such a profile would be refused; a CSV shows what can be shown."""
+    """A run with such a profile would be refused; for a CSV a note is enough."""
     if capacity <= profile.capacity:
         return ()
     return (
-        f"scheduler.cost_profile was fitted at {profile.capacity:,} tokens a microbatch; {capacity:,} here are "
-        "extrapolated",
+        f"scheduler.cost_profile was fitted at {profile.capacity:,} tokens a microbatch; the costs of "
+        f"{capacity:,} here are extrapolated",
     )
 
 
@@ -121,5 +121,5 @@ def _oversized_note(config: RunConfig, num_long: int, rejects: bool) -> str:
         return f"{longer}; data.oversized rejects {them}, so steps have fewer samples"
     return (
         f"{longer}; data.oversized cuts {them} to that (a run would reject a sample whose images alone are longer, "
-        "which a CSV does not tell)"
+        "but a CSV does not show that)"
     )

@@ -1,4 +1,4 @@
-"""Which actors a plan calls for, and which of them share a place."""
+"""The actor specs of a plan: which actors to start, and which of them share a place."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from flowtrain.controller.state import Role
 from flowtrain.types.run_plan import ModulePlan, Plan
 
 ACCELERATOR_AMOUNT = 0.001
-"""Of a node's one ``accelerator_type:X``, as Ray takes for an actor that asks for a type."""
+"""What Ray itself reserves of a node's one ``accelerator_type:X`` for an actor that asks for a type."""
 SHARED_PLACE = "shared-device"
 
 
 @dataclass(frozen=True)
 class Post:
-    """One actor to start: its name and role, the module it serves, its place among the module's actors.
-
-    index: the rank in the module's ``Degrees``. place: posts of the same one follow each other and lie on one node (the
-    ranks of a tensor parallel group; an encoder's have their leader's name as it).
-    """
+    """Actor spec: one actor to start."""
 
     name: str
     role: Role
     module: str
+    """The module that it serves."""
     index: int
+    """Its rank in the module's ``Degrees``."""
     plan: ModulePlan
     place: str
+    """Actors with the same place are on one node, and their specs are neighbours in the list: the ranks of a tensor
+    parallel group. Those of an encoder have their leader's name as place."""
 
     @property
     def segment_nbytes(self) -> int:
-        """What it gives to the memory pool."""
+        """Bytes that it gives to the memory pool."""
         return 0 if self.role is Role.ENCODER_RANK else self.plan.segment_nbytes
 
     @property
     def bundle(self) -> Bundle:
-        """What Ray reserves for it."""
+        """Resources that Ray reserves for it."""
         bundle = {"CPU": self.plan.num_cpus, "GPU": self.plan.num_devices}
         if self.plan.num_devices and self.plan.accelerator_type is not None:
             bundle[f"{ACCELERATOR_TYPE}{self.plan.accelerator_type}"] = ACCELERATOR_AMOUNT
@@ -46,7 +46,7 @@ class Post:
 
 
 def posts_of(plan: Plan) -> list[Post]:
-    """Every actor of the plan but the coordinator; encoders are numbered over all modules, ranks as in ``Degrees``."""
+    """Every actor of the plan except the coordinator; encoders are numbered over all modules, ranks by ``Degrees``."""
     posts: list[Post] = []
     num_replicas = 0
     for module, module_plan in plan.encoders.items():
@@ -67,16 +67,16 @@ def posts_of(plan: Plan) -> list[Post]:
 
 
 def bundles_of(posts: Sequence[Post]) -> list[Bundle]:
-    """What Ray is to reserve, one bundle a place that takes anything; a bundle lies on one node.
+    """The bundles that Ray should reserve, one for each place that takes resources; a bundle is on one node.
 
-    Ray packs bundles of one size node after node in their order, so the backbone's come first: its ranks, which
-    exchange the most, are on the fewest nodes, and encoders on what these have left before they are on others.
+    Ray packs bundles of one size onto node after node in their order. The backbone's come first: its ranks exchange
+    the most data, so they get the fewest nodes. Encoders fill what these nodes have left, then other nodes.
     """
     return list(_bundles_by_place(posts).values())
 
 
 def bundle_indices(posts: Sequence[Post]) -> list[int]:
-    """The index in ``bundles_of`` of each post's bundle; -1 for one that takes nothing."""
+    """The index in ``bundles_of`` of each actor's bundle; -1 for an actor that takes no resources."""
     numbers = {place: number for number, place in enumerate(_bundles_by_place(posts))}
     return [numbers[post.place] if post.bundle else -1 for post in posts]
 

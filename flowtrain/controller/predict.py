@@ -1,4 +1,4 @@
-"""What a run will do, from the sizes of its samples alone: the very StepPlans that its coordinator will make."""
+"""Predict a run from the sizes of its samples alone: the same StepPlans that its coordinator will produce."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SizedSample
 
 _LARGE_SIDE = 1 << 16
-"""Side of a square image in pixels, larger than any that an encoder takes as it is."""
+"""Side of a square image in pixels; every encoder scales an image of that size down."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizedUnit:
-    """A training unit with the samples that it is planned from, and those that were rejected before."""
+    """A training unit with the samples that it is planned from, and the rejected ones."""
 
     unit: Unit
     samples: tuple[SizedSample, ...]
@@ -36,8 +36,8 @@ class SizedUnit:
 def image_tokens(prepared: Prepared) -> dict[str, tuple[int, int]]:
     """Return the fewest and the most tokens of an image, by encoder.
 
-    Where they follow an image's size, they are those of the first step's samples (a sample's mean, of several images).
-    Raises DataError where these cannot be read.
+    If they depend on an image's size, they are those of the first step's samples (a sample with several images counts
+    with its mean). Raises DataError if these samples cannot be read.
     """
     family = family_from_config(prepared.config)
     found: dict[str, tuple[int, int]] = {}
@@ -76,8 +76,8 @@ def sized_units(prepared: Prepared, num_steps: int | None = None) -> Iterator[Si
 def run_workload(config: RunConfig, num_steps: int | None = None, progress: Progress | None = None) -> Workload:
     """Size and plan a run's first steps: ``num_steps``, or ``DEFAULT_STEPS``, or as many as it has.
 
-    progress is told the steps whose samples are sized. Raises ConfigError or DataError where the run could not start,
-    but for its pool.
+    progress: called after each step whose samples are sized. Raises ConfigError or DataError if the run could not
+    start; its pool is not checked.
     """
     prepared = prepare(config, check_pool=False)
     planner = _planner(prepared)
@@ -105,7 +105,7 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
 
 
 def run_cost(config: RunConfig) -> CostModel:
-    """Return the cost that a run's first step is planned with; its data are not looked at."""
+    """Return the cost model that plans a run's first step; its data are not read."""
     spec = model_spec(family_from_config(config))
     return first_cost(config, spec, configured_profile(config, spec))
 

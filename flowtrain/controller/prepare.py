@@ -1,4 +1,4 @@
-"""What a run needs to know before anything starts: steps, sizes, plan, and whether its memory suffices. No Ray."""
+"""The run spec: steps, sizes and plan of a run, checked before anything starts. No Ray."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from flowtrain.types.run_plan import Plan
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that can start."""
+    """Run spec: a run that can start."""
 
     config: RunConfig
     plan: Plan
-    """With the devices that actors take where the cluster has some."""
+    """With the devices that actors take if the cluster has some."""
     model_spec: ModelSpec
     source_names: tuple[str, ...]
     source_sizes: tuple[int, ...]
@@ -45,11 +45,11 @@ class Prepared:
     """Samples of an evaluation round, 0 for none."""
     num_steps: int
     total_positions: int | None
-    """As ``num_steps_of`` returns it, and ``num_steps`` too."""
+    """``num_steps`` and ``total_positions``: as ``num_steps_of`` returns them."""
     cost: CostModel
-    """That the first step is planned with."""
+    """Plans the first step."""
     cost_profile: CostProfile | None
-    """The measured one that ``cost`` comes from, or None."""
+    """The measured profile that ``cost`` comes from, or None."""
 
     @property
     def eval_every(self) -> int | None:
@@ -63,9 +63,9 @@ class Prepared:
 
 
 def prepare(config: RunConfig, check_pool: bool = True) -> Prepared:
-    """Look at data and model headers; raises ConfigError or DataError where the run could not work.
+    """Look at data and model headers; raises ConfigError or DataError if the run could not work.
 
-    check_pool: a memory pool that is too small is one of the reasons.
+    check_pool: also refuse a memory pool that is too small.
     """
     check_startable(config)
     sources = SourceSet.from_config(config.data)
@@ -100,7 +100,7 @@ def prepare(config: RunConfig, check_pool: bool = True) -> Prepared:
 
 
 def model_spec(family: Family) -> ModelSpec:
-    """The model's shapes for the cost model; a tower has the layers that are computed."""
+    """The model's shapes for the cost model; a tower counts only the layers that are computed."""
     backbone = from_hf_text_config(family.text_config.to_dict())
     vision = from_hf_vision_config(family.vision_config.to_dict())
     name = family.encoder_names[0]
@@ -110,9 +110,9 @@ def model_spec(family: Family) -> ModelSpec:
 
 
 def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_type: str) -> None:
-    """Raise ConfigError, with all faults, where modules cannot be split as the configuration says.
+    """Raise ConfigError, with all faults, if modules cannot be split as the configuration says.
 
-    degrees: of the backbone. tower_type: ``model_type`` of the vision tower.
+    degrees: the backbone's. tower_type: ``model_type`` of the vision tower.
     """
     faults = degree_faults(degrees, spec.backbone, chunks_per_rank=config.backbone.chunks_per_rank)
     for name, encoder in config.encoders.items():
@@ -123,7 +123,7 @@ def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_ty
 
 
 def unsplittable(family: Family, spec: ModelSpec) -> frozenset[str]:
-    """Return the modules that no tensor parallel degree splits, for the kind of their layers."""
+    """Return the modules whose kind of layers no tensor parallel degree can split."""
     towers = [] if family.vision_config.model_type in TOWER_PLANS else family.encoder_names
     heads = range(2, spec.backbone.num_heads + 1)
     even = next((tp for tp in heads if not degree_faults(Degrees(tp=tp), spec.backbone)), None)
@@ -131,10 +131,10 @@ def unsplittable(family: Family, spec: ModelSpec) -> frozenset[str]:
 
 
 def splits_tensors(family: Family, tensor_parallel_size: int) -> bool:
-    """Whether a family's backbone can be split like that, as far as the kind of its layers goes."""
+    """Whether the kind of layers of a family's backbone can be split with this degree."""
     try:
         family.check_tensor_parallel(tensor_parallel_size)
-    except ConfigError:  # no plan for its type, or one with layers that are split in no way known here
+    except ConfigError:  # no plan for its type, or a plan with an unknown style of splitting
         return False
     return True
 
@@ -142,9 +142,9 @@ def splits_tensors(family: Family, tensor_parallel_size: int) -> bool:
 def check_memory(
     config: RunConfig, family: Family, num_eval: int, num_encoders: Mapping[str, int] | None = None
 ) -> None:
-    """Raise ConfigError unless the segments hold a worst-case unit, without which a run could deadlock.
+    """Raise ConfigError unless the segments hold a worst-case unit; with less room a run could deadlock.
 
-    num_encoders: how many of each encoder there are; by default as many as the configuration says.
+    num_encoders: replicas of each encoder; by default the configuration's.
     """
     batch_size, by_arrival = config.training.global_batch_size, config.data.order == "arrival"
     samples = max(batch_size, num_eval)
@@ -153,17 +153,17 @@ def check_memory(
     check_capacity(
         [config.pool.text_segment_nbytes],
         largest_part_nbytes=text_nbytes,
-        # By arrival, what a resumed run has left of its first groups may be one position too few for a step, while the
-        # feeder puts the text of another group.
+        # By arrival, the rest of a resumed run's first groups may be one position short of a step while the feeder
+        # puts the text of another group.
         parts_per_step=max(samples, 2 * batch_size - 1) if by_arrival else samples,
         knob="pool.text_segment_nbytes",
     )
     for name, encoder in config.encoders.items():
-        # A lease takes a whole batch: at most what one sample can have, or the batch's limit of patches, and every
-        # part of it is rounded up.
+        # A lease takes a whole batch: at most the rows of one longest sample, or the batch's limit of patches. Each of
+        # its parts is rounded up.
         rows = max(limit, encoder.max_batch_patches)
         batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
-        # Two batches that follow each other hold more than one's limit together, else they would be one.
+        # Two consecutive batches together exceed the limit of one, otherwise they would be one batch.
         num_batches = min(samples, 1 + -(-2 * samples * limit // rows))
         count = encoder.data_parallel_size if num_encoders is None else num_encoders[name]
         segments, knob = [encoder.segment_nbytes] * count, f"encoders.{name}.segment_nbytes"
@@ -174,7 +174,10 @@ def check_memory(
 
 
 def memory_shortage(prepared: Prepared, encoders: Sequence[str]) -> str | None:
-    """Say what the pool cannot hold with some encoders alone, given as the module of each; None if it suffices."""
+    """Describe what the pool cannot hold if only these encoders live; None if it suffices.
+
+    encoders: the module of each living encoder.
+    """
     config, left = prepared.config, Counter(encoders)
     try:
         check_memory(config, family_from_config(config), prepared.num_eval, left)
@@ -188,7 +191,7 @@ def _aligned(nbytes: int, alignment: int) -> int:
 
 
 def first_flow_settings(prepared: Prepared) -> FlowSettings:
-    """Return where the flow of a run starts that has trained nothing yet; a checkpoint replaces part of it."""
+    """Return the flow's start for a run that has trained nothing yet; a checkpoint replaces part of it."""
     degrees = prepared.plan.backbone.degrees
     return FlowSettings(
         global_batch_size=prepared.config.training.global_batch_size,

@@ -1,4 +1,4 @@
-"""``flowtrain profile``: measures a run's modules on the devices there are, through Ray, and puts them together."""
+"""``flowtrain profile``: measures a run's modules on available devices, through Ray, and builds the profile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from flowtrain.types.samples import SampleRef, SizedSample
 
 MOST_DEVICES = 8
-"""Measured at once, unless more are asked for."""
+"""Devices measured at once, unless more are asked for."""
 NUM_DECODED = 32
 
 Progress = Callable[[str], None]
@@ -53,9 +53,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProfileReport:
-    """A profile and how it came about.
+    """A profile and how it was measured.
 
-    num_devices: that measured side by side. seconds: by what was measured. warnings: what speaks against the profile.
+    num_devices: devices that measured side by side. seconds: time by measurement. warnings: doubts about the profile.
     """
 
     profile: Profile
@@ -65,7 +65,7 @@ class ProfileReport:
 
 
 class _Clock:
-    """Notes how long each thing took."""
+    """Records how long each measurement took."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.seconds: dict[str, float] = {}
@@ -81,12 +81,12 @@ class _Clock:
 
 
 def measure(config: RunConfig, num_devices: int | None = None, progress: Progress | None = None) -> ProfileReport:
-    """Measure on ``num_devices`` devices of a node, by default on those of the cluster, eight at most.
+    """Measure on ``num_devices`` devices of one node, by default on all of the largest node, eight at most.
 
-    All of them measure the same side by side, as they will compute side by side. Raises ConfigError or DataError where
-    the run could not work, ResourceError where devices are missing.
+    All devices measure the same work at the same time, since training also uses them at the same time. Raises
+    ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
-    # Of this machine, before anything runs; the devices of a cluster may be elsewhere.
+    # This machine's load, before anything runs; a cluster's devices may be on other machines.
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)
     with clock("the data's sizes"):
@@ -105,7 +105,7 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
 
 
 class _Measured:
-    """What actors report, and the profile that comes of it."""
+    """What actors report, and the profile built from it."""
 
     def __init__(
         self, config: RunConfig, kind: str, devices_per_node: int, mixes: tuple[tuple[Mix, ...], ...], clock: _Clock
@@ -151,7 +151,7 @@ class _Measured:
         """Put everything together."""
         tokens = packed_lengths(self._config.scheduler.microbatch_tokens)
         alone = self._backbones[1]
-        # A rank assembles microbatches beside an accelerator; a core that is the device has nothing beside it.
+        # A CPU next to an accelerator assembles microbatches meanwhile; a core that is the device cannot.
         assembling_s = alone.assembling_s if self._devices[0].name == CPU else 0.0
         return Profile(
             device=self._devices[0].name,
@@ -169,13 +169,13 @@ class _Measured:
                 name: ImageCosts(decode_s=times.decode_s, batch_s=self._call_s)
                 for name, times in self._encoders.items()
             },
-            # A step begins and ends with a question to the coordinator.
+            # A step begins and ends with a call to the coordinator.
             steps=StepCosts(alone.step_s + 2.0 * self._call_s, assembling_s, alone.parameter_s),
         )
 
     @contextmanager
     def _actors(self, ranks: Sequence[tuple[int, Degrees]]) -> Iterator[list[ActorHandle]]:
-        """One profiler a device, all on one node."""
+        """One profiler for each device, all on one node."""
         bundles: list[cluster.Bundle] = [{self._kind: 1.0}] * len(ranks)
         cluster.check_resources(bundles, 0)
         remote: Any = ray.remote(Profiler)
@@ -206,7 +206,7 @@ class _Measured:
         return float(seconds)
 
     def _answers(self, calls: Sequence[ray.ObjectRef[Any]], limit_s: float | None = None) -> list[Any]:
-        """Wait for actors. Raises ResourceError where one does not answer, and what it raised."""
+        """Wait for actors. Raises ResourceError if one does not answer, otherwise the error that it raised."""
         limits = self._config.limits
         key = "start_timeout_s" if limit_s is None else "stall_timeout_s"
         limit_s = limits.start_timeout_s if limit_s is None else limit_s
@@ -220,12 +220,12 @@ class _Measured:
             if isinstance(error.cause, FlowTrainError):
                 raise error.cause from error
             raise
-        except ray.exceptions.RayError as error:  # it died, or Ray ended it for want of memory
+        except ray.exceptions.RayError as error:  # it died, or Ray killed it for lack of memory
             raise ResourceError(f"a process that measures was lost: {error}") from error
 
 
 def _devices(config: RunConfig) -> tuple[str, int]:
-    """What Ray calls a device, and how many the fullest node has; on a CPU a core is one."""
+    """Ray's name of a device, and how many the largest node has; without accelerators a CPU core is a device."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = 0 if config.model.device == "cpu" else max(int(node.get("GPU", 0)) for node in nodes)
     return ("GPU", gpus) if gpus else ("CPU", max(int(node.get("CPU", 0)) for node in nodes))
@@ -239,14 +239,14 @@ def _count(asked: int | None, there: int, kind: str) -> int:
 
 
 def _tensor_degrees(prepared: Prepared, family: Family, count: int) -> list[int]:
-    """Powers of two that split the backbone and have devices."""
+    """Powers of two that can split the backbone, up to ``count`` devices."""
     degrees = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
     even = [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
     return [tp for tp in even if splits_tensors(family, tp)]
 
 
 def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:
-    """Samples with images for an encoder: of every size that counts, and more to decode."""
+    """Samples with images for an encoder: one for each size to measure, and more to decode."""
     patches = {
         sample.ref: part.num_patches // part.num_items
         for sample in samples
@@ -263,7 +263,7 @@ def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:
 
 
 def _facts(devices: Sequence[DeviceReport], devices_per_node: int) -> DeviceFacts:
-    """Of the slowest one."""
+    """The facts of the slowest device."""
     slowest = min(devices, key=lambda device: device.flops)
     return DeviceFacts(
         flops=slowest.flops,

@@ -1,4 +1,4 @@
-"""Turns the coordinator's events into the run's files and into what people watch."""
+"""Writes the coordinator's events into the run's files and to the display."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
 MetricsSink = Callable[[StepMetrics], None]
 
 MAX_BUFFERED_ROWS = 1 << 16
-"""Rows of the ledger that are kept in memory between checkpoints; what comes to more is written earlier."""
+"""Rows of the ledger kept in memory between checkpoints; more rows are written earlier."""
 
 
 class Recorder:
     """Writes metrics, ledger, quarantine and trace of one run, and keeps the totals that a checkpoint needs.
 
-    first_step, consumed: steps done before, and their positions (files are cut back to them). sink: takes each step's
-    metrics (Ray's gauges), or None. peak: of one device, set once it is known; all are taken to be of the backbone's
-    kind. A device is what one encoder or backbone actor runs on.
+    first_step, consumed: steps done before this start, and their positions; files are cut back to them.
+    sink: receives each step's metrics (Ray's gauges), or None.
+    peak: of one device, set once it is known. All devices are assumed to be of the backbone's kind; a device is what
+    one encoder or backbone actor runs on.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class Recorder:
         self._num_buffered_rows = 0
 
     def forget_before(self, step: int) -> None:
-        """Drop the sampler states of steps that no coming checkpoint is of."""
+        """Drop the sampler states of steps up to ``step``; no later checkpoint needs them."""
         self.sampler_states = {known: state for known, state in self.sampler_states.items() if known > step}
 
     def close(self) -> None:
-        """Write what is held back and close the files; the ledger has at least what the last checkpoint covers."""
+        """Write the held line and close the files; ledger rows after the last flush are dropped."""
         self._release_held(None)
         for writer in (self._metrics, self._quarantine, self._trace):
             writer.close()
@@ -129,7 +130,7 @@ class Recorder:
             self._release_held(None)
 
     def _release_held(self, eval_loss: float | None) -> None:
-        """Write the line of the last step; it is held while an evaluation may still add its loss."""
+        """Write the last step's line, which is held while an evaluation may still add its loss."""
         if self._held is None:
             return
         metrics, self._held = replace(self._held, eval_loss=eval_loss), None
@@ -150,7 +151,7 @@ class Recorder:
         assert report.lr is not None
         return StepMetrics(
             step=done.unit.step,
-            # So many positions are consumed by now, whichever they are.
+            # This counts positions consumed by now, whichever they are.
             epoch=(done.unit.first_position + done.unit.num_positions) / self._prepared.epoch_positions,
             loss=report.loss,
             lr=report.lr,
@@ -202,7 +203,7 @@ class Recorder:
                 self._quarantine.write(rejection)
 
     def _is_new(self, rejection: Rejection) -> bool:
-        """An evaluation sample is bad in every round; it is written once."""
+        """A bad evaluation sample is rejected in every round; it is written once."""
         if rejection.ref.position < EVAL_POSITION_BASE:
             return True
         if rejection.ref.row in self._known_eval_rows:

@@ -1,4 +1,4 @@
-"""A training run from start to end: prepares, starts the actors, watches them, writes the files, ends cleanly."""
+"""A training run from start to end: prepare, start the actors, watch them, write the files, end cleanly."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 class RunSummary:
     """How a run ended.
 
-    step: optimizer steps done in all. stopped: ended early on request, to be resumed. cost_r2: of the costs fitted to
-    this run's microbatches, None where too few were measured.
+    step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
+    fitted to this run's microbatches, None if too few were measured.
     """
 
     directory: Path
@@ -70,9 +70,9 @@ class RunSummary:
 def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses | None = None) -> RunSummary:
     """Train as the configuration says and return how it ended.
 
-    resume: continue behind the last complete checkpoint of a run with this name, or start if it has none. classes: the
-    actors' plain classes, for tests. The caller has asked ``check_run_dir``, which refuses before this is imported.
-    Raises FlowTrainError; whatever happens, no actor and no pool memory stays behind.
+    resume: continue after the last complete checkpoint of a run with this name, or start if it has none. classes: the
+    actors' plain classes, for tests. The caller must call ``check_run_dir`` first (before it imports this module).
+    Raises FlowTrainError; in any case no actor and no pool memory is left behind.
     """
     started = time.monotonic()
     stop = threading.Event()
@@ -96,14 +96,14 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         placing = cluster.placed(bundles, config.limits.placement_timeout_s, strategy)
         group = stack.enter_context(placing) if bundles else None
         prepared = replace(prepared, config=cluster.with_network(config, group))
-        # Only now, so that a run which the cluster has no room for is not one that was begun.
+        # Only now, so that a run for which the cluster has no room leaves no directory.
         stack.enter_context(held_run_dir(config))
         changed = changed_since(run_dir(config), config)
         files = open_run_dir(config, resume)
         files.write_plan(asdict(prepared.plan))
         start = find_start(files, prepared, changed) if resume else Start()
         display.expect(prepared.num_steps, start.step)
-        stack.callback(display.close)  # before Ray ends, which takes its time
+        stack.callback(display.close)  # before Ray ends, which takes a while
         has_device = any(post.plan.num_devices for post in posts)
         display.note(hbm_offer(prepared.config.pool, None if has_device else NO_ACCELERATOR)[1])
         costs = CostKeeper(prepared, files, start.cost, display.note)
@@ -112,7 +112,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         recorder = Recorder(prepared, files, start.step, consumed, display, sink)
         stack.callback(recorder.close)
         if start.step:
-            display.note(f"resuming {files.root} behind step {start.step} of {prepared.num_steps}")
+            display.note(f"resuming {files.root} after step {start.step} of {prepared.num_steps}")
         controller = Controller(prepared, files, recorder, costs, display, start, stop)
         stopped = controller.run(posts, group, classes or ActorClasses())
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
@@ -133,7 +133,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
 
 
 class Controller:
-    """Starts one crew of actors, has it watched, and records and commits what it reports."""
+    """Starts one worker group, watches it, records its events and commits its checkpoints."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Controller:
 
     def run(self, posts: list[Post], group: PlacementGroup | None, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
-        # Once more, since Ray has put a handler of its own in place of the one for SIGTERM.
+        # Again, since Ray has replaced the handler of SIGTERM by its own.
         with _stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
                 return True
@@ -214,7 +214,7 @@ class Controller:
 
     @contextmanager
     def _probe(self) -> Iterator[None]:
-        """A directory by which the ranks see that they share the run's file system."""
+        """A directory by which the ranks check that they share the run's file system."""
         probe = checkpoint_store.probe_directory(self._files.checkpoints, self._run_id)
         probe.mkdir()
         try:
@@ -231,7 +231,7 @@ class Controller:
             self._commit(event)
 
     def _commit(self, written: CheckpointWritten) -> None:
-        """Make a checkpoint complete, once ledger and metrics cover it; with it the measured costs."""
+        """Make a checkpoint complete once ledger and metrics cover it; also write the measured costs."""
         self._recorder.flush()
         self._costs.write()
         degrees = self._prepared.plan.backbone.degrees
@@ -257,7 +257,7 @@ class Controller:
 
 
 def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> RunSummary | None:
-    """The summary of a run whose last step is checkpointed, None of any other: there is nothing to start Ray for."""
+    """The summary of a run whose last step is checkpointed, so that Ray need not start; None for any other run."""
     files = run_dir(config)
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
@@ -285,7 +285,7 @@ def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> R
 
 
 def _with_devices(prepared: Prepared) -> Prepared:
-    """Plan without accelerators where the cluster has none."""
+    """Plan without accelerators if the cluster has none."""
     if ray.cluster_resources().get("GPU", 0) < 1:
         return replace(prepared, plan=prepared.plan.without_devices())
     return prepared
@@ -301,7 +301,7 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
-        stop.set()  # and nothing else: the thread that is interrupted may be in the middle of printing
+        stop.set()  # nothing else: the interrupted thread may be printing
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

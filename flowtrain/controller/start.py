@@ -1,4 +1,4 @@
-"""Where a run begins: from nothing, or behind the last complete checkpoint."""
+"""The resume point: where a run begins, at step 0 or after the last complete checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """What a checkpoint gives a run; all of it is None for a run from nothing.
+    """Resume point: what a checkpoint gives a run; step 0 and None for a run that starts from the beginning.
 
-    sampler_state: after ``step``. cost: that steps were planned with.
+    sampler_state: after ``step``. cost: the cost model that planned the steps.
     """
 
     step: int = 0
@@ -37,10 +37,10 @@ class Start:
 
 
 def check_goes_on(files: RunDir, prepared: Prepared) -> None:
-    """Raise ConfigError where a run has steps left but the last one it did was partial.
+    """Raise ConfigError if a run has steps left but its last step was partial.
 
-    Step k of any run trains the positions from (k - 1) * global_batch_size on; behind a partial step they would not
-    follow on those that were trained.
+    Step k of any run trains the positions from (k - 1) * global_batch_size on. After a partial step, these would leave
+    a gap after the trained positions.
     """
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
@@ -54,22 +54,22 @@ def check_goes_on(files: RunDir, prepared: Prepared) -> None:
     if meta.step >= prepared.num_steps or trained == whole:
         return
     raise ConfigError(
-        f"run {prepared.config.name!r} cannot go on behind step {meta.step}, which was its last and a partial one: "
-        f"{trained} positions are trained, step {meta.step + 1} begins at position {whole}. training.num_epochs (now "
-        f"{training.num_epochs:g}) was raised; to use the longer run, move {checkpoint} away, so that it goes on from "
-        "the checkpoint before, or start a run under another name"
+        f"run {prepared.config.name!r} cannot go on after step {meta.step}, which was its last and a partial one: "
+        f"{trained} positions are trained, but step {meta.step + 1} begins at position {whole}. training.num_epochs "
+        f"(now {training.num_epochs:g}) was raised; to use the longer run, move {checkpoint} away, so that it goes on "
+        "from the previous checkpoint, or start a run under another name"
     )
 
 
 def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
-    """What of the configuration differs from the one that the run was last started with; nothing where it was not."""
+    """The keys that changed since the run was last started; empty if it never was."""
     return changes(files.load_config(), config) if files.config.is_file() else ()
 
 
 def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> Start:
-    """Look for the last complete checkpoint, and say where the run will not be exact to the bit.
+    """Find the last complete checkpoint, and warn if losses will not be exact to the bit.
 
-    changed: of the configuration, as ``changed_since`` says before it is written anew.
+    changed: from ``changed_since``, called before the new configuration is written.
     """
     checkpoint_store.remove_temporaries(files.checkpoints)
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
@@ -79,7 +79,7 @@ def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> 
     meta = checkpoint_store.read_meta(checkpoint)
     for line in (*_inexact(meta, prepared), *_other_features(changed)):
         logger.warning("%s", line)
-    cost = meta.state.get("cost")  # the first version's checkpoints have none
+    cost = meta.state.get("cost")  # checkpoints of the first version have none
     return Start(
         meta.step, checkpoint, SamplerState.from_dict(meta.state["sampler"]), CostModel(**cost) if cost else None
     )
@@ -87,22 +87,22 @@ def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a resume would do.
-
-    directory: the run's. step: steps done, behind which it goes on; None where it starts from the beginning. changes:
-    of the configuration since the run was last started. inexact: why losses would not be the same to the bit.
-    """
+    """What a resume would do."""
 
     directory: Path
+    """The run's."""
     step: int | None
+    """The step after which it goes on; None if it starts from the beginning."""
     changes: tuple[Change, ...]
+    """Changes of the configuration since the run was last started."""
     inexact: tuple[str, ...]
+    """Why losses would not be the same to the bit."""
 
 
 def foresee_resume(prepared: Prepared) -> Resumption:
-    """Look at the run's directory as a resume would, changing nothing; raises ConfigError where that would refuse.
+    """Look at the run's directory as a resume would, without a change; raises ConfigError if a resume would.
 
-    The caller has asked ``check_run_dir``.
+    The caller must call ``check_run_dir`` first.
     """
     files = run_dir(prepared.config)
     check_goes_on(files, prepared)
@@ -115,7 +115,7 @@ def foresee_resume(prepared: Prepared) -> Resumption:
 
 
 def _inexact(meta: checkpoint_store.CheckpointMeta, prepared: Prepared) -> Iterator[str]:
-    """Say what keeps losses behind a checkpoint from being exact to the bit."""
+    """Yield why losses after a checkpoint are not exact to the bit."""
     for name, then, now in (
         ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), prepared.plan.backbone.degrees),
         ("backbone.chunks_per_rank", meta.num_chunks, prepared.config.backbone.chunks_per_rank),
@@ -127,7 +127,7 @@ def _inexact(meta: checkpoint_store.CheckpointMeta, prepared: Prepared) -> Itera
 
 
 def _other_features(changed: Sequence[Change]) -> Iterator[str]:
-    """Say which changes make encoders' features, of which a checkpoint knows nothing, others by their last bits."""
+    """Yield changes that alter the last bits of encoders' features; a checkpoint does not record these settings."""
     for each in changed:
         if fnmatchcase(each.key, "encoders.*.tensor_parallel_size"):
             yield f"{each.key} was {each.old}, is now {each.new}: losses agree only closely"

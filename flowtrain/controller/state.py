@@ -1,4 +1,4 @@
-"""The run as a state machine: what happened goes in, what to do comes out. No I/O, no waiting, no Ray."""
+"""The run as a state machine: events in, decisions out. No I/O, no waiting, no Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, Worker
 
 
 class Role(enum.StrEnum):
-    """What an actor does, which decides what its death means."""
+    """What an actor does; it decides what its death means."""
 
     COORDINATOR = "coordinator"
     FEEDER = "feeder"
@@ -32,9 +32,9 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Restart:
-    """Tell the coordinator that this actor's memory is gone, and run it again, with its followers.
+    """Report to the coordinator that this actor's memory is gone, and start it and its other ranks again.
 
-    follower: the one that died, where it was not the actor itself.
+    follower: the encoder rank that died, if it was not the actor itself.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Restart:
 
 @dataclass(frozen=True)
 class Abandon:
-    """Tell the coordinator that this actor's memory is gone for good, and go on with the others of its kind.
+    """Report to the coordinator that this actor's memory is gone for good, and go on with the other encoders.
 
-    Its followers go with it.
+    The encoder's other ranks end too.
     """
 
     name: str
@@ -58,7 +58,7 @@ class RequestStop:
 
 @dataclass(frozen=True)
 class Finish:
-    """Everybody returned: drain the last events and close the files."""
+    """Every actor returned: drain the last events and close the files."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,17 @@ class Fail:
 Decision = Restart | Abandon | RequestStop | Finish | Fail
 
 MIN_SAMPLES_TO_JUDGE = 64
-"""The rejected share means nothing before this many samples were seen."""
+"""Below this number of samples the rejected share is not judged."""
 
 
 class RunState:
     """Decides what each event means.
 
-    actors: every actor's name and role, the coordinator excepted. max_restarts: of one producer in this run.
-    shortage: what the run would lack with these encoders alone, with the numbers; None where it can go on. leaders: of
-    each follower, the encoder that it belongs to; they live, die and end as one, and only the leader counts.
+    actors: name and role of every actor except the coordinator.
+    max_restarts: of one producer in this run.
+    shortage: what the run would lack, in numbers, if only these encoders were left; None if it can go on.
+    leaders: from each encoder rank to the encoder it belongs to. They live, die and end together; only the leader
+    counts.
     """
 
     def __init__(
@@ -101,12 +103,12 @@ class RunState:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether somebody asked for the end before the last step."""
+        """Whether the user asked for the end before the last step."""
         return self._stop_asked
 
     def on_returned(self, name: str) -> list[Decision]:
         """An actor's loop ended by itself."""
-        if name not in self._running:  # a follower; or its end was taken for its leader's
+        if name not in self._running:  # an encoder rank, or a leader that ended with one
             return []
         del self._running[name]
         if self.phase is Phase.FAILED:
@@ -119,7 +121,7 @@ class RunState:
         return []
 
     def on_died(self, name: str, reason: str) -> list[Decision]:
-        """An actor's process died. A producer is started again; without a backbone rank the run cannot go on."""
+        """An actor's process died. A producer is restarted; without a backbone rank the run cannot go on."""
         member, name = name, self._leaders.get(name, name)
         if name not in self._running:
             return []
@@ -143,7 +145,7 @@ class RunState:
         return [Restart(name, None if member == name else member)]
 
     def on_failed(self, name: str, error: BaseException) -> list[Decision]:
-        """An actor's loop raised: a bug or a condition that a restart does not mend. Once drained it harms nobody."""
+        """An actor's loop raised: a bug, or a condition that a restart does not fix. While draining it is harmless."""
         leader = self._leaders.get(name, name)
         if leader not in self._running:
             return []
@@ -156,7 +158,7 @@ class RunState:
         return self._fail(WorkerLostError(f"{name} failed: {type(error).__name__}: {error}"))
 
     def on_coordinator_lost(self, reason: str) -> list[Decision]:
-        """The coordinator died: nobody knows any more what lies where."""
+        """The coordinator died, and with it all knowledge of where data is."""
         return self._fail(WorkerLostError(f"the coordinator died ({reason}); start again with --resume"))
 
     def on_rejected(self, num_rejected: int, num_seen: int) -> list[Decision]:
@@ -167,7 +169,7 @@ class RunState:
         return self._fail(
             DataError(
                 f"{num_rejected} of {num_seen} samples ({share:.1%}) were rejected, more than "
-                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; quarantine.jsonl says why"
+                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; see quarantine.jsonl"
             )
         )
 
@@ -180,7 +182,7 @@ class RunState:
         return [RequestStop()]
 
     def _lose(self, name: str, what: str) -> list[Decision]:
-        """A producer does not come back: other encoders do its work if their memory suffices."""
+        """A producer does not come back; other encoders do its work if their memory suffices."""
         others = [other for other, role in self._running.items() if role is Role.ENCODER and other != name]
         way_out = "look at its log, then start again with --resume"
         if self._running[name] is not Role.ENCODER or not others:

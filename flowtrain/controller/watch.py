@@ -1,4 +1,4 @@
-"""Watching a crew: turns what its actors do into the state machine's events, and performs what it decides."""
+"""Watches the worker group: passes its events to the state machine, and performs the decisions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 SETTLE_S = 3.0
-"""A rank whose peer died fails as well, often first: how long to look for the cause."""
+"""How long to look for the cause of a failure: a rank whose peer died fails as well, often first."""
 
 
 class StopRequested(Exception):
-    """The user asked for the end before anything was trained."""
+    """The user asked for the end before any step was trained."""
 
 
 class Watcher:
-    """Waits for whatever comes next of a crew, with one thread and without ever waiting for one actor alone.
+    """Waits for the next event of any actor, in one thread; it never waits for one actor alone.
 
-    take: gets every event of the coordinator, in order. note: tells people. stop: is set when they ask for the end.
+    take: receives every event of the coordinator, in order. note: shows a line to the user. stop: set when the user
+    asks for the end.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Watcher:
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
 
-        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, and what the run fails with.
+        deadline_s: on the monotonic clock. Raises StallError after it, StopRequested, or the error that ends the run.
         """
         pending = {ref: name for name, ref in calls.items()}
         while pending:
@@ -70,18 +71,18 @@ class Watcher:
                 raise StopRequested
             if pending and time.monotonic() > deadline_s:
                 raise StallError(
-                    f"{what}: {', '.join(sorted(pending.values()))} did not come within limits.start_timeout_s "
-                    f"({self._limits.start_timeout_s:g} s); their logs say how far they came"
+                    f"{what}: {', '.join(sorted(pending.values()))} did not answer within limits.start_timeout_s "
+                    f"({self._limits.start_timeout_s:g} s); their logs show how far they got"
                 )
         return ray.get(list(calls.values()))
 
     def until_end(self) -> bool:
-        """Watch until everybody has returned; returns whether a stop was asked for. Raises what the run fails with."""
+        """Watch until every actor has returned; returns whether a stop was asked for. Raises the error that ends it."""
         draining_since: float | None = None
         while self._state.phase not in (Phase.FINISHED, Phase.FAILED):
             self._turn(())
             if self._stop.is_set() and (decisions := self._state.on_stop()):
-                self._note("stopping after this step; a checkpoint follows (once more to end at once)")
+                self._note("stopping after this step; a checkpoint follows (interrupt again to end at once)")
                 self._perform(decisions)
             if self._state.phase is Phase.DRAINING:
                 draining_since = draining_since or time.monotonic()
@@ -91,21 +92,21 @@ class Watcher:
             self._raise_error()
             return self._state.was_stopped
         try:
-            self._take_last_events()  # a checkpoint that all ranks wrote may be among them
+            self._take_last_events()  # they may complete a checkpoint that all ranks wrote
         except (ray.exceptions.RayError, FlowTrainError, OSError) as lost:
             logger.warning("the last events of the failed run could not be recorded: %s", lost)
         raise self._error
 
-    # --- one turn -----------------------------------------------------------------------------------------------
+    # --- one round ----------------------------------------------------------------------------------------------
 
     def _turn(self, awaited: Sequence[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
-        """Wait for something, at most a tick, and act on it; returns which of the awaited calls are done."""
+        """Wait for an event, at most a tick, and act on it; returns which of the awaited calls are done."""
         runs = self._actors.runs
         done, _ = ray.wait([self._events, *awaited, *runs], num_returns=1, timeout=TICK_S)
         if self._events in done:
             self._take_events()
         for ref, outcome in _outcomes(done, runs).items():
-            # Those that end for an encoder's death, which its replacement forgets, say nothing about the new ones.
+            # ``replace`` has removed the calls of a dead encoder's ranks: their end says nothing about the new ones.
             name = self._actors.runs.pop(ref, None)
             if name is not None:
                 self._conclude(name, outcome)
@@ -116,7 +117,7 @@ class Watcher:
             self._perform(self._state.on_died(name, outcome.reason))
         elif isinstance(outcome, Failed):
             if self._state.phase is Phase.DRAINING:
-                logger.warning("%s failed when it was not needed any more: %s", name, outcome.error)
+                logger.warning("%s failed after it was no longer needed: %s", name, outcome.error)
             self._perform(self._state.on_failed(name, outcome.error))
         else:
             self._perform(self._state.on_returned(name))
@@ -129,7 +130,7 @@ class Watcher:
             return
         except ray.exceptions.GetTimeoutError as error:
             raise StallError(
-                f"the coordinator did not hand over its last events within limits.stop_timeout_s ({timeout_s:g} s)"
+                f"the coordinator did not send its last events within limits.stop_timeout_s ({timeout_s:g} s)"
             ) from error
         self._events = self._actors.link.start(CoordinatorApi.events)
         for event in events:
@@ -138,7 +139,7 @@ class Watcher:
                 self._perform(self._state.on_rejected(event.num_rejected, event.num_seen))
 
     def _take_last_events(self) -> None:
-        """Take what was reported before the actors returned: what the open call got, then what came after."""
+        """Take the events from before the actors returned: those of the open call, then those after it."""
         timeout_s = self._limits.stop_timeout_s
         self._actors.link.start(CoordinatorApi.end_events)
         for _ in range(2):
@@ -148,7 +149,7 @@ class Watcher:
         for decision in decisions:
             if isinstance(decision, Restart):
                 died = decision.name if decision.follower is None else f"{decision.follower} of {decision.name}"
-                self._note(f"{died} died; it is started again and its parts are made anew")
+                self._note(f"{died} died; it is started again and its parts are produced again")
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
@@ -177,7 +178,7 @@ class Watcher:
 def _outcomes(
     done: Sequence[ray.ObjectRef[Any]], names: Mapping[ray.ObjectRef[Any], str]
 ) -> dict[ray.ObjectRef[Any], Outcome]:
-    """How those of the named calls ended that are done, the cause of the others first."""
+    """How the done ones of the named calls ended, root causes first."""
     outcomes = {ref: outcome_of(ref, names[ref]) for ref in done if ref in names}
     puzzling = [o for o in outcomes.values() if isinstance(o, Failed) and not isinstance(o.error, FlowTrainError)]
     others = [ref for ref in names if ref not in outcomes]

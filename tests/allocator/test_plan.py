@@ -156,7 +156,7 @@ def test_overrides_change_a_plans_values_again_and_a_section_of_theirs_stays() -
     ("change", "key", "code", "said"),
     [
         ({"data_parallel_size": 4096}, "backbone.data_parallel_size", FaultCode.DEGREES, "smaller than backbone.data"),
-        ({"num_devices": 0.5}, "backbone.num_devices", FaultCode.DEGREES, "on one accelerator, where NCCL"),
+        ({"num_devices": 0.5}, "backbone.num_devices", FaultCode.DEGREES, "on one accelerator, which NCCL"),
         (
             {"num_devices": 2.0},
             "backbone.num_devices",
@@ -187,6 +187,6 @@ def test_a_segment_that_is_too_large_is_a_fault_of_the_pool() -> None:
 
 def test_a_plan_of_other_encoders_is_refused() -> None:
     plan = fixed_plan(make_config())
-    with pytest.raises(ConfigError, match="encoders has vit and the plan has ears; make a plan for this") as caught:
+    with pytest.raises(ConfigError, match="encoders has vit and the plan has ears; create a plan for this") as caught:
         make_config().with_plan(replace(plan, encoders={"ears": plan.encoders["vit"]}))
     assert caught.value.faults[0].code is FaultCode.ENCODERS

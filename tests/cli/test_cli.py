@@ -63,8 +63,8 @@ def test_help_and_version_import_nothing_heavy(tmp_path: Path) -> None:
         ),
         (
             "data.max_seq_len=4096",
-            "data.max_seq_len (4096) is larger than scheduler.microbatch_tokens (512): a longest sample would fit no "
-            "microbatch; lower the first or raise the second",
+            "data.max_seq_len (4096) is larger than scheduler.microbatch_tokens (512): a sample of that length would "
+            "fit no microbatch; lower the first or raise the second",
         ),
     ],
 )
@@ -103,7 +103,8 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) ->
     )
     code, _, error, heavy = flowtrain_command("export", "none", cwd=tmp_path)
     assert (code, heavy) == (2, [])
-    assert error == "flowtrain: no run 'none': there is no none/config.yaml or runs/none/config.yaml"
+    looked = "there is no none/config.yaml or runs/none/config.yaml"
+    assert error == f"flowtrain: no run 'none': {looked}; give the run's directory"
 
 
 def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path) -> None:

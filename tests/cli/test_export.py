@@ -113,5 +113,5 @@ def test_a_failed_export_leaves_the_old_one(
 
 
 def test_a_run_without_a_checkpoint_says_so(run: RunDir) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoints: no complete checkpoint to export"):
+    with pytest.raises(CheckpointError, match=r"checkpoints: no complete checkpoint yet"):
         export_run(run.root)

@@ -129,7 +129,7 @@ def test_rows_beyond_the_longest_sequence_get_the_configured_treatment(lengths: 
     cut = record_of(*given, "data.oversized=truncate_text")
     assert (cut["num_samples"], cut["rejected"]) == (NUM_ROWS, {})
     assert cut["num_tokens"] == rejected["num_tokens"] + 1000
-    assert "which a CSV does not tell" in cut["notes"][0]
+    assert "but a CSV does not show that" in cut["notes"][0]
     refused = pack(lengths, "data.max_seq_len=10")
     assert refused.exit_code == 2
     assert "every row (90 in all) has more tokens than data.max_seq_len (10); raise it" in refused.stderr
@@ -193,7 +193,7 @@ def test_a_profile_beyond_its_capacity_is_extrapolated_for_a_csv(
     file.write_text(CostProfile(fitted, {}, 2048, "cpu", {}).to_json())
     given = ("scheduler.cost=profile", f"scheduler.cost_profile={file}", f"scheduler.microbatch_tokens={capacity}")
     record = record_of(lengths, *given)
-    note = "scheduler.cost_profile was fitted at 2,048 tokens a microbatch; 4,096 here are extrapolated"
+    note = "scheduler.cost_profile was fitted at 2,048 tokens a microbatch; the costs of 4,096 here are extrapolated"
     assert (note in record["notes"]) == is_noted
     assert record["settings"]["cost"] == "profile"
 
@@ -292,9 +292,9 @@ def test_the_page_holds_tables_and_drawing_and_loads_nothing(tmp_path: Path, len
     ("arguments", "code", "fault"),
     [
         (("--plot", "figure.svg"), 2, "--plot figure.svg: the ending must be .png or .html"),
-        (("--plot", "none/figure.png"), 2, "--plot none/figure.png: there is no directory none; make it"),
+        (("--plot", "none/figure.png"), 2, "--plot none/figure.png: there is no directory none; create it"),
         (("--steps", "0"), 2, "num_steps (--steps) is 0; it must be at least 1"),
-        (("--lengths", "other.csv"), 2, "are to be taken instead of data; give one of them"),
+        (("--lengths", "other.csv"), 2, "would replace the data; give one of them"),
         (("scheduler.cost=flops",), 2, "scheduler.cost ('flops') needs the backbone's shape"),
         (("scheduler.cost=profile",), 2, "as no run fits costs to a CSV; give the cost_profile.json"),
         (("scheduler.cost=profile", "data.order=arrival"), 2, "as no run fits costs to a CSV"),

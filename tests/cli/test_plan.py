@@ -98,7 +98,7 @@ def test_settings_of_a_model_file_can_be_changed() -> None:
     record = record_of(*PAPER, "training.global_batch_size=240", "backbone.sharding=gradients")
     assert 240 % record["allocation"]["modules"][-1]["degrees"]["dp"] == 0
     assert record["assumptions"]["setup"]["sharding"] == "gradients"
-    assert "override 'backbone.config.num_hidden_layers=4': a model file takes no such key" in refused(
+    assert "override 'backbone.config.num_hidden_layers=4': for a model file only settings" in refused(
         *PAPER, "backbone.config.num_hidden_layers=4"
     )
 
@@ -181,7 +181,7 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
         ((*PAPER, "--solver", "cplex"), "--solver (cplex) is not installed; installed: "),
         ((*PAPER, "--nodes", "30"), "take 240 or 270 devices"),
         ((*PAPER[:1], "--devices", "3", "--nodes", "8"), "take 8 devices"),
-        (PAPER[:1], "model file vlm_72b has no degrees of its own; give --devices or --nodes"),
+        (PAPER[:1], "model file vlm_72b has no degrees that tell a number of devices; give --devices or --nodes"),
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "does not fit the device memory, the smallest needs"),
         ((*PAPER[:1], "--devices", "8", "--device", "910b"), "feasible with "),
         ((*PAPER, "scheduler.microbatch_tokens=4096"), "is larger than scheduler.microbatch_tokens (4096)"),
@@ -192,9 +192,9 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
         ((QUICKSTART, "--device", "910b"), "no public peak for model.dtype (float32)"),
         ((QUICKSTART, "training.learning_rat=1"), "did you mean training.learning_rate?"),
         ((*PAPER, "training.global_batch_sizes=128"), "did you mean training.global_batch_size?"),
-        ((*PAPER, "training.learning_rate=1"), "a model file takes no such key, only settings that decide its plan"),
+        ((*PAPER, "training.learning_rate=1"), "for a model file only settings that decide its plan can be overridden"),
         (("none.yaml",), "none.yaml: the configuration cannot be read"),
-        ((*PAPER, "--save", "nowhere/plan.yaml"), "--save nowhere/plan.yaml: there is no directory nowhere; make it"),
+        ((*PAPER, "--save", "nowhere/plan.yaml"), "--save nowhere/plan.yaml: there is no directory nowhere; create it"),
         (
             (*PAPER[:1], "--devices", "1", "backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2"),
             "backbone has no feasible configuration (on 1 h200: no pipeline, which several chunks a rank need)",
@@ -220,7 +220,7 @@ def test_a_plan_that_a_run_cannot_take_is_refused(tmp_path: Path) -> None:
     ):
         api.resolve(QUICKSTART, plan=saved)
     saved.write_text('{"schema": 1, "device": "cpu"}')
-    with pytest.raises(ConfigError, match=r"plan.yaml: this is no plan, which has encoders, backbone and feeder"):
+    with pytest.raises(ConfigError, match=r"plan.yaml: this is not a plan, which has encoders, backbone and feeder"):
         api.resolve(QUICKSTART, plan=saved)
 
 
@@ -271,5 +271,5 @@ def test_an_override_of_a_whole_section_does_not_undo_the_plan(tmp_path: Path) -
 
 
 def test_a_model_file_cannot_be_trained() -> None:
-    with pytest.raises(ConfigError, match="vlm_72b.yaml is a model file, for flowtrain plan alone"):
+    with pytest.raises(ConfigError, match="vlm_72b.yaml is a model file, which only flowtrain plan takes"):
         flowtrain.train(PAPER[0])

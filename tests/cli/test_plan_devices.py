@@ -83,7 +83,7 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     assert any(f"a run refuses this plan: encoders has {count} entries" in note for note in record["notes"])
     (fault,) = flowtrain.plan(file, devices=64).faults
     assert (fault.key, fault.code) == ("encoders", FaultCode.ENCODERS)
-    said = "saved; once what the notes say is fixed, start it with"
+    said = "saved; first fix what the notes name, then start it with"
     assert said in plan(str(file), "--devices", "64", "--save", str(tmp_path / "plan.yaml")).stdout
 
 
@@ -156,7 +156,7 @@ def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
     ("arguments", "message"),
     [
         (("--device", "h200", "--device", "910b"), "--device names several types (h200, 910b): give each its number"),
-        (("--device", "h200=8", "--device", "910b"), "--device (910b) has no number beside others that have one"),
+        (("--device", "h200=8", "--device", "910b"), "--device (910b) has no number, but others have one"),
         (("--device", "h200=0"), "give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1"),
         (("--device", "h200=8x"), "give NAME=COUNT or NAME=NODESxDEVICES with numbers from 1"),
         (("--device", "h200=8", "--devices", "8"), "says how many there are, and so does --devices; drop one"),

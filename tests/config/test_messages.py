@@ -70,19 +70,19 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         ),
         (
             ["data.max_seq_len=8192"],
-            "data.max_seq_len (8192) is larger than scheduler.microbatch_tokens (4096): a longest sample would fit no "
-            "microbatch; lower the first or raise the second",
+            "data.max_seq_len (8192) is larger than scheduler.microbatch_tokens (4096): a sample of that length would "
+            "fit no microbatch; lower the first or raise the second",
         ),
         (
             ["backbone.data_parallel_size=9"],
             "training.global_batch_size (8) is smaller than backbone.data_parallel_size (9): some ranks would never "
-            "have a sample; raise the first or lower the second",
+            "get a sample; raise the first or lower the second",
         ),
         (
             ["scheduler.cost=profile"],
             "scheduler.cost ('profile') needs scheduler.cost_profile with data.order ('deterministic'), whose costs "
-            "are frozen from the start; give the cost_profile.json that an earlier run of this model wrote into its "
-            "directory, or set data.order to 'arrival', which fits costs while it runs",
+            "are fixed from the start; give the cost_profile.json that an earlier run of this model wrote into its "
+            "directory, or set data.order to 'arrival', which fits costs during the run",
         ),
         (
             ["training.num_epochs=1"],
@@ -96,18 +96,18 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         ),
         (
             ["encoders.vision.tensor_parallel_size=2", "encoders.vision.num_cpus=0"],
-            "encoders.vision.tensor_parallel_size (2) above 1 needs encoders.vision.num_cpus (0) above 0: by what its "
-            "actors reserve they come to lie on one node; a fraction is enough",
+            "encoders.vision.tensor_parallel_size (2) above 1 needs encoders.vision.num_cpus (0) above 0: Ray places "
+            "its actors on one node by the CPUs they reserve; a fraction is enough",
         ),
         (
             ["encoders.vision.tensor_parallel_size=2", "encoders.vision.num_devices=0.5"],
-            "encoders.vision.num_devices (0.5) below 1 would have several of 2 ranks on one accelerator, where NCCL "
-            "does not join them; set it to 1, or the parallel sizes to 1",
+            "encoders.vision.num_devices (0.5) below 1 would put several of 2 ranks on one accelerator, which NCCL "
+            "does not support; set it to 1, or the parallel sizes to 1",
         ),
         (
             ["backbone.data_parallel_size=2", "backbone.num_devices=0.5"],
-            "backbone.num_devices (0.5) below 1 would have several of 2 ranks on one accelerator, where NCCL does not "
-            "join them; set it to 1, or the parallel sizes to 1",
+            "backbone.num_devices (0.5) below 1 would put several of 2 ranks on one accelerator, which NCCL does not "
+            "support; set it to 1, or the parallel sizes to 1",
         ),
         (
             ["backbone.pipeline_parallel_size=2", "backbone.pipeline_schedule=interleaved_1f1b"],
@@ -117,7 +117,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         (
             ["backbone.pipeline_parallel_size=2", "backbone.chunks_per_rank=3"],
             "backbone.chunks_per_rank (3) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now '1f1b'); "
-            "set that, or the first to 1",
+            "set that, or set chunks_per_rank to 1",
         ),
         (
             ["backbone.path=Qwen/Qwen3-1.7B"],

@@ -68,7 +68,7 @@ def test_a_local_model_that_is_missing_is_refused(minimal: Path, path: str) -> N
         load_config(minimal, [f"model.tokenizer={path}"])
     message = str(caught.value)
     assert message.startswith(f"run.yaml: override 'model.tokenizer={path}': model.tokenizer = {path!r}: no such file")
-    assert message.endswith("; it is no hub id (owner/name) either")
+    assert message.endswith("; it is not a hub id (owner/name) either")
 
 
 def test_a_chat_template_is_a_file_or_the_template_itself(minimal: Path) -> None:

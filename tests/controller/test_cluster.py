@@ -46,7 +46,7 @@ def test_everything_that_lacks_is_said_at_once_with_both_counts(monkeypatch: pyt
     message = refusal([{"CPU": 1.5}, {"CPU": 1.5, "GPU": 1.0}], 5_000_000)
     assert "CPU: 3 needed, 2 in the cluster" in message
     assert "GPU: 1 needed, 0 in the cluster" in message
-    assert "5000000 bytes needed, 1000000 there" in message
+    assert "5000000 bytes needed, 1000000 in the cluster" in message
     assert "data_parallel_size" in message
 
 

@@ -58,7 +58,8 @@ def test_a_refit_is_in_use_and_said(tmp_path: Path) -> None:
     keeper, notes = make_keeper(tmp_path, prepared_with(eq3(512), None, "data.order=arrival", "scheduler.cost=profile"))
     keeper.take(event(in_use=True))
     assert keeper.in_use == FITTED
-    assert notes == ["step 16: costs are fitted to 128 microbatches now (R2 0.900 with squares, 0.800 else)"]
+    figures = "R2 0.900 with squares, 0.800 with the other form"
+    assert notes == [f"step 16: costs are now fitted to 128 microbatches ({figures})"]
 
 
 def test_the_checkpoints_cost_goes_before_the_configurations(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -148,7 +148,7 @@ def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: Fake
 
 def test_a_run_that_is_running_already_is_said(config: RunConfig, actors: FakeActors) -> None:
     actors.refused = "coordinator"
-    with pytest.raises(ResourceError, match="'kite' is running in this cluster already"):
+    with pytest.raises(ResourceError, match="'kite' is already running in this cluster"):
         start_coordinator(config, ActorClasses(), lambda: None)  # type: ignore[arg-type, return-value]  # never called
 
 

@@ -62,7 +62,7 @@ def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Pat
     start = find_start(files, longer, ())
     assert start.sampler_state is not None and upcoming.first_position != start.sampler_state.next_position
     with pytest.raises(
-        ConfigError, match=r"20 positions are trained, step 4 begins at position 24.*num_epochs \(now 2"
+        ConfigError, match=r"20 positions are trained, but step 4 begins at position 24.*num_epochs \(now 2"
     ):
         check_goes_on(files, longer)
 

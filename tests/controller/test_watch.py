@@ -104,7 +104,7 @@ def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monke
     together = lambda: [world.crew.finish("encoder-0", closed), world.crew.finish(follower, died())]  # noqa: E731
     world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))
     assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
-    assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are made anew"]
+    assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are produced again"]
 
 
 def test_a_producer_that_dies_too_often_fails_the_run(world: World) -> None:
@@ -248,7 +248,7 @@ def test_a_rank_that_dies_while_starting_ends_the_start(world: World, calls: dic
 
 
 def test_ranks_that_do_not_come_are_named(world: World, calls: dict[str, Ref]) -> None:
-    with pytest.raises(StallError, match=r"backbone-1 did not come within limits.start_timeout_s"):
+    with pytest.raises(StallError, match=r"backbone-1 did not answer within limits.start_timeout_s"):
         start(world, calls, lambda: calls["backbone-0"].finish(1.0), limit_s=-1.0)
 
 

@@ -123,7 +123,7 @@ def test_a_job_stopped_half_way_leaves_nothing_behind_and_resumes(own_cluster: C
 
     with own_cluster.following("resumed", [*command, "--resume"]) as job:
         assert job.wait() == 0, job.report("the job failed")
-        assert f"behind step {stopped_at} of {num_steps}" in job.said
+        assert f"after step {stopped_at} of {num_steps}" in job.said
     assert own_cluster.jobs().get_job_status("resumed") is JobStatus.SUCCEEDED
     check_complete(run, num_steps)
 
@@ -178,7 +178,7 @@ def small_run(tmp_path: Path, *overrides: str) -> RunConfig:
         ),
         (
             ["encoders.vision.segment_nbytes=1000000000000", "pool.max_segment_nbytes=1000000000000"],
-            r"segments: 2000\d{9} bytes needed, \d+ there",
+            r"segments: 2000\d{9} bytes needed, \d+ in the cluster",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, ray_cluster: N
         raise AssertionError
 
     try:
-        with pytest.raises(ResourceError, match="'refused' is running in this cluster already"):
+        with pytest.raises(ResourceError, match="'refused' is already running in this cluster"):
             crew.start_coordinator(config, crew.ActorClasses(), never)
     finally:
         ray.kill(first)

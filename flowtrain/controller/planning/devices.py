@@ -1,4 +1,4 @@
-"""Which devices a plan is for, from what the command line says of them."""
+"""The devices that a plan is for, from the command line's options."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from flowtrain.errors import ConfigError
 DEVICES_PER_NODE = 8
 DEFAULT_DEVICE = "h200"
 MOST_DEVICES = 1 << 20
-"""More would only take long to enumerate: the largest clusters have a tenth of that."""
+"""More would only take long to enumerate; the largest clusters have a tenth of that."""
 
 _COUNTED = re.compile(r"(?P<name>.+)=(?:(?P<nodes>[1-9]\d*)x)?(?P<count>[1-9]\d*)")
 
 
 @dataclass(frozen=True, slots=True)
 class AskedDevices:
-    """What was asked for: ``--device`` once or several times, ``--devices`` and ``--nodes``.
-
-    types: a name each, or NAME=COUNT, or NAME=NODESxDEVICES; several types need their numbers. devices, nodes: of one
-    type, None where they were not given.
-    """
+    """The options ``--device`` (once or several times), ``--devices`` and ``--nodes``."""
 
     types: tuple[str, ...] = ()
+    """Each NAME, NAME=COUNT or NAME=NODESxDEVICES; several types need their numbers."""
     devices: int | None = None
+    """Number of devices of one type; None if not given."""
     nodes: int | None = None
+    """Number of nodes of one type; None if not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """One type of devices; name None: that of the profile, or the default."""
+    """One type of devices. name: None for the profile's type, or the default."""
 
     name: str | None
     count: int
@@ -42,9 +41,9 @@ class _Sized:
 
 
 def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -> Cluster:
-    """Return the devices that a plan may give out; with a profile, of the type that it was measured on.
+    """Return the devices that a plan may use; with a profile, of the type that it was measured on.
 
-    Raises ConfigError where what was asked does not fit together.
+    Raises ConfigError if the options contradict each other.
     """
     per_node = DEVICES_PER_NODE if profile is None else profile.facts.devices_per_node
     sized = _sized(asked, planned, per_node)
@@ -94,7 +93,7 @@ def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[_Sized]
     sized = []
     for text, found in zip(asked.types, counted, strict=True):
         if found is None:
-            raise ConfigError(f"--device ({text}) has no number beside others that have one; give {text}=COUNT")
+            raise ConfigError(f"--device ({text}) has no number, but others have one; give {text}=COUNT")
         count, nodes = int(found["count"]), found["nodes"]
         sized.append(
             _Sized(found["name"], count, per_node)
@@ -105,18 +104,20 @@ def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[_Sized]
 
 
 def _node_shape(asked: AskedDevices, planned: Planned, per_node: int) -> tuple[int, int]:
-    """Devices in all and on a node; per_node: where nothing else says it."""
+    """Devices in all and on a node. per_node: used if the options do not decide it."""
     devices, nodes = asked.devices, asked.nodes
     if devices is None and nodes is None:
         if planned.num_devices is None:
-            raise ConfigError(f"{planned.source} has no degrees of its own; give --devices or --nodes")
+            raise ConfigError(
+                f"{planned.source} has no degrees that tell a number of devices; give --devices or --nodes"
+            )
         return planned.num_devices, per_node
     if nodes is None or devices is None:
         return devices or (nodes or 0) * per_node, per_node
     if devices % nodes:
         fewer, more = devices - devices % nodes, devices + nodes - devices % nodes
         raise ConfigError(
-            f"--devices ({devices}) is no multiple of --nodes ({nodes}): nodes have equally many devices; take "
+            f"--devices ({devices}) is no multiple of --nodes ({nodes}): nodes have the same number of devices; take "
             f"{f'{fewer} or ' if fewer else ''}{more} devices"
         )
     return devices, devices // nodes
@@ -126,5 +127,5 @@ def _unlike(types: Sequence[DeviceType]) -> tuple[DeviceType, ...]:
     names = [each.name for each in types]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"--device names {twice} more than once; give it once, with all that there are")
+        raise ConfigError(f"--device names {twice} more than once; give it once, with their total number")
     return tuple(types)

@@ -17,7 +17,7 @@ _REFUSED = "a run refuses this plan"
 
 
 def plan_faults(planned: Planned, plan: Plan) -> list[Fault]:
-    """Return why a run refuses a plan; of its pool, see ``pool_need``."""
+    """Return why a run refuses a plan; faults of the pool are in ``pool_need``."""
     config = planned.config
     chunks = config.backbone.chunks_per_rank
     faults = degree_faults(plan.backbone.degrees, planned.model.backbone, chunks_per_rank=chunks)
@@ -37,16 +37,16 @@ def notes(
     faults: Sequence[Fault],
     pool: PoolNeed,
 ) -> Iterator[str]:
-    """Yield them, one sentence each.
+    """Yield the notes, one sentence each.
 
-    plan: of the allocation, that is started. faults: as of ``plan_faults``. pool: as of ``pool_need``.
+    plan: the allocation's plan, which a run starts with. faults: from ``plan_faults``. pool: from ``pool_need``.
     """
     idle = sum(allocation.budget.values()) - allocation.devices
     if idle:
-        yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no faster choice takes them"
+        yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no choice that uses them is faster"
     if allocation.rate_apart is not None:
         yield (
-            "encoders and backbone share the one device and take turns; with a device for each they would reach "
+            "encoders and backbone share the one device in turn; with a device for each they would reach "
             f"{allocation.rate_apart:.4g} samples/s, {allocation.rate_apart / allocation.rate:.2f} times as many"
         )
     if replication.rate is not None and not allocation.shared and replication.rate >= AS_GOOD * allocation.rate:
@@ -54,28 +54,28 @@ def notes(
         yield (
             f"plain replication of the whole model {compared}: {replication.rate:.4g} samples/s on "
             f"{replication.devices} devices, {replication.rate / allocation.rate:.0%} of the plan; "
-            "FlowTrain does not train like that, other trainers do"
+            "FlowTrain does not train that way, other trainers do"
         )
     if allocation.rate_added is not None:
         yield (
             "with an encoder's replicas on several types of devices at once it would be "
-            f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; no "
-            "run can start that yet"
+            f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; a "
+            "run cannot do that yet"
         )
     yield from (f"{_REFUSED}: {fault.text}" for fault in faults)
     for name, module in plan.encoders.items():
         if module.segment_nbytes > (given := planned.config.encoders[name].segment_nbytes):
             yield (
-                f"encoders.{name}.segment_nbytes is raised from {given} to {module.segment_nbytes}: a run with less of "
-                "a pool is refused"
+                f"encoders.{name}.segment_nbytes is raised from {given} to {module.segment_nbytes}: a run with a "
+                "smaller pool is refused"
             )
     yield from _pool_notes(pool)
 
 
 def _pool_notes(pool: PoolNeed) -> Iterator[str]:
     sizes = [f"encoders.{name}.segment_nbytes={size}" for name, size in pool.remedy.items()]
-    remedy = f"{' '.join(sizes)} holds it" if sizes else "no encoders.*.segment_nbytes alone fixes that"
+    remedy = f"set {' '.join(sizes)}" if sizes else "no encoders.*.segment_nbytes alone fixes that"
     if pool.fault is not None:
         yield f"{_REFUSED}: {pool.fault.text}; {remedy}"
     elif pool.segments_nbytes < pool.features_nbytes:
-        yield f"the pool holds less than scheduler.lookahead_steps ask for, so encoders wait for room; {remedy}"
+        yield f"the pool holds less than scheduler.lookahead_steps asks for, so encoders wait for room; {remedy}"

@@ -1,4 +1,4 @@
-"""What is to be planned, and how a model file becomes that; of a run, see ``planned_run``. No Ray, no torch."""
+"""The input of a plan, and how a model file becomes one; for a run see ``planned_run``. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowtrain.errors import ConfigError, Fault
 from flowtrain.types.run_plan import Plan
 
 MODEL_FILE_BATCH_PATCHES = 16384
-"""Patches of an encoder's largest batch, where a model file is planned: a few large pictures."""
+"""Patches of an encoder's largest batch for a model file: a few large pictures."""
 
 _MODEL_FILE_KEYS = re.compile(
     r"model\.(dtype|freeze)|training\.(global_batch_size|optimizer)|scheduler\.(microbatch_tokens|lookahead_steps)|"
@@ -30,31 +30,31 @@ _MODEL_FILE_KEYS = re.compile(
     r"chunks_per_rank)|encoders\.\w+\.(max_batch_patches|segment_nbytes|num_cpus)|"
     r"pool\.(hbm_segment_nbytes|text_segment_nbytes)"
 )
-"""What decides a plan beside the shapes and samples in the file itself."""
+"""Keys that decide a plan in addition to the shapes and samples in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What is to be planned: settings, shapes and data."""
+    """The input of a plan: settings, shapes and data."""
 
     config: RunConfig
     usual: Plan
-    """What the configuration's own degrees spell out."""
+    """The plan that the configuration's own degrees give."""
     model: ModelSpec
     workload: Workload
     source: str
-    """Where shapes and sizes are from."""
+    """Where shapes and sizes come from."""
     num_devices: int | None
-    """That the configuration's own degrees take, None where it has none."""
+    """Devices that the configuration's own degrees take; None if it has none."""
     pool_fault: Callable[[RunConfig], Fault | None] | None = None
-    """Finds why a run with these settings could get stuck for want of room in the pool; None where that is not known,
-    as of a model file."""
+    """Returns why a run with these settings could block for lack of room in the pool. The field is None if that is not
+    known, as for a model file."""
     whole: frozenset[str] = frozenset()
     """Modules whose layers FlowTrain cannot split by tensor parallelism."""
 
 
 def is_model_file(path: str | PathLike[str]) -> bool:
-    """Whether a YAML brings its own workload, as those of ``configs/models`` do; one that cannot be read does not."""
+    """Whether a YAML file has its own workload, as in ``configs/models``; False if it cannot be read."""
     try:
         values = parse_yaml(Path(path).expanduser().read_text(encoding="utf-8"))[0]
     except (OSError, UnicodeDecodeError, YamlError):
@@ -63,9 +63,9 @@ def is_model_file(path: str | PathLike[str]) -> bool:
 
 
 def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Planned:
-    """Read a model file; overrides change what decides its plan beside shapes and samples. Raises ConfigError.
+    """Read a model file; overrides may change the other settings that decide its plan. Raises ConfigError.
 
-    Settings that the file has not are a run's defaults, but bfloat16, full recomputation and large encode batches.
+    Settings that are not in the file are a run's defaults, except bfloat16, full recomputation, large encode batches.
     """
     file = read_model_file(Path(path).expanduser())
     workload, encoder = file.workload, {"config": {}, "max_batch_patches": MODEL_FILE_BATCH_PATCHES}
@@ -84,9 +84,9 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         raise refused(Document(str(path), values), error) from error
     for text in overrides:
         if not _MODEL_FILE_KEYS.fullmatch(text.partition("=")[0].strip()):
-            override_config(base, [text], check_paths=False)  # a key that is none at all is refused with the nearest
+            override_config(base, [text], check_paths=False)  # refuses an unknown key, with the nearest
             raise ConfigError(
-                f"override {text!r}: a model file takes no such key, only settings that decide its plan, e.g. "
+                f"override {text!r}: for a model file only settings that decide its plan can be overridden, e.g. "
                 f"scheduler.microbatch_tokens or backbone.activation_checkpointing; change {path} itself"
             )
     config = override_config(base, overrides, check_paths=False)

@@ -1,4 +1,4 @@
-"""What of a run decides its plan: its model's shapes, and the sizes of its first steps' samples."""
+"""The input of a run's plan: its model's shapes, and the sizes of its first steps' samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowtrain.types.samples import SizedSample
 
 
 def planned_run(config: RunConfig) -> Planned:
-    """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises as ``prepare``."""
+    """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises what ``prepare`` raises."""
     prepared = prepare(config, check_pool=False)
     workload = workload_of(config, planned_samples(prepared))
     usual = prepared.plan
@@ -37,7 +37,7 @@ def planned_run(config: RunConfig) -> Planned:
 
 
 def planned_samples(prepared: Prepared) -> list[SizedSample]:
-    """Return the samples of a run's first steps; DataError where all are rejected."""
+    """Return the samples of a run's first steps; DataError if all are rejected."""
     count = _num_steps(prepared)
     samples = [sample for unit in sized_units(prepared, count) for sample in unit.samples]
     if not samples:
@@ -47,7 +47,7 @@ def planned_samples(prepared: Prepared) -> list[SizedSample]:
 
 
 def workload_of(config: RunConfig, samples: Sequence[SizedSample]) -> Workload:
-    """Return what these samples ask of a run's modules."""
+    """Return the work of these samples for a run's modules."""
     sizes = SampleSizes.in_order(samples, list(range(len(samples))), config.encoders, config.pool.alignment)
     return Workload(
         global_batch_size=config.training.global_batch_size,

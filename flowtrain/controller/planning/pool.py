@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flowtrain.controller.planning.planned import Planned
+from flowtrain.costs.memory import DTYPE_NBYTES
 from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import Plan
 
@@ -17,16 +18,16 @@ class PoolNeed:
     """Bytes of encoders' features in the pool."""
 
     features_nbytes: int
-    """When encoders are as far ahead as ``scheduler.lookahead_steps`` lets them, of mean samples."""
+    """Features of mean samples when encoders are as far ahead as ``scheduler.lookahead_steps`` allows."""
     segments_nbytes: int
-    """That all encoders of the plan give."""
+    """Segments that all encoders of the plan give."""
     node_nbytes: int
-    """That encoders give on a node, where as many as fit are placed on one."""
+    """Segments on one node that holds as many encoders as fit."""
     fault: Fault | None
-    """Why a run with these segments is refused, None where it is not or that is not known."""
+    """Why a run with these segments is refused; None if it is not, or if that is not known."""
     remedy: dict[str, int]
-    """Segments of each encoder that hold the features and are not refused; empty where nothing lacks, or where no
-    segments do."""
+    """Segment of each encoder, such that together they hold ``features_nbytes`` and no run refuses them; empty if the
+    plan's segments suffice, or if no sizes do."""
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -34,7 +35,7 @@ class PoolNeed:
 
 
 def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
-    """Return the plan with segments that no run is refused for, where larger ones alone are what it takes."""
+    """Return the plan with larger segments if a run would refuse its own and larger ones fix that."""
     need = pool_need(planned, plan, devices_per_node)
     if need.fault is None:
         return plan
@@ -42,10 +43,10 @@ def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
 
 
 def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:
-    """Return what the pool is asked for."""
+    """Return what the plan needs of the pool."""
     workload, config = planned.workload, planned.config
     rows = workload.global_batch_size * float(workload.vision_lengths.mean())
-    row_nbytes = planned.model.connector.feature_dim * {"bfloat16": 2, "float32": 4}[config.model.dtype]
+    row_nbytes = planned.model.connector.feature_dim * DTYPE_NBYTES[config.model.dtype]
     features = int((1 + config.scheduler.lookahead_steps) * rows * row_nbytes)
     segments = sum(module.data_parallel_size * module.segment_nbytes for module in plan.encoders.values())
     largest = max(module.segment_nbytes / module.tensor_parallel_size for module in plan.encoders.values())
@@ -57,7 +58,7 @@ def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:
 
 
 def _remedy(planned: Planned, plan: Plan, nbytes: int) -> dict[str, int]:
-    """The smallest segments that hold so many bytes together and that no run is refused for; empty where none are."""
+    """The smallest segments that together hold ``nbytes`` and that no run refuses; empty if there are none."""
     least = -(-nbytes // sum(module.data_parallel_size for module in plan.encoders.values()))
 
     def sizes(nbytes: int) -> dict[str, int]:
@@ -85,7 +86,7 @@ def _with_segments(plan: Plan, sizes: dict[str, int]) -> Plan:
 
 
 def _fault(planned: Planned, plan: Plan) -> Fault | None:
-    """Why a run is refused for its pool; None where the plan is refused for something else already."""
+    """Why a run is refused for its pool; None if the plan is already refused for something else."""
     try:
         changed = planned.config.with_plan(plan)
     except ConfigError as error:

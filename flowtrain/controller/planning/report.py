@@ -1,4 +1,4 @@
-"""From settings, a model and its data to an allocation that can be shown, saved and started. No Ray, no torch."""
+"""From settings, a model and its data to an allocation to show, save and start. No Ray, no torch."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from flowtrain.types.run_plan import ModulePlan, Plan
 PLANNING_SCHEMA = 2
 
 _OF_A_CHOICE = ("dp", "tp", "accumulates")
-"""What each configuration decides for itself of a ``TrainingSetup``."""
+"""Fields of a ``TrainingSetup`` that each candidate configuration sets itself."""
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """An allocation, what it rests on, and the plan that starts it.
+    """An allocation, its assumptions, and the plan that starts it.
 
-    replication: the whole model on every device instead. profile: None where rates are by data sheet.
+    replication: the alternative, the whole model on every device. profile: None if rates are from data sheets.
     """
 
     planned: Planned
@@ -54,23 +54,23 @@ class PlanReport:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What of the plan is not in the configuration already, as a user would write it on the command line."""
+        """What the plan changes in the configuration, as a user would write it on the command line."""
         return changed_overrides(self.plan, self.planned.usual)
 
     @cached_property
     def pool(self) -> PoolNeed:
-        """What the memory pool is asked for."""
+        """What the plan needs of the memory pool."""
         return pool_need(self.planned, self.plan, _devices_per_node(self.cluster))
 
     @cached_property
     def faults(self) -> tuple[Fault, ...]:
-        """Why a run refuses the plan; empty where none does."""
+        """Why a run refuses the plan; empty if it does not."""
         of_pool = [self.pool.fault] if self.pool.fault is not None else []
         return (*plan_faults(self.planned, self.plan), *of_pool)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know before starting it."""
+        """What a reader must know before starting the plan."""
         others = [fault for fault in self.faults if fault is not self.pool.fault]
         return tuple(notes(self.planned, self.allocation, self.replication, self.plan, others, self.pool))
 
@@ -100,7 +100,7 @@ class PlanReport:
 def make_report(
     planned: Planned, asked: AskedDevices, *, solver: SolverName = "auto", profile: Profile | None = None
 ) -> PlanReport:
-    """Choose the degrees by Eq. 2 of FlowTrain 3.3, at rates by data sheets or a profile; ConfigError if none fits."""
+    """Choose degrees by Eq. 2 of FlowTrain 3.3, with data sheets' or a profile's rates; ConfigError if none fit."""
     config = planned.config
     cluster = cluster_of(asked, planned, profile)
     setup, efficiency = _setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
@@ -108,7 +108,7 @@ def make_report(
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     chunks = config.backbone.chunks_per_rank
     request = Request(cluster, planned.model, planned.workload, setup, budget, limits, chunks, planned.whole)
-    # What was measured is what is reached.
+    # A profile's links are measured, so they are reached in full.
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
     surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, chunks)
@@ -130,7 +130,7 @@ def _times(
 
 
 def _devices_per_node(cluster: Cluster) -> int:
-    """Of the largest nodes."""
+    """The number on the largest nodes."""
     return max(each.devices_per_node for each in cluster.device_types)
 
 
@@ -148,7 +148,7 @@ def _setup(config: RunConfig, on_cpu: bool) -> TrainingSetup:
 
 
 def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
-    """What the configuration says of actors, with the allocation's degrees, types and shares of devices."""
+    """The configuration's own plan, with the allocation's degrees, types and shares of devices."""
     usual = planned.usual
     several = len(cluster.device_types) > 1
     sharing = len(allocation.modules) if allocation.shared else 1
@@ -161,7 +161,7 @@ def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
             module = replace(module, accelerator_type=accelerator_type(chosen.device_type))
         if on_cpu:
             return replace(module, num_cpus=_part(module.num_cpus, sharing))
-        # A rank has the whole device that its rate is of, whatever share the configuration gave it.
+        # The allocation's rates are for whole devices, so a rank gets a whole one, whatever share was configured.
         return replace(module, num_devices=_part(1.0, sharing))
 
     *encoders, backbone = allocation.modules

@@ -15,7 +15,7 @@ from PIL import Image
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder
-from flowtrain.controller.crew import ActorClasses
+from flowtrain.controller.worker_group import ActorClasses
 
 _WORDS = ("red", "apple", "green", "tree", "house", "dog", "cat", "over", "the", "river", "bright", "moon", "boat")
 _SIDE = 256

@@ -25,8 +25,8 @@ from flowtrain.actors.encoder import Encoder, Work
 from flowtrain.actors.prefetch import Fetched
 from flowtrain.config.load import load_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.types.plan import StepPlan

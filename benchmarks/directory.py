@@ -39,7 +39,7 @@ from flowtrain.actors.garbage import expect_many_objects, keep_imports
 from flowtrain.actors.link import RayLink
 from flowtrain.actors.pooling import address_space
 from flowtrain.config.load import load_config
-from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
@@ -70,12 +70,12 @@ def samples_of(num_units: int) -> list[list[SizedSample]]:
     return [[sample_of(unit * POSITIONS_PER_UNIT + k) for k in range(POSITIONS_PER_UNIT)] for unit in range(num_units)]
 
 
-def in_process_rate(prepared: Prepared, num_units: int) -> float:
+def in_process_rate(run_spec: RunSpec, num_units: int) -> float:
     """Positions a second through parts and microbatches in this process, without messages and plans."""
-    space = address_space(prepared.config.pool)
+    space = address_space(run_spec.config.pool)
     parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
     microbatches = Microbatches(parts)
-    planner = StepPlanner.from_config(prepared.config, 1, prepared.cost)
+    planner = StepPlanner.from_config(run_spec.config, 1, run_spec.cost)
     bases = [space.gva(Tier.DRAM, owner, 0) for owner in (0, 1)]
     taken_s, num_consumed = 0.0, 0
     units = unit_sequence(num_units, POSITIONS_PER_UNIT, None, None, 0)
@@ -131,7 +131,7 @@ class Other:
         train(self._link, depth)
 
 
-def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
+def actor_rate(run_spec: RunSpec, num_units: int) -> tuple[float, float]:
     """Measure through the coordinator as a Ray actor, once the pipeline is full.
 
     Returns positions per second, and positions per second of the coordinator's processor time.
@@ -145,15 +145,15 @@ def actor_rate(prepared: Prepared, num_units: int) -> tuple[float, float]:
         num_eval=0,
         start_step=0,
         sampler_state=SamplerState(0),
-        cost=prepared.cost,
+        cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,
     )
     coordinator = ray.remote(num_cpus=0)(MeasuredCoordinator).remote(
-        partial(start_flow, prepared.config, prepared.model_spec, settings)
+        partial(start_flow, run_spec.config, run_spec.model_spec, settings)
     )
-    base = address_space(prepared.config.pool).gva(Tier.DRAM, 0, 0)
-    depth = prepared.config.backbone.prefetch_microbatches
+    base = address_space(run_spec.config.pool).gva(Tier.DRAM, 0, 0)
+    depth = run_spec.config.backbone.prefetch_microbatches
     others = [ray.remote(num_cpus=0)(Other).remote(coordinator) for _ in range(4)]
     ray.get([others[0].prepare.remote(num_units), *(other.prepare.remote(0) for other in others[1:])], timeout=60)
     cpu_s = -ray.get(coordinator.cpu_s.remote(), timeout=60)
@@ -194,13 +194,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     overrides = [*OVERRIDES, f"training.max_steps={args.units}"]
-    prepared = prepare(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
+    run_spec = prepare(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
     keep_imports()  # as the coordinator's process does
-    in_process_rate(prepared, 2)
-    rates = [in_process_rate(prepared, args.units) for _ in range(args.repeats)]
+    in_process_rate(run_spec, 2)
+    rates = [in_process_rate(run_spec, args.units) for _ in range(args.repeats)]
     figures = [rate_figure("in_process", rates, IN_PROCESS_TARGET)]
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    pairs = [actor_rate(prepared, args.units) for _ in range(args.repeats)]
+    pairs = [actor_rate(run_spec, args.units) for _ in range(args.repeats)]
     figures.append(rate_figure("through_actor", [rate for rate, _ in pairs], ACTOR_TARGET))
     per_cpu = [rate for _, rate in pairs]
     note = f"{min(per_cpu):.0f} to {max(per_cpu):.0f}; its rate with a core of its own"

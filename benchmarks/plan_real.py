@@ -25,8 +25,8 @@ from _report import Figure, at_least, at_most, emit
 import flowtrain
 from flowtrain.config.load import load_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

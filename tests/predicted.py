@@ -13,7 +13,7 @@ from flowtrain.types.plan import StepPlan
 
 def predicted_plans(config: RunConfig, num_steps: int | None = None) -> Iterator[StepPlan]:
     """Yield the plans of a run's training steps, of all of them or of the first ``num_steps``."""
-    prepared = prepare(config, check_pool=False)
-    planner = StepPlanner.from_config(config, prepared.plan.backbone.data_parallel_size, prepared.cost)
-    for sized in sized_units(prepared, num_steps):
+    run_spec = prepare(config, check_pool=False)
+    planner = StepPlanner.from_config(config, run_spec.plan.backbone.data_parallel_size, run_spec.cost)
+    for sized in sized_units(run_spec, num_steps):
         yield planner.plan(sized.unit, sized.samples)

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.prepare import Prepared, first_flow_settings, prepare
+from flowtrain.controller.prepare import RunSpec, first_flow_settings, prepare
 from flowtrain.flow.build import build_flow
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
@@ -76,9 +76,9 @@ class Emulation:
         """Run a split for ``num_steps`` steps after the first ones."""
         time_scale = min(1.0, LONGEST_STEP_S * split.rate / BATCH)
         config = config_of(world, split, WARM_UP_STEPS + num_steps)
-        prepared = prepare(config)
-        settings = settings_of(prepared, split)
-        coordinator = Coordinator(partial(build_flow, config, prepared.model_spec, settings))
+        run_spec = prepare(config)
+        settings = settings_of(run_spec, split)
+        coordinator = Coordinator(partial(build_flow, config, run_spec.model_spec, settings))
         run_id = f"emulated-{uuid.uuid4().hex[:8]}"
         with _probe(directory, run_id):
             job = partial(
@@ -142,9 +142,9 @@ def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
     return config.model_copy(update={"encoders": {VISION: encoder}, "backbone": backbone, "training": training})
 
 
-def settings_of(prepared: Prepared, split: Split) -> FlowSettings:
+def settings_of(run_spec: RunSpec, split: Split) -> FlowSettings:
     """Settings of the run's flow."""
-    return replace(first_flow_settings(prepared), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
+    return replace(first_flow_settings(run_spec), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
 
 
 @contextmanager

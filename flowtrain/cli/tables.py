@@ -15,35 +15,35 @@ from flowtrain.scheduler.run_cost import cost_label
 from flowtrain.types.plan import Degrees
 
 if TYPE_CHECKING:
-    from flowtrain.controller.prepare import Prepared
+    from flowtrain.controller.prepare import RunSpec
+    from flowtrain.controller.resume import Resumption
     from flowtrain.controller.run import RunSummary
-    from flowtrain.controller.start import Resumption
 
 
-def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]]) -> tuple[Table, Table]:
+def plan_tables(run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]]) -> tuple[Table, Table]:
     """The settings of a run, and its actors.
 
     image_tokens: the fewest and the most tokens of an image, by encoder.
     """
-    config, needs = prepared.config, requirements(prepared.plan)
+    config, needs = run_spec.config, requirements(run_spec.plan)
     run = Table(title=f"run {config.name}", title_justify="left", show_header=False)
     run.add_row("mode", f"{config.mode}, {config.model.dtype}, family {config.model.family}")
-    run.add_row("parameters", _parameters(prepared))
+    run.add_row("parameters", _parameters(run_spec))
     for name, (fewest, most) in image_tokens.items():
         several = "" if fewest == most else f" to {most:,} in the first step's samples"
         run.add_row("tokens an image", f"{name}: {fewest:,}{several}")
-    run.add_row("steps", f"{prepared.num_steps} of {config.training.global_batch_size} samples")
-    for name, size in zip(prepared.source_names, prepared.source_sizes, strict=True):
+    run.add_row("steps", f"{run_spec.num_steps} of {config.training.global_batch_size} samples")
+    for name, size in zip(run_spec.source_names, run_spec.source_sizes, strict=True):
         run.add_row(f"data {name}", f"{size:,} samples")
-    if config.data.eval is not None and prepared.eval_every is not None:
-        run.add_row("evaluation", f"{prepared.num_eval:,} samples every {prepared.eval_every} steps")
+    if config.data.eval is not None and run_spec.eval_every is not None:
+        run.add_row("evaluation", f"{run_spec.num_eval:,} samples every {run_spec.eval_every} steps")
     run.add_row("order", _order(config))
     run.add_row("oversized", f"more than {config.data.max_seq_len:,} tokens: {config.data.oversized}")
     run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")
     run.add_row("dispatch", f"{config.scheduler.dispatch}, {config.scheduler.num_buckets} buckets")
-    run.add_row("cost", _cost(prepared))
-    run.add_row("backbone ranks", _backbone_ranks(prepared.plan.backbone.degrees))
-    if prepared.plan.backbone.degrees.pp > 1:
+    run.add_row("cost", _cost(run_spec))
+    run.add_row("backbone ranks", _backbone_ranks(run_spec.plan.backbone.degrees))
+    if run_spec.plan.backbone.degrees.pp > 1:
         chunks = config.backbone.chunks_per_rank
         stages = f"{chunks} slices of the layers a rank" if chunks > 1 else "a slice of the layers a rank"
         run.add_row("pipeline", f"{config.backbone.pipeline_schedule}, {stages}")
@@ -55,7 +55,7 @@ def plan_tables(prepared: Prepared, image_tokens: Mapping[str, tuple[int, int]])
     actors = Table(title="actors", title_justify="left")
     for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
         actors.add_column(heading, justify="left" if heading == "module" else "right")
-    for name, module in prepared.plan.without_devices().modules():  # what is certain without a cluster
+    for name, module in run_spec.plan.without_devices().modules():  # what is certain without a cluster
         segment = nbytes_text(module.segment_nbytes) if module.segment_nbytes else "-"
         if module.segment_nbytes and module.degrees.replica_size > 1:
             segment += " a replica"
@@ -103,9 +103,9 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
-def _parameters(prepared: Prepared) -> str:
+def _parameters(run_spec: RunSpec) -> str:
     """Total and trainable parameters; an encoder counts only the layers that are computed."""
-    spec, freeze = prepared.model_spec, prepared.config.model.freeze
+    spec, freeze = run_spec.model_spec, run_spec.config.model.freeze
     counts = {name: encoder.num_parameters for name, encoder in spec.encoders.items()}
     counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
     frozen = {*spec.encoders, *freeze}
@@ -125,8 +125,8 @@ def _order(config: RunConfig) -> str:
     return f"arrival, within {config.scheduler.lookahead_steps} steps"
 
 
-def _cost(prepared: Prepared) -> str:
-    label, profile = cost_label(prepared.config, prepared.cost), prepared.cost_profile
+def _cost(run_spec: RunSpec) -> str:
+    label, profile = cost_label(run_spec.config, run_spec.cost), run_spec.cost_profile
     return label if profile is None else f"{label} (R2 {profile.fitted.r2:.3f}): {profile.source}"
 
 

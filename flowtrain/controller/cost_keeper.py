@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from importlib.metadata import version
 
-from flowtrain.controller.prepare import Prepared
+from flowtrain.controller.prepare import RunSpec
 from flowtrain.observability.files import replace_text
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
@@ -28,19 +28,17 @@ class CostKeeper:
     note: shows a line to the user.
     """
 
-    def __init__(
-        self, prepared: Prepared, files: RunDir, frozen: CostModel | None, note: Callable[[str], None]
-    ) -> None:
-        self._prepared = prepared
+    def __init__(self, run_spec: RunSpec, files: RunDir, frozen: CostModel | None, note: Callable[[str], None]) -> None:
+        self._run_spec = run_spec
         self._files = files
         self._frozen = frozen
         self._note = note
         self._device: str | None = None
         self._fitted: CostFitted | None = None
-        self.in_use = frozen or prepared.cost
-        if frozen is not None and frozen != prepared.cost and not is_refitted(prepared.config):
+        self.in_use = frozen or run_spec.cost
+        if frozen is not None and frozen != run_spec.cost and not is_refitted(run_spec.config):
             logger.warning(
-                "steps are planned with the checkpoint's cost (%s), not the configuration's (%s)", frozen, prepared.cost
+                "steps are planned with the checkpoint's cost (%s), not the configuration's (%s)", frozen, run_spec.cost
             )
 
     @property
@@ -51,7 +49,7 @@ class CostKeeper:
     def start(self, device: str) -> None:
         """Note the backbone's device; raises ConfigError if the profile was measured on another one."""
         self._device = device
-        profile = self._prepared.cost_profile
+        profile = self._run_spec.cost_profile
         if profile is not None and self._frozen is None:
             profile.check_device(device, _versions())
 
@@ -69,11 +67,11 @@ class CostKeeper:
         """Write the last fit, if any, into the run's directory."""
         if self._fitted is None:
             return
-        fitted, config = self._fitted, self._prepared.config
+        fitted, config = self._fitted, self._run_spec.config
         assert self._device is not None
         profile = CostProfile(
             fitted=FittedCost(fitted.cost, fitted.form, fitted.r2, fitted.other_r2, fitted.num_rows),
-            model=profiled_model(config, self._prepared.model_spec),
+            model=profiled_model(config, self._run_spec.model_spec),
             capacity=config.scheduler.microbatch_tokens,
             device=self._device,
             versions=_versions(),

@@ -16,8 +16,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
-from flowtrain.controller.posts import bundles_of, posts_of
-from flowtrain.controller.prepare import Prepared, check_memory, prepare
+from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
+from flowtrain.controller.prepare import RunSpec, check_memory, prepare
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.mempool.host import host_memory
 from flowtrain.mempool.probe import Probe, slow_links
@@ -90,30 +90,30 @@ def examine(config: RunConfig) -> DoctorReport:
 
     Raises ConfigError or DataError if the run could not work on any cluster, ResourceError if none answers.
     """
-    prepared = prepare(config, check_pool=False)
+    run_spec = prepare(config, check_pool=False)
     with cluster.connected(config):
         found = [node for node in ray.nodes() if node["Alive"]]
         with _probes(found, config.pool.network != "none") as probes:
             nodes = _describe(found, probes, config.limits.start_timeout_s)
             links = _measure(nodes, probes, config.limits.start_timeout_s)
-        return judge(prepared, nodes, links)
+        return judge(run_spec, nodes, links)
 
 
-def judge(prepared: Prepared, nodes: Sequence[NodeReport], links: Sequence[Link]) -> DoctorReport:
+def judge(run_spec: RunSpec, nodes: Sequence[NodeReport], links: Sequence[Link]) -> DoctorReport:
     """Compare what was found, and Ray's counts of the cluster, with what the run needs."""
-    config = prepared.config
-    plan = prepared.plan if any(node.num_devices for node in nodes) else prepared.plan.without_devices()
-    segments = [post.segment_nbytes for post in posts_of(plan)]
+    config = run_spec.config
+    plan = run_spec.plan if any(node.num_devices for node in nodes) else run_spec.plan.without_devices()
+    segments = [spec.segment_nbytes for spec in actor_specs_of(plan)]
     resources, may_spread = _resources(config, plan)
-    checks = (_step(prepared), resources, _node_memory(nodes, segments, may_spread))
+    checks = (_step(run_spec), resources, _node_memory(nodes, segments, may_spread))
     warnings = (*slow_links(links), *_locked_memory(nodes, max(segments)))
     return DoctorReport(config.name, sum(segments), tuple(nodes), tuple(links), checks, warnings)
 
 
-def _step(prepared: Prepared) -> Check:
-    name, config = "a step fits the pool", prepared.config
+def _step(run_spec: RunSpec) -> Check:
+    name, config = "a step fits the pool", run_spec.config
     try:
-        check_memory(config, family_from_config(config), prepared.num_eval)
+        check_memory(config, family_from_config(config), run_spec.num_eval)
     except ConfigError as error:
         return Check(name, False, str(error))
     return Check(name, True, f"a worst-case step of {config.training.global_batch_size} samples fits its segments")
@@ -123,7 +123,7 @@ def _resources(config: RunConfig, plan: Plan) -> tuple[Check, bool]:
     """Check what Ray counts; also returns whether the actors may be on several nodes."""
     name, needs = "the cluster has the resources", requirements(plan)
     try:
-        strategy = cluster.check_resources(bundles_of(posts_of(plan)), needs.pool_nbytes, config.pool.network)
+        strategy = cluster.check_resources(bundles_of(actor_specs_of(plan)), needs.pool_nbytes, config.pool.network)
     except ResourceError as error:
         return Check(name, False, str(error)), False
     detail = f"{needs.num_actors} actors with {needs.num_cpus:g} CPUs and {needs.num_devices:g} devices"

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.predict import image_tokens
-from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.controller.start import Resumption, foresee_resume
+from flowtrain.controller.prepare import RunSpec, prepare
+from flowtrain.controller.resume import Resumption, foresee_resume
 
 
 @dataclass(frozen=True)
 class DryRunReport:
     """What a run would be."""
 
-    run: Prepared
+    run: RunSpec
     """Its configuration, plan, steps, data and model."""
     image_tokens: dict[str, tuple[int, int]]
     """By encoder: the fewest and the most tokens of an image, see ``predict.image_tokens``."""
@@ -24,5 +24,5 @@ class DryRunReport:
 
 def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
     """Look at data, model headers and checkpoints as a run would; raises the same ConfigError or DataError."""
-    prepared = prepare(config)
-    return DryRunReport(prepared, image_tokens(prepared), foresee_resume(prepared) if resume else None)
+    run_spec = prepare(config)
+    return DryRunReport(run_spec, image_tokens(run_spec), foresee_resume(run_spec) if resume else None)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
-from flowtrain.controller.prepare import Prepared, model_spec, prepare
+from flowtrain.controller.prepare import RunSpec, model_spec, prepare
 from flowtrain.data.feed import Feed
 from flowtrain.flow.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
@@ -33,20 +33,20 @@ class SizedUnit:
     rejections: tuple[Rejection, ...]
 
 
-def image_tokens(prepared: Prepared) -> dict[str, tuple[int, int]]:
+def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
     """Return the fewest and the most tokens of an image, by encoder.
 
     If they depend on an image's size, they are those of the first step's samples (a sample with several images counts
     with its mean). Raises DataError if these samples cannot be read.
     """
-    family = family_from_config(prepared.config)
+    family = family_from_config(run_spec.config)
     found: dict[str, tuple[int, int]] = {}
-    for name in prepared.config.encoders:
+    for name in run_spec.config.encoders:
         fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, _LARGE_SIDE))
         if fewest < most:
             means = [
                 round(sample.num_vision_tokens / part.num_items)
-                for unit in sized_units(prepared, 1)
+                for unit in sized_units(run_spec, 1)
                 for sample in unit.samples
                 for part in sample.parts
                 if part.name == name and part.num_items
@@ -56,15 +56,15 @@ def image_tokens(prepared: Prepared) -> dict[str, tuple[int, int]]:
     return found
 
 
-def sized_units(prepared: Prepared, num_steps: int | None = None) -> Iterator[SizedUnit]:
+def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[SizedUnit]:
     """Yield a run's training units, of all steps or of the first ``num_steps``, sized as its feeder does."""
-    feed = Feed.from_config(prepared.config)
+    feed = Feed.from_config(run_spec.config)
     units = unit_sequence(
-        prepared.num_steps,
-        prepared.config.training.global_batch_size,
-        prepared.total_positions,
-        prepared.eval_every,
-        prepared.num_eval,
+        run_spec.num_steps,
+        run_spec.config.training.global_batch_size,
+        run_spec.total_positions,
+        run_spec.eval_every,
+        run_spec.num_eval,
     )
     training = (unit for unit in units if unit.kind is UnitKind.TRAIN)
     for unit in islice(training, num_steps):
@@ -79,14 +79,14 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
     progress: called after each step whose samples are sized. Raises ConfigError or DataError if the run could not
     start; its pool is not checked.
     """
-    prepared = prepare(config, check_pool=False)
-    planner = _planner(prepared)
-    count = min(num_steps or DEFAULT_STEPS, prepared.num_steps)
+    run_spec = prepare(config, check_pool=False)
+    planner = _planner(run_spec)
+    count = min(num_steps or DEFAULT_STEPS, run_spec.num_steps)
     steps: list[WorkloadStep] = []
     predictions: list[StepPrediction] = []
     rejected: Counter[str] = Counter()
     is_exact = config.data.order == "deterministic"
-    for sized in sized_units(prepared, count):
+    for sized in sized_units(run_spec, count):
         sizes = planner.sizes_of(sized.samples)
         steps.append(WorkloadStep(Lengths(sizes.tokens, sizes.vision_tokens), planner.rules(sized.unit)))
         predictions.append(_prediction(planner.plan(sized.unit, sizes), is_exact))
@@ -95,8 +95,8 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
             progress("sizing samples", len(steps), count)
     return Workload(
         config=config,
-        source=f"run {config.name}: {', '.join(prepared.source_names)}",
-        order=first_steps(count, prepared.num_steps),
+        source=f"run {config.name}: {', '.join(run_spec.source_names)}",
+        order=first_steps(count, run_spec.num_steps),
         vision_unit="vision tokens",
         steps=tuple(steps),
         predictions=tuple(predictions),
@@ -110,8 +110,8 @@ def run_cost(config: RunConfig) -> CostModel:
     return first_cost(config, spec, configured_profile(config, spec))
 
 
-def _planner(prepared: Prepared) -> StepPlanner:
-    return StepPlanner.from_config(prepared.config, prepared.plan.backbone.data_parallel_size, prepared.cost)
+def _planner(run_spec: RunSpec) -> StepPlanner:
+    return StepPlanner.from_config(run_spec.config, run_spec.plan.backbone.data_parallel_size, run_spec.cost)
 
 
 def _prediction(plan: StepPlan, is_exact: bool) -> StepPrediction:

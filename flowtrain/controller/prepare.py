@@ -31,7 +31,7 @@ from flowtrain.types.run_plan import Plan
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunSpec:
     """Run spec: a run that can start."""
 
     config: RunConfig
@@ -62,7 +62,7 @@ class Prepared:
         return max(1, sum(self.source_sizes))
 
 
-def prepare(config: RunConfig, check_pool: bool = True) -> Prepared:
+def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
     """Look at data and model headers; raises ConfigError or DataError if the run could not work.
 
     check_pool: also refuse a memory pool that is too small.
@@ -85,7 +85,7 @@ def prepare(config: RunConfig, check_pool: bool = True) -> Prepared:
     if check_pool:
         check_memory(config, family, num_eval)
     cost_profile = configured_profile(config, spec)
-    return Prepared(
+    return RunSpec(
         config=config,
         plan=plan,
         model_spec=spec,
@@ -173,14 +173,14 @@ def check_memory(
             check_scattered_capacity(segments, batch_nbytes, held_nbytes, knob)
 
 
-def memory_shortage(prepared: Prepared, encoders: Sequence[str]) -> str | None:
+def memory_shortage(run_spec: RunSpec, encoders: Sequence[str]) -> str | None:
     """Describe what the pool cannot hold if only these encoders live; None if it suffices.
 
     encoders: the module of each living encoder.
     """
-    config, left = prepared.config, Counter(encoders)
+    config, left = run_spec.config, Counter(encoders)
     try:
-        check_memory(config, family_from_config(config), prepared.num_eval, left)
+        check_memory(config, family_from_config(config), run_spec.num_eval, left)
     except ConfigError as error:
         return str(error)
     return None
@@ -190,19 +190,19 @@ def _aligned(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def first_flow_settings(prepared: Prepared) -> FlowSettings:
+def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
     """Return the flow's start for a run that has trained nothing yet; a checkpoint replaces part of it."""
-    degrees = prepared.plan.backbone.degrees
+    degrees = run_spec.plan.backbone.degrees
     return FlowSettings(
-        global_batch_size=prepared.config.training.global_batch_size,
+        global_batch_size=run_spec.config.training.global_batch_size,
         dp_size=degrees.dp,
-        num_steps=prepared.num_steps,
-        total_positions=prepared.total_positions,
-        eval_every=prepared.eval_every,
-        num_eval=prepared.num_eval,
+        num_steps=run_spec.num_steps,
+        total_positions=run_spec.total_positions,
+        eval_every=run_spec.eval_every,
+        num_eval=run_spec.num_eval,
         start_step=0,
-        sampler_state=sampler_from_config(prepared.config, prepared.source_sizes).state(),
-        cost=prepared.cost,
+        sampler_state=sampler_from_config(run_spec.config, run_spec.source_sizes).state(),
+        cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,
         replica_size=degrees.replica_size,

@@ -21,7 +21,7 @@ from flowtrain.allocator.degrees import degree_faults
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
-from flowtrain.controller.prepare import Prepared, prepare, splits_tensors
+from flowtrain.controller.prepare import RunSpec, prepare, splits_tensors
 from flowtrain.costs.profile import (
     DeviceFacts,
     ImageCosts,
@@ -90,17 +90,17 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)
     with clock("the data's sizes"):
-        prepared = prepare(config, check_pool=False)
-        samples = planned_samples(prepared)
+        run_spec = prepare(config, check_pool=False)
+        samples = planned_samples(run_spec)
         mixes = packed_mixes(workload_of(config, samples))
     with cluster.connected(config):
         kind, there = _devices(config)
         count = _count(num_devices, there, kind)
         found = _Measured(config, kind, there, mixes, clock)
         found.side_by_side(count, {name: _refs(samples, name) for name in config.encoders})
-        for tp in _tensor_degrees(prepared, family_from_config(config), count):
+        for tp in _tensor_degrees(run_spec, family_from_config(config), count):
             found.group(tp)
-    profile = found.profile(prepared)
+    profile = found.profile(run_spec)
     return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
 
 
@@ -147,7 +147,7 @@ class _Measured:
             )
             self._backbones[tp] = _mean_backbone(times)
 
-    def profile(self, prepared: Prepared) -> Profile:
+    def profile(self, run_spec: RunSpec) -> Profile:
         """Put everything together."""
         tokens = packed_lengths(self._config.scheduler.microbatch_tokens)
         alone = self._backbones[1]
@@ -156,7 +156,7 @@ class _Measured:
         return Profile(
             device=self._devices[0].name,
             facts=_facts(self._devices, self._per_node),
-            model=model_facts(self._config, prepared.model_spec),
+            model=model_facts(self._config, run_spec.model_spec),
             versions=library_versions(),
             layers={tp: LengthTable(tokens, times.layers_s) for tp, times in self._backbones.items()},
             heads={tp: LengthTable(tokens, times.heads_s) for tp, times in self._backbones.items()},
@@ -238,10 +238,10 @@ def _count(asked: int | None, there: int, kind: str) -> int:
     return asked if asked is not None else min(there, MOST_DEVICES)
 
 
-def _tensor_degrees(prepared: Prepared, family: Family, count: int) -> list[int]:
+def _tensor_degrees(run_spec: RunSpec, family: Family, count: int) -> list[int]:
     """Powers of two that can split the backbone, up to ``count`` devices."""
     degrees = [2**power for power in range(1, count.bit_length()) if 2**power <= count]
-    even = [tp for tp in degrees if not degree_faults(Degrees(tp=tp), prepared.model_spec.backbone)]
+    even = [tp for tp in degrees if not degree_faults(Degrees(tp=tp), run_spec.model_spec.backbone)]
     return [tp for tp in even if splits_tensors(family, tp)]
 
 

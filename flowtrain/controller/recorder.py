@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import fmean
 
-from flowtrain.controller.prepare import Prepared
+from flowtrain.controller.prepare import RunSpec
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
@@ -37,25 +37,25 @@ class Recorder:
 
     def __init__(
         self,
-        prepared: Prepared,
+        run_spec: RunSpec,
         files: RunDir,
         first_step: int,
         consumed: ConsumedPositions,
         display: ProgressDisplay,
         sink: MetricsSink | None,
     ) -> None:
-        self._prepared = prepared
+        self._run_spec = run_spec
         self._display = display
         self._sink = sink
         self._metrics = MetricsWriter(files.metrics)
         self._ledger = LedgerWriter(files.ledger)
-        self._quarantine = QuarantineWriter(files.quarantine, prepared.source_names)
+        self._quarantine = QuarantineWriter(files.quarantine, run_spec.source_names)
         self._trace = TraceWriter(files.trace)
         self._held: StepMetrics | None = None
         self._held_bound_nbytes = 0
         self._num_buffered_rows = 0
         self._last_finished_s: float | None = None
-        plan = prepared.plan
+        plan = run_spec.plan
         self._num_encoders = sum(module.data_parallel_size for module in plan.encoders.values())
         self._num_backbone = plan.backbone.num_actors
         self._num_devices = self._num_backbone + sum(module.num_actors for module in plan.encoders.values())
@@ -72,9 +72,9 @@ class Recorder:
     def _cut_back(self, first_step: int, consumed: ConsumedPositions) -> int:
         self._metrics.truncate_after(first_step)
         self._ledger.truncate_after(first_step)
-        every = self._prepared.eval_every
+        every = self._run_spec.eval_every
         rounds = first_step // every if every else 0
-        first_eval = EVAL_POSITION_BASE + rounds * self._prepared.num_eval
+        first_eval = EVAL_POSITION_BASE + rounds * self._run_spec.num_eval
         return self._quarantine.keep(
             lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
         )
@@ -125,7 +125,7 @@ class Recorder:
         self._release_held(None)
         self._held = self._step_metrics(done)
         self._held_bound_nbytes = done.pool_dram_bound_nbytes
-        every = self._prepared.eval_every
+        every = self._run_spec.eval_every
         if every is None or step % every != 0:
             self._release_held(None)
 
@@ -152,7 +152,7 @@ class Recorder:
         return StepMetrics(
             step=done.unit.step,
             # This counts positions consumed by now, whichever they are.
-            epoch=(done.unit.first_position + done.unit.num_positions) / self._prepared.epoch_positions,
+            epoch=(done.unit.first_position + done.unit.num_positions) / self._run_spec.epoch_positions,
             loss=report.loss,
             lr=report.lr,
             grad_norm=report.grad_norm,
@@ -187,7 +187,7 @@ class Recorder:
     def _ledger_row(self, row: RowMessage) -> LedgerRow:
         return LedgerRow(
             position=row.position,
-            source=self._prepared.source_names[row.source],
+            source=self._run_spec.source_names[row.source],
             row=row.row,
             epoch=row.epoch,
             step=row.step,

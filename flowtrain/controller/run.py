@@ -22,15 +22,15 @@ from flowtrain.actors.coordinator import start_flow
 from flowtrain.actors.pooling import hbm_offer
 from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import cluster, crew
+from flowtrain.controller import cluster, worker_group
+from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.crew import ActorClasses, Crew
-from flowtrain.controller.posts import Post, bundles_of, posts_of
-from flowtrain.controller.prepare import Prepared, first_flow_settings, memory_shortage, prepare
+from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.start import Start, changed_since, check_goes_on, find_start
+from flowtrain.controller.resume import ResumePoint, changed_since, check_goes_on, find_resume_point
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
 from flowtrain.errors import CheckpointError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
@@ -80,53 +80,53 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stack.enter_context(_stop_on_signals(stop))
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
         display.phase("looking at data and models")
-        prepared = prepare(config)
-        if resume and (done := _summary_if_done(config, prepared, started)) is not None:
+        run_spec = prepare(config)
+        if resume and (done := _summary_if_done(config, run_spec, started)) is not None:
             return done
         if resume:
-            check_goes_on(run_dir(config), prepared)
+            check_goes_on(run_dir(config), run_spec)
         display.phase("connecting to Ray, or starting it")
         stack.enter_context(cluster.connected(config))
-        prepared = _with_devices(prepared)
-        posts = posts_of(prepared.plan)
-        bundles = bundles_of(posts)
-        segments_nbytes = sum(post.segment_nbytes for post in posts)
+        run_spec = _with_devices(run_spec)
+        specs = actor_specs_of(run_spec.plan)
+        bundles = bundles_of(specs)
+        segments_nbytes = sum(spec.segment_nbytes for spec in specs)
         strategy = cluster.check_resources(bundles, segments_nbytes, config.pool.network)
-        display.phase(f"placing {len(posts)} actors")
+        display.phase(f"placing {len(specs)} actors")
         placing = cluster.placed(bundles, config.limits.placement_timeout_s, strategy)
         group = stack.enter_context(placing) if bundles else None
-        prepared = replace(prepared, config=cluster.with_network(config, group))
+        run_spec = replace(run_spec, config=cluster.with_network(config, group))
         # Only now, so that a run for which the cluster has no room leaves no directory.
         stack.enter_context(held_run_dir(config))
         changed = changed_since(run_dir(config), config)
         files = open_run_dir(config, resume)
-        files.write_plan(asdict(prepared.plan))
-        start = find_start(files, prepared, changed) if resume else Start()
-        display.expect(prepared.num_steps, start.step)
+        files.write_plan(asdict(run_spec.plan))
+        start = find_resume_point(files, run_spec, changed) if resume else ResumePoint()
+        display.expect(run_spec.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes a while
-        has_device = any(post.plan.num_devices for post in posts)
-        display.note(hbm_offer(prepared.config.pool, None if has_device else NO_ACCELERATOR)[1])
-        costs = CostKeeper(prepared, files, start.cost, display.note)
+        has_device = any(spec.plan.num_devices for spec in specs)
+        display.note(hbm_offer(run_spec.config.pool, None if has_device else NO_ACCELERATOR)[1])
+        costs = CostKeeper(run_spec, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
         consumed = ConsumedPositions.at(start.sampler_state) if start.sampler_state else ConsumedPositions()
-        recorder = Recorder(prepared, files, start.step, consumed, display, sink)
+        recorder = Recorder(run_spec, files, start.step, consumed, display, sink)
         stack.callback(recorder.close)
         if start.step:
-            display.note(f"resuming {files.root} after step {start.step} of {prepared.num_steps}")
-        controller = Controller(prepared, files, recorder, costs, display, start, stop)
-        stopped = controller.run(posts, group, classes or ActorClasses())
+            display.note(f"resuming {files.root} after step {start.step} of {run_spec.num_steps}")
+        controller = Controller(run_spec, files, recorder, costs, display, start, stop)
+        stopped = controller.run(specs, group, classes or ActorClasses())
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     last = recorder.last
     step = last.step if last else start.step
     return RunSummary(
         directory=files.root,
         step=step,
-        num_steps=prepared.num_steps,
+        num_steps=run_spec.num_steps,
         loss=last.loss if last else None,
         eval_loss=recorder.last_eval_loss,
         num_rejected=recorder.num_rejected,
         checkpoint=checkpoint,
-        stopped=stopped and step < prepared.num_steps,
+        stopped=stopped and step < run_spec.num_steps,
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
     )
@@ -137,16 +137,16 @@ class Controller:
 
     def __init__(
         self,
-        prepared: Prepared,
+        run_spec: RunSpec,
         files: RunDir,
         recorder: Recorder,
         costs: CostKeeper,
         display: ProgressDisplay,
-        start: Start,
+        start: ResumePoint,
         stop: threading.Event,
     ) -> None:
-        self._prepared = prepared
-        self._config = prepared.config
+        self._run_spec = run_spec
+        self._config = run_spec.config
         self._files = files
         self._recorder = recorder
         self._costs = costs
@@ -155,20 +155,20 @@ class Controller:
         self._stop = stop
         self._run_id = secrets.token_hex(4)
 
-    def run(self, posts: list[Post], group: PlacementGroup | None, classes: ActorClasses) -> bool:
+    def run(self, specs: list[ActorSpec], group: PlacementGroup | None, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
         # Again, since Ray has replaced the handler of SIGTERM by its own.
         with _stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
                 return True
             self._display.phase("starting actors, which load their models")
-            make_flow = partial(start_flow, self._config, self._prepared.model_spec, self._flow_settings())
-            coordinator = crew.start_coordinator(self._config, classes, make_flow)
-            actors = crew.start_actors(
-                self._config, posts, group, classes, coordinator, self._run_id, self._prepared.num_steps
+            make_flow = partial(start_flow, self._config, self._run_spec.model_spec, self._flow_settings())
+            coordinator = worker_group.start_coordinator(self._config, classes, make_flow)
+            actors = worker_group.start_actors(
+                self._config, specs, group, classes, coordinator, self._run_id, self._run_spec.num_steps
             )
             try:
-                watcher = self._watcher(actors, {post.name: post.module for post in posts})
+                watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})
                 self._start_loops(actors, watcher)
                 return watcher.until_end()
             except StopRequested:
@@ -176,24 +176,24 @@ class Controller:
             finally:
                 actors.kill()
 
-    def _watcher(self, actors: Crew, modules: dict[str, str]) -> Watcher:
+    def _watcher(self, actors: WorkerGroup, modules: dict[str, str]) -> Watcher:
         limits = self._config.limits
 
         def shortage(encoders: Sequence[str]) -> str | None:
-            return memory_shortage(self._prepared, [modules[name] for name in encoders])
+            return memory_shortage(self._run_spec, [modules[name] for name in encoders])
 
         rejected = self._config.data.max_rejected_fraction
         state = RunState(actors.roles, limits.max_encoder_restarts, rejected, shortage, actors.leaders)
         return Watcher(actors, state, limits, self._take, self._display.note, self._stop)
 
-    def _start_loops(self, actors: Crew, watcher: Watcher) -> None:
+    def _start_loops(self, actors: WorkerGroup, watcher: Watcher) -> None:
         for name, role in actors.roles.items():
             if role in (Role.FEEDER, Role.ENCODER):
                 actors.run(name)
         deadline_s = time.monotonic() + self._config.limits.start_timeout_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        peak = self._recorder.peak = crew.start_backbone(actors, checkpoint, self._prepared.eval_every, results)
+        peak = self._recorder.peak = worker_group.start_backbone(actors, checkpoint, self._run_spec.eval_every, results)
         self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
@@ -202,7 +202,7 @@ class Controller:
             actors.run(name, unit, self._start.step, str(self._files.checkpoints))
 
     def _flow_settings(self) -> FlowSettings:
-        settings = first_flow_settings(self._prepared)
+        settings = first_flow_settings(self._run_spec)
         return replace(
             settings,
             start_step=self._start.step,
@@ -234,7 +234,7 @@ class Controller:
         """Make a checkpoint complete once ledger and metrics cover it; also write the measured costs."""
         self._recorder.flush()
         self._costs.write()
-        degrees = self._prepared.plan.backbone.degrees
+        degrees = self._run_spec.plan.backbone.degrees
         sampler = self._recorder.sampler_states[written.step]
         meta = CheckpointMeta(
             step=written.step,
@@ -256,25 +256,25 @@ class Controller:
         self._recorder.forget_before(written.step)
 
 
-def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> RunSummary | None:
+def _summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:
     """The summary of a run whose last step is checkpointed, so that Ray need not start; None for any other run."""
     files = run_dir(config)
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
         return None
     step = checkpoint_store.read_meta(checkpoint).step
-    if step < prepared.num_steps:
+    if step < run_spec.num_steps:
         return None
     logger.warning(
         "%s is done: it has %d of %d steps; raise training.max_steps or training.num_epochs to go on",
-        *(files.root, step, prepared.num_steps),
+        *(files.root, step, run_spec.num_steps),
     )
     steps = list(read_metrics(files.metrics))
     evaluated = [record["eval_loss"] for record in steps if record["eval_loss"] is not None]
     return RunSummary(
         directory=files.root,
         step=step,
-        num_steps=prepared.num_steps,
+        num_steps=run_spec.num_steps,
         loss=steps[-1]["loss"] if steps else None,
         eval_loss=evaluated[-1] if evaluated else None,
         num_rejected=steps[-1]["rejected"] if steps else 0,
@@ -284,11 +284,11 @@ def _summary_if_done(config: RunConfig, prepared: Prepared, started: float) -> R
     )
 
 
-def _with_devices(prepared: Prepared) -> Prepared:
+def _with_devices(run_spec: RunSpec) -> RunSpec:
     """Plan without accelerators if the cluster has none."""
     if ray.cluster_resources().get("GPU", 0) < 1:
-        return replace(prepared, plan=prepared.plan.without_devices())
-    return prepared
+        return replace(run_spec, plan=run_spec.plan.without_devices())
+    return run_spec
 
 
 @contextmanager

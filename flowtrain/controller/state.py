@@ -34,11 +34,11 @@ class Phase(enum.StrEnum):
 class Restart:
     """Report to the coordinator that this actor's memory is gone, and start it and its other ranks again.
 
-    follower: the encoder rank that died, if it was not the actor itself.
+    rank: the encoder rank that died, if it was not the actor itself.
     """
 
     name: str
-    follower: str | None = None
+    rank: str | None = None
 
 
 @dataclass(frozen=True)

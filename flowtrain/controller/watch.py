@@ -11,9 +11,9 @@ from typing import Any
 import ray
 
 from flowtrain.config.flow import LimitsConfig
-from flowtrain.controller.crew import Crew
 from flowtrain.controller.outcomes import SEVERED, Died, Failed, Outcome, outcome_of, reason_of, root_cause_first
 from flowtrain.controller.state import Abandon, Decision, Fail, Phase, RequestStop, Restart, RunState
+from flowtrain.controller.worker_group import WorkerGroup
 from flowtrain.errors import FlowTrainError, StallError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.events import Event, Rejected
@@ -38,7 +38,7 @@ class Watcher:
 
     def __init__(
         self,
-        actors: Crew,
+        actors: WorkerGroup,
         state: RunState,
         limits: LimitsConfig,
         take: Callable[[Event], None],
@@ -148,7 +148,7 @@ class Watcher:
     def _perform(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Restart):
-                died = decision.name if decision.follower is None else f"{decision.follower} of {decision.name}"
+                died = decision.name if decision.rank is None else f"{decision.rank} of {decision.name}"
                 self._note(f"{died} died; it is started again and its parts are produced again")
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)

@@ -113,9 +113,9 @@ def run_everybody(
     meanwhile: Callable[[Rank], None] = lambda rank: None,
 ) -> tuple[Rank, list[LedgerRow], list[int], int]:
     """Return the rank, the ledger, the rejected rows and how many units ran. Calls ``meanwhile`` during the run."""
-    prepared = prepare(config)
-    settings = first_flow_settings(prepared)
-    with local_coordinator(lambda: build_flow(config, prepared.model_spec, settings)) as link:
+    run_spec = prepare(config)
+    settings = first_flow_settings(run_spec)
+    with local_coordinator(lambda: build_flow(config, run_spec.model_spec, settings)) as link:
         run_id = new_run_id()
         producers = [Background(Feeder(config, run_id).run, link)]
         for index, encoder in enumerate(encoders):

@@ -70,12 +70,12 @@ def test_samples_without_images_cannot_measure_an_encoder(profiler: Profiler) ->
 
 
 def test_groups_are_measured_that_can_split_the_backbone(config: RunConfig) -> None:
-    prepared = prepare(config)
-    assert _tensor_degrees(prepared, family_from_config(config), 7) == [2], "4 does not divide the heads"
+    run_spec = prepare(config)
+    assert _tensor_degrees(run_spec, family_from_config(config), 7) == [2], "4 does not divide the heads"
     text = {key: value for key, value in config.backbone.config.items() if key != "head_dim"}
     text["model_type"] = "olmo2"  # transformers' plan of it asks for styles that FlowTrain does not have
     other = config.model_copy(update={"backbone": config.backbone.model_copy(update={"config": text})})
-    assert _tensor_degrees(prepared, family_from_config(other), 7) == []
+    assert _tensor_degrees(run_spec, family_from_config(other), 7) == []
 
 
 def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from flowtrain import api
 from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
 from flowtrain.controller.doctor import DoctorReport, NodeReport, judge
-from flowtrain.controller.prepare import Prepared, prepare
+from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.types.memory import HostMemory, Link
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ LINKS = (
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Prepared:
+def run_spec() -> RunSpec:
     return prepare(load_config(QUICKSTART), check_pool=False)
 
 
@@ -56,15 +56,15 @@ def failed(report: DoctorReport) -> list[str]:
     return [check.name for check in report.checks if not check.fits]
 
 
-def test_a_cluster_that_has_all_fits(prepared: Prepared, cluster: dict[str, float]) -> None:
-    report = judge(prepared, [node("one")], LINKS)
+def test_a_cluster_that_has_all_fits(run_spec: RunSpec, cluster: dict[str, float]) -> None:
+    report = judge(run_spec, [node("one")], LINKS)
     assert report.fits and failed(report) == [] and report.warnings == ()
     assert report.pool_nbytes == POOL_NBYTES
 
 
-def test_what_does_not_fit_is_said_with_numbers(prepared: Prepared, cluster: dict[str, float]) -> None:
+def test_what_does_not_fit_is_said_with_numbers(run_spec: RunSpec, cluster: dict[str, float]) -> None:
     cluster["CPU"] = 1.0
-    report = judge(prepared, [node("one", available=POOL_NBYTES - 1)], LINKS)
+    report = judge(run_spec, [node("one", available=POOL_NBYTES - 1)], LINKS)
     assert failed(report) == ["the cluster has the resources", "there is memory for it"]
     assert "CPU: 2 needed, 1 in the cluster" in report.checks[1].detail
     assert f"segments of {POOL_NBYTES} bytes" in report.checks[2].detail
@@ -79,23 +79,23 @@ def test_a_pool_that_cannot_hold_a_step_does_not_fit_anywhere(cluster: dict[str,
 
 
 def test_memory_is_looked_for_on_one_node_unless_a_network_joins_them(
-    prepared: Prepared, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    run_spec: RunSpec, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [node("one", available=POOL_NBYTES // 2), node("two", available=POOL_NBYTES // 2)]
-    alone = replace(prepared, config=load_config(QUICKSTART, ["pool.network=none"]))
+    alone = replace(run_spec, config=load_config(QUICKSTART, ["pool.network=none"]))
     assert failed(judge(alone, nodes, LINKS)) == ["there is memory for it"]
     monkeypatch.setattr("flowtrain.controller.cluster.check_resources", lambda *arguments: "PACK")
-    report = judge(prepared, nodes, LINKS)
+    report = judge(run_spec, nodes, LINKS)
     assert report.fits and f"2 nodes have {POOL_NBYTES} bytes" in report.checks[2].detail
     nodes = [node(f"n{i}", available=8 << 20) for i in range(5)]
-    assert failed(judge(prepared, nodes, LINKS)) == ["there is memory for it"], "no node has room for a segment"
+    assert failed(judge(run_spec, nodes, LINKS)) == ["there is memory for it"], "no node has room for a segment"
 
 
-def test_slow_links_and_too_little_lockable_memory_are_warned_of(prepared: Prepared, cluster: dict[str, float]) -> None:
+def test_slow_links_and_too_little_lockable_memory_are_warned_of(run_spec: RunSpec, cluster: dict[str, float]) -> None:
     cluster["GPU"] = 8.0
     locked = HostMemory(8 * GIB, GIB, None, 64 << 10)
     slow = (Link("one", "one", "local", 1e-6, 10e9), Link("two", "one", "nixl", 1e-5, 0.1e9))
-    report = judge(prepared, [node("one", num_devices=8.0, devices=("H100",), memory=locked)], slow)
+    report = judge(run_spec, [node("one", num_devices=8.0, devices=("H100",), memory=locked)], slow)
     assert report.fits, "a warning is no fault"
     link, memory = report.warnings
     assert link.startswith("nixl from two to one gives 0.1 GB/s, a plain copy there 10 GB/s")
@@ -107,9 +107,9 @@ def run_doctor(monkeypatch: pytest.MonkeyPatch, report: DoctorReport, *arguments
     return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["doctor", str(QUICKSTART), *arguments])
 
 
-def test_tables_and_exit_code(prepared: Prepared, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_and_exit_code(run_spec: RunSpec, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     cluster["GPU"] = 4.0
-    report = judge(prepared, [node("one"), node("two", num_devices=2.0, devices=("H100",))], LINKS)
+    report = judge(run_spec, [node("one"), node("two", num_devices=2.0, devices=("H100",))], LINKS)
     shown = run_doctor(monkeypatch, replace(report, warnings=("a link is slow",)))
     assert shown.exit_code == 0, shown.output
     for text in ("2 H100", "unlimited", "10.00 GB/s", "1.0 us", "does not work: NIXL is not installed", "36 MiB"):
@@ -119,12 +119,12 @@ def test_tables_and_exit_code(prepared: Prepared, cluster: dict[str, float], mon
     shown = run_doctor(monkeypatch, replace(report, links=off))
     assert "off: pool.network is none" in shown.stdout and "does not work" not in shown.stdout
     cluster["CPU"] = 1.0
-    shown = run_doctor(monkeypatch, judge(prepared, [node("one")], LINKS))
+    shown = run_doctor(monkeypatch, judge(run_spec, [node("one")], LINKS))
     assert shown.exit_code == 1 and "CPU: 2 needed, 1 in the" in shown.stdout
 
 
-def test_json_has_everything(prepared: Prepared, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    report = judge(prepared, [node("one")], LINKS)
+def test_json_has_everything(run_spec: RunSpec, cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    report = judge(run_spec, [node("one")], LINKS)
     shown = run_doctor(monkeypatch, report, "--json")
     record = json.loads(shown.stdout)
     assert (shown.exit_code, record["fits"], record["schema"]) == (0, True, 1)

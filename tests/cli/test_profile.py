@@ -36,11 +36,11 @@ LENGTHS = LengthTable((128, 512), (0.01, 0.02))
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     """As if the quickstart had been measured on a node of four cores."""
-    prepared = prepare(api.resolve(QUICKSTART), check_pool=False)
+    run_spec = prepare(api.resolve(QUICKSTART), check_pool=False)
     return Profile(
         device="cpu",
         facts=DeviceFacts(1e11, 2**33, 1e10, None, 4),
-        model=model_facts(prepared.config, prepared.model_spec),
+        model=model_facts(run_spec.config, run_spec.model_spec),
         versions=library_versions(),
         layers={1: LENGTHS},
         heads={1: LENGTHS},

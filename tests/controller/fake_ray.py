@@ -57,8 +57,8 @@ class FakeRay:
         return ref.value
 
 
-class FakeCrew:
-    """What the watcher uses of a crew; ``log`` has what it did, in order."""
+class FakeWorkerGroup:
+    """What the watcher uses of a workers; ``log`` has what it did, in order."""
 
     def __init__(self, roles: dict[str, Role], leaders: dict[str, str] | None = None) -> None:
         self.roles = roles
@@ -78,7 +78,7 @@ class FakeCrew:
 
     def replace(self, name: str) -> None:
         self.log.append(f"replace {name}")
-        members = [name, *(follower for follower, leader in self.leaders.items() if leader == name)]
+        members = [name, *(rank for rank, leader in self.leaders.items() if leader == name)]
         self.runs = {ref: other for ref, other in self.runs.items() if other not in members}
         self.runs |= {Ref(member): member for member in members}
 

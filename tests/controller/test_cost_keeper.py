@@ -9,7 +9,7 @@ import pytest
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.load import override_config
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.prepare import Prepared
+from flowtrain.controller.prepare import RunSpec
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import RunDir
@@ -24,23 +24,23 @@ SPEC = ModelSpec({}, ConnectorSpec(8, 16, 16), TransformerSpec(2, 16, 32, 4, 2, 
 FITTED = CostModel("profile", per_token=1e-4, per_square=2e-7, constant=0.01)
 
 
-def prepared_with(cost: CostModel, profile: CostProfile | None = None, *overrides: str) -> Prepared:
+def prepared_with(cost: CostModel, profile: CostProfile | None = None, *overrides: str) -> RunSpec:
     config = override_config(make_config(), overrides, check_paths=False)
-    return Prepared(config, fixed_plan(config), SPEC, ("cats",), (8,), 0, 10, None, cost=cost, cost_profile=profile)
+    return RunSpec(config, fixed_plan(config), SPEC, ("cats",), (8,), 0, 10, None, cost=cost, cost_profile=profile)
 
 
 def event(in_use: bool, r2: float = 0.9) -> CostFitted:
     return CostFitted(16, FITTED, "squares", r2, 0.8, 128, in_use)
 
 
-def make_keeper(tmp_path: Path, prepared: Prepared, frozen: CostModel | None = None) -> tuple[CostKeeper, list[str]]:
+def make_keeper(tmp_path: Path, run_spec: RunSpec, frozen: CostModel | None = None) -> tuple[CostKeeper, list[str]]:
     notes: list[str] = []
-    return CostKeeper(prepared, RunDir(tmp_path), frozen, notes.append), notes
+    return CostKeeper(run_spec, RunDir(tmp_path), frozen, notes.append), notes
 
 
 def test_what_was_measured_is_written_for_later_runs_and_not_used_by_this_one(tmp_path: Path) -> None:
-    prepared = prepared_with(eq3(512))
-    keeper, notes = make_keeper(tmp_path, prepared)
+    run_spec = prepared_with(eq3(512))
+    keeper, notes = make_keeper(tmp_path, run_spec)
     keeper.start("cpu")
     keeper.write()
     assert not RunDir(tmp_path).cost_profile.exists() and keeper.r2 is None
@@ -48,9 +48,9 @@ def test_what_was_measured_is_written_for_later_runs_and_not_used_by_this_one(tm
     keeper.write()
     profile = read_cost_profile(RunDir(tmp_path).cost_profile)
     assert profile.fitted == FittedCost(FITTED, "squares", 0.9, 0.8, 128)
-    assert (profile.capacity, profile.device) == (prepared.config.scheduler.microbatch_tokens, "cpu")
+    assert (profile.capacity, profile.device) == (run_spec.config.scheduler.microbatch_tokens, "cpu")
     assert {"torch", "transformers"} <= set(profile.versions)
-    profile.check_model(profiled_model(prepared.config, SPEC), profile.capacity)
+    profile.check_model(profiled_model(run_spec.config, SPEC), profile.capacity)
     assert keeper.r2 == 0.9 and keeper.in_use == eq3(512) and notes == []
 
 

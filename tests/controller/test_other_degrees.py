@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.controller.start import Start, find_start
+from flowtrain.controller.prepare import RunSpec, prepare
+from flowtrain.controller.resume import ResumePoint, find_resume_point
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
 from flowtrain.types.samples import SamplerState
@@ -28,19 +28,19 @@ def config(tmp_path: Path) -> RunConfig:
     )
 
 
-def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[Start, Prepared]:
+def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[ResumePoint, RunSpec]:
     files: RunDir = open_run_dir(config, resume=False)
     if meta is not None:
         directory = temporary_directory(files.checkpoints, meta.step, "x")
         directory.mkdir()
         (directory / "shard").write_bytes(b"weights")
         commit(directory, meta, keep=1)
-    prepared = prepare(config)
-    return find_start(files, prepared, ()), prepared
+    run_spec = prepare(config)
+    return find_resume_point(files, run_spec, ()), run_spec
 
 
 def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    assert start_of(config, None)[0] == Start()
+    assert start_of(config, None)[0] == ResumePoint()
     assert "has no complete checkpoint" in caplog.text
 
 

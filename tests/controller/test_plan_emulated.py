@@ -150,9 +150,9 @@ def test_an_emulated_run_consumes_every_position(world: World, tmp_path: Path) -
         "checkpoint_dir": str(tmp_path),
     }
     probe_directory(tmp_path, "emulated-test").mkdir()
-    prepared = prepare(config)
-    settings = settings_of(prepared, split)
-    with local_coordinator(lambda: build_flow(config, prepared.model_spec, settings)) as link:
+    run_spec = prepare(config)
+    settings = settings_of(run_spec, split)
+    with local_coordinator(lambda: build_flow(config, run_spec.model_spec, settings)) as link:
         runs = [run for role, make in ACTORS.items() for run in make(Job(role=role, **job_fields), link)[0]]
         for actor in [Background(run) for run in runs]:
             actor.join()

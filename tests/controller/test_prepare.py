@@ -39,11 +39,11 @@ def config_of(directory: Path, *overrides: str, **sections: object) -> RunConfig
 
 
 def test_a_run_by_steps(data: Path) -> None:
-    prepared = prepare(config_of(data))
-    assert (prepared.num_steps, prepared.total_positions) == (4, None)
-    assert prepared.source_sizes == (NUM_ROWS,) and prepared.epoch_positions == NUM_ROWS
-    assert prepared.eval_every is None and prepared.num_eval == 0
-    assert prepared.plan.encoders["vision"].num_actors == 2
+    run_spec = prepare(config_of(data))
+    assert (run_spec.num_steps, run_spec.total_positions) == (4, None)
+    assert run_spec.source_sizes == (NUM_ROWS,) and run_spec.epoch_positions == NUM_ROWS
+    assert run_spec.eval_every is None and run_spec.num_eval == 0
+    assert run_spec.plan.encoders["vision"].num_actors == 2
 
 
 @pytest.mark.parametrize("freeze", [[], ["connector"], ["backbone"]])
@@ -75,7 +75,7 @@ def test_tokens_of_an_image_follow_the_family_and_the_data(data: Path) -> None:
 
 def test_a_run_by_epochs_with_evaluation(data: Path) -> None:
     evaluation = {"path": str(data / "eval.parquet"), "every_steps": 2}
-    prepared = prepare(
+    run_spec = prepare(
         config_of(
             data,
             "training.max_steps=null",
@@ -83,9 +83,9 @@ def test_a_run_by_epochs_with_evaluation(data: Path) -> None:
             data={"eval": evaluation, "sources": [{"path": str(data / "train.parquet"), "name": "clips"}]},
         )
     )
-    assert (prepared.num_steps, prepared.total_positions) == (4, 30)
-    assert prepared.num_eval == NUM_EVAL_ROWS and prepared.eval_every == 2
-    assert prepared.source_names == ("clips",)
+    assert (run_spec.num_steps, run_spec.total_positions) == (4, 30)
+    assert run_spec.num_eval == NUM_EVAL_ROWS and run_spec.eval_every == 2
+    assert run_spec.source_names == ("clips",)
 
 
 def test_sources_without_rows_are_refused(data: Path) -> None:
@@ -203,9 +203,9 @@ def test_what_passes_the_check_holds_every_step(
 
 
 def test_what_the_pool_cannot_hold_without_an_encoder_is_said(data: Path) -> None:
-    prepared = prepare(config_of(data))
-    assert memory_shortage(prepared, ["vision", "vision"]) is None
-    shortage = memory_shortage(prepared, [])
+    run_spec = prepare(config_of(data))
+    assert memory_shortage(run_spec, ["vision", "vision"]) is None
+    shortage = memory_shortage(run_spec, [])
     assert shortage is not None and "no segment at all hold 0" in shortage
 
 

@@ -12,7 +12,7 @@ import pytest
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import recorder as recorder_module
-from flowtrain.controller.prepare import Prepared
+from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.ledger import read_ledger
@@ -31,7 +31,7 @@ BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2
 STEP_S = 2.0
 
 
-def make_prepared(eval_every: int | None = EVAL_EVERY) -> Prepared:
+def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
     evaluation = {"path": "unused", "every_steps": eval_every, "max_samples": NUM_EVAL} if eval_every else None
     sources = [{"path": "unused", "name": "cats"}, {"path": "unused", "name": "dogs"}]
     config: RunConfig = make_config(
@@ -39,7 +39,7 @@ def make_prepared(eval_every: int | None = EVAL_EVERY) -> Prepared:
         training={"global_batch_size": BATCH},
         encoders={"vision": {"path": "unused", "data_parallel_size": 2}},
     )
-    return Prepared(
+    return RunSpec(
         config=config,
         plan=fixed_plan(config),
         model_spec=None,  # type: ignore[arg-type]  # the recorder does not look at it
@@ -117,19 +117,19 @@ class World:
         self.files = RunDir(root)
         self.shown: list[StepMetrics] = []
 
-    def record(self, *events: Event, prepared: Prepared | None = None) -> Recorder:
-        recorder = self.open(prepared=prepared)
+    def record(self, *events: Event, run_spec: RunSpec | None = None) -> Recorder:
+        recorder = self.open(run_spec=run_spec)
         for event in events:
             recorder.take(event)
         return recorder
 
     def open(
-        self, first_step: int = 0, prepared: Prepared | None = None, consumed: ConsumedPositions | None = None
+        self, first_step: int = 0, run_spec: RunSpec | None = None, consumed: ConsumedPositions | None = None
     ) -> Recorder:
         """Open behind steps that ran in order, or that consumed something else."""
         display = ProgressDisplay("off", 10)
         consumed = consumed or ConsumedPositions(first_step * BATCH)
-        return Recorder(prepared or make_prepared(), self.files, first_step, consumed, display, self.shown.append)
+        return Recorder(run_spec or make_prepared(), self.files, first_step, consumed, display, self.shown.append)
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.files.metrics.read_text().splitlines()]
@@ -278,5 +278,5 @@ def test_spans_go_into_the_trace(world: World) -> None:
 
 
 def test_without_evaluation_no_line_is_held(world: World) -> None:
-    world.record(*(done(train_unit(step)) for step in (1, 2)), prepared=make_prepared(eval_every=None))
+    world.record(*(done(train_unit(step)) for step in (1, 2)), run_spec=make_prepared(eval_every=None))
     assert world.steps() == [1, 2]

@@ -126,15 +126,15 @@ def test_restarts_are_counted_for_each_producer() -> None:
 FOLLOWERS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encoder-1-tp1": "encoder-1"}
 
 
-def with_followers() -> RunState:
+def with_encoder_ranks() -> RunState:
     return RunState({**ACTORS, **dict.fromkeys(FOLLOWERS, Role.ENCODER_RANK)}, MAX_RESTARTS, 0.1, leaders=FOLLOWERS)
 
 
 def test_a_replica_dies_with_any_of_its_processes_and_its_deaths_count_together() -> None:
-    state = with_followers()
-    assert state.on_died("encoder-0-tp1", "killed") == [Restart("encoder-0", follower="encoder-0-tp1")]
+    state = with_encoder_ranks()
+    assert state.on_died("encoder-0-tp1", "killed") == [Restart("encoder-0", rank="encoder-0-tp1")]
     assert state.on_failed("encoder-0", ReplicaLostError("lost encoder-0-tp2")) == [Restart("encoder-0")]
-    assert state.on_died("encoder-1-tp1", "killed") == [Restart("encoder-1", follower="encoder-1-tp1")]
+    assert state.on_died("encoder-1-tp1", "killed") == [Restart("encoder-1", rank="encoder-1-tp1")]
     assert state.on_died("encoder-0-tp2", "killed") == [Abandon("encoder-0")]
     assert state.on_died("encoder-0-tp1", "killed") == [], "it was given up as a whole"
     error = failure([*state.on_died("encoder-1", "killed"), *state.on_died("encoder-1-tp1", "no memory")][1:])
@@ -142,12 +142,12 @@ def test_a_replica_dies_with_any_of_its_processes_and_its_deaths_count_together(
 
 
 def test_an_error_of_a_follower_fails_the_run_under_its_name() -> None:
-    error = failure(with_followers().on_failed("encoder-0-tp1", ValueError("odd")))
+    error = failure(with_encoder_ranks().on_failed("encoder-0-tp1", ValueError("odd")))
     assert str(error) == "encoder-0-tp1 failed: ValueError: odd"
 
 
 def test_followers_are_not_waited_for() -> None:
-    state = with_followers()
+    state = with_encoder_ranks()
     assert state.on_returned("encoder-0-tp1") == []
     for name in ("backbone-0", "backbone-1"):
         assert state.on_returned(name) == []

@@ -15,7 +15,7 @@ from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.errors import CheckpointError, ConfigError, DataError, FlowTrainError, StallError, WorkerLostError
 from flowtrain.types.events import CheckpointWritten, Event, Rejected
-from tests.controller.fake_ray import FakeCrew, FakeRay, Ref, died, not_constructed, task_error
+from tests.controller.fake_ray import FakeRay, FakeWorkerGroup, Ref, died, not_constructed, task_error
 
 ROLES = {
     "encoder-0": Role.ENCODER,
@@ -27,19 +27,19 @@ WRITTEN = CheckpointWritten(3, "somewhere")
 
 
 class World:
-    """A crew that runs, and what the watcher made of it."""
+    """A workers that runs, and what the watcher made of it."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, roles: dict[str, Role] = ROLES, leaders: dict[str, str] | None = None
     ) -> None:
         self.ray = FakeRay(monkeypatch)
-        self.crew = FakeCrew(dict(roles), leaders)
+        self.workers = FakeWorkerGroup(dict(roles), leaders)
         self.stop = threading.Event()
         self.taken: list[Event] = []
         self.notes: list[str] = []
         self.take: Callable[[Event], None] = self.taken.append
         self.watcher = Watcher(
-            self.crew,  # type: ignore[arg-type]  # what it uses of one
+            self.workers,  # type: ignore[arg-type]  # what it uses of one
             RunState(roles, max_restarts=1, max_rejected_fraction=0.1, leaders=leaders),
             LimitsConfig(stop_timeout_s=0.01),
             lambda event: self.take(event),
@@ -52,7 +52,7 @@ class World:
         return self.watcher.until_end()
 
     def finish(self, *names: str, value: Any = None) -> Callable[[], object]:
-        return lambda: [self.crew.finish(name, value) for name in names]
+        return lambda: [self.workers.finish(name, value) for name in names]
 
     def all_return(self) -> list[Callable[[], object]]:
         return [self.finish("backbone-0", "backbone-1"), self.finish("encoder-0", "feeder-0")]
@@ -69,41 +69,41 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_a_run_ends_when_all_returned(world: World) -> None:
     assert world.until_end(*world.all_return()) is False
-    assert world.crew.log == [] and world.notes == []
+    assert world.workers.log == [] and world.notes == []
 
 
 def test_events_are_taken_in_order_to_the_last(world: World) -> None:
     first, second, late = (CheckpointWritten(step, "x") for step in (1, 2, 3))
     backbone, others = world.all_return()
     world.until_end(
-        lambda: world.crew.report(first),
-        lambda: world.crew.report(second),
+        lambda: world.workers.report(first),
+        lambda: world.workers.report(second),
         backbone,
-        lambda: (world.crew.pending.append(late), others()),  # reported as the last of them returned
+        lambda: (world.workers.pending.append(late), others()),  # reported as the last of them returned
     )
     assert world.taken == [first, second, late]
 
 
 def test_a_stop_is_asked_for_once(world: World) -> None:
     assert world.until_end(world.stop.set, lambda: None, *world.all_return()) is True
-    assert world.crew.log == ["request_stop"]
+    assert world.workers.log == ["request_stop"]
     assert len(world.notes) == 1 and "stopping" in world.notes[0]
 
 
 def test_a_producer_that_died_is_lost_before_it_runs_again(world: World) -> None:
     world.until_end(world.finish("encoder-0", value=died()), *world.all_return())
-    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
+    assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
     assert "encoder-0 died" in world.notes[0]
 
 
 def test_what_ends_for_a_followers_death_is_not_taken_for_the_new_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SETTLE_S", 0.0)
-    follower = "encoder-0-tp1"
-    world = World(monkeypatch, {**ROLES, follower: Role.ENCODER_RANK}, {follower: "encoder-0"})
+    rank = "encoder-0-tp1"
+    world = World(monkeypatch, {**ROLES, rank: Role.ENCODER_RANK}, {rank: "encoder-0"})
     closed = task_error(RuntimeError("connection closed by peer"))
-    together = lambda: [world.crew.finish("encoder-0", closed), world.crew.finish(follower, died())]  # noqa: E731
+    together = lambda: [world.workers.finish("encoder-0", closed), world.workers.finish(rank, died())]  # noqa: E731
     world.until_end(together, world.finish("backbone-0", "backbone-1"), world.finish("encoder-0", "feeder-0"))
-    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
+    assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
     assert world.notes == ["encoder-0-tp1 of encoder-0 died; it is started again and its parts are produced again"]
 
 
@@ -119,7 +119,7 @@ def test_an_encoder_that_is_given_up_is_lost_for_good_and_the_others_go_on(monke
     death = world.finish("encoder-0", value=died())
     world.until_end(death, death, world.finish("backbone-0", "backbone-1"), world.finish("feeder-0", "encoder-1"))
     given_up = ["process_lost encoder-0 for_good=True", "give_up encoder-0"]
-    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0", *given_up]
+    assert world.workers.log == ["process_lost encoder-0", "replace encoder-0", *given_up]
     assert "encoder-0 died too often and is given up" in world.notes[1]
 
 
@@ -134,7 +134,7 @@ def test_a_dead_rank_is_named_though_its_peer_failed_first(world: World) -> None
 
     def settle(refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> Any:
         if num_returns > 1:
-            world.crew.finish("backbone-0", died())
+            world.workers.finish("backbone-0", died())
         return FakeRay.wait(world.ray, refs, num_returns, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -145,18 +145,18 @@ def test_a_dead_rank_is_named_though_its_peer_failed_first(world: World) -> None
 
 def test_the_loss_of_the_coordinator_fails_the_run(world: World) -> None:
     with pytest.raises(WorkerLostError, match=r"the coordinator died \(killed\)"):
-        world.until_end(lambda: world.crew.lose_coordinator(died("killed")))
+        world.until_end(lambda: world.workers.lose_coordinator(died("killed")))
 
 
 def test_a_coordinator_that_could_not_be_constructed_says_why(world: World) -> None:
     with pytest.raises(WorkerLostError, match="unknown packing"):
-        world.until_end(lambda: world.crew.lose_coordinator(not_constructed(ConfigError("unknown packing"))))
+        world.until_end(lambda: world.workers.lose_coordinator(not_constructed(ConfigError("unknown packing"))))
 
 
 def test_a_checkpoint_that_was_written_is_taken_though_the_run_failed(world: World) -> None:
     def written_then_dead() -> None:
-        world.crew.pending.append(WRITTEN)
-        world.crew.finish("backbone-0", died())
+        world.workers.pending.append(WRITTEN)
+        world.workers.finish("backbone-0", died())
 
     with pytest.raises(WorkerLostError, match="backbone-0 died"):
         world.until_end(written_then_dead)
@@ -169,8 +169,8 @@ def test_the_first_error_is_raised_though_the_last_events_cannot_be_taken(world:
 
     def written_then_dead() -> None:
         world.take = fail
-        world.crew.pending.append(WRITTEN)
-        world.crew.finish("backbone-0", died())
+        world.workers.pending.append(WRITTEN)
+        world.workers.finish("backbone-0", died())
 
     with pytest.raises(WorkerLostError, match="backbone-0 died"):
         world.until_end(written_then_dead)
@@ -182,12 +182,12 @@ def test_what_fails_in_taking_an_event_fails_the_run(world: World) -> None:
 
     world.take = fail
     with pytest.raises(CheckpointError, match="disk full"):
-        world.until_end(lambda: world.crew.report(WRITTEN))
+        world.until_end(lambda: world.workers.report(WRITTEN))
 
 
 def test_too_many_rejected_samples_fail_the_run(world: World) -> None:
     with pytest.raises(DataError, match="20 of 100"):
-        world.until_end(lambda: world.crew.report(Rejected((), 20, 100)))
+        world.until_end(lambda: world.workers.report(Rejected((), 20, 100)))
     assert len(world.taken) == 1, "they are in quarantine.jsonl before the run fails"
 
 
@@ -207,7 +207,7 @@ def test_an_error_of_a_producer_that_is_not_needed_any_more_harms_nobody(world: 
 
 
 def start(world: World, calls: dict[str, Ref], *script: Callable[[], object], limit_s: float = 60.0) -> list[Any]:
-    world.crew.runs = {ref: name for ref, name in world.crew.runs.items() if ROLES[name] is not Role.BACKBONE}
+    world.workers.runs = {ref: name for ref, name in world.workers.runs.items() if ROLES[name] is not Role.BACKBONE}
     world.ray.script = list(script)
     return world.watcher.results(calls, time.monotonic() + limit_s, "starting")  # type: ignore[arg-type]  # fakes
 
@@ -234,7 +234,7 @@ def test_a_producer_that_dies_meanwhile_is_started_again(world: World, calls: di
         world.finish("encoder-0", value=died()),
         lambda: [call.finish(1.0) for call in calls.values()],
     )
-    assert world.crew.log == ["process_lost encoder-0", "replace encoder-0"]
+    assert world.workers.log == ["process_lost encoder-0", "replace encoder-0"]
 
 
 def test_a_rank_that_fails_or_dies_ends_the_start(world: World, calls: dict[str, Ref]) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.cost_profile import read_cost_profile

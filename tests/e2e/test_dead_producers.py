@@ -21,8 +21,8 @@ from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.types.messages import FeedReport, PartReady
 from flowtrain.types.plan import Unit

@@ -14,8 +14,8 @@ from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir

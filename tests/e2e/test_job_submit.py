@@ -15,7 +15,7 @@ from ray.job_submission import JobStatus
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import crew
+from flowtrain.controller import worker_group
 from flowtrain.controller.run import run_training
 from flowtrain.errors import ResourceError
 from flowtrain.flow.flow import Flow
@@ -209,7 +209,7 @@ class Namesake:
 
 def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, ray_cluster: None) -> None:
     config = small_run(tmp_path)
-    options = {"name": crew.COORDINATOR, "namespace": crew.namespace_of(config), "num_cpus": 0}
+    options = {"name": worker_group.COORDINATOR, "namespace": worker_group.namespace_of(config), "num_cpus": 0}
     remote: Any = ray.remote(Namesake)
     first = remote.options(**options).remote()
 
@@ -218,6 +218,6 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path: Path, ray_cluster: N
 
     try:
         with pytest.raises(ResourceError, match="'refused' is already running in this cluster"):
-            crew.start_coordinator(config, crew.ActorClasses(), never)
+            worker_group.start_coordinator(config, worker_group.ActorClasses(), never)
     finally:
         ray.kill(first)

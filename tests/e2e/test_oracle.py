@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flowtrain.actors.backbone import BackboneRank
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.training.checkpoint import load_backbone_state
 from flowtrain.training.chunks import ModelChunks

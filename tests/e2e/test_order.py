@@ -15,8 +15,8 @@ from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.prefetch import Fetched
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.types.plan import StepPlan
 from tests.e2e.worlds import World, tiny_config
 

@@ -14,9 +14,9 @@ from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.prefetch import Fetched
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.crew import ActorClasses
 from flowtrain.controller.export import export_run
 from flowtrain.controller.run import run_training
+from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import WorkerLostError
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir

@@ -8,7 +8,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.predict import sized_units
-from flowtrain.controller.prepare import Prepared, check_memory, prepare, unsplittable
+from flowtrain.controller.prepare import RunSpec, check_memory, prepare, unsplittable
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError, DataError, Fault
 from flowtrain.models.families.registry import family_from_config
@@ -18,31 +18,31 @@ from flowtrain.types.samples import SizedSample
 
 def planned_run(config: RunConfig) -> Planned:
     """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises what ``prepare`` raises."""
-    prepared = prepare(config, check_pool=False)
-    workload = workload_of(config, planned_samples(prepared))
-    usual = prepared.plan
+    run_spec = prepare(config, check_pool=False)
+    workload = workload_of(config, planned_samples(run_spec))
+    usual = run_spec.plan
     num_devices = usual.backbone.num_actors + sum(module.num_actors for module in usual.encoders.values())
-    source = f"run {config.name}: {first_steps(_num_steps(prepared), prepared.num_steps)}"
+    source = f"run {config.name}: {first_steps(_num_steps(run_spec), run_spec.num_steps)}"
     family = family_from_config(config)
 
     def pool_fault(changed: RunConfig) -> Fault | None:
         try:
-            check_memory(changed, family, prepared.num_eval)
+            check_memory(changed, family, run_spec.num_eval)
         except ConfigError as error:
             return error.faults[0]
         return None
 
-    whole = unsplittable(family, prepared.model_spec)
-    return Planned(config, usual, prepared.model_spec, workload, source, num_devices, pool_fault, whole)
+    whole = unsplittable(family, run_spec.model_spec)
+    return Planned(config, usual, run_spec.model_spec, workload, source, num_devices, pool_fault, whole)
 
 
-def planned_samples(prepared: Prepared) -> list[SizedSample]:
+def planned_samples(run_spec: RunSpec) -> list[SizedSample]:
     """Return the samples of a run's first steps; DataError if all are rejected."""
-    count = _num_steps(prepared)
-    samples = [sample for unit in sized_units(prepared, count) for sample in unit.samples]
+    count = _num_steps(run_spec)
+    samples = [sample for unit in sized_units(run_spec, count) for sample in unit.samples]
     if not samples:
-        steps = first_steps(count, prepared.num_steps)
-        raise DataError(f"run {prepared.config.name}: every sample of {steps} is rejected")
+        steps = first_steps(count, run_spec.num_steps)
+        raise DataError(f"run {run_spec.config.name}: every sample of {steps} is rejected")
     return samples
 
 
@@ -60,5 +60,5 @@ def workload_of(config: RunConfig, samples: Sequence[SizedSample]) -> Workload:
     )
 
 
-def _num_steps(prepared: Prepared) -> int:
-    return min(DEFAULT_STEPS, prepared.num_steps)
+def _num_steps(run_spec: RunSpec) -> int:
+    return min(DEFAULT_STEPS, run_spec.num_steps)

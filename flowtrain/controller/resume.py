@@ -12,7 +12,7 @@ import torch
 
 from flowtrain.config.resume import Change, changes
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.prepare import Prepared
+from flowtrain.controller.prepare import RunSpec
 from flowtrain.errors import ConfigError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, run_dir
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Resume point: what a checkpoint gives a run; step 0 and None for a run that starts from the beginning.
 
     sampler_state: after ``step``. cost: the cost model that planned the steps.
@@ -36,7 +36,7 @@ class Start:
     cost: CostModel | None = None
 
 
-def check_goes_on(files: RunDir, prepared: Prepared) -> None:
+def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
     """Raise ConfigError if a run has steps left but its last step was partial.
 
     Step k of any run trains the positions from (k - 1) * global_batch_size on. After a partial step, these would leave
@@ -46,15 +46,15 @@ def check_goes_on(files: RunDir, prepared: Prepared) -> None:
     if checkpoint is None:
         return
     meta = checkpoint_store.read_meta(checkpoint)
-    training = prepared.config.training
+    training = run_spec.config.training
     trained, whole = (
         len(ConsumedPositions.at(SamplerState.from_dict(meta.state["sampler"]))),
         meta.step * training.global_batch_size,
     )
-    if meta.step >= prepared.num_steps or trained == whole:
+    if meta.step >= run_spec.num_steps or trained == whole:
         return
     raise ConfigError(
-        f"run {prepared.config.name!r} cannot go on after step {meta.step}, which was its last and a partial one: "
+        f"run {run_spec.config.name!r} cannot go on after step {meta.step}, which was its last and a partial one: "
         f"{trained} positions are trained, but step {meta.step + 1} begins at position {whole}. training.num_epochs "
         f"(now {training.num_epochs:g}) was raised; to use the longer run, move {checkpoint} away, so that it goes on "
         "from the previous checkpoint, or start a run under another name"
@@ -66,7 +66,7 @@ def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
     return changes(files.load_config(), config) if files.config.is_file() else ()
 
 
-def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> Start:
+def find_resume_point(files: RunDir, run_spec: RunSpec, changed: Sequence[Change]) -> ResumePoint:
     """Find the last complete checkpoint, and warn if losses will not be exact to the bit.
 
     changed: from ``changed_since``, called before the new configuration is written.
@@ -75,12 +75,12 @@ def find_start(files: RunDir, prepared: Prepared, changed: Sequence[Change]) -> 
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
         logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
-        return Start()
+        return ResumePoint()
     meta = checkpoint_store.read_meta(checkpoint)
-    for line in (*_inexact(meta, prepared), *_other_features(changed)):
+    for line in (*_inexact(meta, run_spec), *_other_features(changed)):
         logger.warning("%s", line)
     cost = meta.state.get("cost")  # checkpoints of the first version have none
-    return Start(
+    return ResumePoint(
         meta.step, checkpoint, SamplerState.from_dict(meta.state["sampler"]), CostModel(**cost) if cost else None
     )
 
@@ -99,27 +99,27 @@ class Resumption:
     """Why losses would not be the same to the bit."""
 
 
-def foresee_resume(prepared: Prepared) -> Resumption:
+def foresee_resume(run_spec: RunSpec) -> Resumption:
     """Look at the run's directory as a resume would, without a change; raises ConfigError if a resume would.
 
     The caller must call ``check_run_dir`` first.
     """
-    files = run_dir(prepared.config)
-    check_goes_on(files, prepared)
-    changed = changed_since(files, prepared.config)
+    files = run_dir(run_spec.config)
+    check_goes_on(files, run_spec)
+    changed = changed_since(files, run_spec.config)
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     if checkpoint is None:
         return Resumption(files.root, None, changed, ())
     meta = checkpoint_store.read_meta(checkpoint)
-    return Resumption(files.root, meta.step, changed, (*_inexact(meta, prepared), *_other_features(changed)))
+    return Resumption(files.root, meta.step, changed, (*_inexact(meta, run_spec), *_other_features(changed)))
 
 
-def _inexact(meta: checkpoint_store.CheckpointMeta, prepared: Prepared) -> Iterator[str]:
+def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterator[str]:
     """Yield why losses after a checkpoint are not exact to the bit."""
     for name, then, now in (
-        ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), prepared.plan.backbone.degrees),
-        ("backbone.chunks_per_rank", meta.num_chunks, prepared.config.backbone.chunks_per_rank),
-        ("backbone threads", meta.num_threads, prepared.config.backbone.num_threads),
+        ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), run_spec.plan.backbone.degrees),
+        ("backbone.chunks_per_rank", meta.num_chunks, run_spec.config.backbone.chunks_per_rank),
+        ("backbone threads", meta.num_threads, run_spec.config.backbone.num_threads),
         ("torch", meta.torch_version, str(torch.__version__)),
     ):
         if then != now:

@@ -21,7 +21,7 @@ from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import RayLink
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.posts import Post, bundle_indices
+from flowtrain.controller.actor_specs import ActorSpec, bundle_indices
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
 from flowtrain.flow.flow import Flow
@@ -46,7 +46,7 @@ class ActorClasses:
 
 
 @dataclass
-class Crew:
+class WorkerGroup:
     """The worker group: handles of the running actors."""
 
     coordinator: ActorHandle
@@ -67,15 +67,15 @@ class Crew:
 
     def run(self, name: str, *args: Any) -> None:
         """Start an actor's loop and those of its encoder ranks."""
-        actor, followers = self.actors[name], self.followers(name)
+        actor, ranks = self.actors[name], self.encoder_ranks(name)
         self.runs[actor.run.remote(RayLink(self.coordinator), *args)] = name
-        port = actor.open_rendezvous.remote() if followers else None
-        for follower in followers:  # the call waits for its argument
-            self.runs[self.actors[follower].run.remote(port)] = follower
+        port = actor.open_rendezvous.remote() if ranks else None
+        for rank in ranks:  # the call waits for its argument
+            self.runs[self.actors[rank].run.remote(port)] = rank
 
-    def followers(self, name: str) -> list[str]:
+    def encoder_ranks(self, name: str) -> list[str]:
         """Names of an encoder's other ranks."""
-        return [follower for follower, leader in self.leaders.items() if leader == name]
+        return [rank for rank, leader in self.leaders.items() if leader == name]
 
     def replace(self, name: str) -> None:
         """Replace an actor that died, and its encoder ranks, by new actors and start their loops.
@@ -84,7 +84,7 @@ class Crew:
         one process), and calls fail again during the restart, so that deaths cannot be counted.
         """
         self.give_up(name)
-        for member in (name, *self.followers(name)):
+        for member in (name, *self.encoder_ranks(name)):
             self.actors[member] = self.spawn[member]()
         self.run(name)
 
@@ -93,7 +93,7 @@ class Crew:
 
         Kill the leader too: a broken connection also fails a call, and a live process keeps its memory.
         """
-        members = (name, *self.followers(name))
+        members = (name, *self.encoder_ranks(name))
         for member in members:
             ray.kill(self.actors[member], no_restart=True)
         self.runs = {ref: running for ref, running in self.runs.items() if running not in members}
@@ -126,58 +126,58 @@ def start_coordinator(config: RunConfig, classes: ActorClasses, make_flow: Calla
 
 def start_actors(
     config: RunConfig,
-    posts: list[Post],
+    specs: list[ActorSpec],
     group: PlacementGroup | None,
     classes: ActorClasses,
     coordinator: ActorHandle,
     run_id: str,
     num_steps: int,
-) -> Crew:
+) -> WorkerGroup:
     """Start feeder, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all."""
-    crew = Crew(coordinator, RayLink(coordinator))
+    workers = WorkerGroup(coordinator, RayLink(coordinator))
     try:
-        for post, options in _options(config, posts, group):
-            crew.spawn[post.name] = partial(_construct, config, post, classes, options, run_id, num_steps)
-            crew.actors[post.name] = crew.spawn[post.name]()
-            crew.roles[post.name] = post.role
-            if post.role is Role.ENCODER_RANK:
-                crew.leaders[post.name] = post.place
+        for spec, options in _options(config, specs, group):
+            workers.spawn[spec.name] = partial(_construct, config, spec, classes, options, run_id, num_steps)
+            workers.actors[spec.name] = workers.spawn[spec.name]()
+            workers.roles[spec.name] = spec.role
+            if spec.role is Role.ENCODER_RANK:
+                workers.leaders[spec.name] = spec.place
     except BaseException:
-        crew.kill()
+        workers.kill()
         raise
-    return crew
+    return workers
 
 
 def _options(
-    config: RunConfig, posts: list[Post], group: PlacementGroup | None
-) -> Iterator[tuple[Post, dict[str, Any]]]:
-    for post, index in zip(posts, bundle_indices(posts), strict=True):
-        options: dict[str, Any] = {"name": post.name, "namespace": namespace_of(config), "max_concurrency": 2}
-        options["num_cpus"] = post.plan.num_cpus
-        if post.plan.num_devices:
-            options["num_gpus"] = post.plan.num_devices
+    config: RunConfig, specs: list[ActorSpec], group: PlacementGroup | None
+) -> Iterator[tuple[ActorSpec, dict[str, Any]]]:
+    for spec, index in zip(specs, bundle_indices(specs), strict=True):
+        options: dict[str, Any] = {"name": spec.name, "namespace": namespace_of(config), "max_concurrency": 2}
+        options["num_cpus"] = spec.plan.num_cpus
+        if spec.plan.num_devices:
+            options["num_gpus"] = spec.plan.num_devices
         if group is not None:
             # An actor without its own bundle (the feeder) still belongs on the node of the others.
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        yield post, options
+        yield spec, options
 
 
 def _construct(
     config: RunConfig,
-    post: Post,
+    spec: ActorSpec,
     classes: ActorClasses,
     options: dict[str, Any],
     run_id: str,
     num_steps: int,
 ) -> ActorHandle:
-    if post.role is Role.FEEDER:
+    if spec.role is Role.FEEDER:
         return _spawn(classes.feeder, options, config, run_id)
-    if post.role is Role.ENCODER:
-        return _spawn(classes.encoder, options, config, post.module, post.name, run_id)
-    if post.role is Role.ENCODER_RANK:
-        _, _, tp_rank = post.plan.degrees.coordinates(post.index)
-        return _spawn(classes.encoder_rank, options, config, post.module, post.place, tp_rank)
-    return _spawn(classes.backbone, options, config, post.index, post.plan.degrees, post.name, num_steps, run_id)
+    if spec.role is Role.ENCODER:
+        return _spawn(classes.encoder, options, config, spec.module, spec.name, run_id)
+    if spec.role is Role.ENCODER_RANK:
+        _, _, tp_rank = spec.plan.degrees.coordinates(spec.index)
+        return _spawn(classes.encoder_rank, options, config, spec.module, spec.place, tp_rank)
+    return _spawn(classes.backbone, options, config, spec.index, spec.plan.degrees, spec.name, num_steps, run_id)
 
 
 def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
@@ -186,12 +186,14 @@ def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandl
     return handle
 
 
-def start_backbone(crew: Crew, checkpoint: str | None, eval_every: int | None, results: Results) -> DevicePeak:
+def start_backbone(
+    workers: WorkerGroup, checkpoint: str | None, eval_every: int | None, results: Results
+) -> DevicePeak:
     """Join the ranks to one process group and load their state; returns the peak of the slowest rank's device.
 
     results: waits for calls, given by actor name; it raises if they fail or take too long.
     """
-    ranks = crew.of_role(Role.BACKBONE)
+    ranks = workers.of_role(Role.BACKBONE)
     addresses = results({name: rank.node_address.remote() for name, rank in ranks.items()})
     host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
     name, first = next(iter(ranks.items()))

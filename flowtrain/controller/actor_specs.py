@@ -17,7 +17,7 @@ SHARED_PLACE = "shared-device"
 
 
 @dataclass(frozen=True)
-class Post:
+class ActorSpec:
     """Actor spec: one actor to start."""
 
     name: str
@@ -45,46 +45,46 @@ class Post:
         return {name: amount for name, amount in bundle.items() if amount > 0}
 
 
-def posts_of(plan: Plan) -> list[Post]:
+def actor_specs_of(plan: Plan) -> list[ActorSpec]:
     """Every actor of the plan except the coordinator; encoders are numbered over all modules, ranks by ``Degrees``."""
-    posts: list[Post] = []
+    specs: list[ActorSpec] = []
     num_replicas = 0
     for module, module_plan in plan.encoders.items():
         for index in range(module_plan.num_actors):
             dp_rank, _, tp_rank = module_plan.degrees.coordinates(index)
             leader, role = f"encoder-{num_replicas + dp_rank}", Role.ENCODER_RANK if tp_rank else Role.ENCODER
-            posts.append(Post(rank_name(leader, tp_rank), role, module, index, module_plan, leader))
+            specs.append(ActorSpec(rank_name(leader, tp_rank), role, module, index, module_plan, leader))
         num_replicas += module_plan.data_parallel_size
     degrees = plan.backbone.degrees
     for rank in range(degrees.world_size):
         dp_rank, pp_rank, tp_rank = degrees.coordinates(rank)
         place = f"backbone-dp{dp_rank}-pp{pp_rank}"
-        posts.append(Post(f"{place}-tp{tp_rank}", Role.BACKBONE, "backbone", rank, plan.backbone, place))
+        specs.append(ActorSpec(f"{place}-tp{tp_rank}", Role.BACKBONE, "backbone", rank, plan.backbone, place))
     if plan.is_shared:  # in one bundle, so that they get the same device
-        posts = [replace(post, place=SHARED_PLACE) for post in posts]
-    posts.append(Post(FEEDER, Role.FEEDER, "feeder", 0, plan.feeder, FEEDER))
-    return posts
+        specs = [replace(spec, place=SHARED_PLACE) for spec in specs]
+    specs.append(ActorSpec(FEEDER, Role.FEEDER, "feeder", 0, plan.feeder, FEEDER))
+    return specs
 
 
-def bundles_of(posts: Sequence[Post]) -> list[Bundle]:
+def bundles_of(specs: Sequence[ActorSpec]) -> list[Bundle]:
     """The bundles that Ray should reserve, one for each place that takes resources; a bundle is on one node.
 
     Ray packs bundles of one size onto node after node in their order. The backbone's come first: its ranks exchange
     the most data, so they get the fewest nodes. Encoders fill what these nodes have left, then other nodes.
     """
-    return list(_bundles_by_place(posts).values())
+    return list(_bundles_by_place(specs).values())
 
 
-def bundle_indices(posts: Sequence[Post]) -> list[int]:
+def bundle_indices(specs: Sequence[ActorSpec]) -> list[int]:
     """The index in ``bundles_of`` of each actor's bundle; -1 for an actor that takes no resources."""
-    numbers = {place: number for number, place in enumerate(_bundles_by_place(posts))}
-    return [numbers[post.place] if post.bundle else -1 for post in posts]
+    numbers = {place: number for number, place in enumerate(_bundles_by_place(specs))}
+    return [numbers[spec.place] if spec.bundle else -1 for spec in specs]
 
 
-def _bundles_by_place(posts: Sequence[Post]) -> dict[str, Bundle]:
+def _bundles_by_place(specs: Sequence[ActorSpec]) -> dict[str, Bundle]:
     members: dict[str, list[Bundle]] = {}
-    for post in sorted(posts, key=lambda post: post.role is not Role.BACKBONE):
-        members.setdefault(post.place, []).append(post.bundle)
+    for spec in sorted(specs, key=lambda spec: spec.role is not Role.BACKBONE):
+        members.setdefault(spec.place, []).append(spec.bundle)
     return {place: _sum(bundles) for place, bundles in members.items() if any(bundles)}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.plan import requirements
-from flowtrain.controller.posts import bundle_indices, bundles_of, posts_of
+from flowtrain.controller.actor_specs import actor_specs_of, bundle_indices, bundles_of
 from flowtrain.controller.state import Role
 from flowtrain.types.run_plan import ModulePlan, Plan
 
@@ -25,43 +25,43 @@ def plan_of(backbone: ModulePlan, num_encoders: int = 2, encoder_cpus: float = 0
 
 
 def test_every_actor_of_the_plan_has_a_post() -> None:
-    posts = posts_of(plan_of(ModulePlan(data_parallel_size=2, num_cpus=1.0)))
+    specs = actor_specs_of(plan_of(ModulePlan(data_parallel_size=2, num_cpus=1.0)))
     names = ["encoder-0", "encoder-1", "backbone-dp0-pp0-tp0", "backbone-dp1-pp0-tp0", "feeder-0"]
-    assert [post.name for post in posts] == names
-    assert [post.role for post in posts] == [Role.ENCODER] * 2 + [Role.BACKBONE] * 2 + [Role.FEEDER]
-    assert [post.bundle for post in posts] == [{"CPU": 0.5}] * 2 + [{"CPU": 1.0}] * 2 + [{}]
+    assert [spec.name for spec in specs] == names
+    assert [spec.role for spec in specs] == [Role.ENCODER] * 2 + [Role.BACKBONE] * 2 + [Role.FEEDER]
+    assert [spec.bundle for spec in specs] == [{"CPU": 0.5}] * 2 + [{"CPU": 1.0}] * 2 + [{}]
 
 
 def test_backbone_ranks_are_numbered_with_the_tensor_axis_fastest() -> None:
     module = ModulePlan(data_parallel_size=2, pipeline_parallel_size=3, tensor_parallel_size=2)
-    ranks = [post for post in posts_of(plan_of(module)) if post.role is Role.BACKBONE]
+    ranks = [spec for spec in actor_specs_of(plan_of(module)) if spec.role is Role.BACKBONE]
     expected = [f"backbone-dp{dp}-pp{pp}-tp{tp}" for dp, pp, tp in product(range(2), range(3), range(2))]
-    assert [post.name for post in ranks] == expected
-    assert [post.index for post in ranks] == list(range(12))
+    assert [spec.name for spec in ranks] == expected
+    assert [spec.index for spec in ranks] == list(range(12))
 
 
 def test_an_encoder_has_its_followers_beside_it() -> None:
     plan = plan_of(ModulePlan(num_cpus=1.0), encoder_tp=2)
-    posts = [post for post in posts_of(replace(plan, encoders={**plan.encoders, "audio": ModulePlan()}))]
-    encoders = [post for post in posts if post.role in (Role.ENCODER, Role.ENCODER_RANK)]
-    assert [(post.name, post.role, post.place) for post in encoders] == [
+    specs = [spec for spec in actor_specs_of(replace(plan, encoders={**plan.encoders, "audio": ModulePlan()}))]
+    encoders = [spec for spec in specs if spec.role in (Role.ENCODER, Role.ENCODER_RANK)]
+    assert [(spec.name, spec.role, spec.place) for spec in encoders] == [
         ("encoder-0", Role.ENCODER, "encoder-0"),
         ("encoder-0-tp1", Role.ENCODER_RANK, "encoder-0"),
         ("encoder-1", Role.ENCODER, "encoder-1"),
         ("encoder-1-tp1", Role.ENCODER_RANK, "encoder-1"),
         ("encoder-2", Role.ENCODER, "encoder-2"),
     ]
-    assert {bundle["CPU"] for bundle in bundles_of(posts)} == {1.0}
-    assert [post.segment_nbytes for post in encoders] == [1 << 20, 0, 1 << 20, 0, 0]
-    assert sum(post.segment_nbytes for post in posts_of(plan)) == requirements(plan).pool_nbytes
+    assert {bundle["CPU"] for bundle in bundles_of(specs)} == {1.0}
+    assert [spec.segment_nbytes for spec in encoders] == [1 << 20, 0, 1 << 20, 0, 0]
+    assert sum(spec.segment_nbytes for spec in actor_specs_of(plan)) == requirements(plan).pool_nbytes
 
 
 def test_the_backbones_bundles_come_first() -> None:
     """Ray packs bundles of one size in their order; a backbone behind encoders would be spread over more nodes."""
     plan = plan_of(ModulePlan(data_parallel_size=2, tensor_parallel_size=2, num_cpus=0.25), num_encoders=3)
-    posts = posts_of(plan)
-    assert bundles_of(posts) == [{"CPU": 0.5}] * 5
-    indices = dict(zip((post.name for post in posts), bundle_indices(posts), strict=True))
+    specs = actor_specs_of(plan)
+    assert bundles_of(specs) == [{"CPU": 0.5}] * 5
+    indices = dict(zip((spec.name for spec in specs), bundle_indices(specs), strict=True))
     assert [indices[f"backbone-dp{dp}-pp0-tp{tp}"] for dp in range(2) for tp in range(2)] == [0, 0, 1, 1]
     assert [indices[f"encoder-{index}"] for index in range(3)] == [2, 3, 4]
 
@@ -80,15 +80,15 @@ def test_bundles_hold_just_what_their_actors_take(
 ) -> None:
     backbone = ModulePlan(dp, tp, pp, num_cpus=cpus, num_devices=devices)
     plan = plan_of(backbone, num_encoders=num_encoders, encoder_tp=encoder_tp)
-    posts = posts_of(plan)
-    bundles, indices = bundles_of(posts), bundle_indices(posts)
+    specs = actor_specs_of(plan)
+    bundles, indices = bundles_of(specs), bundle_indices(specs)
     assert len(bundles) == num_encoders + (dp * pp if cpus or devices else 0)
     for index, bundle in enumerate(bundles):
-        members = [post for post, where in zip(posts, indices, strict=True) if where == index]
-        assert len({post.place for post in members}) == 1
+        members = [spec for spec, where in zip(specs, indices, strict=True) if where == index]
+        assert len({spec.place for spec in members}) == 1
         for name, amount in bundle.items():
-            assert amount == pytest.approx(sum(post.bundle.get(name, 0.0) for post in members))
-    assert all((index == -1) == (not post.bundle) for post, index in zip(posts, indices, strict=True))
+            assert amount == pytest.approx(sum(spec.bundle.get(name, 0.0) for spec in members))
+    assert all((index == -1) == (not spec.bundle) for spec, index in zip(specs, indices, strict=True))
     assert sum(bundle.get("CPU", 0.0) for bundle in bundles) == pytest.approx(requirements(plan).num_cpus)
 
 
@@ -96,16 +96,16 @@ def test_those_that_share_a_device_are_in_one_bundle() -> None:
     """Two bundles of half a device could lie on two of them."""
     half = ModulePlan(num_cpus=1.0, num_devices=0.5)
     plan = Plan({"vision": half}, half, feeder=ModulePlan(segment_nbytes=1 << 16))
-    posts = posts_of(plan)
-    assert bundles_of(posts) == [{"CPU": 2.0, "GPU": 1.0}]
-    assert bundle_indices(posts) == [0, 0, -1]
-    assert [post.bundle["GPU"] for post in posts[:2]] == [0.5, 0.5]
+    specs = actor_specs_of(plan)
+    assert bundles_of(specs) == [{"CPU": 2.0, "GPU": 1.0}]
+    assert bundle_indices(specs) == [0, 0, -1]
+    assert [spec.bundle["GPU"] for spec in specs[:2]] == [0.5, 0.5]
     whole = ModulePlan(num_cpus=1.0, num_devices=1.0)
-    assert len(bundles_of(posts_of(Plan({"vision": whole}, whole, feeder=ModulePlan())))) == 2
+    assert len(bundles_of(actor_specs_of(Plan({"vision": whole}, whole, feeder=ModulePlan())))) == 2
 
 
 def test_a_type_of_accelerators_is_asked_for_where_there_are_any() -> None:
     typed = ModulePlan(num_cpus=1.0, num_devices=1.0, accelerator_type="H200")
     without = ModulePlan(num_cpus=1.0, accelerator_type="H200")
     plan = Plan({"vision": typed}, without, feeder=ModulePlan())
-    assert bundles_of(posts_of(plan)) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H200": 0.001}]
+    assert bundles_of(actor_specs_of(plan)) == [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H200": 0.001}]

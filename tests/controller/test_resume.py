@@ -12,8 +12,8 @@ from flowtrain.config.resume import Change
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.dry_run import DryRunReport
 from flowtrain.controller.predict import image_tokens
-from flowtrain.controller.prepare import Prepared, prepare
-from flowtrain.controller.start import Resumption, check_goes_on, find_start, foresee_resume
+from flowtrain.controller.prepare import RunSpec, prepare
+from flowtrain.controller.resume import Resumption, check_goes_on, find_resume_point, foresee_resume
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.errors import ConfigError
 from flowtrain.flow.units import unit_sequence
@@ -38,12 +38,12 @@ def config_of(data: Path, num_epochs: float, order: str) -> RunConfig:
     return tiny_config(data, data / "train.parquet", "start", *overrides, f"training.global_batch_size={BATCH}")
 
 
-def checkpointed(prepared: Prepared, root: Path, step: int, trained: int) -> RunDir:
+def checkpointed(run_spec: RunSpec, root: Path, step: int, trained: int) -> RunDir:
     """A run whose last checkpoint is behind ``step``, with so many positions trained."""
     files = RunDir(root)
-    sampler = sampler_from_config(prepared.config, prepared.source_sizes)
+    sampler = sampler_from_config(run_spec.config, run_spec.source_sizes)
     sampler.take(trained)
-    state = {**sampler.state().to_dict(), **({"consumed": []} if prepared.config.data.order == "arrival" else {})}
+    state = {**sampler.state().to_dict(), **({"consumed": []} if run_spec.config.data.order == "arrival" else {})}
     temporary = checkpoint_store.temporary_directory(files.checkpoints, step, "nonce")
     temporary.mkdir(parents=True)
     meta = checkpoint_store.CheckpointMeta(step, {"sampler": state}, "digest", 1, 1, "torch")
@@ -59,7 +59,7 @@ def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Pat
     files = checkpointed(first, tmp_path, 3, NUM_ROWS)
     longer = prepare(config_of(data, 2, order))
     upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
-    start = find_start(files, longer, ())
+    start = find_resume_point(files, longer, ())
     assert start.sampler_state is not None and upcoming.first_position != start.sampler_state.next_position
     with pytest.raises(
         ConfigError, match=r"20 positions are trained, but step 4 begins at position 24.*num_epochs \(now 2"
@@ -80,7 +80,7 @@ def test_all_others_go_on(data: Path, tmp_path: Path) -> None:
 def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def config(num_epochs: float, *overrides: str) -> Prepared:
+    def config(num_epochs: float, *overrides: str) -> RunSpec:
         values = config_of(data, num_epochs, "deterministic").model_dump()
         return prepare(override_config(RunConfig.model_validate(values), [f"runs_dir={tmp_path}", *overrides]))
 
@@ -98,7 +98,7 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     (encoder,) = first.config.encoders
     split = foresee_resume(config(1, f"encoders.{encoder}.tensor_parallel_size=2"))
     assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"
-    find_start(RunDir(root), first, split.changes)
+    find_resume_point(RunDir(root), first, split.changes)
     assert split.inexact[-1] in caplog.messages
     assert flowtrain.dry_run(first.config, resume=True) == DryRunReport(
         first, image_tokens(first), foresee_resume(first)

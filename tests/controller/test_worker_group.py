@@ -10,16 +10,16 @@ import ray
 
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import crew as crew_module
-from flowtrain.controller.crew import (
+from flowtrain.controller import worker_group as worker_group_module
+from flowtrain.controller.actor_specs import actor_specs_of
+from flowtrain.controller.state import Role
+from flowtrain.controller.worker_group import (
     ActorClasses,
-    Crew,
+    WorkerGroup,
     start_actors,
     start_backbone,
     start_coordinator,
 )
-from flowtrain.controller.posts import posts_of
-from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
 from flowtrain.types.plan import Degrees, DevicePeak
 from tests.training.ranks import make_config
@@ -34,7 +34,7 @@ class FakeActors:
         self.refused: str | None = None
         monkeypatch.setattr(ray, "remote", self._remote)
         monkeypatch.setattr(ray, "kill", lambda handle, no_restart: self.killed.append(handle))
-        monkeypatch.setattr(crew_module, "RayLink", lambda coordinator: f"link to {coordinator}")
+        monkeypatch.setattr(worker_group_module, "RayLink", lambda coordinator: f"link to {coordinator}")
 
     def _remote(self, actor_class: type) -> Any:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self._spawner(actor_class, options)))
@@ -66,26 +66,26 @@ def config() -> RunConfig:
 NAMES = ["encoder-0", "encoder-1", "backbone-dp0-pp0-tp0", "backbone-dp1-pp0-tp0", "feeder-0"]
 
 
-def start(config: RunConfig) -> Crew:
-    posts = posts_of(fixed_plan(config).without_devices())
-    return start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
+def start(config: RunConfig) -> WorkerGroup:
+    specs = actor_specs_of(fixed_plan(config).without_devices())
+    return start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
 
 
 def test_actors_are_spawned_by_name_in_the_runs_namespace(config: RunConfig, actors: FakeActors) -> None:
-    crew = start(config)
-    assert list(crew.actors) == list(crew.roles) == NAMES
+    workers = start(config)
+    assert list(workers.actors) == list(workers.roles) == NAMES
     assert [name for name, _, _ in actors.spawned] == ["Encoder"] * 2 + ["BackboneRank"] * 2 + ["Feeder"]
     assert all(options["namespace"] == "flowtrain-kite" for _, options, _ in actors.spawned)
     assert actors.spawned[1][2] == (config, "vision", "encoder-1", "run")
     assert actors.spawned[3][2] == (config, 1, Degrees(dp=2), "backbone-dp1-pp0-tp0", 10, "run")
-    assert list(crew.of_role(Role.BACKBONE)) == NAMES[2:4]
+    assert list(workers.of_role(Role.BACKBONE)) == NAMES[2:4]
 
 
 def test_the_ranks_of_a_tensor_parallel_group_share_a_bundle(config: RunConfig, actors: FakeActors) -> None:
     backbone = config.backbone.model_copy(update={"tensor_parallel_size": 2})
-    posts = posts_of(fixed_plan(config.model_copy(update={"backbone": backbone})).without_devices())
+    specs = actor_specs_of(fixed_plan(config.model_copy(update={"backbone": backbone})).without_devices())
     group: Any = SimpleNamespace(id=None, bundle_specs=[{}] * 4)
-    start_actors(config, posts, group, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
+    start_actors(config, specs, group, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]  # a fake
     bundles = {
         name: options["scheduling_strategy"].placement_group_bundle_index
         for name, options in ((options["name"], options) for _, options, _ in actors.spawned)
@@ -115,28 +115,28 @@ class FakeEncoder:
 def test_a_replica_starts_and_ends_whole(config: RunConfig, actors: FakeActors) -> None:
     encoders = {"vision": config.encoders["vision"].model_copy(update={"tensor_parallel_size": 2})}
     config = config.model_copy(update={"encoders": encoders})
-    posts = posts_of(fixed_plan(config).without_devices())
-    crew = start_actors(config, posts, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]
+    specs = actor_specs_of(fixed_plan(config).without_devices())
+    workers = start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]
     assert [args for _, options, args in actors.spawned if options["name"] == "encoder-1-tp1"] == [
         (config, "vision", "encoder-1", 1)
     ]
-    assert crew.leaders == {"encoder-0-tp1": "encoder-0", "encoder-1-tp1": "encoder-1"}
+    assert workers.leaders == {"encoder-0-tp1": "encoder-0", "encoder-1-tp1": "encoder-1"}
     log: list[str] = []
     for name in ("encoder-0", "encoder-0-tp1", "encoder-1", "encoder-1-tp1"):
-        crew.actors[name] = FakeEncoder(name, log)
-        crew.spawn[name] = lambda name=name: FakeEncoder(f"new {name}", log)
-    old = list(crew.actors.values())[:2]
-    crew.run("encoder-0")
-    crew.run("encoder-1")
+        workers.actors[name] = FakeEncoder(name, log)
+        workers.spawn[name] = lambda name=name: FakeEncoder(f"new {name}", log)
+    old = list(workers.actors.values())[:2]
+    workers.run("encoder-0")
+    workers.run("encoder-1")
     link = "link to coordinator"
     assert log[:2] == [f"encoder-0 runs with ('{link}',)", "encoder-0-tp1 runs with ('port of encoder-0',)"]
-    loops = list(crew.runs)
-    crew.replace("encoder-0")
+    loops = list(workers.runs)
+    workers.replace("encoder-0")
     assert actors.killed == old, "nobody else, and both"
-    assert [crew.runs.get(loop) for loop in loops] == [None, None, "encoder-1", "encoder-1-tp1"]
+    assert [workers.runs.get(loop) for loop in loops] == [None, None, "encoder-1", "encoder-1-tp1"]
     assert log[4:] == [f"new encoder-0 runs with ('{link}',)", "new encoder-0-tp1 runs with ('port of new encoder-0',)"]
-    crew.give_up("encoder-0")
-    assert list(crew.runs.values()) == ["encoder-1", "encoder-1-tp1"]
+    workers.give_up("encoder-0")
+    assert list(workers.runs.values()) == ["encoder-1", "encoder-1-tp1"]
 
 
 def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: FakeActors) -> None:
@@ -168,16 +168,16 @@ class FakeRank:
 )
 def test_ranks_meet_on_the_loopback_only_if_they_share_a_node(nodes: tuple[str, str], host: str) -> None:
     log: list[str] = []
-    crew = Crew(None, None)  # type: ignore[arg-type]  # nobody talks to them
+    workers = WorkerGroup(None, None)  # type: ignore[arg-type]  # nobody talks to them
     for index, (node, peak) in enumerate(zip(nodes, (3.0, 2.0), strict=True)):
-        crew.actors[f"rank {index}"] = FakeRank(f"rank {index}", node, log, DevicePeak("cpu", peak, "measured"))
-        crew.roles[f"rank {index}"] = Role.BACKBONE
+        workers.actors[f"rank {index}"] = FakeRank(f"rank {index}", node, log, DevicePeak("cpu", peak, "measured"))
+        workers.roles[f"rank {index}"] = Role.BACKBONE
     waited: list[list[str]] = []
 
     def results(calls: Any) -> list[Any]:
         waited.append(list(calls))
         return list(calls.values())
 
-    assert start_backbone(crew, None, None, results).flops == 2.0, "the slowest device counts"
+    assert start_backbone(workers, None, None, results).flops == 2.0, "the slowest device counts"
     assert log == [f"rank 0 listens on {host}", f"rank 0 joins {host}:77", f"rank 1 joins {host}:77"]
     assert waited == [["rank 0", "rank 1"], ["rank 0"], ["rank 0", "rank 1"]]

@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	@bash scripts/demo.sh
 
-# Two files at a time: tests wait for Ray much of theirs; a file's tests share what it starts. In the order of the
-# files, or the few long tests of tests/e2e would come last, when there is nothing left to run beside them.
+# Two files at a time: tests wait for Ray most of their time, and a file's tests share what it starts. In the order that
+# tests/conftest.py gives: files that start processes first.
 IN_FILES := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup

@@ -53,8 +53,8 @@ class TierPolicy:
         if hbm is None:
             return Tier.DRAM
         used_nbytes = hbm.bound_nbytes - hbm.available_nbytes
-        if self._overflows:
-            self._overflows = used_nbytes >= self._watermarks.low * hbm.bound_nbytes
-        else:
-            self._overflows = used_nbytes > self._watermarks.high * hbm.bound_nbytes
+        # In whole bytes: 0.29 * 100 is less than 29 as a float.
+        marks = self._watermarks
+        low_nbytes, high_nbytes = round(marks.low * hbm.bound_nbytes), round(marks.high * hbm.bound_nbytes)
+        self._overflows = used_nbytes >= low_nbytes if self._overflows else used_nbytes > high_nbytes
         return Tier.DRAM if self._overflows or nbytes > hbm.available_nbytes else Tier.HBM

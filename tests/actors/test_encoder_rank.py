@@ -13,6 +13,7 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,8 @@ from flowtrain.types.messages import EncoderReport, HandInReply, Lease, LeaseOrd
 from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import SampleRef
 from tests.actors.scripted import ScriptedLink, new_run_id, reader_of
+
+pytestmark = pytest.mark.processes
 
 NAME, VISION, DIM = "encoder-0", "vision", 32
 STOP = LeaseOrder(None, (), stop=True)

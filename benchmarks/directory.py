@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,8 @@ ROOT = Path(__file__).resolve().parents[1]
 POSITIONS_PER_UNIT = 512
 IN_PROCESS_TARGET, ACTOR_TARGET = 50_000.0, 10_000.0
 WARM_UP_UNITS = 8
+OTHERS = "others"
+"""Messages and plans, which other processes make, or which are measured elsewhere."""
 OVERRIDES = (
     f"training.global_batch_size={POSITIONS_PER_UNIT}",
     "data.eval=null",
@@ -70,36 +73,55 @@ def samples_of(num_units: int) -> list[list[SizedSample]]:
     return [[sample_of(unit * POSITIONS_PER_UNIT + k) for k in range(POSITIONS_PER_UNIT)] for unit in range(num_units)]
 
 
-def in_process_rate(run_spec: RunSpec, num_units: int) -> float:
-    """Positions a second through parts and microbatches in this process, without messages and plans."""
+class Laps:
+    """Seconds since the lap before, by what was done in them."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._since = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] += now - self._since
+        self._since = now
+
+
+def in_process_us(run_spec: RunSpec, num_units: int) -> dict[str, float]:
+    """Microseconds a position of each call on parts and microbatches, in this process, without messages and plans."""
     space = address_space(run_spec.config.pool)
     parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0)
     microbatches = Microbatches(parts)
     planner = StepPlanner.from_config(run_spec.config, 1, run_spec.cost)
     bases = [space.gva(Tier.DRAM, owner, 0) for owner in (0, 1)]
-    taken_s, num_consumed = 0.0, 0
+    laps, num_consumed = Laps(), 0
     units = unit_sequence(num_units, POSITIONS_PER_UNIT, None, None, 0)
     for unit, samples in zip(units, samples_of(num_units), strict=True):
         report, plan = feed_report(unit, samples, bases[0]), planner.plan(unit, samples)
-        started = time.perf_counter()
+        laps.lap(OTHERS)
         parts.add_sized(report.sized, 0, report.texts)
+        laps.lap("add_sized")
         microbatches.add(plan)
+        laps.lap("add")
         while (lease := parts.leases.grant(1, VISION, SEGMENT_NBYTES)) is not None:
-            paused = time.perf_counter()
+            laps.lap("grant")
             reported = ready_of(lease, bases[1])
-            started += time.perf_counter() - paused
+            laps.lap(OTHERS)
             for part in reported:
                 parts.ready(1, part)
+            laps.lap("ready")
         for slot in range(plan.num_slots):
             assert microbatches.locate(unit.index, slot, 0), "a microbatch is not ready"
+            laps.lap("locate")
             microbatches.release(unit.index, (slot,), 0)
+            laps.lap("release")
         num_consumed += len(parts.consume(microbatches.end(unit.index)))
+        laps.lap("consume")
         parts.take_released(0)
         parts.take_released(1)
-        taken_s += time.perf_counter() - started
+        laps.lap("take_released")
     if num_consumed != num_units * POSITIONS_PER_UNIT:
         sys.exit(f"{num_consumed} of {num_units * POSITIONS_PER_UNIT} positions were consumed")
-    return num_consumed / taken_s
+    return {call: 1e6 * seconds / num_consumed for call, seconds in laps.seconds.items() if call != OTHERS}
 
 
 class MeasuredCoordinator(Coordinator):
@@ -196,9 +218,13 @@ def main() -> None:
     overrides = [*OVERRIDES, f"training.max_steps={args.units}"]
     run_spec = prepare(load_config(ROOT / "configs" / "quickstart.yaml", overrides))
     keep_imports()  # as the coordinator's process does
-    in_process_rate(run_spec, 2)
-    rates = [in_process_rate(run_spec, args.units) for _ in range(args.repeats)]
+    in_process_us(run_spec, 2)
+    by_call = [in_process_us(run_spec, args.units) for _ in range(args.repeats)]
+    rates = [1e6 / sum(each.values()) for each in by_call]
     figures = [rate_figure("in_process", rates, IN_PROCESS_TARGET)]
+    figures += [
+        Figure(f"in_process_{call}", median(each[call] for each in by_call), "us/position") for call in by_call[0]
+    ]
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     pairs = [actor_rate(run_spec, args.units) for _ in range(args.repeats)]
     figures.append(rate_figure("through_actor", [rate for rate, _ in pairs], ACTOR_TARGET))

@@ -217,7 +217,7 @@ class Flow:
             return False
         rows = self.parts.consume(self.microbatches.end(report.unit))
         planned, sampler_state = self.steps.finish(report.unit)
-        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.occupancy()[Tier.HBM])
+        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.ready_hbm_nbytes)
         return True
 
     def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:

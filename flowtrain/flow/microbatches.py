@@ -89,8 +89,8 @@ class Microbatches:
             position.microbatch = microbatch
             microbatch.positions.append(position)
             microbatch.missing += position.missing > 0 and not position.rejected
-            for name, part in position.parts.items():
-                num_unbatched += part.batch is None and name != TEXT_PART
+            for part in position.parts:
+                num_unbatched += part.batch is None and part.name != TEXT_PART
         if not microbatch.missing:
             microbatch.ready_slots.add(microbatch.slot)
         return num_unbatched
@@ -140,7 +140,7 @@ class Microbatches:
             microbatch.is_released = True
             microbatch.ready_slots.discard(slot)
             for position in microbatch.positions:
-                for part in position.parts.values():
+                for part in position.parts:
                     self._parts.drop(part)
             record.num_unread -= 1
         return record is not None and not record.num_unread
@@ -199,7 +199,7 @@ class Microbatches:
                 PartLocation(position.ref.position, part.name, part.extents)
                 for position in microbatch.positions
                 if not position.rejected
-                for part in position.parts.values()
+                for part in position.parts
             ]
         )
         rejected = tuple([position.ref.position for position in microbatch.positions if position.rejected])

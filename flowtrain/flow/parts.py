@@ -60,8 +60,6 @@ class Parts:
         self._alignment = alignment
         self._positions: dict[int, PositionRecord] = {}
         self._ready_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
-        self._ready_nbytes = 0
-        self._ready_hbm_nbytes = 0  # the share of these in HBM
         self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
         self._released_nbytes: defaultdict[int, int] = defaultdict(int)
         self._eval_frontier = EVAL_POSITION_BASE  # all evaluation positions below are consumed
@@ -71,6 +69,8 @@ class Parts:
         """Training positions that units of this run, or of the runs that it continues, have consumed."""
         self.has_lost_memory = False
         """Whether a process is gone for good, so that its parts must fit into the segments of the others."""
+        self.ready_hbm_nbytes = 0
+        """Bytes of READY parts in HBM."""
         self.num_produced = 0
         """Positions whose parts were all READY at one time, each counted once."""
 
@@ -98,7 +98,7 @@ class Parts:
             self.leases.add_batch(record)
 
     def _batch_record(self, batch: EncodeBatch) -> BatchRecord:
-        record = BatchRecord(batch, {position: self[position].parts[batch.encoder] for position in batch.positions})
+        record = BatchRecord(batch, {position: self[position].part(batch.encoder) for position in batch.positions})
         nbytes = sum([part.aligned_nbytes for part in record.parts.values()])
         if nbytes != batch.nbytes:
             raise PoolError(
@@ -129,7 +129,7 @@ class Parts:
         if record.rejected or record.is_handed_out:
             return False
         record.rejected = True
-        for part in record.parts.values():
+        for part in record.parts:
             self.drop(part)
         if record.microbatch is not None and record.missing:
             record.microbatch.one_less_missing()
@@ -155,7 +155,7 @@ class Parts:
         """
         records = [self._positions.pop(position) for position in unit.positions]
         for record in records:
-            for part in record.parts.values():
+            for part in record.parts:
                 batch = part.batch
                 if batch is not None:
                     batch.num_unconsumed -= 1
@@ -219,10 +219,6 @@ class Parts:
         """Return the DRAM bytes that an owner gains when it frees what ``take_released`` has for it."""
         return self._released_nbytes.get(owner, 0)
 
-    def occupancy(self) -> dict[Tier, int]:
-        """Return the bytes of READY parts in each tier."""
-        return {Tier.HBM: self._ready_hbm_nbytes, Tier.DRAM: self._ready_nbytes - self._ready_hbm_nbytes}
-
     def owner_lost(self, owner: int, for_good: bool = False) -> None:
         """Have all parts of an owner that are not released produced again, first in line. May be called twice.
 
@@ -232,7 +228,8 @@ class Parts:
         self.leases.owner_lost(owner)
         self.take_released(owner)
         for part in self._ready_of.pop(owner, ()):
-            self._count_ready(part, -1)
+            if part.tier is not DRAM:
+                self.ready_hbm_nbytes -= part.nbytes
             self._make_pending(part)
 
     def may_evict(self, owner: int, encoder: str) -> bool:
@@ -284,7 +281,7 @@ class Parts:
             part
             for record in records
             if record.missing and not record.rejected
-            for part in record.parts.values()
+            for part in record.parts
             if part.state is not READY
         ]
         if not waiting:
@@ -308,7 +305,10 @@ class Parts:
         return part
 
     def _make_ready(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
-        tier = DRAM if self._is_one_run(part, owner, extents) else self._checked_tier(part, owner, extents)
+        tier = DRAM
+        # Nearly every part is one run in its owner's DRAM.
+        if len(extents) != 1 or not self._fits_dram(part, owner, extents[0]):
+            tier = self._checked_tier(part, owner, extents)
         if part.state is LEASED:
             self.leases.leave(part)
         part.state = READY
@@ -316,7 +316,8 @@ class Parts:
         part.extents = extents
         part.tier = tier
         self._ready_of[owner].add(part)
-        self._count_ready(part, 1)
+        if tier is not DRAM:
+            self.ready_hbm_nbytes += part.nbytes
         position = part.position
         position.missing -= 1
         if position.missing:
@@ -344,27 +345,18 @@ class Parts:
 
     def _release(self, part: PartRecord) -> None:
         """Let the owner of a READY part free its bytes."""
-        self._count_ready(part, -1)
         owner, extents = part.owner, part.extents
         self._released_of[owner] += extents
-        if part.tier is DRAM:
-            alignment = self._alignment
-            self._released_nbytes[owner] += (
-                part.aligned_nbytes
-                if len(extents) == 1
-                else sum(-(-extent.nbytes // alignment) * alignment for extent in extents)
-            )
-
-    def _count_ready(self, part: PartRecord, sign: int) -> None:
-        self._ready_nbytes += sign * part.nbytes
         if part.tier is not DRAM:
-            self._ready_hbm_nbytes += sign * part.nbytes
+            self.ready_hbm_nbytes -= part.nbytes
+        elif len(extents) == 1:
+            self._released_nbytes[owner] += part.aligned_nbytes
+        else:
+            alignment = self._alignment
+            self._released_nbytes[owner] += sum(-(-extent.nbytes // alignment) * alignment for extent in extents)
 
-    def _is_one_run(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> bool:
-        """Whether a reported part is one run of the right size in its owner's DRAM segment, the usual case."""
-        if len(extents) != 1:
-            return False
-        extent = extents[0]
+    def _fits_dram(self, part: PartRecord, owner: int, extent: Extent) -> bool:
+        """Whether an extent has a part's size and lies in its owner's DRAM segment."""
         distance = extent.gva - self._dram_base - owner * self._segment_nbytes
         return 0 <= distance <= self._segment_nbytes - extent.nbytes and extent.nbytes == part.nbytes > 0
 

@@ -75,7 +75,7 @@ class PositionRecord:
 
     def __init__(self, ref: SampleRef) -> None:
         self.ref = ref
-        self.parts: dict[str, PartRecord] = {}
+        self.parts: tuple[PartRecord, ...] = ()
         self.missing = 0
         self.microbatch: MicrobatchRecord | None = None
         self.produced = False
@@ -85,18 +85,22 @@ class PositionRecord:
     def of(cls, sample: SizedSample, alignment: int) -> PositionRecord:
         """Start the record of a sized sample."""
         record = cls(sample.ref)
-        for size in sample.parts:
-            aligned_nbytes = -(-size.nbytes // alignment) * alignment
-            record.parts[size.name] = PartRecord(record, size.name, size.nbytes, aligned_nbytes)
+        record.parts = tuple(
+            [
+                PartRecord(record, size.name, size.nbytes, -(-size.nbytes // alignment) * alignment)
+                for size in sample.parts
+            ]
+        )
         record.missing = len(record.parts)
         return record
 
     def part(self, name: str) -> PartRecord:
         """Return a part by its name. Raises PoolError if the position has no such part."""
-        part = self.parts.get(name)
-        if part is None:
-            raise PoolError(f"position {self.ref.position} has no part {name!r}; it has {', '.join(self.parts)}")
-        return part
+        for part in self.parts:  # two, mostly
+            if part.name == name:
+                return part
+        names = ", ".join(part.name for part in self.parts)
+        raise PoolError(f"position {self.ref.position} has no part {name!r}; it has {names}")
 
     @property
     def is_located(self) -> bool:

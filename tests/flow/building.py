@@ -9,6 +9,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.events import LedgerRow
+from flowtrain.types.memory import Tier
 from flowtrain.types.messages import MicrobatchLocation
 from flowtrain.types.plan import EncodeBatch, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
@@ -107,3 +108,12 @@ class Tables:
 
     def describe_positions(self, positions: Iterable[int]) -> str:
         return self.parts.describe_waits(self.parts[position] for position in positions)
+
+    def occupancy(self) -> dict[Tier, int]:
+        """Bytes of READY parts in each tier."""
+        found = dict.fromkeys(Tier, 0)
+        for ready in self.parts._ready_of.values():
+            for part in ready:
+                found[part.tier] += part.nbytes
+        assert found[Tier.HBM] == self.parts.ready_hbm_nbytes
+        return found

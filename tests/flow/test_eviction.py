@@ -58,7 +58,7 @@ def test_the_farthest_batch_is_evicted_whole_and_produced_again_in_line(tables: 
     assert tables.parts.leases.grant(SURVIVOR, VISION, NBYTES) is None
     assert tables.parts.make_room(SURVIVOR, VISION, NBYTES)
     assert positions_of(tables.parts.take_released(SURVIVOR)) == [6, 7]
-    assert tables.parts.occupancy()[Tier.DRAM] == 8 * 80 + 4 * NBYTES
+    assert tables.occupancy()[Tier.DRAM] == 8 * 80 + 4 * NBYTES
     assert not tables.is_ready(3, 0, 0) and tables.is_ready(1, 0, 0)
     assert encode(tables, SURVIVOR).batch.positions == (0, 1)
     assert encode(tables, SURVIVOR).batch.positions == (6, 7)

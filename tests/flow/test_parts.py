@@ -76,7 +76,7 @@ def test_the_life_of_a_position(setup: Setup) -> None:
     location = d.locate(0, 0, 0)
     assert location is not None and [part.part for part in location.parts] == [TEXT_PART, VISION]
     assert location.parts[1].extents == vision and location.rejected == ()
-    assert d.parts.occupancy() == {Tier.HBM: 0, Tier.DRAM: 100 + 80 + 80}
+    assert d.occupancy() == {Tier.HBM: 0, Tier.DRAM: 100 + 80 + 80}
 
     d.release(0, 0, 0)
     assert d.parts.take_released(ENCODER) == vision and d.parts.take_released(ENCODER) == ()
@@ -88,7 +88,7 @@ def test_the_life_of_a_position(setup: Setup) -> None:
         (1, 1, 10, 2, 1, 0, 1, "consumed"),
     ]
     assert d.parts.num_produced == 2
-    assert d.parts.occupancy()[Tier.DRAM] == 0 and len(d.parts.take_released(FEEDER)) == 2
+    assert d.occupancy()[Tier.DRAM] == 0 and len(d.parts.take_released(FEEDER)) == 2
 
 
 def test_leases_follow_unit_and_batch_order_and_never_skip(setup: Setup) -> None:
@@ -107,7 +107,7 @@ def test_a_lost_owners_parts_are_first_in_line_and_its_messages_refused(setup: S
     kept = setup.report(ENCODER, first, 0)
     d.parts.owner_lost(ENCODER)
     d.parts.owner_lost(ENCODER)
-    assert not d.is_ready(0, 0, 0) and d.parts.occupancy()[Tier.DRAM] == 4 * 80
+    assert not d.is_ready(0, 0, 0) and d.occupancy()[Tier.DRAM] == 4 * 80
     with pytest.raises(StaleLeaseError, match="counts as lost"):
         setup.report(ENCODER, first, 1)
     assert d.parts.leases.grant(ENCODER, VISION, PLENTY) is None and d.parts.leases.grant_lost_text(ENCODER) == ()

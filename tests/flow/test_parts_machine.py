@@ -370,7 +370,7 @@ class PartsMachine(RuleBasedStateMachine):
             total += sum(part.nbytes for part in self.samples[position].parts if part.name == name)
             for extent in extents:
                 assert owners[owner].arena.is_used(SPACE.translate(extent.gva).offset, extent.nbytes)
-        assert self.tables.parts.occupancy()[Tier.DRAM] == total
+        assert self.tables.occupancy()[Tier.DRAM] == total
 
     @invariant()
     def a_leaseholder_always_has_its_room(self) -> None:

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import flowtrain
+from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
 from flowtrain.observability.run_dir import open_run_dir
 
@@ -107,16 +109,16 @@ def test_a_file_that_is_not_there_and_a_run_that_is_not_there(tmp_path: Path) ->
     assert error == f"flowtrain: no run 'none': {looked}; give the run's directory"
 
 
-def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path) -> None:
-    pipeline = "backbone.pipeline_parallel_size=2"
-    code, output, _, _ = flowtrain_command("train", QUICKSTART, pipeline, "--dry-run", cwd=tmp_path)
-    assert code == 0 and "2: 1 data x 2 pipeline x 1 tensor parallel" in output
-    assert "1f1b, a slice of the layers a rank" in output
-    code, _, error, _ = flowtrain_command(
-        "train", QUICKSTART, "backbone.tensor_parallel_size=7", "--dry-run", cwd=tmp_path
-    )
-    assert code == 2
-    assert "backbone.tensor_parallel_size (7) does not divide the backbone's attention heads" in error
+def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    shown = runner.invoke(app, ["train", QUICKSTART, "backbone.pipeline_parallel_size=2", "--dry-run"])
+    assert shown.exit_code == 0 and "2: 1 data x 2 pipeline x 1 tensor parallel" in shown.output
+    assert "1f1b, a slice of the layers a rank" in shown.output
+    refused = runner.invoke(app, ["train", QUICKSTART, "backbone.tensor_parallel_size=7", "--dry-run"])
+    assert refused.exit_code == 2
+    message = "backbone.tensor_parallel_size (7) does not divide the backbone's attention heads"
+    assert message in refused.output.replace("\n", " ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -96,7 +96,7 @@ def test_a_submitted_job_is_followed_and_seen_and_succeeds(own_cluster: Cluster,
 
 
 def test_a_job_stopped_half_way_leaves_nothing_behind_and_resumes(own_cluster: Cluster, tmp_path: Path) -> None:
-    num_steps = 40
+    num_steps = 24
     command = quickstart(tmp_path, "stopped", num_steps)
     run = RunDir(tmp_path / "stopped")
     # By default Ray kills after 3 s, in which a step and its checkpoint need not fit.

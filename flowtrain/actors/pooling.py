@@ -53,7 +53,7 @@ def hbm_offer(config: PoolConfig, reason: str | None) -> tuple[int, str]:
         )
     asked = config.hbm_segment_nbytes
     ignored = f", so pool.hbm_segment_nbytes ({asked}) has no effect" if asked else ""
-    return 0, f"memory pool: the hbm tier is skipped ({reason}){ignored}; embeddings lie in dram"
+    return 0, f"memory pool: the hbm tier is skipped ({reason}){ignored}; features stay in dram"
 
 
 def join_pool(

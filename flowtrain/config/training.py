@@ -45,11 +45,12 @@ class TrainingConfig(ConfigModel):
     @model_validator(mode="after")
     def _one_end(self) -> TrainingConfig:
         if (self.max_steps is None) == (self.num_epochs is None):
+            way_out = "" if self.max_steps is None else "; unset the other with =null"
             raise ConfigError.of(
                 "training.max_steps",
                 FaultCode.CONFLICT,
                 f"give exactly one of training.max_steps (now {self.max_steps}) "
-                f"and training.num_epochs (now {self.num_epochs})",
+                f"and training.num_epochs (now {self.num_epochs}){way_out}",
             )
         return self
 

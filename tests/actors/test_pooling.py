@@ -24,20 +24,20 @@ SKIPPED = "memory pool: the hbm tier is skipped "
 @pytest.mark.parametrize(
     ("settings", "reason", "nbytes", "line"),
     [
-        ({}, NO_ACCELERATOR, 0, SKIPPED + "(no accelerator); embeddings lie in dram"),
-        ({}, None, 0, SKIPPED + "(pool.hbm_segment_nbytes is 0); embeddings lie in dram"),
+        ({}, NO_ACCELERATOR, 0, SKIPPED + "(no accelerator); features stay in dram"),
+        ({}, None, 0, SKIPPED + "(pool.hbm_segment_nbytes is 0); features stay in dram"),
         (
             {"hbm_segment_nbytes": 4096},
             NO_ACCELERATOR,
             0,
-            SKIPPED + "(no accelerator), so pool.hbm_segment_nbytes (4096) has no effect; embeddings lie in dram",
+            SKIPPED + "(no accelerator), so pool.hbm_segment_nbytes (4096) has no effect; features stay in dram",
         ),
         (
             {"hbm_segment_nbytes": 4096, "network": "nixl"},
             None,
             0,
             SKIPPED + "(pool.network is nixl, and it is read on its own node alone), so pool.hbm_segment_nbytes (4096) "
-            "has no effect; embeddings lie in dram",
+            "has no effect; features stay in dram",
         ),
         (
             {"hbm_segment_nbytes": 4096, "hbm_high_watermark": 0.8},

@@ -87,7 +87,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         (
             ["training.num_epochs=1"],
             "override 'training.num_epochs=1': give exactly one of training.max_steps (now 4) and training.num_epochs "
-            "(now 1.0)",
+            "(now 1.0); unset the other with =null",
         ),
         (
             ["backbone.context_parallel_size=2"],

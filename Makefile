@@ -32,7 +32,7 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest $(IN_FILES) -m "not e2e and not processes and not slow and not nightly" $(PYTEST_ARGS)
 
-# Every test, the long campaigns too, and many more examples of hypothesis.
+# Every test, the long campaigns too, and ten times as many examples of hypothesis.
 test-full: setup
 	@echo "All of it runs only on Linux as root with iproute2 and g++ (apt-get install iproute2 g++) and a CUDA device;" \
 	      "what is skipped says what it lacks."

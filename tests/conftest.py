@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 COMMON = settings(deadline=None, stateful_step_count=60, suppress_health_check=[HealthCheck.too_slow])
 
-settings.register_profile("ci", COMMON, max_examples=60, derandomize=True)
+settings.register_profile("ci", COMMON, max_examples=100, derandomize=True)
 settings.register_profile("nightly", COMMON, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -123,11 +123,11 @@ def test_restarts_are_counted_for_each_producer() -> None:
     assert f"died {MAX_RESTARTS + 1} times" in str(error) and "limits.max_encoder_restarts is 2" in str(error)
 
 
-FOLLOWERS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encoder-1-tp1": "encoder-1"}
+ENCODER_RANKS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encoder-1-tp1": "encoder-1"}
 
 
 def with_encoder_ranks() -> RunState:
-    return RunState({**ACTORS, **dict.fromkeys(FOLLOWERS, Role.ENCODER_RANK)}, MAX_RESTARTS, 0.1, leaders=FOLLOWERS)
+    return RunState({**ACTORS, **dict.fromkeys(ENCODER_RANKS, Role.ENCODER_RANK)}, MAX_RESTARTS, 0.1, leaders=ENCODER_RANKS)
 
 
 def test_a_replica_dies_with_any_of_its_processes_and_its_deaths_count_together() -> None:

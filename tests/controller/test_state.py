@@ -123,11 +123,11 @@ def test_restarts_are_counted_for_each_producer() -> None:
     assert f"died {MAX_RESTARTS + 1} times" in str(error) and "limits.max_encoder_restarts is 2" in str(error)
 
 
-ENCODER_RANKS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encoder-1-tp1": "encoder-1"}
+LEADERS = {"encoder-0-tp1": "encoder-0", "encoder-0-tp2": "encoder-0", "encoder-1-tp1": "encoder-1"}
 
 
 def with_encoder_ranks() -> RunState:
-    return RunState({**ACTORS, **dict.fromkeys(ENCODER_RANKS, Role.ENCODER_RANK)}, MAX_RESTARTS, 0.1, leaders=ENCODER_RANKS)
+    return RunState({**ACTORS, **dict.fromkeys(LEADERS, Role.ENCODER_RANK)}, MAX_RESTARTS, 0.1, leaders=LEADERS)
 
 
 def test_a_replica_dies_with_any_of_its_processes_and_its_deaths_count_together() -> None:

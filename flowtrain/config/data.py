@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flowtrain.config.base import ConfigModel
 
 
-class SourceConfig(ConfigModel):
-    """One data source."""
+Shuffle = Literal["blocks", "rows", "none"]
+
+
+class ColumnsConfig(ConfigModel):
+    """Names of a parquet file's columns."""
+
+    images: str = "images"
+    """Images of a sample."""
+    texts: str = "texts"
+    """Turns as ``{user, assistant}``."""
+    messages: str = "messages"
+    """Turns as ``{role, content}``; read where there is no column of ``texts``."""
+
+
+class StoredConfig(ConfigModel):
+    """Where samples are stored."""
 
     path: str
-    """A parquet file, a directory of parquet files, or a LLaVA JSON or JSONL file."""
-    format: Literal["auto", "parquet", "llava"] = "auto"
-    """``auto``: chosen by the file's ending."""
-    name: str | None = None
+    """A file, a directory, or a pattern (``shards/*.tar``), on a local file system or as a URL (``s3://``, ``gs://``,
+    ``hf://datasets/<id>``). Credentials come from the environment alone."""
+    format: Literal["auto", "parquet", "json", "webdataset"] = "auto"
+    """``auto``: chosen by the files' ending."""
     image_root: str | None = None
-    """Directory that relative image paths start from; None: the directory of the file."""
+    """Directory that image paths start from, and stay beneath; None: the directory of the file."""
+    columns: ColumnsConfig = ColumnsConfig()
+
+
+class SourceConfig(StoredConfig):
+    """One data source."""
+
+    name: str | None = None
     weight: float = Field(1.0, gt=0)
     """Share in the mixture, relative to the other sources' weights."""
 
 
-class EvalConfig(ConfigModel):
+class EvalConfig(StoredConfig):
     """Held-out evaluation: every ``every_steps`` steps the loss over the first ``max_samples`` samples of a source."""
 
-    path: str
-    format: Literal["auto", "parquet", "llava"] = "auto"
-    image_root: str | None = None
     every_steps: int = Field(100, ge=1)
     max_samples: int = Field(256, ge=1)
 
@@ -49,7 +67,31 @@ class DataConfig(ConfigModel):
     """The run fails when a larger share of the samples is rejected."""
     max_image_pixels: int = Field(64_000_000, ge=1)
     """Larger images are rejected before they are decoded."""
-    shuffle: bool = True
+    max_image_nbytes: int = Field(8 << 20, ge=1 << 10)
+    """The most bytes that the encoded images of one sample may have together. A feeder's segment holds a step of such
+    samples."""
+    max_text_nbytes: int | None = Field(None, ge=1 << 10)
+    """The most bytes of text that one sample may have: more is rejected before it is tokenised. None: 64 for each token
+    of ``max_seq_len``."""
+    shuffle: Shuffle = "blocks"
+    """``blocks`` (or true): ``shuffle_blocks`` random blocks are open at a time and mixed row by row, so that each block
+    is read once an epoch. ``rows``: any row may follow any other, so that each row costs the reading of its block.
+    ``none`` (or false): the order of the files."""
+    shuffle_blocks: int = Field(64, ge=1)
+    """Blocks of each source that are mixed."""
+    num_feeders: int | None = Field(None, ge=1)
+    """Processes that read and size samples; None: as many as the plan's rate needs."""
     system_prompt: str | None = None
     """Put before every conversation, if given."""
     eval: EvalConfig | None = None
+
+    @field_validator("shuffle", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """Take true for ``blocks`` and false for ``none``."""
+        return {True: "blocks", False: "none"}[value] if isinstance(value, bool) else value
+
+    @property
+    def text_limit_nbytes(self) -> int:
+        """The most bytes of text that one sample may have."""
+        return self.max_text_nbytes if self.max_text_nbytes is not None else max(1 << 10, 64 * self.max_seq_len)

@@ -81,4 +81,4 @@ class Feed:
 def sampler_from_config(config: RunConfig, sizes: Sequence[int]) -> Sampler:
     """Build the run's sampler at its first position; sizes: number of rows of each of ``data.sources``."""
     weights = [source.weight for source in config.data.sources]
-    return Sampler(sizes, weights, config.seed, config.data.shuffle)
+    return Sampler(sizes, weights, config.seed, config.data.shuffle != "none")

@@ -40,7 +40,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("pool.alignment=0", "pool.alignment = 0: must be at least 64"),
         ("training.learning_rate=[1]", "training.learning_rate = [1]: must be a number"),
         ("training.betas=0.9", "training.betas = 0.9: must be a list"),
-        ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be true or false"),
+        ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be 'blocks', 'rows' or 'none'"),
         ("data.order=arival", "data.order = 'arival': must be 'deterministic' or 'arrival'; did you mean 'arrival'?"),
         ("data.sources=[]", "data.sources has 0 entries; it must have at least 1"),
         ("encoders={}", "encoders has 0 entries; it must have at least 1"),

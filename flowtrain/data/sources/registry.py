@@ -12,7 +12,7 @@ from flowtrain.data.sources.parquet import ParquetSource
 from flowtrain.data.sources.row_group_cache import RowGroupCache
 from flowtrain.errors import DataError
 
-_FORMAT_OF_SUFFIX = {".parquet": "parquet", ".json": "llava", ".jsonl": "llava"}
+_FORMAT_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def open_source(config: SourceConfig | EvalConfig, cache: RowGroupCache | None = None) -> Source:
@@ -48,6 +48,6 @@ def _format(config: SourceConfig | EvalConfig, path: Path) -> str:
     if found is None:
         raise DataError(
             f"data source {config.path}: cannot tell the format from the ending {path.suffix!r} "
-            f"({', '.join(_FORMAT_OF_SUFFIX)} are known); set its format to parquet or llava"
+            f"({', '.join(_FORMAT_OF_SUFFIX)} are known); set its format to parquet or json"
         )
     return found

@@ -1,0 +1,43 @@
+"""What one process finds out about a data source, so that no other has to list or open its files for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceIndex:
+    """The files of a source and its blocks: row groups, spans of a tar shard, spans of a JSON.
+
+    A block is what is read from storage at once. Blocks follow each other in the order of files and rows.
+    """
+
+    files: tuple[str, ...]
+    """Paths or URLs, in the order of their names."""
+    block_files: npt.NDArray[np.int32]
+    """``[num_blocks]``: the file of each block, an index into ``files``."""
+    block_places: npt.NDArray[np.int64]
+    """``[num_blocks]``: where a block starts in its file: the number of a row group, or a byte offset."""
+    block_nbytes: npt.NDArray[np.int64]
+    """``[num_blocks]``: bytes of the file that a block takes."""
+    image_nbytes: npt.NDArray[np.int64]
+    """``[num_blocks]``: the most bytes that the encoded images inside a block take in memory; 0 where images are files."""
+    first_rows: npt.NDArray[np.int64]
+    """``[num_blocks + 1]``: the first row of each block, and the number of rows."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.first_rows[-1])
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_files)
+
+    def block_of(self, row: int) -> int:
+        """Return the block that holds a row."""
+        return int(np.searchsorted(self.first_rows, row, side="right")) - 1

@@ -24,7 +24,7 @@ class SourceIndex:
     block_nbytes: npt.NDArray[np.int64]
     """``[num_blocks]``: bytes of the file that a block takes."""
     image_nbytes: npt.NDArray[np.int64]
-    """``[num_blocks]``: the most bytes that the encoded images inside a block take in memory; 0 where images are files."""
+    """``[num_blocks]``: the most bytes that a block's encoded images take in memory; 0 where images are files."""
     first_rows: npt.NDArray[np.int64]
     """``[num_blocks + 1]``: the first row of each block, and the number of rows."""
 

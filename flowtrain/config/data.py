@@ -73,9 +73,9 @@ class DataConfig(ConfigModel):
     """The most bytes of text that one sample may have: more is rejected before it is tokenised. None: 64 for each token
     of ``max_seq_len``."""
     shuffle: Shuffle = "blocks"
-    """``blocks`` (or true): ``shuffle_blocks`` random blocks are open at a time and mixed row by row; each block is read
-    once an epoch. ``rows``: any row may follow any other, so that each row costs the reading of its block. ``none`` (or
-    false): the order of the files."""
+    """``blocks`` (or true): ``shuffle_blocks`` random blocks are open at a time and mixed row by row; each block is
+    read once an epoch. ``rows``: any row may follow any other, so that each row costs the reading of its block. ``none``
+    (or false): the order of the files."""
     shuffle_blocks: int = Field(64, ge=1)
     """Blocks of each source that are mixed."""
     num_feeders: int | None = Field(None, ge=1)

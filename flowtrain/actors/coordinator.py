@@ -46,7 +46,7 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
 
 
 class Coordinator(CoordinatorApi):
-    """Answers feeder, encoders, backbone ranks and driver; all methods run on one event loop, one at a time.
+    """Answers feeders, encoders, backbone ranks and driver; all methods run on one event loop, one at a time.
 
     ``CoordinatorApi`` describes each method. Methods that wait answer after ``poll_s`` at the latest.
 
@@ -67,9 +67,9 @@ class Coordinator(CoordinatorApi):
 
     # --- pool processes -----------------------------------------------------------------------------------------
 
-    async def join(self, name: str, node_id: str) -> Joined:
+    async def join(self, name: str, node_id: str, feeder: int | None = None) -> Joined:
         """See ``CoordinatorApi``."""
-        joined = self._flow.join(name, node_id)
+        joined = self._flow.join(name, node_id, feeder)
         self._wake_producers()
         return joined
 
@@ -86,13 +86,13 @@ class Coordinator(CoordinatorApi):
         self._flow.process_lost(name, for_good)
         self._wake_producers()
 
-    # --- feeder and encoders ------------------------------------------------------------------------------------
+    # --- feeders and encoders -----------------------------------------------------------------------------------
 
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
         """See ``CoordinatorApi``; the order also frees parts that were reported too late."""
         refused = self._flow.feed(owner, report)
         self._plan_signal.notify()
-        if report.unit is not None:
+        if report.unit is not None or report.remade:
             self._lease_signal.notify()
         self._wake_backbone()
         self._event_signal.notify()
@@ -109,8 +109,8 @@ class Coordinator(CoordinatorApi):
         self._plan_signal.notify()  # in arrival order a step is planned from what is ready
         self._wake_backbone()
         self._event_signal.notify()
-        if report.rejections:
-            self._wake_producers()  # the memory of their other parts is free again
+        if report.rejections or report.returned is not None:
+            self._wake_producers()  # the memory of their other parts is free again, or a lease is
         elif self._flow.may_lease_more(owner):
             self._lease_signal.notify()
         return HandInReply(refused)

@@ -74,10 +74,12 @@ class DataConfig(ConfigModel):
     of ``max_seq_len``."""
     shuffle: Shuffle = "blocks"
     """``blocks`` (or true): ``shuffle_blocks`` random blocks are open at a time and mixed row by row; each block is
-    read once an epoch. ``rows``: any row may follow any other, so that each row costs the reading of its block. ``none``
-    (or false): the order of the files."""
+    read once an epoch. ``rows``: any row may follow any other, so that each row costs the reading of its block.
+    ``none`` (or false): the order of the files."""
     shuffle_blocks: int = Field(64, ge=1)
     """Blocks of each source that are mixed."""
+    read_ahead_blocks: int = Field(2, ge=1)
+    """Blocks that each feeder reads at the same time, before their turn."""
     num_feeders: int | None = Field(None, ge=1)
     """Processes that read and size samples; None: as many as the plan's rate needs."""
     system_prompt: str | None = None

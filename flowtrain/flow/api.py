@@ -27,12 +27,12 @@ from flowtrain.types.messages import (
 
 
 class CoordinatorApi(Protocol):
-    """The questions of feeder, encoders, backbone ranks and driver. Owners are process indices of the pool."""
+    """The questions of feeders, encoders, backbone ranks and driver. Owners are process indices of the pool."""
 
     # --- pool processes -----------------------------------------------------------------------------------------
 
-    async def join(self, name: str, node_id: str) -> Joined:
-        """Join the pool under a name. A process that had the name before counts as lost."""
+    async def join(self, name: str, node_id: str, feeder: int | None = None) -> Joined:
+        """Join the pool under a name. A process that had the name before counts as lost. feeder: a feeder's number."""
         ...
 
     async def publish(self, export: SegmentExport) -> None:
@@ -47,10 +47,10 @@ class CoordinatorApi(Protocol):
         """Report that a process died: what it held is produced again. for_good: no new process takes its place."""
         ...
 
-    # --- feeder and encoders ------------------------------------------------------------------------------------
+    # --- feeders and encoders -----------------------------------------------------------------------------------
 
     async def feed(self, owner: int, report: FeedReport) -> FeedOrder:
-        """Report what the feeder did, then wait for work."""
+        """Report what a feeder did, then wait for work."""
         ...
 
     async def wait_for_room(self, owner: int) -> RoomOrder:

@@ -9,6 +9,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import SampleFlops, sample_flops
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.feeding import Feeding
 from flowtrain.flow.flow import Flow
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
@@ -36,6 +37,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         AddressSpace(num_processes=config.pool.max_processes, segment_nbytes=config.pool.max_segment_nbytes),
         alignment=config.pool.alignment,
         lease_timeout_s=config.limits.lease_timeout_s,
+        keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
     )
     return assemble_flow(
@@ -50,6 +52,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         sampler_state=settings.sampler_state,
         dp_size=settings.dp_size,
         replica_size=settings.replica_size,
+        num_feeders=settings.num_feeders,
         refitter=CostRefitter(planner if is_refitted(config) else None),
         last_traced_step=settings.start_step + config.observability.trace_steps,
         num_rejected=settings.num_rejected,
@@ -70,12 +73,13 @@ def assemble_flow(
     sampler_state: SamplerState,
     dp_size: int,
     replica_size: int = 1,
+    num_feeders: int = 1,
     refitter: CostRefitter | None = None,
     last_traced_step: int = 0,
     num_rejected: int = 0,
     num_seen: int = 0,
 ) -> Flow:
-    """Build a run's flow from its parts; arguments as of ``Steps``, ``Microbatches``, ``EventLog`` and ``Flow``."""
+    """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
     microbatches = Microbatches(parts, replica_size)
     steps = Steps(
         units=units,
@@ -93,9 +97,8 @@ def assemble_flow(
         num_rejected=num_rejected,
         num_seen=num_seen,
     )
-    return Flow(
-        members=members, parts=parts, microbatches=microbatches, steps=steps, log=log, sampler_state=sampler_state
-    )
+    feeding = Feeding(steps, num_feeders, sampler_state)
+    return Flow(members=members, parts=parts, microbatches=microbatches, steps=steps, log=log, feeding=feeding)
 
 
 def _flops_of(spec: ModelSpec, freeze: Collection[str], sizes: SampleSizes) -> SampleFlops:

@@ -7,6 +7,7 @@ can drive the same class with virtual time.
 from __future__ import annotations
 
 from flowtrain.errors import StaleLeaseError
+from flowtrain.flow.feeding import Feeding
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
@@ -26,7 +27,7 @@ from flowtrain.types.messages import (
     Span,
 )
 from flowtrain.types.plan import StepPlan, Unit, UnitKind
-from flowtrain.types.samples import Rejection, SamplerState
+from flowtrain.types.samples import Rejection
 
 ASK_AGAIN = LeaseOrder(None, (), stop=False)
 """For an encoder that waits: it must ask again, with the room that it has now."""
@@ -42,7 +43,7 @@ class Flow:
     microbatches: what ranks read.
     steps: units.
     log: events for the driver.
-    sampler_state: state before the first unit that is sized.
+    feeding: what each feeder has sized.
     """
 
     def __init__(
@@ -53,25 +54,31 @@ class Flow:
         microbatches: Microbatches,
         steps: Steps,
         log: EventLog,
-        sampler_state: SamplerState,
+        feeding: Feeding,
     ) -> None:
         self.members = members
         self.parts = parts
         self.microbatches = microbatches
         self.steps = steps
         self.log = log
-        self._sampler_state = sampler_state
+        self.feeding = feeding
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
 
     # --- processes ----------------------------------------------------------------------------------------------
 
-    def join(self, name: str, node_id: str) -> Joined:
-        """Let a pool process join. If another process had its name before, that process counts as lost."""
+    def join(self, name: str, node_id: str, feeder: int | None = None) -> Joined:
+        """Let a pool process join. If another process had its name before, that process counts as lost.
+
+        feeder: its number among the feeders; None for any other process.
+        """
         index, previous = self.members.join(name, node_id)
         if previous is not None:
             self._owner_lost(previous, for_good=False)
-        upcoming = self.steps.upcoming
-        return Joined(index, self._sampler_state, upcoming.index if upcoming is not None else -1)
+        if feeder is None:
+            return Joined(index)
+        self.feeding.join(index, feeder)
+        self.parts.leases.add_feeder(index, feeder)
+        return Joined(index, self.feeding.state_of(index))
 
     def process_lost(self, name: str, for_good: bool = False) -> None:
         """Have everything that only a dead process held produced again. May be called twice.
@@ -91,9 +98,9 @@ class Flow:
     # --- feeder -------------------------------------------------------------------------------------------------
 
     def feed(self, owner: int, report: FeedReport) -> tuple[Extent, ...]:
-        """Take in a sized unit, and text parts that were produced again.
+        """Take in a feeder's share of a unit, and parts that it produced again.
 
-        Returns extents of text parts that are no longer needed, for the feeder to free. Reports of a lost feeder are
+        Returns extents of parts that are no longer needed, for the feeder to free. Reports of a lost feeder are
         ignored: its successor does the same work again.
         """
         if not self.members.is_living(owner):
@@ -102,7 +109,7 @@ class Flow:
         refused: list[Extent] = []
         for ready in report.remade:
             try:
-                self.parts.text_ready(owner, ready)
+                self.parts.remade(owner, ready)
             except StaleLeaseError:  # meanwhile it was rejected or released
                 refused.extend(ready.extents)
         self.record(report.spans)
@@ -111,38 +118,37 @@ class Flow:
         return tuple(refused)
 
     def _take_sized(self, owner: int, unit: Unit, report: FeedReport) -> None:
-        upcoming = self.steps.upcoming
-        assert unit == upcoming and report.sampler_state is not None, f"unit {unit} was reported, not {upcoming}"
-        self._sampler_state = report.sampler_state
-        self.parts.add_sized(report.sized, owner, report.texts)
+        self.parts.add_sized(report.sized, owner, report.texts, report.images)
         if unit.kind is UnitKind.TRAIN:
             self.log.seen(len(report.sized) + len(report.rejections))
         self._reject(report.rejections)
-        self._note_plan(self.steps.add_sized(unit, report.sized, report.sampler_state))
+        sized = self.feeding.report(owner, report)
+        if sized is not None:
+            self._note_plan(self.steps.add_sized(unit, sized.samples, sized.sampler_state))
 
     def room_order(self, owner: int) -> RoomOrder | None:
         """Return what a feeder without room may free, or stop; None while it must wait."""
-        if not self.steps.are_over and not self.parts.released_nbytes(owner):
+        if not self.steps.are_over and not self.parts.holdings.released_nbytes(owner):
             return None
-        return RoomOrder(self.parts.take_released(owner), self.steps.are_over)
+        return RoomOrder(self.parts.holdings.take_released(owner), self.steps.are_over)
 
     def feed_order(self, owner: int) -> FeedOrder | None:
-        """Return what the feeder does now: size a unit, or produce text again, never both. None if it must wait.
+        """Return what a feeder does now: size its share of a unit, or produce parts again, never both. None: it waits.
 
         The order also has the extents that it may free; until then it needs no room.
         """
         if self.steps.are_over:
-            return FeedOrder(None, (), self.parts.take_released(owner), stop=True)
-        remake = self.parts.leases.grant_lost_text(owner)
-        unit = self.steps.upcoming
-        # Lost text is reported before new text is put: a segment full of unreported parts is never released.
+            return FeedOrder(None, (), self.parts.holdings.take_released(owner), stop=True)
+        remake = self.parts.leases.grant_lost_parts(owner)
+        unit = self.feeding.next_unit(owner)
+        # Lost parts are reported before new ones are put: a segment full of unreported parts is never released.
         if unit is not None and (remake or not self.steps.may_size(unit)):
             unit = None
         if unit is None and not remake:
             return None
         done = unit.positions if unit is not None else ()
         consumed = tuple([position for position in done if self.parts.is_consumed(position)])
-        return FeedOrder(unit, remake, self.parts.take_released(owner), stop=False, consumed=consumed)
+        return FeedOrder(unit, remake, self.parts.holdings.take_released(owner), stop=False, consumed=consumed)
 
     # --- encoders -----------------------------------------------------------------------------------------------
 
@@ -153,6 +159,8 @@ class Flow:
         self.log.blocked(report.blocked_s)
         self.record(report.spans)
         self._reject(report.rejections)
+        if report.returned is not None:
+            self.parts.leases.give_back(owner, report.returned)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
         for ready in report.ready:
@@ -174,16 +182,16 @@ class Flow:
         """
         parts = self.parts
         if self.steps.are_over:
-            return LeaseOrder(None, parts.take_released(owner), stop=True)
+            return LeaseOrder(None, parts.holdings.take_released(owner), stop=True)
         if is_fresh:
             self._grown.discard(owner)
         parts.expire_leases()
-        lease = parts.leases.grant(owner, encoder, free_nbytes + parts.released_nbytes(owner))
+        lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         if lease is None and not is_fresh:
             return ASK_AGAIN if owner in self._grown or parts.may_evict(owner, encoder) else None
-        if lease is None and parts.make_room(owner, encoder, free_nbytes + parts.released_nbytes(owner)):
-            lease = parts.leases.grant(owner, encoder, free_nbytes + parts.released_nbytes(owner))
-        return LeaseOrder(lease, parts.take_released(owner), stop=False) if lease is not None else None
+        if lease is None and parts.make_room(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner)):
+            lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
+        return LeaseOrder(lease, parts.holdings.take_released(owner), stop=False) if lease is not None else None
 
     def may_lease_more(self, owner: int) -> bool:
         """Whether an encoder's report may allow a lease that waits: its own room grew, or others may evict now."""
@@ -217,7 +225,7 @@ class Flow:
             return False
         rows = self.parts.consume(self.microbatches.end(report.unit))
         planned, sampler_state = self.steps.finish(report.unit)
-        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.ready_hbm_nbytes)
+        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.holdings.hbm_nbytes)
         return True
 
     def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:

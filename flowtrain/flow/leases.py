@@ -1,4 +1,4 @@
-"""Which process produces which part: encode batches in line, granted leases, lost text."""
+"""Which process produces which part: encode batches in line, granted leases, lost parts of feeders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable
 
-from flowtrain.flow.records import LEASED, NOBODY, PENDING, BatchKey, BatchRecord, LeaseRecord, PartRecord
-from flowtrain.types.messages import Lease
-from flowtrain.types.samples import TEXT_PART, SampleRef
+from flowtrain.flow.records import (
+    LEASED,
+    NOBODY,
+    PENDING,
+    READY,
+    RELEASED,
+    BatchKey,
+    BatchRecord,
+    LeaseRecord,
+    PartRecord,
+)
+from flowtrain.types.messages import ImageBytes, Lease, Remake
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SampleRef
+
+FED_PARTS = (TEXT_PART, IMAGES_PART)
+"""Parts that feeders produce."""
 
 
 class Leases:
@@ -28,9 +41,14 @@ class Leases:
         self._leases: dict[int, LeaseRecord] = {}  # in the order in which they were granted
         self._leases_of: defaultdict[int, set[int]] = defaultdict(set)
         self._last_id = 0
-        self._lost_text: dict[int, PartRecord] = {}
-        self._text_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
+        self._feeders: dict[int, int] = {}
+        self._lost_fed: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by feeder
+        self._remade_by: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by owner
         self._lost_owners: set[int] = set()
+
+    def add_feeder(self, owner: int, feeder: int) -> None:
+        """Note that an owner is the process of a feeder; what the owner loses is produced again by that feeder."""
+        self._feeders[owner] = feeder
 
     def add_batch(self, record: BatchRecord) -> None:
         """Put a batch in line, with its PENDING parts."""
@@ -38,6 +56,10 @@ class Leases:
             part.batch = record
             if part.state is PENDING:
                 record.pending.add(position)
+            if part.state is not RELEASED:
+                record.num_unread += 1
+                images = part.position.images
+                record.num_unfed += images is not None and images.state is not READY
         self._batches[record.batch.encoder, *record.key] = record
         self._queue(record)
 
@@ -57,11 +79,11 @@ class Leases:
         """Lease the first batch in line to an owner if its needed parts fit into ``free_nbytes``.
 
         A batch whose parts were lost comes before all later ones, and only its lost parts need room. Returns None if
-        no batch is in line, if the first one does not fit, or for a lost owner. No later, smaller batch goes first, so
-        that the earliest unfinished unit gets its memory.
+        no batch is in line, if the first one does not fit or waits for images, or for a lost owner. No later, smaller
+        batch goes first, so that the earliest unfinished unit gets its memory.
         """
         record = self.first_in_line(encoder) if owner not in self._lost_owners else None
-        if record is None:
+        if record is None or record.num_unfed:
             return None
         needed, nbytes = record.batch.positions, record.batch.nbytes
         if len(record.pending) < len(needed):
@@ -78,7 +100,8 @@ class Leases:
             part.state = LEASED
             part.owner = owner
             part.lease_id = lease_id
-        lease = Lease(lease_id, lease_id, record.batch, record.refs, needed, nbytes)
+        refs, images = _images_of(record)
+        lease = Lease(lease_id, lease_id, record.batch, refs, images, needed, nbytes)
         self._leases[lease_id] = LeaseRecord(lease, owner, record, self._clock())
         self._leases_of[owner].add(lease_id)
         return lease
@@ -87,36 +110,45 @@ class Leases:
         """Whether any owner holds a lease of this encoder's batches."""
         return any(record.lease.batch.encoder == encoder for record in self._leases.values())
 
-    def grant_lost_text(self, owner: int) -> tuple[SampleRef, ...]:
-        """Lease all lost text parts to an owner, which produces them again; in order of position."""
+    def grant_lost_parts(self, owner: int) -> tuple[Remake, ...]:
+        """Lease all lost parts of a feeder to its present process, which produces them again; in order of position."""
         if owner in self._lost_owners:
             return ()
-        parts = [self._lost_text[position] for position in sorted(self._lost_text)]
-        self._lost_text.clear()
-        for part in parts:
+        lost = self._lost_fed.pop(self._feeders[owner], None)
+        if not lost:
+            return ()
+        names: defaultdict[int, list[str]] = defaultdict(list)
+        refs = {}
+        for part in lost:
             part.state = LEASED
             part.owner = owner
-        if parts:
-            self._text_of[owner].update(parts)
-        return tuple([part.position.ref for part in parts])
+            ref = part.position.ref
+            refs[ref.position] = ref
+            names[ref.position].append(part.name)
+        self._remade_by[owner].update(lost)
+        return tuple([Remake(refs[position], tuple(sorted(names[position]))) for position in sorted(refs)])
 
     def make_pending(self, part: PartRecord) -> None:
         """Have a lost part produced again. Its batch comes first in line, since it is earlier than any never leased."""
+        owner = part.owner
         part.state = PENDING
         part.owner = part.lease_id = NOBODY
         part.extents = ()
         if part.batch is not None:
             part.batch.pending.add(part.position.ref.position)
             self._queue(part.batch)
-        elif part.name == TEXT_PART:
-            self._lost_text[part.position.ref.position] = part
+        elif part.name in FED_PARTS:
+            self._lost_fed[self._feeders[owner]].add(part)
 
     def leave(self, part: PartRecord) -> None:
         """Forget a PENDING or LEASED part: it is READY, or no longer needed."""
         position = part.position.ref.position
-        if part.name == TEXT_PART:
-            self._lost_text.pop(position, None)
-            self._text_of[part.owner].discard(part)
+        if part.name in FED_PARTS:
+            if part.state is LEASED:
+                self._remade_by[part.owner].discard(part)
+            else:
+                for lost in self._lost_fed.values():
+                    lost.discard(part)
         elif part.state is PENDING:
             if part.batch is not None:
                 part.batch.pending.discard(position)
@@ -142,12 +174,18 @@ class Leases:
             self._take_back(record)
         return expired
 
+    def give_back(self, owner: int, lease_id: int) -> None:
+        """Take back a lease that its owner cannot work on; a lease that it no longer holds is ignored."""
+        record = self._leases.get(lease_id)
+        if record is not None and record.owner == owner:
+            self._take_back(record)
+
     def owner_lost(self, owner: int) -> None:
         """Take back all leases of an owner, and lease nothing to it from now on."""
         self._lost_owners.add(owner)
         for lease_id in tuple(self._leases_of.pop(owner, ())):
             self._take_back(self._leases[lease_id])
-        for part in self._text_of.pop(owner, ()):
+        for part in self._remade_by.pop(owner, ()):
             self.make_pending(part)
 
     def is_lost(self, owner: int) -> bool:
@@ -164,6 +202,11 @@ class Leases:
         if part.batch is None:
             return f"{what} pending: lost with its owner, and not produced again yet"
         batch, first = part.batch.batch, self.first_in_line(part.batch.batch.encoder)
+        if first is not None and first.num_unfed:
+            lost = f"images of {first.num_unfed} positions of batch {first.batch.index} of unit {first.batch.unit}"
+            return (
+                f"{what} pending in encode batch {batch.index} of unit {batch.unit}: {lost} were lost with their feeder"
+            )
         head = ""
         if first is not None and first is not part.batch:
             head = f", after batch {first.batch.index} of unit {first.batch.unit}"
@@ -187,6 +230,18 @@ class Leases:
         if record.pending and not record.is_queued:
             record.is_queued = True
             heapq.heappush(self._lines[record.batch.encoder], record.key)
+
+
+def _images_of(record: BatchRecord) -> tuple[tuple[SampleRef, ...], tuple[ImageBytes, ...]]:
+    """Return the samples of a batch whose images lie in the pool, and where; a rejected sample's are gone."""
+    refs, images = [], []
+    for part in record.parts.values():
+        position = part.position
+        held = position.images
+        if held is not None and held.state is READY:
+            refs.append(position.ref)
+            images.append(ImageBytes(held.extents, position.image_nbytes))
+    return tuple(refs), tuple(images)
 
 
 def pending_nbytes(record: BatchRecord) -> int:

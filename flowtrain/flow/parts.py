@@ -12,22 +12,15 @@ from collections.abc import Callable, Iterable
 
 from flowtrain.errors import PoolError, StaleLeaseError
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.holdings import Holdings
 from flowtrain.flow.leases import Leases, pending_nbytes
-from flowtrain.flow.records import (
-    DRAM,
-    LEASED,
-    READY,
-    RELEASED,
-    BatchRecord,
-    PartRecord,
-    PositionRecord,
-)
+from flowtrain.flow.records import LEASED, READY, RELEASED, BatchRecord, PartRecord, PositionRecord
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease, PartReady
 from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
-from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SizedSample
+from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, Rejection, SizedSample
 
 _DESCRIBED_PARTS = 8
 _UNPLANNED = 1 << 62
@@ -41,6 +34,8 @@ class Parts:
     space: the pool's address space, to check the reports of owners.
     alignment: of extents in the pool, in bytes; leases are sized by it.
     lease_timeout_s: age at which ``expire_leases`` takes a lease back.
+    keeps_batches: an image stays until every position of its encode batch was read, so that a lost batch can be encoded
+        again as a whole and gives the same features to the bit. Otherwise it stays until its own position was read.
     consumed: training positions that an earlier run has consumed.
     clock: returns seconds.
     """
@@ -51,37 +46,38 @@ class Parts:
         *,
         alignment: int,
         lease_timeout_s: float,
+        keeps_batches: bool = True,
         consumed: ConsumedPositions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._space = space
-        self._dram_base = space.base(Tier.DRAM)
-        self._segment_nbytes = space.segment_nbytes
         self._alignment = alignment
+        self._keeps_batches = keeps_batches
         self._positions: dict[int, PositionRecord] = {}
-        self._ready_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
-        self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
-        self._released_nbytes: defaultdict[int, int] = defaultdict(int)
         self._eval_frontier = EVAL_POSITION_BASE  # all evaluation positions below are consumed
+        self.holdings = Holdings(space, alignment)
+        """The READY parts, and what owners may free."""
         self.leases = Leases(lease_timeout_s, clock)
         """The PENDING and LEASED parts."""
         self.consumed = consumed if consumed is not None else ConsumedPositions()
         """Training positions that units of this run, or of the runs that it continues, have consumed."""
         self.has_lost_memory = False
         """Whether a process is gone for good, so that its parts must fit into the segments of the others."""
-        self.ready_hbm_nbytes = 0
-        """Bytes of READY parts in HBM."""
         self.num_produced = 0
         """Positions whose parts were all READY at one time, each counted once."""
 
     # --- positions ----------------------------------------------------------------------------------------------
 
-    def add_sized(self, samples: Iterable[SizedSample], owner: int, texts: Iterable[PartReady]) -> None:
-        """Take in sized positions. ``texts``, in the same order, lie in the owner's segment.
+    def add_sized(
+        self, samples: Iterable[SizedSample], owner: int, texts: Iterable[PartReady], images: Iterable[PartReady] = ()
+    ) -> None:
+        """Take in sized positions. Their texts, and the images of those that have some, lie in the owner's segment.
 
-        Raises StaleLeaseError for a lost owner, PoolError for a position sized before and for text of another size.
+        texts, images: in the order of ``samples``.
+
+        Raises StaleLeaseError for a lost owner, PoolError for a position sized before and for parts of another size.
         """
         is_lost, positions, alignment = self.leases.is_lost(owner), self._positions, self._alignment
+        next_images = iter(images)
         for sample, text in zip(samples, texts, strict=True):
             position = sample.ref.position
             if is_lost:
@@ -90,6 +86,8 @@ class Parts:
                 raise PoolError(f"position {position} was sized twice; every position is fed once")
             record = PositionRecord.of(sample, alignment)
             self._make_ready(record.part(text.part), owner, text.extents)
+            if record.images is not None:
+                self._put_images(record.images, owner, next(next_images).extents)
             positions[position] = record
 
     def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
@@ -131,6 +129,7 @@ class Parts:
         record.rejected = True
         for part in record.parts:
             self.drop(part)
+        self._drop_images(record)
         if record.microbatch is not None and record.missing:
             record.microbatch.one_less_missing()
         return True
@@ -180,9 +179,14 @@ class Parts:
             raise _stale(owner, part_ready, f"it is leased under epoch {part.lease_id} now")
         return self._make_ready(part, owner, part_ready.extents)
 
-    def text_ready(self, owner: int, part_ready: PartReady) -> None:
-        """Take in a text part that was produced again. Raises as ``ready``; leases of text have no epoch."""
-        self._make_ready(self._leased_part(owner, part_ready), owner, part_ready.extents)
+    def remade(self, owner: int, part_ready: PartReady) -> None:
+        """Take in a feeder's part that was produced again. Raises as ``ready``; its leases have no epoch."""
+        part = self._leased_part(owner, part_ready)
+        if part.name != IMAGES_PART:
+            self._make_ready(part, owner, part_ready.extents)
+            return
+        self._put_images(part, owner, part_ready.extents)
+        _count_unfed(part.position, -1)
 
     def expire_leases(self) -> tuple[Lease, ...]:
         """Take back leases that are too old, and return them.
@@ -199,25 +203,22 @@ class Parts:
         return tuple([record.lease for record in expired])
 
     def drop(self, part: PartRecord) -> None:
-        """Release a part that is no longer needed, in any state."""
-        if part.state is READY:
-            self._ready_of[part.owner].discard(part)
-            self._release(part)
-        elif part.state is not RELEASED:
-            self.leases.leave(part)
-        part.state = RELEASED
-        part.extents = ()
+        """Release a part that is no longer needed, in any state. With the last of a batch, its images go too."""
+        state = part.state
+        if state is RELEASED:
+            return
+        self._let_go(part)
+        batch = part.batch
+        if batch is None:
+            return
+        batch.num_unread -= 1
+        if not self._keeps_batches:
+            self._drop_images(part.position)
+        elif not batch.num_unread:
+            for other in batch.parts.values():
+                self._drop_images(other.position)
 
-    # --- memory -------------------------------------------------------------------------------------------------
-
-    def take_released(self, owner: int) -> tuple[Extent, ...]:
-        """Return the extents that an owner may free, each once."""
-        self._released_nbytes.pop(owner, None)
-        return tuple(self._released_of.pop(owner, ()))
-
-    def released_nbytes(self, owner: int) -> int:
-        """Return the DRAM bytes that an owner gains when it frees what ``take_released`` has for it."""
-        return self._released_nbytes.get(owner, 0)
+    # --- losses -------------------------------------------------------------------------------------------------
 
     def owner_lost(self, owner: int, for_good: bool = False) -> None:
         """Have all parts of an owner that are not released produced again, first in line. May be called twice.
@@ -226,11 +227,12 @@ class Parts:
         """
         self.has_lost_memory |= for_good
         self.leases.owner_lost(owner)
-        self.take_released(owner)
-        for part in self._ready_of.pop(owner, ()):
-            if part.tier is not DRAM:
-                self.ready_hbm_nbytes -= part.nbytes
-            self._make_pending(part)
+        for part in self.holdings.lose(owner):
+            if part.name == IMAGES_PART:
+                self.leases.make_pending(part)
+                _count_unfed(part.position, 1)
+            else:
+                self._make_pending(part)
 
     def may_evict(self, owner: int, encoder: str) -> bool:
         """Whether ``make_room`` may evict: memory was lost for good, a batch is in line, and none is leased."""
@@ -245,8 +247,8 @@ class Parts:
         long as every lost process comes back with an empty segment, leases in order never need eviction.
 
         Evicts whole batches, since a batch is leased as one again: the parts that are needed last go first. Only parts
-        of later batches go, and none whose place a rank knows. They are produced again in line; ``take_released`` has
-        their extents.
+        of later batches go, and none whose place a rank knows. They are produced again in line, and their extents may
+        be freed.
 
         Returns whether parts were evicted. If all such parts together would not be enough, none is evicted.
         """
@@ -255,7 +257,7 @@ class Parts:
             return False
         lacking_nbytes = pending_nbytes(blocked) - free_nbytes
         batches: defaultdict[tuple[int, tuple[int, int]], list[PartRecord]] = defaultdict(list)
-        for part in self._ready_of.get(owner, ()):
+        for part in self.holdings.ready_parts(owner):
             batch, position = part.batch, part.position
             if part.tier is not Tier.DRAM or batch is None or batch.key <= blocked.key or position.is_located:
                 continue
@@ -305,19 +307,11 @@ class Parts:
         return part
 
     def _make_ready(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
-        tier = DRAM
-        # Nearly every part is one run in its owner's DRAM.
-        if len(extents) != 1 or not self._fits_dram(part, owner, extents[0]):
-            tier = self._checked_tier(part, owner, extents)
+        """Take in a text or features; its position may then be complete."""
+        tier = self.holdings.tier_of(part, owner, extents)
         if part.state is LEASED:
             self.leases.leave(part)
-        part.state = READY
-        part.owner = owner
-        part.extents = extents
-        part.tier = tier
-        self._ready_of[owner].add(part)
-        if tier is not DRAM:
-            self.ready_hbm_nbytes += part.nbytes
+        self.holdings.put(part, owner, extents, tier)
         position = part.position
         position.missing -= 1
         if position.missing:
@@ -329,6 +323,13 @@ class Parts:
             position.microbatch.one_less_missing()
         return tier
 
+    def _put_images(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> None:
+        """Take in a position's images, which it does not wait for: encoders do."""
+        tier = self.holdings.tier_of(part, owner, extents)
+        if part.state is LEASED:
+            self.leases.leave(part)
+        self.holdings.put(part, owner, extents, tier)
+
     def _make_pending(self, part: PartRecord) -> None:
         """Have a part that was READY produced again; its position is then incomplete."""
         position = part.position
@@ -339,45 +340,33 @@ class Parts:
 
     def _evict(self, part: PartRecord) -> None:
         """Have the owner free a READY part, and have it produced again in line."""
-        self._ready_of[part.owner].remove(part)
-        self._release(part)
+        self.holdings.release(part)
         self._make_pending(part)
 
-    def _release(self, part: PartRecord) -> None:
-        """Let the owner of a READY part free its bytes."""
-        owner, extents = part.owner, part.extents
-        self._released_of[owner] += extents
-        if part.tier is not DRAM:
-            self.ready_hbm_nbytes -= part.nbytes
-        elif len(extents) == 1:
-            self._released_nbytes[owner] += part.aligned_nbytes
+    def _let_go(self, part: PartRecord) -> None:
+        """Make a part RELEASED, in any other state."""
+        if part.state is READY:
+            self.holdings.release(part)
         else:
-            alignment = self._alignment
-            self._released_nbytes[owner] += sum(-(-extent.nbytes // alignment) * alignment for extent in extents)
+            self.leases.leave(part)
+        part.state = RELEASED
+        part.extents = ()
 
-    def _fits_dram(self, part: PartRecord, owner: int, extent: Extent) -> bool:
-        """Whether an extent has a part's size and lies in its owner's DRAM segment."""
-        distance = extent.gva - self._dram_base - owner * self._segment_nbytes
-        return 0 <= distance <= self._segment_nbytes - extent.nbytes and extent.nbytes == part.nbytes > 0
+    def _drop_images(self, position: PositionRecord) -> None:
+        """Release a position's images, if it has some that are not released."""
+        images = position.images
+        if images is None or images.state is RELEASED:
+            return
+        if images.state is not READY:
+            _count_unfed(position, -1)
+        self._let_go(images)
 
-    def _checked_tier(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
-        """Return the tier of a reported part. Raises PoolError for a wrong size or another's segment."""
-        nbytes, tier = 0, DRAM
-        for extent in extents:
-            nbytes += extent.nbytes
-            place = self._space.place(extent)
-            tier = place.tier
-            if place.process_index != owner:
-                raise PoolError(
-                    f"process {owner} reports {part.name} of position {part.position.ref.position} at {extent.gva:#x}, "
-                    f"which belongs to process {place.process_index}"
-                )
-        if nbytes != part.nbytes:
-            raise PoolError(
-                f"position {part.position.ref.position}: its {part.name} was sized as {part.nbytes} bytes, process "
-                f"{owner} put {nbytes}; the model's processing and its sizing disagree"
-            )
-        return tier
+
+def _count_unfed(position: PositionRecord, change: int) -> None:
+    """Count in a position's encode batches that its images were lost (1), or are there again or not needed (-1)."""
+    for part in position.parts:
+        if part.batch is not None:
+            part.batch.num_unfed += change
 
 
 def _stale(owner: int, part_ready: PartReady, why: str) -> StaleLeaseError:

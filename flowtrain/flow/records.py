@@ -9,7 +9,7 @@ from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease
 from flowtrain.types.plan import EncodeBatch
-from flowtrain.types.samples import SampleRef, SizedSample
+from flowtrain.types.samples import IMAGES_PART, SampleRef, SizedSample
 
 NOBODY = -1
 
@@ -39,7 +39,7 @@ class PartRecord:
     owner: process index; NOBODY while the part is PENDING.
     lease_id: its lease, which is also its epoch.
     extents: where it lies while READY.
-    batch: its encode batch; None for text.
+    batch: its encode batch; None for what a feeder puts.
     """
 
     __slots__ = (
@@ -69,13 +69,22 @@ class PartRecord:
 
 
 class PositionRecord:
-    """One position. missing: count of parts that are not READY. produced: all parts were READY at one time."""
+    """One position.
 
-    __slots__ = ("microbatch", "missing", "parts", "produced", "ref", "rejected")
+    parts: what the backbone reads: text and features.
+    images: its encoded images, which encoders read; None without images.
+    image_nbytes: bytes of each image.
+    missing: count of ``parts`` that are not READY.
+    produced: all parts were READY at one time.
+    """
+
+    __slots__ = ("image_nbytes", "images", "microbatch", "missing", "parts", "produced", "ref", "rejected")
 
     def __init__(self, ref: SampleRef) -> None:
         self.ref = ref
         self.parts: tuple[PartRecord, ...] = ()
+        self.images: PartRecord | None = None
+        self.image_nbytes: tuple[int, ...] = ()
         self.missing = 0
         self.microbatch: MicrobatchRecord | None = None
         self.produced = False
@@ -92,6 +101,10 @@ class PositionRecord:
             ]
         )
         record.missing = len(record.parts)
+        if sample.image_nbytes:
+            nbytes = sum(sample.image_nbytes)
+            record.image_nbytes = sample.image_nbytes
+            record.images = PartRecord(record, IMAGES_PART, nbytes, -(-nbytes // alignment) * alignment)
         return record
 
     def part(self, name: str) -> PartRecord:
@@ -99,6 +112,8 @@ class PositionRecord:
         for part in self.parts:  # two, mostly
             if part.name == name:
                 return part
+        if name == IMAGES_PART and self.images is not None:
+            return self.images
         names = ", ".join(part.name for part in self.parts)
         raise PoolError(f"position {self.ref.position} has no part {name!r}; it has {names}")
 
@@ -178,18 +193,21 @@ class BatchRecord:
     key: place in the order of leases.
     parts: its parts by position.
     pending: positions whose parts are PENDING.
+    num_unread: count of parts that are not RELEASED.
+    num_unfed: count of positions whose images are lost, and not produced again yet.
     num_unconsumed: count of positions that no unit has consumed.
     is_queued: the batch is in line.
     """
 
-    __slots__ = ("batch", "is_queued", "key", "num_unconsumed", "parts", "pending", "refs")
+    __slots__ = ("batch", "is_queued", "key", "num_unconsumed", "num_unfed", "num_unread", "parts", "pending")
 
     def __init__(self, batch: EncodeBatch, parts: dict[int, PartRecord]) -> None:
         self.batch = batch
         self.key: BatchKey = (batch.unit, batch.index)
         self.parts = parts
-        self.refs = tuple([part.position.ref for part in parts.values()])
         self.pending: set[int] = set()
+        self.num_unread = 0
+        self.num_unfed = 0
         self.num_unconsumed = len(parts)
         self.is_queued = False
 

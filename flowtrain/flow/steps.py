@@ -75,12 +75,14 @@ class Steps:
 
     # --- sizing and planning ------------------------------------------------------------------------------------
 
-    @property
-    def upcoming(self) -> Unit | None:
-        """The unit that is sized next; None past the end."""
-        if not self._upcoming and (unit := next(self._units, None)) is not None:
+    def upcoming(self, number: int = 0) -> Unit | None:
+        """Return the unit that is sized next, or after ``number`` others; None past the end."""
+        while len(self._upcoming) <= number:
+            unit = next(self._units, None)
+            if unit is None:
+                return None
             self._upcoming.append(unit)
-        return self._upcoming[0] if self._upcoming else None
+        return self._upcoming[number]
 
     def may_size(self, unit: Unit) -> bool:
         """Whether a unit may be sized now: if it is within the lookahead; in a run that stops, only if it was begun."""
@@ -141,25 +143,25 @@ class Steps:
         """Whether a unit that no rank began will never come: the run was stopped, or has no more units."""
         if self._stop_at is not None:
             return unit_index >= self._stop_at
-        return self.upcoming is None and unit_index not in self._unfinished
+        return self.upcoming() is None and unit_index not in self._unfinished
 
     @property
     def are_over(self) -> bool:
         """Whether producers have nothing left to do: the backbone stopped, or all units are done."""
         if self._stop_at is not None:
             return not any(unit_index < self._stop_at for unit_index in self._unfinished)
-        return self.upcoming is None and not self._unfinished
+        return self.upcoming() is None and not self._unfinished
 
     def describe_wait(self, unit_index: int) -> str:
         """Return why a unit has no plan."""
-        unit, upcoming = self._unfinished.get(unit_index), self.upcoming
+        unit, upcoming = self._unfinished.get(unit_index), self.upcoming()
         reason = f", which waits for {self._order.describe_wait(unit)}" if unit is not None else ""
-        feeder = f"the feeder sizes unit {upcoming.index} next" if upcoming is not None else "all units are sized"
+        feeder = f"feeders size unit {upcoming.index} next" if upcoming is not None else "all units are sized"
         return f"unit {unit_index} is not planned yet{reason}; {feeder}"
 
     def _kind_of(self, unit_index: int) -> UnitKind | None:
         """Return the kind of the unit that begins next; None past the end."""
-        unit = self._unfinished.get(unit_index) or self.upcoming
+        unit = self._unfinished.get(unit_index) or self.upcoming()
         return unit.kind if unit is not None else None
 
     def _plan(self, unit: Unit, started: float) -> PlannedUnit | None:

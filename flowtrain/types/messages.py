@@ -16,11 +16,20 @@ class PartReady:
 
     position: int
     part: str
-    """``TEXT_PART`` or an encoder's name."""
+    """``TEXT_PART``, ``IMAGES_PART`` or an encoder's name."""
     epoch: int
-    """Epoch of the lease; 0 for text."""
+    """Epoch of the lease; 0 for what a feeder puts."""
     extents: tuple[Extent, ...]
     """Where the part lies, in row order."""
+
+
+@message
+class ImageBytes:
+    """Where a sample's encoded images lie."""
+
+    extents: tuple[Extent, ...]
+    nbytes: tuple[int, ...]
+    """Bytes of each image; the images follow each other in the extents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,9 @@ class Lease:
     """Reports under an older epoch are refused."""
     batch: EncodeBatch
     refs: tuple[SampleRef, ...]
-    """All samples of the batch."""
+    """The samples of the batch, without rejected ones."""
+    images: tuple[ImageBytes, ...]
+    """Where the encoded images of each of them lie."""
     needed: tuple[int, ...]
     """Positions whose features go into the pool."""
     nbytes: int
@@ -144,56 +155,67 @@ class FlowSettings:
     """Training samples sized or rejected so far."""
     replica_size: int = 1
     """Ranks of each replica."""
+    num_feeders: int = 1
+    """Processes that read and size the samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The answer to a pool process that joins. Only the feeder needs more than its index."""
+    """The answer to a pool process that joins. Only feeders need more than their index."""
 
     process_index: int
     """Place in the address space. An index is never used again in a run."""
     sampler_state: SamplerState | None = None
-    """State after the last unit that a feeder reported; the new feeder continues there."""
-    next_unit: int = 0
-    """Index of the unit that is sized next; -1 past the end."""
+    """State after the last unit that the feeder's predecessor reported; the new feeder continues there."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedReport:
-    """The feeder's report: one sized unit or none, and text parts that it produced again."""
+    """A feeder's report: its samples of one unit or none, and parts that it produced again."""
 
     unit: Unit | None = None
-    """The sized unit; None: nothing was sized, the feeder only asks for work."""
+    """The unit; None: nothing was sized, the feeder only asks for work."""
     sized: tuple[SizedSample, ...] = ()
-    """The unit's samples, without rejected ones."""
+    """The feeder's samples of the unit, without rejected ones."""
     texts: tuple[PartReady, ...] = ()
     """texts[i] is the READY text part of sized[i]."""
+    images: tuple[PartReady, ...] = ()
+    """The READY image parts of those samples that have images, in the order of ``sized``."""
     rejections: tuple[Rejection, ...] = ()
-    """Samples of the unit that cannot be used."""
+    """The feeder's samples of the unit that cannot be used."""
     sampler_state: SamplerState | None = None
     """State after ``unit``; None without a unit."""
     remade: tuple[PartReady, ...] = ()
-    """Lost text parts, produced again."""
+    """Lost parts, produced again."""
     stats: PoolStats | None = None
     """Occupancy of the feeder's segment; None in the first report."""
     spans: tuple[Span, ...] = ()
     """New spans for the trace."""
 
 
+@message
+class Remake:
+    """Parts of a sample that were lost with their feeder, to be produced again."""
+
+    ref: SampleRef
+    parts: tuple[str, ...]
+    """``TEXT_PART``, ``IMAGES_PART`` or both."""
+
+
 @dataclass(frozen=True, slots=True)
 class FeedOrder:
-    """What the feeder does next: free memory, then stop, produce lost texts again, or size a unit."""
+    """What a feeder does next: free memory, then stop, produce lost parts again, or size its samples of a unit."""
 
     unit: Unit | None
     """Unit to size, or None."""
-    remake: tuple[SampleRef, ...]
-    """Samples whose text it produces again."""
+    remake: tuple[Remake, ...]
+    """Parts that it produces again."""
     released: tuple[Extent, ...]
     """Own extents that it frees first."""
     stop: bool
     """The run is over for the feeder."""
     consumed: tuple[int, ...] = ()
-    """Positions of the unit that an earlier run has consumed: the feeder draws them but does not size them."""
+    """Positions of the unit that an earlier run has consumed: feeders draw them but do not size them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +236,8 @@ class EncoderReport:
     """Samples of the batch that cannot be used."""
     stats: PoolStats | None = None
     """Occupancy of its DRAM segment; None: no new values."""
+    returned: int | None = None
+    """Id of a lease whose images it could not read, since their feeder is gone."""
     blocked_s: float = 0.0
     """Seconds since its last report that it waited for a lease."""
     spans: tuple[Span, ...] = ()

@@ -10,7 +10,9 @@ from typing import Any
 from flowtrain.types.wire import message
 
 TEXT_PART = "text"
-"""Name of the part that holds a sample's token ids and labels. Any other part has the name of its encoder."""
+"""Name of the part that holds a sample's token ids and labels."""
+IMAGES_PART = "images"
+"""Name of the part that holds a sample's encoded images, one after another. Any other part has its encoder's name."""
 
 
 EVAL_POSITION_BASE = 1 << 60
@@ -103,7 +105,9 @@ class SizedSample:
     num_target_tokens: int
     """Tokens of the sequence that carry loss, after the shift by one."""
     parts: tuple[PartSize, ...]
-    """Its text, and its images for each encoder that gets some."""
+    """What the backbone reads: its text, and the features of each encoder that gets images."""
+    image_nbytes: tuple[int, ...] = ()
+    """Bytes of each encoded image, in order; together they are the part that encoders read."""
 
     @property
     def position(self) -> int:

@@ -1,7 +1,8 @@
-"""An encoder: leases batches of images, decodes and forwards them, and puts the features into the pool."""
+"""An encoder: leases batches of images, reads them by address, decodes and forwards them, and puts the features."""
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
@@ -21,7 +22,7 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import decode_image
 from flowtrain.data.sources.base import BadSample
-from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.errors import OwnerLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.pool import Pool
@@ -31,10 +32,14 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
 from flowtrain.types.memory import Extent
-from flowtrain.types.messages import EncoderReport, Lease, LeaseOrder, PartReady
+from flowtrain.types.messages import EncoderReport, ImageBytes, Lease, LeaseOrder, PartReady
 from flowtrain.types.samples import Rejection, SampleRef
 
+logger = logging.getLogger(__name__)
+
 PixelValues = list[np.ndarray]
+RETRY_S = 0.2
+"""Pause after a lease that could not be read."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,6 @@ class Encoder:
         """Encode until the coordinator sends stop."""
         self._link = link
         torch.set_num_threads(self._settings.num_threads)
-        self._sources = SourceSet.from_config(self._config.data)
         self._family = family_from_config(self._config)
         device = default_device(self._config.model.device)
         self._module = self._load_tower().to(device)
@@ -143,13 +147,17 @@ class Encoder:
     def _lease_and_decode(self, member: PoolMember, ready: queue.Queue[Work | BaseException | None]) -> None:
         try:
             with ThreadPoolExecutor(self._settings.decode_threads, thread_name_prefix="decode") as decoders:
-                for lease, hold in self._leases(member):
-                    ready.put(self._decode(lease, hold, decoders))
+                for lease in self._leases(member):
+                    images = self._read(member.pool, lease)
+                    if images is None:
+                        self._return(member, lease)
+                        continue
+                    ready.put(self._decode(lease, member.pool.hold(lease.nbytes), images, decoders))
             ready.put(None)
         except BaseException as error:  # the thread that runs the actor raises it
             ready.put(error)
 
-    def _leases(self, member: PoolMember) -> Iterator[tuple[Lease, Hold]]:
+    def _leases(self, member: PoolMember) -> Iterator[Lease]:
         while True:
             self._ahead.acquire()
             patience = self._patience()
@@ -159,7 +167,7 @@ class Encoder:
                 order = self._next_order(member)
             if order.lease is None:
                 return
-            yield order.lease, member.pool.hold(order.lease.nbytes)
+            yield order.lease
 
     def _next_order(self, member: PoolMember) -> LeaseOrder:
         with self._handing_in:
@@ -172,12 +180,27 @@ class Encoder:
         reason = "no batch to encode: the backbone is slower (lookahead or pool memory), or nothing is sized yet"
         return Patience(self._name, self._config.limits, lambda: reason, endless=True)
 
-    def _decode(self, lease: Lease, hold: Hold, decoders: ThreadPoolExecutor) -> Work:
+    def _read(self, pool: Pool, lease: Lease) -> list[np.ndarray] | None:
+        """Return the encoded images of each sample of a lease, uint8; None if their feeder died since the answer."""
+        try:
+            return pool.get_batch([images.extents for images in lease.images])
+        except OwnerLostError as error:
+            logger.warning("%s gives lease %d back: %s", self._name, lease.lease_id, error)
+            return None
+
+    def _return(self, member: PoolMember, lease: Lease) -> None:
+        """Give a lease back, and wait a moment: the controller tells the flow that the feeder died."""
+        self._link.ask(CoordinatorApi.hand_in, member.index, EncoderReport(returned=lease.lease_id))
+        self._ahead.release()
+        self._stopping.wait(RETRY_S)
+
+    def _decode(self, lease: Lease, hold: Hold, data: Sequence[np.ndarray], decoders: ThreadPoolExecutor) -> Work:
         leased_s = time.monotonic()
         started = time.time()
         pixels: dict[int, PixelValues] = {}
         rejections = []
-        for ref, outcome in zip(lease.refs, decoders.map(self._load, lease.refs), strict=True):
+        outcomes = decoders.map(self._load, lease.refs, lease.images, data)
+        for ref, outcome in zip(lease.refs, outcomes, strict=True):
             if isinstance(outcome, Rejection):
                 rejections.append(outcome)
             else:
@@ -185,13 +208,16 @@ class Encoder:
         self._spans.add("decode", started, time.time(), samples=len(lease.refs))
         return Work(lease, hold, leased_s, pixels, tuple(rejections))
 
-    def _load(self, ref: SampleRef) -> PixelValues | Rejection:
+    def _load(self, ref: SampleRef, images: ImageBytes, data: np.ndarray) -> PixelValues | Rejection:
+        ends = np.cumsum(images.nbytes)[:-1]
         limit = self._config.data.max_image_pixels
         try:
-            images = self._sources.read(ref).images
-            return [self._family.preprocess(self._encoder, decode_image(image.read(), limit)) for image in images]
+            return [
+                self._family.preprocess(self._encoder, decode_image(memoryview(image), limit))
+                for image in np.split(data, ends)
+            ]
         except BadSample as bad:
-            return Rejection(ref, bad.reason, bad.detail)
+            return bad.rejection(ref)
 
     # --- forwarding ---------------------------------------------------------------------------------------------
 

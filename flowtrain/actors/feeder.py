@@ -1,98 +1,160 @@
-"""The feeder sizes samples in position order and puts their text into the pool."""
+"""A feeder reads and sizes its share of the samples, and puts their texts and encoded images into the pool."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from flowtrain.actors.garbage import expect_many_objects
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.config.run import RunConfig
-from flowtrain.data.feed import Feed
-from flowtrain.data.sizing import SizedResult
+from flowtrain.data.feed import Feed, FeederPlace
+from flowtrain.data.sources.base import Buffer
 from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.api import CoordinatorApi
+from flowtrain.types.memory import Extent
 from flowtrain.types.messages import FeedReport, PartReady, Span
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART, Rejection, SampleRef
+from flowtrain.types.sources import SourceIndex
 
-NAME = "feeder-0"
+SEGMENT_KNOB = "pool.feeder_segment_nbytes"
 
 
 class _Stopped(Exception):
-    """The run ended while the current unit waited for room."""
+    """The run ended while the feeder waited for room."""
+
+
+def feeder_name(feeder: int) -> str:
+    """Return the name of a feeder's actor."""
+    return f"feeder-{feeder}"
 
 
 class Feeder:
-    """Runs the plain ``Feed``: a thin shell that puts texts into the pool and reports to the coordinator."""
+    """Runs the plain ``Feed``: a thin shell that puts bytes into the pool and reports to the coordinator.
 
-    def __init__(self, config: RunConfig, run_id: str) -> None:
+    indexes: of the sources, which the driver has made.
+    feeder, num_feeders: which feeder this is, from 0, and of how many.
+    segment_nbytes: DRAM that it gives to the pool, in bytes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        indexes: Sequence[SourceIndex],
+        feeder: int = 0,
+        num_feeders: int = 1,
+        segment_nbytes: int = 1 << 26,
+    ) -> None:
         self._config = config
         self._run_id = run_id
+        self._indexes = indexes
+        self._place = FeederPlace(feeder, num_feeders)
+        self._name = feeder_name(feeder)
+        self._segment_nbytes = segment_nbytes
 
     def run(self, link: CoordinatorLink) -> None:
         """Feed until the coordinator sends stop."""
-        self._link = link
-        self._feed = Feed.from_config(self._config)
-        knob = "pool.text_segment_nbytes"
         expect_many_objects()
+        config = self._config
         member = join_pool(
-            self._link, self._config.pool, self._run_id, NAME, self._config.pool.text_segment_nbytes, knob
+            link,
+            config.pool,
+            self._run_id,
+            self._name,
+            self._segment_nbytes,
+            SEGMENT_KNOB,
+            feeder=self._place.feeder,
         )
-        assert member.joined.sampler_state is not None
-        self._feed.restore(member.joined.sampler_state)
+        state = member.joined.sampler_state
+        assert state is not None
+        segment = _Segment(self._name, config, link, member)
+        feed = Feed.from_config(config, self._indexes, state, segment, self._place)
         try:
-            self._serve(member)
+            self._serve(link, member, feed)
         except _Stopped:
             pass
         finally:
+            feed.close()
             member.pool.close()
 
-    def _serve(self, member: PoolMember) -> None:
+    def _serve(self, link: CoordinatorLink, member: PoolMember, feed: Feed) -> None:
         report = FeedReport()
         while True:
-            order = self._link.ask(CoordinatorApi.feed, member.index, report)
+            order = link.ask(CoordinatorApi.feed, member.index, report)
             member.pool.release(order.released)
             if order.stop:
                 return
-            remade = tuple(self._remake(member, ref) for ref in order.remake)
-            report = FeedReport(remade=remade, stats=member.pool.stats())
+            remade = [part for lost in order.remake for part in feed.remake(lost)]
+            report = FeedReport(remade=tuple(remade), stats=member.pool.stats())
             if order.unit is not None:
-                report = self._size(member, order.unit, frozenset(order.consumed), remade)
+                report = self._size(member, feed, order.unit, frozenset(order.consumed), remade)
 
     def _size(
-        self, member: PoolMember, unit: Unit, consumed: frozenset[int], remade: tuple[PartReady, ...]
+        self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int], remade: Sequence[PartReady]
     ) -> FeedReport:
         started = time.time()
-        results = self._feed.next_unit(unit, consumed)
-        sized = [result for result in results if not isinstance(result, Rejection)]
-        texts = tuple(self._put(member, result) for result in sized)
+        share = feed.next_unit(unit, consumed)
+        num_samples = len(share.sized) + len(share.rejections)
         return FeedReport(
             unit=unit,
-            sized=tuple(result.sample for result in sized),
-            texts=texts,
-            rejections=tuple(result for result in results if isinstance(result, Rejection)),
-            sampler_state=self._feed.state(),
-            remade=remade,
+            sized=tuple(share.sized),
+            texts=tuple(share.texts),
+            images=tuple(share.images),
+            rejections=tuple(share.rejections),
+            sampler_state=feed.state(),
+            remade=tuple(remade),
             stats=member.pool.stats(),
-            spans=(Span(NAME, "size", started, time.time(), {"step": unit.step, "samples": len(results)}),),
+            spans=(Span(self._name, "size", started, time.time(), {"step": unit.step, "samples": num_samples}),),
         )
 
-    def _remake(self, member: PoolMember, ref: SampleRef) -> PartReady:
-        return self._put(member, self._feed.resize(ref))
 
-    def _put(self, member: PoolMember, result: SizedResult) -> PartReady:
-        """Put a text part; if the segment is full, wait until the backbone releases memory."""
-        reason = "its pool segment is full of text not consumed yet"
-        patience = Patience(NAME, self._config.limits, lambda: reason, endless=True)
+class _Segment:
+    """The feeder's segment as its shelf; a full one is waited for until the backbone has released memory."""
+
+    def __init__(self, name: str, config: RunConfig, link: CoordinatorLink, member: PoolMember) -> None:
+        self._name = name
+        self._limits = config.limits
+        self._link = link
+        self._member = member
+
+    def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+        """See ``Shelf``."""
+        arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+        nbytes = sum(len(array) for array in arrays)
+        reason = "its pool segment is full of samples not consumed yet"
+        patience = Patience(self._name, self._limits, lambda: reason, endless=True)
         while True:
             try:
-                extents = member.pool.put(result.text)
+                room = self._member.pool.reserve(nbytes)
             except OutOfPoolMemory:
-                order = self._link.ask(CoordinatorApi.wait_for_room, member.index)
-                member.pool.release(order.released)
+                order = self._link.ask(CoordinatorApi.wait_for_room, self._member.index)
+                self._member.pool.release(order.released)
                 if order.stop:
                     raise _Stopped from None
                 patience.tick()
             else:
-                return PartReady(result.sample.position, TEXT_PART, 0, extents)
+                break
+        with room:
+            _fill(room.views, arrays)
+            return room.commit()
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """See ``Shelf``."""
+        self._member.pool.release(extents)
+
+
+def _fill(views: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> None:
+    """Copy arrays, one after another, into views of the same length in all."""
+    runs = iter(views)
+    run = next(runs)
+    for array in arrays:
+        while len(array):
+            if not len(run):
+                run = next(runs)
+            count = min(len(run), len(array))
+            run[:count] = array[:count]
+            run, array = run[count:], array[count:]

@@ -65,6 +65,7 @@ def join_pool(
     knob: str,
     device: torch.device = CPU,
     gives_hbm: bool = False,
+    feeder: int | None = None,
 ) -> PoolMember:
     """Join the pool and publish the process's segments.
 
@@ -75,9 +76,10 @@ def join_pool(
     knob: configuration key that sets the segment's size, for messages.
     device: device that the process computes on; with an accelerator it can read HBM.
     gives_hbm: also give the HBM that the configuration sets.
+    feeder: a feeder's number; None for any other process.
     """
     keep_imports()
-    joined = link.ask(CoordinatorApi.join, name, link.node_id)
+    joined = link.ask(CoordinatorApi.join, name, link.node_id, feeder)
     space = address_space(config)
     reason = why_absent(device)
     hbm_nbytes, line = hbm_offer(config, reason) if gives_hbm else (0, "")

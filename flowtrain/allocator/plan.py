@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
@@ -18,6 +19,10 @@ from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import PLAN_SCHEMA
 from flowtrain.types.run_plan import Key, ModulePlan, Plan
+
+
+FEEDER_RATE = 400.0
+"""Samples/s that a plan counts on from a feeder (benchmarks/feeding.py measures more on one core)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +60,17 @@ def fixed_plan(config: RunConfig) -> Plan:
         num_devices=config.backbone.num_devices,
         accelerator_type=config.backbone.accelerator_type,
     )
-    # The feeder reserves no CPU: it runs ahead of all others and yields, and small machines have none to spare.
-    plan = Plan(encoders, backbone, feeder=ModulePlan(segment_nbytes=config.pool.text_segment_nbytes))
+    # A feeder reserves no CPU: it runs ahead of all others and yields, and small machines have none to spare.
+    feeder = ModulePlan(
+        data_parallel_size=config.data.num_feeders or 1, segment_nbytes=config.pool.feeder_segment_nbytes or 0
+    )
+    plan = Plan(encoders, backbone, feeder)
     return plan.without_devices() if config.model.device == "cpu" else plan
+
+
+def feeders_for(rate: float) -> int:
+    """Return the feeders that a rate in samples/s needs."""
+    return max(1, math.ceil(rate / FEEDER_RATE))
 
 
 def requirements(plan: Plan) -> Requirements:

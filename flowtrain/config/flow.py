@@ -31,8 +31,9 @@ class SchedulerConfig(ConfigModel):
 class PoolConfig(ConfigModel):
     """The unified memory pool."""
 
-    text_segment_nbytes: int = Field(64 << 20, ge=1 << 16)
-    """Memory that the feeder gives for token ids."""
+    feeder_segment_nbytes: int | None = Field(None, ge=1 << 16)
+    """Memory that each feeder gives for texts and encoded images; None: what a worst-case step and the open blocks
+    need (docs/running.md). Pages that are not used take no memory."""
     max_processes: int = Field(1024, ge=4)
     """N of the address space (FlowTrain 3.2). Reserving addresses costs nothing."""
     processes_per_node: int = Field(64, ge=4)

@@ -180,7 +180,7 @@ def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
 def _segments_fit_the_space(config: RunConfig) -> Iterator[Fault]:
     limit = config.pool.max_segment_nbytes
     sizes = {
-        "pool.text_segment_nbytes": config.pool.text_segment_nbytes,
+        "pool.feeder_segment_nbytes": config.pool.feeder_segment_nbytes or 0,
         "pool.hbm_segment_nbytes": config.pool.hbm_segment_nbytes,
     }
     sizes |= {f"encoders.{name}.segment_nbytes": e.segment_nbytes for name, e in config.encoders.items()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowtrain.actors.encoder_rank import rank_name
-from flowtrain.actors.feeder import NAME as FEEDER
+from flowtrain.actors.feeder import feeder_name
 from flowtrain.controller.cluster import ACCELERATOR_TYPE, Bundle
 from flowtrain.controller.state import Role
 from flowtrain.types.run_plan import ModulePlan, Plan
@@ -62,7 +62,9 @@ def actor_specs_of(plan: Plan) -> list[ActorSpec]:
         specs.append(ActorSpec(f"{place}-tp{tp_rank}", Role.BACKBONE, "backbone", rank, plan.backbone, place))
     if plan.is_shared:  # in one bundle, so that they get the same device
         specs = [replace(spec, place=SHARED_PLACE) for spec in specs]
-    specs.append(ActorSpec(FEEDER, Role.FEEDER, "feeder", 0, plan.feeder, FEEDER))
+    for index in range(plan.feeder.data_parallel_size):
+        name = feeder_name(index)
+        specs.append(ActorSpec(name, Role.FEEDER, "feeder", index, plan.feeder, name))
     return specs
 
 
@@ -76,9 +78,14 @@ def bundles_of(specs: Sequence[ActorSpec]) -> list[Bundle]:
 
 
 def bundle_indices(specs: Sequence[ActorSpec]) -> list[int]:
-    """The index in ``bundles_of`` of each actor's bundle; -1 for an actor that takes no resources."""
+    """The index in ``bundles_of`` of each actor's bundle.
+
+    Actors that take no resources are spread over the bundles of the others, and so over their nodes; -1 without bundles.
+    """
     numbers = {place: number for number, place in enumerate(_bundles_by_place(specs))}
-    return [numbers[spec.place] if spec.bundle else -1 for spec in specs]
+    guests = [spec for spec in specs if not spec.bundle]
+    places = {spec.name: number * len(numbers) // len(guests) if numbers else -1 for number, spec in enumerate(guests)}
+    return [numbers[spec.place] if spec.bundle else places[spec.name] for spec in specs]
 
 
 def _bundles_by_place(specs: Sequence[ActorSpec]) -> dict[str, Bundle]:

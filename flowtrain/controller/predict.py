@@ -58,7 +58,7 @@ def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
 
 def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[SizedUnit]:
     """Yield a run's training units, of all steps or of the first ``num_steps``, sized as its feeder does."""
-    feed = Feed.from_config(run_spec.config)
+    feed = Feed.from_config(run_spec.config, run_spec.indexes)
     units = unit_sequence(
         run_spec.num_steps,
         run_spec.config.training.global_batch_size,
@@ -68,9 +68,8 @@ def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[Siz
     )
     training = (unit for unit in units if unit.kind is UnitKind.TRAIN)
     for unit in islice(training, num_steps):
-        results = feed.next_unit(unit)
-        sized = tuple(result.sample for result in results if not isinstance(result, Rejection))
-        yield SizedUnit(unit, sized, tuple(result for result in results if isinstance(result, Rejection)))
+        share = feed.next_unit(unit)
+        yield SizedUnit(unit, tuple(share.sized), tuple(share.rejections))
 
 
 def run_workload(config: RunConfig, num_steps: int | None = None, progress: Progress | None = None) -> Workload:

@@ -12,6 +12,7 @@ from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
+from flowtrain.controller.feeder_memory import feeder_need
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
 from flowtrain.data.feed import sampler_from_config
@@ -28,6 +29,7 @@ from flowtrain.scheduler.run_cost import configured_profile, first_cost
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
 from flowtrain.types.run_plan import Plan
+from flowtrain.types.sources import SourceIndex
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class RunSpec:
     """With the devices that actors take if the cluster has some."""
     model_spec: ModelSpec
     source_names: tuple[str, ...]
-    source_sizes: tuple[int, ...]
-    """Rows of each training source, in the order of ``source_names``."""
+    indexes: tuple[SourceIndex, ...]
+    """Files and blocks of the training sources, in the order of ``source_names``, then of the evaluation source."""
     num_eval: int
     """Samples of an evaluation round, 0 for none."""
     num_steps: int
@@ -50,6 +52,11 @@ class RunSpec:
     """Plans the first step."""
     cost_profile: CostProfile | None
     """The measured profile that ``cost`` comes from, or None."""
+
+    @property
+    def source_sizes(self) -> tuple[int, ...]:
+        """Rows of each training source."""
+        return tuple(index.num_rows for index in self.indexes[: len(self.source_names)])
 
     @property
     def eval_every(self) -> int | None:
@@ -68,7 +75,8 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
     check_pool: also refuse a memory pool that is too small.
     """
     check_startable(config)
-    sources = SourceSet.from_config(config.data)
+    indexes = SourceSet.index(config.data)
+    sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
     num_eval = 0
@@ -82,7 +90,11 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
+    need = feeder_need(config, indexes, num_eval, plan.feeder.data_parallel_size)
+    if not plan.feeder.segment_nbytes:
+        plan = replace(plan, feeder=replace(plan.feeder, segment_nbytes=need.nbytes))
     if check_pool:
+        need.check(plan.feeder.segment_nbytes)
         check_memory(config, family, num_eval)
     cost_profile = configured_profile(config, spec)
     return RunSpec(
@@ -90,7 +102,7 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
         plan=plan,
         model_spec=spec,
         source_names=tuple(source.name for source in sources.train),
-        source_sizes=sources.sizes,
+        indexes=indexes,
         num_eval=num_eval,
         num_steps=num_steps,
         total_positions=total_positions,
@@ -142,22 +154,13 @@ def splits_tensors(family: Family, tensor_parallel_size: int) -> bool:
 def check_memory(
     config: RunConfig, family: Family, num_eval: int, num_encoders: Mapping[str, int] | None = None
 ) -> None:
-    """Raise ConfigError unless the segments hold a worst-case unit; with less room a run could deadlock.
+    """Raise ConfigError unless the encoders' segments hold a worst-case unit; with less room a run could deadlock.
 
     num_encoders: replicas of each encoder; by default the configuration's.
     """
     batch_size, by_arrival = config.training.global_batch_size, config.data.order == "arrival"
     samples = max(batch_size, num_eval)
     limit, align = config.data.max_seq_len, config.pool.alignment
-    text_nbytes = _aligned(2 * 4 * limit, align)
-    check_capacity(
-        [config.pool.text_segment_nbytes],
-        largest_part_nbytes=text_nbytes,
-        # By arrival, the rest of a resumed run's first groups may be one position short of a step while the feeder
-        # puts the text of another group.
-        parts_per_step=max(samples, 2 * batch_size - 1) if by_arrival else samples,
-        knob="pool.text_segment_nbytes",
-    )
     for name, encoder in config.encoders.items():
         # A lease takes a whole batch: at most the rows of one longest sample, or the batch's limit of patches. Each of
         # its parts is rounded up.
@@ -193,6 +196,7 @@ def _aligned(nbytes: int, alignment: int) -> int:
 def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
     """Return the flow's start for a run that has trained nothing yet; a checkpoint replaces part of it."""
     degrees = run_spec.plan.backbone.degrees
+    tables = [index.first_rows for index in run_spec.indexes[: len(run_spec.source_names)]]
     return FlowSettings(
         global_batch_size=run_spec.config.training.global_batch_size,
         dp_size=degrees.dp,
@@ -201,9 +205,10 @@ def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
         eval_every=run_spec.eval_every,
         num_eval=run_spec.num_eval,
         start_step=0,
-        sampler_state=sampler_from_config(run_spec.config, run_spec.source_sizes).state(),
+        sampler_state=sampler_from_config(run_spec.config, tables).state(),
         cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,
         replica_size=degrees.replica_size,
+        num_feeders=run_spec.plan.feeder.data_parallel_size,
     )

@@ -165,7 +165,14 @@ class Controller:
             make_flow = partial(start_flow, self._config, self._run_spec.model_spec, self._flow_settings())
             coordinator = worker_group.start_coordinator(self._config, classes, make_flow)
             actors = worker_group.start_actors(
-                self._config, specs, group, classes, coordinator, self._run_id, self._run_spec.num_steps
+                self._config,
+                specs,
+                group,
+                classes,
+                coordinator,
+                self._run_id,
+                self._run_spec.num_steps,
+                self._run_spec.indexes,
             )
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})

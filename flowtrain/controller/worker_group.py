@@ -27,6 +27,7 @@ from flowtrain.errors import ResourceError
 from flowtrain.flow.flow import Flow
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.plan import DevicePeak
+from flowtrain.types.sources import SourceIndex
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +133,14 @@ def start_actors(
     coordinator: ActorHandle,
     run_id: str,
     num_steps: int,
+    indexes: tuple[SourceIndex, ...] = (),
 ) -> WorkerGroup:
-    """Start feeder, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all."""
+    """Start feeders, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all."""
     workers = WorkerGroup(coordinator, RayLink(coordinator))
+    stored = ray.put(indexes)  # once, not for each feeder
     try:
         for spec, options in _options(config, specs, group):
-            workers.spawn[spec.name] = partial(_construct, config, spec, classes, options, run_id, num_steps)
+            workers.spawn[spec.name] = partial(_construct, config, spec, classes, options, run_id, num_steps, stored)
             workers.actors[spec.name] = workers.spawn[spec.name]()
             workers.roles[spec.name] = spec.role
             if spec.role is Role.ENCODER_RANK:
@@ -157,7 +160,7 @@ def _options(
         if spec.plan.num_devices:
             options["num_gpus"] = spec.plan.num_devices
         if group is not None:
-            # An actor without its own bundle (the feeder) still belongs on the node of the others.
+            # An actor without its own bundle (a feeder) still belongs on a node of the others.
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         yield spec, options
 
@@ -169,9 +172,11 @@ def _construct(
     options: dict[str, Any],
     run_id: str,
     num_steps: int,
+    indexes: ray.ObjectRef[tuple[SourceIndex, ...]],
 ) -> ActorHandle:
     if spec.role is Role.FEEDER:
-        return _spawn(classes.feeder, options, config, run_id)
+        num_feeders, segment_nbytes = spec.plan.data_parallel_size, spec.segment_nbytes
+        return _spawn(classes.feeder, options, config, run_id, indexes, spec.index, num_feeders, segment_nbytes)
     if spec.role is Role.ENCODER:
         return _spawn(classes.encoder, options, config, spec.module, spec.name, run_id)
     if spec.role is Role.ENCODER_RANK:

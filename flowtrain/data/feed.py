@@ -1,84 +1,245 @@
-"""Draws and sizes the samples of units; the feeder actor wraps this."""
+"""Draws, reads and sizes a feeder's share of units, and puts it on its shelf; the feeder actor wraps this."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from flowtrain.config.run import RunConfig
-from flowtrain.data.sampler import Sampler
-from flowtrain.data.sizing import SizedResult, Sizer
-from flowtrain.data.sources.base import BadSample
+from flowtrain.costs.flops import IntArray
+from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf
+from flowtrain.data.read_ahead import ReadAhead
+from flowtrain.data.sampler import Draw, Sampler
+from flowtrain.data.sizing import LoadedSample, SizedResult, Sizer
+from flowtrain.data.sources.base import BadSample, Buffer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
+from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.types.memory import Extent
+from flowtrain.types.messages import PartReady, Remake
 from flowtrain.types.plan import Unit, UnitKind
-from flowtrain.types.samples import Rejection, SampleRef, SamplerState
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, Rejection, SampleRef, SamplerState, SizedSample
+from flowtrain.types.sources import SourceIndex
+
+_FILE_THREADS = 8
+"""Images that are files of their own, read at the same time."""
+
+Found = HeldRow | LoadedSample | Rejection
+
+@dataclass(slots=True)
+class Share:
+    """A feeder's samples of a unit, in the order of their positions; parts as in ``FeedReport``."""
+
+    sized: list[SizedSample] = field(default_factory=list)
+    texts: list[PartReady] = field(default_factory=list)
+    images: list[PartReady] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+
+
+class NoShelf:
+    """Keeps nothing, for those who only want to know sizes."""
+
+    def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+        """See ``Shelf``."""
+        return ()
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """See ``Shelf``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeederPlace:
+    """Which feeder this is, and of how many."""
+
+    feeder: int = 0
+    num_feeders: int = 1
+
+    def owns(self, draw: Draw) -> bool:
+        """Whether the feeder handles a draw. All rows of an open block go to one feeder."""
+        return draw.lane % self.num_feeders == self.feeder
 
 
 class Feed:
-    """Draws and sizes the samples of one unit after another. Not thread-safe."""
+    """Sizes a feeder's share of one unit after another. Not thread-safe.
 
-    def __init__(self, sources: SourceSet, sampler: Sampler, sizer: Sizer) -> None:
+    sampler: at the position where the feed starts.
+    shelf: takes texts and encoded images.
+    end: position at which the run ends.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sources: SourceSet,
+        sampler: Sampler,
+        sizer: Sizer,
+        shelf: Shelf,
+        place: FeederPlace = FeederPlace(),
+        end: int = 1 << 62,
+    ) -> None:
+        self._data = config.data
         self._sources = sources
         self._sampler = sampler
         self._sizer = sizer
+        self._shelf = shelf
+        self._place = place
+        self._files = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files")
+        self._reader: ReadAhead | None = None
+        self._blocks: OpenBlocks | None = None
+        if config.data.shuffle != "rows":
+            scout = sampler_from_config(config, sources.tables)
+            scout.restore(sampler.state())
+            self._reader = ReadAhead(sources, scout, place.owns, config.data.read_ahead_blocks, end)
+            to_come = {
+                (source, block): rows
+                for source in range(len(sources.train))
+                for block, rows in sampler.open_rows(source).items()
+            }
+            self._blocks = OpenBlocks(sources, self._reader, shelf, sizer.load, to_come)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> Feed:
-        """Open the sources and the tokenizer; raises ConfigError or DataError if one of them cannot be used."""
-        sources = SourceSet.from_config(config.data)
-        family = family_from_config(config)
-        return cls(sources, sampler_from_config(config, sources.sizes), Sizer(family, family.tokenizer, config.data))
+    def from_config(
+        cls,
+        config: RunConfig,
+        indexes: Sequence[SourceIndex] | None = None,
+        state: SamplerState | None = None,
+        shelf: Shelf | None = None,
+        place: FeederPlace = FeederPlace(),
+    ) -> Feed:
+        """Open sources and tokenizer; raises ConfigError or DataError if one of them cannot be used.
 
-    def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> list[SizedResult | Rejection]:
-        """Return the unit's samples, sized or rejected, in the order of their positions.
+        indexes: of the sources; None: they are made here. state: where to continue; None: at the first position. Raises
+        CheckpointError for a state of other data or of another order. shelf: None: sizes only.
+        """
+        sources = SourceSet.from_config(config.data, indexes)
+        family = family_from_config(config)
+        sampler = sampler_from_config(config, sources.tables)
+        if state is not None:
+            sampler.restore(state)
+        sizer = Sizer(family, family.tokenizer, config.data)
+        num_steps, total = num_steps_of(config.training, sources.sizes)
+        end = total if total is not None else num_steps * config.training.global_batch_size
+        return cls(config, sources, sampler, sizer, shelf if shelf is not None else NoShelf(), place, end)
+
+    def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> Share:
+        """Size and put the feeder's samples of a unit.
 
         Training units must come in the order of their positions; an evaluation reads the first rows of its source.
         consumed: positions to draw without sizing them. Raises SourceReadError if a source cannot be read.
         """
-        return [self._size(ref) for ref in self._refs(unit) if ref.position not in consumed]
+        share = Share()
+        for ref, found in self._found(self._draws(unit), unit.kind, consumed):
+            result = found if isinstance(found, Rejection) else self._sizer.size_measured(ref, found.measured)
+            if isinstance(result, SizedResult):
+                self._put(share, result, found)
+                continue
+            share.rejections.append(result)
+            if isinstance(found, HeldRow):
+                self._shelf.free(found.extents)
+        return share
 
-    def resize(self, ref: SampleRef) -> SizedResult:
-        """Size a sample again after its text part was lost with its segment; the result equals the first one.
+    def remake(self, order: Remake) -> list[PartReady]:
+        """Put parts of a sample again that were lost with their segment; they equal the first ones.
 
         Raises DataError if the sample is rejected now, SourceReadError if it cannot be read.
         """
-        result = self._size(ref)
+        ref = order.ref
+        try:
+            loaded = self._sizer.load(self._sources.read(ref))
+            result = self._sizer.size_measured(ref, loaded.measured)
+        except BadSample as error:
+            result = error.rejection(ref)
         if isinstance(result, Rejection):
             name = self._sources.source(ref.source).name
             raise DataError(
                 f"position {ref.position} (row {ref.row} of {name}) was sized once and is rejected now "
                 f"({result.reason.value}: {result.detail}); do not change the data during a run"
             )
-        return result
+        pieces: dict[str, Sequence[Buffer]] = {TEXT_PART: [result.text], IMAGES_PART: loaded.data}
+        return [PartReady(ref.position, name, 0, self._shelf.put(pieces[name])) for name in order.parts]
 
     def state(self) -> SamplerState:
         """Return the sampler's state after the last drawn unit (the backbone trains it later)."""
         return self._sampler.state()
 
-    def restore(self, state: SamplerState) -> None:
-        """Continue from a state; raises CheckpointError if it comes from other data or another seed."""
-        self._sampler.restore(state)
+    def close(self) -> None:
+        """End the reading threads."""
+        self._files.shutdown(wait=True, cancel_futures=True)
+        if self._reader is not None:
+            self._reader.close()
 
-    def _refs(self, unit: Unit) -> list[SampleRef]:
+    # --- drawing ------------------------------------------------------------------------------------------------
+
+    def _draws(self, unit: Unit) -> list[Draw]:
+        """Return the feeder's draws of a unit."""
         if unit.kind is UnitKind.EVAL:
             index = self._sources.eval_index
-            return [SampleRef(position, index, row, 0) for row, position in enumerate(unit.positions)]
-        refs = self._sampler.take(unit.num_positions)
-        assert refs[0].position == unit.first_position, (
-            f"unit {unit.index} starts at position {unit.first_position}, but the sampler was at {refs[0].position}"
-        )
-        return refs
+            blocks = [self._sources.block_of(index, row) for row in range(unit.num_positions)]
+            draws = [
+                Draw(SampleRef(position, index, row, 0), blocks[row]) for row, position in enumerate(unit.positions)
+            ]
+        else:
+            draws = self._sampler.take(unit.num_positions)
+            first = draws[0].ref.position
+            assert first == unit.first_position, (
+                f"unit {unit.index} starts at position {unit.first_position}, but the sampler was at {first}"
+            )
+        return [draw for draw in draws if self._place.owns(draw)]
 
-    def _size(self, ref: SampleRef) -> SizedResult | Rejection:
+    def _found(
+        self, draws: Sequence[Draw], kind: UnitKind, consumed: Collection[int]
+    ) -> Iterator[tuple[SampleRef, Found]]:
+        """Yield the draws' samples in order, while image files of those behind them are read."""
+        blocks = self._blocks if kind is UnitKind.TRAIN else None
+        begun: deque[tuple[SampleRef, Found | Future[LoadedSample]]] = deque()
+        for draw in draws:
+            if draw.ref.position in consumed:
+                if blocks is not None:
+                    blocks.skip(draw)
+                continue
+            begun.append((draw.ref, self._begin(draw, blocks)))
+            if len(begun) > 2 * _FILE_THREADS:
+                yield _finished(*begun.popleft())
+        while begun:
+            yield _finished(*begun.popleft())
+
+    def _begin(self, draw: Draw, blocks: OpenBlocks | None) -> Found | Future[LoadedSample]:
         try:
-            raw = self._sources.read(ref)
-        except BadSample as error:
-            return Rejection(ref, error.reason, error.detail)
-        return self._sizer.size(ref, raw)
+            row = blocks.take(draw) if blocks is not None else self._sources.read(draw.ref)
+            if isinstance(row, BadSample):
+                raise row
+            if isinstance(row, HeldRow):
+                return row
+            if any(image.is_file for image in row.images):
+                return self._files.submit(self._sizer.load, row)
+            return self._sizer.load(row)
+        except BadSample as bad:
+            return bad.rejection(draw.ref)
+
+    # --- putting ------------------------------------------------------------------------------------------------
+
+    def _put(self, share: Share, result: SizedResult, found: HeldRow | LoadedSample) -> None:
+        position = result.sample.position
+        if result.sample.image_nbytes:
+            extents = found.extents if isinstance(found, HeldRow) else self._shelf.put(found.data)
+            share.images.append(PartReady(position, IMAGES_PART, 0, extents))
+        share.texts.append(PartReady(position, TEXT_PART, 0, self._shelf.put([result.text])))
+        share.sized.append(result.sample)
 
 
-def sampler_from_config(config: RunConfig, sizes: Sequence[int]) -> Sampler:
-    """Build the run's sampler at its first position; sizes: number of rows of each of ``data.sources``."""
+def _finished(ref: SampleRef, begun: Found | Future[LoadedSample]) -> tuple[SampleRef, Found]:
+    if not isinstance(begun, Future):
+        return ref, begun
+    try:
+        return ref, begun.result()
+    except BadSample as bad:
+        return ref, bad.rejection(ref)
+
+
+def sampler_from_config(config: RunConfig, tables: Sequence[IntArray]) -> Sampler:
+    """Build the run's sampler at its first position; tables: the first rows of the blocks of each training source."""
     weights = [source.weight for source in config.data.sources]
-    return Sampler(sizes, weights, config.seed, config.data.shuffle != "none")
+    return Sampler(tables, weights, config.seed, config.data.shuffle, config.data.shuffle_blocks)

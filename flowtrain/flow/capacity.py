@@ -7,36 +7,48 @@ from collections.abc import Sequence
 from flowtrain.errors import ConfigError, FaultCode
 
 
-def check_capacity(segments: Sequence[int], largest_part_nbytes: int, parts_per_step: int, knob: str) -> None:
+def check_capacity(
+    segments: Sequence[int],
+    largest_part_nbytes: int,
+    parts_per_step: int,
+    knob: str,
+    *,
+    reserved_nbytes: int = 0,
+    reserved_for: str = "",
+    ways_out: str = "training.global_batch_size or data.max_seq_len",
+) -> None:
     """Check that the sum over segments of floor(segment / largest part) is at least the parts of a step.
 
     segments: bytes that each living owner gives to this kind of part.
     largest_part_nbytes: the most that one lease reserves, aligned; for leases of batches, the largest batch.
     parts_per_step: leases of a worst-case step.
     knob: configuration key that sets the size of a segment.
+    reserved_nbytes, reserved_for: bytes of each segment that other things take, and which; they come on top.
+    ways_out: keys that can be lowered instead.
 
     Raises ConfigError with the numbers, also when not even one sample fits into a segment.
     """
     assert largest_part_nbytes > 0, largest_part_nbytes
-    room = sum(segment // largest_part_nbytes for segment in segments)
+    room = sum(max(0, segment - reserved_nbytes) // largest_part_nbytes for segment in segments)
     if room >= parts_per_step:
         return
-    least = -(-parts_per_step // max(1, len(segments))) * largest_part_nbytes
+    least = reserved_nbytes + -(-parts_per_step // max(1, len(segments))) * largest_part_nbytes
+    beside = f" beside {reserved_nbytes} bytes of {reserved_for}" if reserved_nbytes else ""
     if segments and not room:
         raise ConfigError.of(
             knob,
             FaultCode.POOL,
             f"no segment can hold one sample: the largest has {max(segments)} bytes, and a sample of data.max_seq_len "
             f"tokens, with the batch that it is encoded in, takes up to {largest_part_nbytes}; raise {knob} to at "
-            f"least {least}, which holds a step of {parts_per_step} such parts, or lower data.max_seq_len",
+            f"least {least}, which holds a step of {parts_per_step} such parts{beside}, or lower {ways_out}",
         )
     given = f"{len(segments)} segments of {sum(segments)} bytes in all" if segments else "no segment at all"
     raise ConfigError.of(
         knob,
         FaultCode.POOL,
         f"the pool cannot hold one step, so the run could get stuck: a step has up to {parts_per_step} parts of up to "
-        f"{largest_part_nbytes} bytes, and {given} hold {room}; raise {knob} to at least {least}, or lower "
-        "training.global_batch_size or data.max_seq_len",
+        f"{largest_part_nbytes} bytes, and {given} hold {room}{beside}; raise {knob} to at least {least}, or lower "
+        f"{ways_out}",
     )
 
 

@@ -56,6 +56,7 @@ class Plan:
     """By name, in the configuration's order."""
     backbone: ModulePlan
     feeder: ModulePlan
+    """A segment of 0 bytes: as large as the run's data need."""
     schema: int = PLAN_SCHEMA
 
     @property
@@ -101,7 +102,9 @@ class Plan:
                 found[*section, "accelerator_type"] = module.accelerator_type
         for name, module in self.encoders.items():
             found["encoders", name, "segment_nbytes"] = module.segment_nbytes
-        found["pool", "text_segment_nbytes"] = self.feeder.segment_nbytes
+        found["data", "num_feeders"] = self.feeder.data_parallel_size
+        if self.feeder.segment_nbytes:
+            found["pool", "feeder_segment_nbytes"] = self.feeder.segment_nbytes
         return found
 
     def _sections(self) -> Iterator[tuple[Key, ModulePlan]]:

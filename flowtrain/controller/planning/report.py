@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
 from flowtrain.allocator.memory import MemoryBudget
-from flowtrain.allocator.plan import changed_overrides
+from flowtrain.allocator.plan import feeders_for, changed_overrides
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.allocator.replication import Replication, replicate
 from flowtrain.allocator.request import Request
@@ -165,8 +165,12 @@ def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
         return replace(module, num_devices=_part(1.0, sharing))
 
     *encoders, backbone = allocation.modules
+    feeder = usual.feeder
+    if planned.config.data.num_feeders is None:
+        feeder = replace(feeder, data_parallel_size=feeders_for(allocation.rate))
     return replace(
         usual,
+        feeder=feeder,
         encoders={each.encoder: module_plan(each, usual.encoders[each.encoder]) for each in encoders},
         backbone=module_plan(backbone, usual.backbone),
     )

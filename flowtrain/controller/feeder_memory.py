@@ -1,0 +1,68 @@
+"""How large the segments of feeders must be: a worst-case step beside the images of the open blocks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowtrain.config.run import RunConfig
+from flowtrain.flow.capacity import check_capacity
+from flowtrain.types.sources import SourceIndex
+
+KNOB = "pool.feeder_segment_nbytes"
+
+
+@dataclass(frozen=True, slots=True)
+class FeederNeed:
+    """What each feeder's segment must hold."""
+
+    sample_nbytes: int
+    """Text and encoded images of the largest sample, aligned."""
+    samples: int
+    """Samples of a worst-case step; all of them may belong to one feeder."""
+    held_nbytes: int
+    """Images of open blocks that wait for their turn."""
+
+    @property
+    def nbytes(self) -> int:
+        """The least segment."""
+        return self.held_nbytes + self.samples * self.sample_nbytes
+
+    def check(self, segment_nbytes: int) -> None:
+        """Raise ConfigError, with the numbers, if a segment is too small."""
+        check_capacity(
+            [segment_nbytes],
+            self.sample_nbytes,
+            self.samples,
+            KNOB,
+            reserved_nbytes=self.held_nbytes,
+            reserved_for="open blocks (data.shuffle_blocks)",
+            ways_out="training.global_batch_size, data.max_seq_len, data.max_image_nbytes or data.shuffle_blocks",
+        )
+
+
+def feeder_need(config: RunConfig, indexes: Sequence[SourceIndex], num_eval: int, num_feeders: int) -> FeederNeed:
+    """Return what each of ``num_feeders`` needs. indexes: of the training sources, at least."""
+    batch_size, alignment = config.training.global_batch_size, config.pool.alignment
+    samples = max(batch_size, num_eval)
+    if config.data.order == "arrival":
+        # The rest of a resumed run's first groups may be one position short of a step while feeders put another group.
+        samples = max(samples, 2 * batch_size - 1)
+    text, images = 2 * 4 * config.data.max_seq_len, config.data.max_image_nbytes
+    training = indexes[: len(config.data.sources)]
+    held = sum(_held_nbytes(config, index, num_feeders) for index in training)
+    return FeederNeed(_aligned(text, alignment) + _aligned(images, alignment), samples, held)
+
+
+def _held_nbytes(config: RunConfig, index: SourceIndex, num_feeders: int) -> int:
+    """Return the most bytes of one source that a feeder holds ahead of their turn."""
+    if config.data.shuffle == "rows" or not index.image_nbytes.any():
+        return 0
+    lanes = min(config.data.shuffle_blocks, index.num_blocks) if config.data.shuffle == "blocks" else 1
+    rows = index.first_rows[1:] - index.first_rows[:-1]
+    largest = int((index.image_nbytes + rows * config.pool.alignment).max())
+    return -(-lanes // num_feeders) * largest
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment

@@ -1,0 +1,99 @@
+"""The blocks that a feeder has open: each was read once, and its rows wait for their turn.
+
+Encoded images inside a block lie in the feeder's pool segment from then on, since a parquet file gives them all at once:
+by default its writers make one page of a whole row group. So they are counted, and their memory is freed row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flowtrain.data.read_ahead import BlockKey, ReadAhead
+from flowtrain.data.sampler import Draw
+from flowtrain.data.sizing import LoadedSample, MeasuredSample
+from flowtrain.data.sources.base import BadSample, Buffer, RawSample, Record
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.types.memory import Extent
+
+
+class Shelf(Protocol):
+    """Where a feeder puts bytes: its segment of the pool."""
+
+    def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+        """Put bytes, one piece after another; waits for room."""
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """Free bytes that no process knows of."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """A row whose images lie on the shelf."""
+
+    measured: MeasuredSample
+    extents: tuple[Extent, ...]
+
+
+Row = HeldRow | RawSample | BadSample
+"""A row of an open block; a RawSample has no images, or they are files of their own."""
+
+
+class OpenBlocks:
+    """Hands out the rows of blocks in any order, each once. Not thread-safe.
+
+    load: returns a row with the sizes and the bytes of its images; raises BadSample.
+    shelf: takes the images.
+    rows_to_come: rows that are still to come of the blocks that are open at the start, by (source, block).
+    """
+
+    def __init__(
+        self,
+        sources: SourceSet,
+        reader: ReadAhead,
+        shelf: Shelf,
+        load: Callable[[RawSample], LoadedSample],
+        rows_to_come: Mapping[tuple[int, int], Sequence[int]],
+    ) -> None:
+        self._sources = sources
+        self._reader = reader
+        self._shelf = shelf
+        self._load = load
+        self._rows_to_come = dict(rows_to_come)
+        self._rows: dict[BlockKey, dict[int, Row]] = {}
+
+    def take(self, draw: Draw) -> Row:
+        """Return a drawn row. The first draw of a block opens it. Raises as ``Source.read_block``."""
+        ref = draw.ref
+        key = BlockKey(ref.source, ref.epoch, self._sources.block_of(ref.source, ref.row))
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = self._open(key)
+        row = rows.pop(ref.row)
+        if not rows:
+            del self._rows[key]
+            self._reader.forget(key)
+        return row
+
+    def skip(self, draw: Draw) -> None:
+        """Leave out a drawn row."""
+        row = self.take(draw)
+        if isinstance(row, HeldRow):
+            self._shelf.free(row.extents)
+
+    def _open(self, key: BlockKey) -> dict[int, Row]:
+        first, last = self._sources.rows_of(key.source, key.block)
+        wanted = self._rows_to_come.pop((key.source, key.block), range(first, last))
+        records = self._reader.take(key)
+        return {int(row): self._row(records[row - first]) for row in wanted}
+
+    def _row(self, record: Record) -> Row:
+        try:
+            raw = record.sample()
+            if not raw.images or any(image.is_file for image in raw.images):
+                return raw
+            loaded = self._load(raw)
+        except BadSample as bad:
+            return bad
+        return HeldRow(loaded.measured, self._shelf.put(loaded.data))

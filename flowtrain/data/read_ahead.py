@@ -1,0 +1,71 @@
+"""Reads blocks before their turn, in threads, so that reading overlaps with sizing and putting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from flowtrain.data.sampler import Draw, Sampler
+from flowtrain.data.sources.base import Record
+from flowtrain.data.sources.source_set import SourceSet
+
+
+class BlockKey(NamedTuple):
+    """A block in one epoch of its source."""
+
+    source: int
+    epoch: int
+    block: int
+
+
+class ReadAhead:
+    """Reads the blocks that a feeder will need next, each once. Not thread-safe.
+
+    sources: has the blocks.
+    scout: a sampler of its own, which draws ahead of the feeder's to find these blocks.
+    owns: whether the feeder handles a draw.
+    num_blocks: blocks that are read at the same time, or wait here.
+    end: position at which the run ends; nothing is read for later ones.
+    """
+
+    def __init__(
+        self, sources: SourceSet, scout: Sampler, owns: Callable[[Draw], bool], num_blocks: int, end: int
+    ) -> None:
+        self._sources = sources
+        self._scout = scout
+        self._owns = owns
+        self._num_blocks = num_blocks
+        self._end = end
+        self._position = scout.state().next_position
+        self._seen: set[BlockKey] = set()
+        self._reads: dict[BlockKey, Future[Sequence[Record]]] = {}
+        self._threads = ThreadPoolExecutor(num_blocks, thread_name_prefix="read")
+        self._read_more()
+
+    def take(self, key: BlockKey) -> Sequence[Record]:
+        """Return the rows of a block, in file order, and begin to read another. Raises as ``Source.read_block``."""
+        self._seen.add(key)
+        read = self._reads.pop(key, None)
+        self._read_more()
+        return read.result() if read is not None else self._sources.read_block(key.source, key.block)
+
+    def forget(self, key: BlockKey) -> None:
+        """Forget a block whose rows were all drawn."""
+        self._seen.discard(key)
+
+    def close(self) -> None:
+        """Stop reading; reads that run are waited for."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _read_more(self) -> None:
+        while len(self._reads) < self._num_blocks and self._position < self._end:
+            (draw,) = self._scout.take(1)
+            self._position += 1
+            if not self._owns(draw):
+                continue
+            ref = draw.ref
+            key = BlockKey(ref.source, ref.epoch, self._sources.block_of(ref.source, ref.row))
+            if key not in self._seen:
+                self._seen.add(key)
+                self._reads[key] = self._threads.submit(self._sources.read_block, key.source, key.block)

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.allocator.surrogate import BACKBONE
@@ -201,7 +203,10 @@ def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
         eval_every=run_spec.eval_every,
         num_eval=run_spec.num_eval,
         start_step=0,
-        sampler_state=sampler_from_config(run_spec.config, run_spec.source_sizes).state(),
+        # At the first position a state is the same in any blocks, so the sizes are enough.
+        sampler_state=sampler_from_config(
+            run_spec.config, [np.array([0, size]) for size in run_spec.source_sizes]
+        ).state(),
         cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.flops import IntArray
 from flowtrain.data.sampler import Sampler
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import BadSample
@@ -28,7 +31,8 @@ class Feed:
         """Open the sources and the tokenizer; raises ConfigError or DataError if one of them cannot be used."""
         sources = SourceSet.from_config(config.data)
         family = family_from_config(config)
-        return cls(sources, sampler_from_config(config, sources.sizes), Sizer(family, family.tokenizer, config.data))
+        tables = [np.array([0, size]) for size in sources.sizes]
+        return cls(sources, sampler_from_config(config, tables), Sizer(family, family.tokenizer, config.data))
 
     def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> list[SizedResult | Rejection]:
         """Return the unit's samples, sized or rejected, in the order of their positions.
@@ -64,7 +68,7 @@ class Feed:
         if unit.kind is UnitKind.EVAL:
             index = self._sources.eval_index
             return [SampleRef(position, index, row, 0) for row, position in enumerate(unit.positions)]
-        refs = self._sampler.take(unit.num_positions)
+        refs = [draw.ref for draw in self._sampler.take(unit.num_positions)]
         assert refs[0].position == unit.first_position, (
             f"unit {unit.index} starts at position {unit.first_position}, but the sampler was at {refs[0].position}"
         )
@@ -78,7 +82,10 @@ class Feed:
         return self._sizer.size(ref, raw)
 
 
-def sampler_from_config(config: RunConfig, sizes: Sequence[int]) -> Sampler:
-    """Build the run's sampler at its first position; sizes: number of rows of each of ``data.sources``."""
+def sampler_from_config(config: RunConfig, first_rows: Sequence[IntArray]) -> Sampler:
+    """Build the run's sampler at its first position.
+
+    first_rows: of each of ``data.sources`` ``[num_blocks + 1]``, the first row of each block and the number of rows.
+    """
     weights = [source.weight for source in config.data.sources]
-    return Sampler(sizes, weights, config.seed, config.data.shuffle != "none")
+    return Sampler(first_rows, weights, config.seed, config.data.shuffle, config.data.shuffle_blocks)

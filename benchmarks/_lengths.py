@@ -141,7 +141,7 @@ def trace(path: Path, num_steps: int | None, capacity: int) -> Workload:
     file = LengthsFile.read(path)
     tokens, tiles = file.lengths.tokens, file.lengths.vision
     wanted = (num_steps or max(100, -(-len(tokens) // STEP_SAMPLES))) * STEP_SAMPLES
-    rows = np.array([ref.row for ref in file.sampler(seed=17, shuffle=True).take(wanted)], dtype=np.int64)
+    rows = np.array([draw.ref.row for draw in file.sampler(17, "rows", 1).take(wanted)], dtype=np.int64)
     rows = rows[tokens[rows] <= capacity]
     treatment = (
         f"{wanted} samples, {wanted / len(tokens):.2f} epochs; {wanted - len(rows)} longer than {capacity} rejected"

@@ -60,7 +60,7 @@ def draw_lengths(
         drawn = LOG_NORMAL.text.draw(np.random.default_rng(29), count)
     else:
         file = LengthsFile.read(trace)
-        drawn = file.lengths.tokens[[ref.row for ref in file.sampler(seed=17, shuffle=True).take(count)]]
+        drawn = file.lengths.tokens[[draw.ref.row for draw in file.sampler(17, "rows", 1).take(count)]]
     lengths = np.clip(np.rint(drawn * scale), 4, longest).astype(int).tolist()
     return tuple(tuple(lengths[k : k + num_samples]) for k in range(0, count, num_samples))
 

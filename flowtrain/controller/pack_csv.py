@@ -79,10 +79,10 @@ def _workload(
     all_steps, total_positions = num_steps_of(config.training, [num_rows])
     count = min(num_steps or DEFAULT_STEPS, all_steps)
     planner = StepPlanner.from_config(config, config.backbone.data_parallel_size, cost)
-    sampler = file.sampler(config.seed, data.shuffle != "none")
+    sampler = file.sampler(config.seed, data.shuffle, data.shuffle_blocks)
     steps, num_rejected = [], 0
     for unit in unit_sequence(count, config.training.global_batch_size, total_positions, None, 0):
-        rows = np.array([ref.row for ref in sampler.take(unit.num_positions)])
+        rows = np.array([draw.ref.row for draw in sampler.take(unit.num_positions)])
         lengths = file.treated(rows, data)
         steps.append(WorkloadStep(lengths, planner.rules(unit)))
         num_rejected += len(rows) - len(lengths)

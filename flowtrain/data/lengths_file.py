@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowtrain.config.data import DataConfig
+from flowtrain.config.data import DataConfig, Shuffle
 from flowtrain.costs.flops import IntArray
 from flowtrain.data.sampler import Sampler
 from flowtrain.errors import ConfigError
@@ -18,6 +18,8 @@ from flowtrain.scheduler.packing.base import Lengths
 
 TILES, TOKENS = "num_image_tiles", "num_tokens"
 MOST = (1 << 31) - 1
+BLOCK_ROWS = 100
+"""A CSV has no blocks; it is drawn as if stored in row groups of this many rows, as the hub stores parquet."""
 
 _OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
@@ -55,9 +57,11 @@ class LengthsFile:
         """Return the number of rows with more than ``max_seq_len`` tokens."""
         return int((self.lengths.tokens > max_seq_len).sum())
 
-    def sampler(self, seed: int, shuffle: bool) -> Sampler:
-        """Return the sampler of a run that has this file as its only source."""
-        return Sampler([len(self.lengths)], [1.0], seed, shuffle)
+    def sampler(self, seed: int, shuffle: Shuffle, shuffle_blocks: int) -> Sampler:
+        """Return the sampler of a run that has this file as its only source, in blocks of ``BLOCK_ROWS`` rows."""
+        num_rows = len(self.lengths)
+        first_rows = np.append(np.arange(0, num_rows, BLOCK_ROWS), num_rows)
+        return Sampler([first_rows], [1.0], seed, shuffle, shuffle_blocks)
 
     def treated(self, rows: IntArray, data: DataConfig) -> Lengths:
         """Return the sizes of some rows, with ``data.oversized`` applied to rows longer than ``data.max_seq_len``.

@@ -34,35 +34,76 @@ class SampleRef:
 
 
 @dataclass(frozen=True, slots=True)
+class LanesState:
+    """Where the shuffled blocks of one source stand. Empty between two epochs."""
+
+    next_block: int
+    """Blocks of this epoch that were given to lanes."""
+    blocks: tuple[int, ...]
+    """Of each lane, the place of its block in the epoch's order; -1: none is left for it."""
+    taken: tuple[int, ...]
+    """Of each lane, rows drawn from its block."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplerState:
-    """Where the order of samples stands. A feeder continues from it, and a checkpoint keeps it."""
+    """Where the order of samples stands. A feeder continues from it, and a checkpoint keeps it.
+
+    ``seed``, ``sizes``, ``shuffle``, ``shuffle_blocks`` and ``tables`` name the order, so that a state never continues
+    another one.
+    """
 
     next_position: int
     """Position that is drawn next."""
     counts: tuple[int, ...] = ()
     """Samples drawn so far from each source."""
     seed: int = 0
-    """Seed of the order. ``seed`` and ``sizes`` name the order, so that a state never continues another one."""
+    """Seed of the order."""
     sizes: tuple[int, ...] = ()
     """Rows of each source."""
     consumed: tuple[int, ...] = ()
     """Consumed positions from ``next_position`` on, ascending; always empty in ``deterministic`` order."""
+    shuffle: str = ""
+    """``data.shuffle``; empty in checkpoints from before there were blocks."""
+    shuffle_blocks: int = 0
+    """``data.shuffle_blocks``; 0 unless ``shuffle`` is ``blocks``, like the fields below."""
+    tables: tuple[str, ...] = ()
+    """Short hash of each source's blocks; empty at position 0, which is the same in any blocks."""
+    lanes: tuple[LanesState, ...] = ()
+    """Open blocks of each source; empty at position 0."""
 
-    def to_dict(self) -> dict[str, int | list[int]]:
-        """Return plain numbers and lists, for a checkpoint."""
-        return {
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings and lists, for a checkpoint."""
+        plain: dict[str, Any] = {
             "next_position": self.next_position,
             "counts": list(self.counts),
             "seed": self.seed,
             "sizes": list(self.sizes),
             "consumed": list(self.consumed),
+            "shuffle": self.shuffle,
         }
+        if self.shuffle == "blocks":
+            lanes = [[each.next_block, list(each.blocks), list(each.taken)] for each in self.lanes]
+            plain |= {"shuffle_blocks": self.shuffle_blocks, "tables": list(self.tables), "lanes": lanes}
+        return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SamplerState:
         """Read what ``to_dict`` wrote."""
-        counts, sizes = tuple(plain["counts"]), tuple(plain["sizes"])
-        return cls(plain["next_position"], counts, plain["seed"], sizes, tuple(plain.get("consumed", ())))
+        return cls(
+            next_position=plain["next_position"],
+            counts=tuple(plain["counts"]),
+            seed=plain["seed"],
+            sizes=tuple(plain["sizes"]),
+            consumed=tuple(plain.get("consumed", ())),
+            shuffle=plain.get("shuffle", ""),
+            shuffle_blocks=plain.get("shuffle_blocks", 0),
+            tables=tuple(plain.get("tables", ())),
+            lanes=tuple(
+                LanesState(next_block, tuple(blocks), tuple(taken))
+                for next_block, blocks, taken in plain.get("lanes", ())
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

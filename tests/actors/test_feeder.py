@@ -34,7 +34,7 @@ def size(unit: Unit) -> FeedOrder:
 
 
 def joined_at(config: RunConfig, position: int) -> Joined:
-    sampler = sampler_from_config(config, SourceSet.from_config(config.data).sizes)
+    sampler = sampler_from_config(config, [np.array([0, size]) for size in SourceSet.from_config(config.data).sizes])
     if position:
         sampler.take(position)
     return Joined(INDEX, sampler.state(), position // BATCH)

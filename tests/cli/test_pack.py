@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
@@ -112,7 +113,8 @@ def test_a_method_is_not_shown_twice_where_the_configured_one_is_the_papers(leng
 def test_rows_come_in_the_order_in_which_a_run_would_draw_them(lengths: str) -> None:
     tokens = [int(line.split(",")[1]) for line in Path(lengths).read_text().splitlines()[1:]]
     shuffled = flowtrain.pack(lengths, ["training.global_batch_size=40", "seed=5"])
-    drawn = [ref.row for ref in Sampler([NUM_ROWS], [1.0], seed=5).take(NUM_ROWS)]
+    blocks = np.append(np.arange(0, NUM_ROWS, 100), NUM_ROWS)
+    drawn = [draw.ref.row for draw in Sampler([blocks], [1.0], 5, "blocks", 64).take(NUM_ROWS)]
     found = [value for step in shuffled.workload.steps for value in step.lengths.tokens.tolist()]
     assert found == [tokens[row] for row in drawn]
     assert "shuffled by seed 5" in shuffled.workload.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import flowtrain
@@ -41,7 +42,7 @@ def config_of(data: Path, num_epochs: float, order: str) -> RunConfig:
 def checkpointed(run_spec: RunSpec, root: Path, step: int, trained: int) -> RunDir:
     """A run whose last checkpoint is behind ``step``, with so many positions trained."""
     files = RunDir(root)
-    sampler = sampler_from_config(run_spec.config, run_spec.source_sizes)
+    sampler = sampler_from_config(run_spec.config, [np.array([0, size]) for size in run_spec.source_sizes])
     sampler.take(trained)
     state = {**sampler.state().to_dict(), **({"consumed": []} if run_spec.config.data.order == "arrival" else {})}
     temporary = checkpoint_store.temporary_directory(files.checkpoints, step, "nonce")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,13 @@ def make_feed(
         config = DataConfig(sources=sources, eval=EvalConfig(path=paths[2]))
         opened = SourceSet.from_config(config)
         tokenizer = byte_tokenizer(chatml_marked)
-        return Feed(opened, Sampler(opened.sizes, [2, 1], seed=3), Sizer(family(tokenizer), tokenizer, config))
+        return Feed(opened, sampler_of(opened.sizes, [2, 1], seed=3), Sizer(family(tokenizer), tokenizer, config))
 
     return make
+
+
+def sampler_of(sizes: Sequence[int], weights: Sequence[float], seed: int) -> Sampler:
+    return Sampler([np.array([0, size]) for size in sizes], weights, seed, "rows", 1)
 
 
 def outcome(result: SizedResult | Rejection) -> tuple[Any, ...]:
@@ -141,7 +145,7 @@ def test_the_data_in_the_repository_is_sized_whole(family: Callable[..., Any]) -
     sources, tokenizer = SourceSet.from_config(config), AutoTokenizer.from_pretrained("assets/tokenizer")
     assert sources.evaluation is not None
     num_train, num_eval = sources.sizes[0], len(sources.evaluation)
-    feed = Feed(sources, Sampler(sources.sizes, [1.0], seed=0), Sizer(family(tokenizer), tokenizer, config))
+    feed = Feed(sources, sampler_of(sources.sizes, [1.0], seed=0), Sizer(family(tokenizer), tokenizer, config))
     units = [
         Unit(0, UnitKind.TRAIN, 1, 0, num_train),
         Unit(1, UnitKind.EVAL, 1, EVAL_POSITION_BASE, num_eval),

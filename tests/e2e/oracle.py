@@ -51,7 +51,7 @@ class PlainLoop:
         self.named = {backbone_name(name): tensor for name, tensor in trained}
         self.optimizer = self._optimizer()
         self.sources = SourceSet.from_config(config.data)
-        self.sampler = sampler_from_config(config, self.sources.sizes)
+        self.sampler = sampler_from_config(config, [np.array([0, size]) for size in self.sources.sizes])
         self.sizer = Sizer(self.family, self.family.tokenizer, config.data)
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -67,7 +67,7 @@ class PlainLoop:
     def step(self) -> StepOutcome:
         """Train on the next global batch."""
         samples = []
-        for ref in self.sampler.take(self.config.training.global_batch_size):
+        for ref, _ in self.sampler.take(self.config.training.global_batch_size):
             if ref.row in self.rejected_rows:
                 continue
             raw = self.sources.read(ref)

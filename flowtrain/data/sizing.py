@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flowtrain.config.data import DataConfig
 from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.images import image_size
-from flowtrain.data.sources.base import BadSample, RawSample
+from flowtrain.data.sources.base import BadSample, Buffer, RawSample
 from flowtrain.types.samples import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 if TYPE_CHECKING:
@@ -34,6 +34,26 @@ class ImageGeometry(Protocol):
 
     def row_nbytes(self, encoder: str) -> int:
         """Return the bytes of one feature row."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSample:
+    """What sizing needs of a sample once its images were looked at; their bytes may lie elsewhere by then."""
+
+    raw: RawSample
+    """Its turns; the images' bytes are left out."""
+    image_sizes: tuple[tuple[int, int], ...]
+    """(width, height) of each image in pixels."""
+    image_nbytes: tuple[int, ...]
+    """Bytes of each encoded image."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSample:
+    """A measured sample, and the bytes of each of its images."""
+
+    measured: MeasuredSample
+    data: tuple[Buffer, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +80,34 @@ class Sizer:
     def size(self, ref: SampleRef, raw: RawSample) -> SizedResult | Rejection:
         """Size one sample; raises SourceReadError if an image file cannot be read."""
         try:
-            return self._size(ref, raw)
+            return self._size(ref, self.load(raw).measured)
         except BadSample as error:
-            return Rejection(ref, error.reason, error.detail)
+            return error.rejection(ref)
 
-    def _size(self, ref: SampleRef, raw: RawSample) -> SizedResult:
-        encoded = self._conversations.encode(raw.turns)
-        layouts = [self._layout(index, raw) for index in range(len(raw.images))]
+    def load(self, raw: RawSample) -> LoadedSample:
+        """Read a sample's images, and look at their headers.
+
+        Raises BadSample, and SourceReadError if an image file cannot be read.
+        """
+        data = []
+        left = self._config.max_image_nbytes
+        for image in raw.images:
+            data.append(image.read(left))
+            left -= len(data[-1])
+        sizes = tuple([self._image_size(index, image, len(data)) for index, image in enumerate(data)])
+        nbytes = tuple([len(image) for image in data])
+        return LoadedSample(MeasuredSample(replace(raw, images=()), sizes, nbytes), tuple(data))
+
+    def size_measured(self, ref: SampleRef, measured: MeasuredSample) -> SizedResult | Rejection:
+        """Size a sample whose images were looked at."""
+        try:
+            return self._size(ref, measured)
+        except BadSample as error:
+            return error.rejection(ref)
+
+    def _size(self, ref: SampleRef, measured: MeasuredSample) -> SizedResult:
+        encoded = self._conversations.encode(measured.raw.turns)
+        layouts = [self._family.image_layout(self._encoder, *size) for size in measured.image_sizes]
         num_vision_tokens = sum(layout.num_tokens for layout in layouts)
         num_tokens = len(encoded.ids) - len(layouts) + num_vision_tokens
         is_oversized = num_tokens > self._config.max_seq_len
@@ -79,7 +120,8 @@ class Sizer:
         parts = [PartSize(TEXT_PART, 1, 0, num_tokens, text.nbytes)]
         if layouts:
             parts.append(self._encoder_part(layouts))
-        sample = SizedSample(ref, num_tokens, num_vision_tokens, _num_targets(text), tuple(parts))
+        num_targets = _num_targets(text)
+        sample = SizedSample(ref, num_tokens, num_vision_tokens, num_targets, tuple(parts), measured.image_nbytes)
         return SizedResult(sample, text)
 
     def _cut(self, text: npt.NDArray[np.int32], layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
@@ -101,12 +143,11 @@ class Sizer:
             f"data.max_seq_len ({self._config.max_seq_len}){why}",
         )
 
-    def _layout(self, index: int, raw: RawSample) -> ImageLayout:
+    def _image_size(self, index: int, data: Buffer, count: int) -> tuple[int, int]:
         try:
-            width, height = image_size(raw.images[index].read(), self._config.max_image_pixels)
+            return image_size(data, self._config.max_image_pixels)
         except BadSample as error:
-            raise BadSample(error.reason, f"image {index + 1} of {len(raw.images)}: {error.detail}") from error
-        return self._family.image_layout(self._encoder, width, height)
+            raise BadSample(error.reason, f"image {index + 1} of {count}: {error.detail}") from error
 
     def _encoder_part(self, layouts: list[ImageLayout]) -> PartSize:
         num_rows = sum(layout.num_rows for layout in layouts)

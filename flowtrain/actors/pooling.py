@@ -103,6 +103,7 @@ def join_pool(
         network="nixl" if config.network == "nixl" else "none",
         transfer_timeout_s=config.transfer_timeout_s,
         device=device_side,
+        is_sparse=feeder is not None,  # sized for the worst case, which is many times the usual one
     )
     for export in pool.exports():
         link.ask(CoordinatorApi.publish, export)

@@ -44,6 +44,7 @@ class Pool:
     network: how other nodes are reached; ``none``: not at all.
     transfer_timeout_s: longest time of one read over the network.
     device: this process's part of the pool on its accelerator; closed with the pool.
+    is_sparse: pages of the segment take memory when they are first used, not at once.
 
     Raises ConfigError for a segment larger than the address space allows, ResourceError for a network that does not
     start.
@@ -63,6 +64,7 @@ class Pool:
         network: Literal["none", "nixl"] = "none",
         transfer_timeout_s: float = 30.0,
         device: DeviceSide | None = None,
+        is_sparse: bool = False,
     ) -> None:
         if segment_nbytes > address_space.segment_nbytes:
             raise ConfigError(
@@ -78,7 +80,9 @@ class Pool:
         self._arena = Arena(segment_nbytes, alignment, knob)
         self._device = device
         pages = None if device is None else device.pages
-        self._segment = DramSegment(run_id, process_index, segment_nbytes, pages) if segment_nbytes else None
+        self._segment = (
+            DramSegment(run_id, process_index, segment_nbytes, pages, is_sparse) if segment_nbytes else None
+        )
         self._array = None if self._segment is None else self._segment.array
         region = DramRegion(address_space, run_id, _node_block(process_index, address_space, processes_per_node))
         transports = TransportRegistry()

@@ -27,6 +27,7 @@ class ScriptedLink(CoordinatorLink):
         self._joined = joined or Joined(INDEX)
         self.said: dict[str, list[tuple[Any, ...]]] = {}
         self.export: SegmentExport | None = None
+        self.others: list[SegmentExport] = []
 
     def answers(self, method: str, *answers: Any) -> None:
         """Write the script of a method."""
@@ -45,7 +46,7 @@ class ScriptedLink(CoordinatorLink):
             self.export = args[0]
             return None
         if method == "exports":
-            return () if self.export is None else (self.export,)
+            return (*self.others, *(() if self.export is None else (self.export,)))
         answer = self._scripts[method].popleft()
         if isinstance(answer, BaseException):
             raise answer

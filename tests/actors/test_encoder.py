@@ -16,13 +16,16 @@ import torch
 
 from flowtrain.actors import encoder as encoder_module
 from flowtrain.actors.encoder import Encoder, Work
+from flowtrain.actors.pooling import address_space
+from flowtrain.config.flow import PoolConfig
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.data.sources.base import BadSample, RawImage, RawSample
-from flowtrain.errors import OutOfPoolMemory, SourceReadError, StaleLeaseError, WorkerLostError
+from flowtrain.data.sources.base import BadSample
+from flowtrain.errors import OutOfPoolMemory, StaleLeaseError, WorkerLostError
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
-from flowtrain.types.messages import EncoderReport, HandInReply, Lease, LeaseOrder
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import EncoderReport, HandInReply, ImageBytes, Lease, LeaseOrder
 from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import RejectReason, SampleRef
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
@@ -31,8 +34,9 @@ NAME, VISION, DIM, ROWS = "encoder-0", "vision", 8, 2
 PART_NBYTES = ROWS * DIM * 4
 STOP = LeaseOrder(None, (), stop=True)
 NOTHING = LeaseOrder(None, (), stop=False)
-TORN, UNREADABLE = 1000, 2000
-"""Positions from here on have a bad image, or lie on a disk that is gone."""
+TORN = 1000
+"""Positions from here on have a bad image."""
+FEEDER, POOL, NUM_POSITIONS = INDEX + 2, PoolConfig(), 1024
 
 
 class FakeModule:
@@ -53,20 +57,24 @@ class FakeModule:
         return [torch.full((ROWS, DIM), value) for value in values]
 
 
-class FakeSources:
-    """Position p has images of the values p and p + 0.5, if it is even, else of p alone."""
-
-    def read(self, ref: SampleRef) -> RawSample:
-        if ref.position >= UNREADABLE:
-            raise SourceReadError("the disk is gone")
-        if ref.position >= TORN:
-            raise BadSample(RejectReason.CORRUPT_IMAGE, "torn")
-        values = [ref.position, ref.position + 0.5] if ref.position % 2 == 0 else [ref.position]
-        return RawSample(tuple(RawImage(np.float32(value).tobytes()) for value in values), ())
-
-
 def values_of(position: int) -> list[float]:
-    return [float(np.frombuffer(image.read(), np.float32)[0]) for image in FakeSources().read(ref_of(position)).images]
+    """Position p has images of the values p and p + 0.5, if it is even, else of p alone."""
+    return [position, position + 0.5] if position % 2 == 0 else [position]
+
+
+def images_of(position: int) -> ImageBytes:
+    """The images lie in the feeder's segment, at a place that follows from the position."""
+    nbytes = tuple(4 for _ in values_of(position))
+    address = address_space(POOL).gva(Tier.DRAM, FEEDER, POOL.alignment * position)
+    return ImageBytes((Extent(address, sum(nbytes)),), nbytes)
+
+
+def decode(data: memoryview, limit: int) -> float:
+    """Stand in for the decoder: an image is a number."""
+    value = float(np.frombuffer(data, np.float32)[0])
+    if value >= TORN:
+        raise BadSample(RejectReason.CORRUPT_IMAGE, "torn")
+    return value
 
 
 def ref_of(position: int) -> SampleRef:
@@ -77,7 +85,8 @@ def lease(number: int, positions: Sequence[int], needed: Sequence[int] | None = 
     """A leased batch; every part has room for two images."""
     needed = positions if needed is None else needed
     batch = EncodeBatch(0, number, VISION, tuple(positions), 4, 256 * len(positions))
-    order = Lease(number, number, batch, tuple(ref_of(p) for p in positions), tuple(needed), 256 * len(needed))
+    refs, images = tuple(ref_of(p) for p in positions), tuple(images_of(p) for p in positions)
+    order = Lease(number, number, batch, refs, images, tuple(needed), 256 * len(needed))
     return LeaseOrder(order, (), stop=False)
 
 
@@ -90,10 +99,11 @@ class World:
             load_encoder=lambda name: self.module, preprocess=lambda name, image: np.full((1, 1, 1), image, np.float32)
         )
         monkeypatch.setattr(encoder_module, "family_from_config", lambda config: family)
-        monkeypatch.setattr(encoder_module.SourceSet, "from_config", lambda config: FakeSources())
-        monkeypatch.setattr(encoder_module, "decode_image", lambda data, limit: np.frombuffer(data, np.float32)[0])
+        monkeypatch.setattr(encoder_module, "decode_image", decode)
         self.link = ScriptedLink()
         run_id = new_run_id()
+        self.feeder = feeder_of(run_id)
+        self.link.others = self.feeder.exports()
         self.pool = reader_of(config, self.link, run_id)
         self.encoder = Encoder(config, VISION, NAME, run_id)
         self.features: dict[int, np.ndarray] = {}
@@ -204,9 +214,13 @@ def test_the_room_of_a_lease_is_held_from_the_start(world: World) -> None:
     assert first - second == 256
 
 
-def test_an_unreadable_source_ends_the_encoder(world: World) -> None:
-    with pytest.raises(SourceReadError, match="the disk is gone"):
-        world.run(lease(1, [3]), lease(2, [UNREADABLE]))
+def test_a_lease_whose_feeder_is_gone_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "RETRY_S", 0.0)
+    world.feeder.close()
+    world.link.others = []
+    returned, after = world.run(lease(1, [2, 3]), lease(2, [5]), STOP, hand_in=[HandInReply(()), HandInReply(())])
+    assert [returned.returned, after.returned] == [1, 2] and not returned.ready
+    assert world.module.batches == [] and len(set(world.free_nbytes())) == 1, "nothing is held for it"
 
 
 def test_a_failing_model_ends_the_encoder_and_the_thread_that_leases(world: World) -> None:
@@ -275,6 +289,15 @@ def test_features_that_cannot_be_written_leave_no_room_taken(config: RunConfig) 
             encoder._write(pool, [torch.zeros(2, DIM), torch.zeros(2, DIM + 1)], hold)
         pool.unhold(hold)
         assert pool.stats().used_nbytes == 0
+
+
+def feeder_of(run_id: str) -> Pool:
+    """Return a feeder's pool, in which the first positions have their images."""
+    nbytes, per_node = NUM_POSITIONS * POOL.alignment, POOL.processes_per_node
+    pool = Pool(FEEDER, "node-0", run_id, address_space(POOL), nbytes, POOL.alignment, "knob", lambda: [], per_node)
+    for position in range(NUM_POSITIONS):
+        assert pool.put(np.array(values_of(position), np.float32)) == images_of(position).extents
+    return pool
 
 
 def lone_pool() -> Pool:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flowtrain.actors.feeder import NAME, Feeder
+from flowtrain.actors.feeder import Feeder, feeder_name
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
-from flowtrain.data.feed import Feed, sampler_from_config
-from flowtrain.data.sizing import SizedResult
+from flowtrain.data.feed import Feed, NoShelf, Share, sampler_from_config
+from flowtrain.data.sources.base import Buffer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import SourceReadError
 from flowtrain.types.memory import Extent
-from flowtrain.types.messages import FeedOrder, FeedReport, Joined, PartReady, RoomOrder
+from flowtrain.types.messages import FeedOrder, FeedReport, Joined, Remake, RoomOrder
 from flowtrain.types.plan import Unit, UnitKind
-from flowtrain.types.samples import Rejection
-from tests.actors.conftest import BATCH, OVERSIZED_ROW
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART
+from tests.actors.conftest import BATCH, NUM_STEPS, OVERSIZED_ROW
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
 
 STOP = FeedOrder(None, (), (), stop=True)
@@ -34,50 +35,70 @@ def size(unit: Unit) -> FeedOrder:
 
 
 def joined_at(config: RunConfig, position: int) -> Joined:
-    sampler = sampler_from_config(config, [np.array([0, size]) for size in SourceSet.from_config(config.data).sizes])
+    sampler = sampler_from_config(config, SourceSet.from_config(config.data).tables)
     if position:
         sampler.take(position)
-    return Joined(INDEX, sampler.state(), position // BATCH)
+    return Joined(INDEX, sampler.state())
+
+
+class Kept(NoShelf):
+    """Keeps what is put, by a number that stands for its extent."""
+
+    def __init__(self) -> None:
+        self.bytes: list[bytes] = []
+
+    def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+        data = b"".join(bytes(np.frombuffer(piece, np.uint8)) for piece in pieces)
+        self.bytes.append(data)
+        return (Extent(len(self.bytes) - 1, len(data)),)
+
+
+class Expected:
+    """What a feed makes of the first three units."""
+
+    def __init__(self, config: RunConfig) -> None:
+        kept = Kept()
+        feed = Feed.from_config(config, shelf=kept)
+        self.shares: list[Share] = [feed.next_unit(unit_of(step)) for step in (1, 2, 3)]
+        feed.close()
+        self.parts = {
+            (part.position, part.part): kept.bytes[part.extents[0].gva]
+            for share in self.shares
+            for part in (*share.texts, *share.images)
+        }
 
 
 @pytest.fixture(scope="module")
-def expected(config: RunConfig) -> list[SizedResult | Rejection]:
-    """Results of sizing the first three units."""
-    feed = Feed.from_config(config)
-    return [result for step in (1, 2, 3) for result in feed.next_unit(unit_of(step))]
+def expected(config: RunConfig) -> Expected:
+    return Expected(config)
 
 
-def texts_of(report: FeedReport) -> tuple[Extent, ...]:
-    """Return the extents of a unit's texts, which the backbone has read."""
-    return tuple(extent for part in report.texts for extent in part.extents)
+def extents_of(report: FeedReport) -> tuple[Extent, ...]:
+    """Return the extents of a unit's parts, which were read."""
+    return tuple(extent for part in (*report.texts, *report.images) for extent in part.extents)
 
 
-@pytest.fixture
-def narrow(config: RunConfig) -> RunConfig:
-    """A segment with room for four texts."""
-    return override_config(config, ["pool.text_segment_nbytes=65536", "pool.alignment=16384"])
+ALIGNMENT = 1 << 20
+"""Every part takes this much."""
 
 
 class World:
     """One feeder's run; it also reads the feeder's segment during the run."""
 
-    def __init__(self, config: RunConfig, position: int = 0) -> None:
+    def __init__(self, config: RunConfig, position: int = 0, segment_nbytes: int = 1 << 24) -> None:
         self.link = ScriptedLink(joined_at(config, position))
         run_id = new_run_id()
-        self.feeder = Feeder(config, run_id)
+        self.feeder = Feeder(config, run_id, SourceSet.index(config.data), segment_nbytes=segment_nbytes)
         self.pool = reader_of(config, self.link, run_id)
-        self.texts: dict[int, np.ndarray] = {}
-
-    def read(self, part: PartReady) -> None:
-        self.texts[part.position] = self.pool.get(part.extents).view(np.int32).reshape(2, -1).copy()
+        self.parts: dict[tuple[int, str], bytes] = {}
 
     def reading(self, order: FeedOrder) -> Any:
         """Read the parts that a report names, then answer it with ``order``."""
 
         def answer(owner: int, report: FeedReport) -> FeedOrder:
             assert owner == INDEX
-            for part in (*report.texts, *report.remade):
-                self.read(part)
+            for part in (*report.texts, *report.images, *report.remade):
+                self.parts[part.position, part.part] = self.pool.get(part.extents).tobytes()
             return order
 
         return answer
@@ -87,71 +108,90 @@ class World:
         return [args[1] for args in self.link.said["feed"]]
 
 
-def test_units_are_sized_and_their_text_lies_in_the_pool(
-    config: RunConfig, expected: list[SizedResult | Rejection]
-) -> None:
+def test_units_are_sized_and_their_parts_lie_in_the_pool(config: RunConfig, expected: Expected) -> None:
     world = World(config)
     world.link.answers("feed", size(unit_of(1)), world.reading(size(unit_of(2))), world.reading(STOP))
     asked, first, second = world.run()
-    assert world.link.said["join"] == [(NAME, "node-0")]
+    assert world.link.said["join"] == [(feeder_name(0), "node-0", 0)]
     assert asked.unit is None and first.unit == unit_of(1) and second.unit == unit_of(2)
-    good = [result for result in expected[: 2 * BATCH] if isinstance(result, SizedResult)]
-    assert [*first.sized, *second.sized] == [result.sample for result in good]
+    assert [*first.sized, *second.sized] == [*expected.shares[0].sized, *expected.shares[1].sized]
     assert [rejection.ref.row for rejection in second.rejections] == [OVERSIZED_ROW] and not first.rejections
-    for result in good:
-        assert np.array_equal(world.texts[result.sample.position], result.text)
+    wanted = {key: data for key, data in expected.parts.items() if key[0] < 2 * BATCH}
+    assert world.parts == wanted and {part for _, part in wanted} == {TEXT_PART, IMAGES_PART}
+    for sample in first.sized:
+        images = world.parts.get((sample.position, IMAGES_PART), b"")
+        assert len(images) == sum(sample.image_nbytes)
     assert second.sampler_state == joined_at(config, 2 * BATCH).sampler_state
     assert first.stats is not None and second.stats is not None
     assert second.stats.used_nbytes > first.stats.used_nbytes > 0
     assert [span.name for span in first.spans] == ["size"]
 
 
-def test_a_successor_goes_on_where_the_last_report_ended(
-    config: RunConfig, expected: list[SizedResult | Rejection]
-) -> None:
+def test_a_successor_goes_on_where_the_last_report_ended(config: RunConfig, expected: Expected) -> None:
     world = World(config, position=BATCH)
     world.link.answers("feed", size(unit_of(2)), STOP)
     _, report = world.run()
-    assert [sample.ref for sample in report.sized] == [
-        result.sample.ref for result in expected[BATCH : 2 * BATCH] if isinstance(result, SizedResult)
-    ]
+    assert list(report.sized) == expected.shares[1].sized
 
 
-def test_text_is_produced_again_as_it_was(config: RunConfig, expected: list[SizedResult | Rejection]) -> None:
-    lost = [result for result in expected[:3] if isinstance(result, SizedResult)]
-    refs = tuple(result.sample.ref for result in lost)
+def test_lost_parts_are_produced_again_as_they_were(config: RunConfig, expected: Expected) -> None:
+    lost = [sample for sample in expected.shares[0].sized if sample.image_nbytes]
+    both_parts = tuple(Remake(sample.ref, (IMAGES_PART, TEXT_PART)) for sample in lost)
+    text = (Remake(lost[0].ref, (TEXT_PART,)),)
     world = World(config, position=2 * BATCH)
-    with_unit, alone = FeedOrder(unit_of(3), refs, (), stop=False), FeedOrder(None, refs[:1], (), stop=False)
+    with_unit, alone = FeedOrder(unit_of(3), both_parts, (), stop=False), FeedOrder(None, text, (), stop=False)
     world.link.answers("feed", with_unit, world.reading(alone), STOP)
     _, both, again = world.run()
-    assert [part.position for part in both.remade] == [ref.position for ref in refs] and both.unit == unit_of(3)
-    assert [part.position for part in again.remade] == [refs[0].position] and again.unit is None
-    for result in lost:
-        assert np.array_equal(world.texts[result.sample.position], result.text)
+    assert [(part.position, part.part) for part in both.remade] == [
+        (sample.position, name) for sample in lost for name in (IMAGES_PART, TEXT_PART)
+    ]
+    assert both.unit == unit_of(3)
+    assert [(part.position, part.part) for part in again.remade] == [(lost[0].position, TEXT_PART)]
+    assert again.unit is None
+    for part in both.remade:
+        assert world.parts[part.position, part.part] == expected.parts[part.position, part.part]
 
 
 def test_released_memory_is_free_again(config: RunConfig) -> None:
     world = World(config)
-    world.link.answers(
-        "feed", size(unit_of(1)), lambda owner, report: FeedOrder(None, (), texts_of(report), stop=False), STOP
-    )
+    answers = [
+        lambda owner, report, step=step: FeedOrder(
+            unit_of(step) if step <= NUM_STEPS else None, (), extents_of(report), False
+        )
+        for step in range(1, NUM_STEPS + 2)
+    ]
+    world.link.answers("feed", *answers, STOP)
     *_, last = world.run()
     assert last.stats is not None and last.stats.used_nbytes == 0
 
 
-def test_a_full_segment_waits_for_the_backbone(narrow: RunConfig) -> None:
-    world = World(narrow)
+def narrow(config: RunConfig, expected: Expected) -> tuple[RunConfig, int]:
+    """A segment for the images of the one block, and the texts of a step."""
+    sources = SourceSet.from_config(config.data)
+    held = sum(bool(record.sample().images) for record in sources.read_block(0, 0))
+    return override_config(config, [f"pool.alignment={ALIGNMENT}"]), (held + BATCH) * ALIGNMENT
+
+
+def test_a_full_segment_waits_for_the_backbone(config: RunConfig, expected: Expected) -> None:
+    config, segment_nbytes = narrow(config, expected)
+    world = World(config, segment_nbytes=segment_nbytes)
+    freed: list[Extent] = []
+
+    def free_one(owner: int) -> RoomOrder:
+        room = [extent for extent in extents_of(world.link.said["feed"][1][1]) if extent not in freed][:1]
+        freed.extend(room)
+        return RoomOrder(tuple(room), stop=False)
+
     world.link.answers("feed", size(unit_of(1)), size(unit_of(2)), STOP)
-    world.link.answers(
-        "wait_for_room", NO_ROOM, NO_ROOM, lambda owner: RoomOrder(texts_of(world.link.said["feed"][1][1]), False)
-    )
+    world.link.answers("wait_for_room", NO_ROOM, *[free_one] * BATCH)
     reports = world.run()
     assert [report.unit and report.unit.step for report in reports] == [None, 1, 2]
-    assert len(world.link.said["wait_for_room"]) == 3
+    assert len(world.link.said["wait_for_room"]) > 1
 
 
-def test_a_stop_reaches_a_feeder_without_room(narrow: RunConfig) -> None:
-    world = World(narrow)
+def test_a_stop_reaches_a_feeder_without_room(config: RunConfig, expected: Expected) -> None:
+    config, segment_nbytes = narrow(config, expected)
+    world = World(config, segment_nbytes=segment_nbytes)
     world.link.answers("feed", size(unit_of(1)), size(unit_of(2)))
     world.link.answers("wait_for_room", NO_ROOM, RoomOrder((), stop=True))
     assert [report.unit and report.unit.step for report in world.run()] == [None, 1]

@@ -47,7 +47,7 @@ class DramSegment:
     """The shared memory that this process gives to the pool: writable here, read-only for peers.
 
     A background thread touches new pages, since a first touch is slow. It joins them into huge pages if the kernel can,
-    and then locks them with ``pages``.
+    and then locks them with ``pages``. With ``is_sparse`` it does not: pages take memory when they are first used.
 
     run_id: unique to the run.
     process_index: of this process.
@@ -57,11 +57,14 @@ class DramSegment:
     Raises ResourceError if the machine refuses the memory.
     """
 
-    def __init__(self, run_id: str, process_index: int, nbytes: int, pages: Pages | None = None) -> None:
+    def __init__(
+        self, run_id: str, process_index: int, nbytes: int, pages: Pages | None = None, is_sparse: bool = False
+    ) -> None:
         name = segment_name(run_id, process_index)
         assert len(name) <= _MAX_NAME, f"run id of {len(run_id)} characters is too long for a memfd's name"
         self._name = name
         self._pages = pages
+        self._is_sparse = is_sparse
         self._closing = threading.Event()
         self._touchers: list[threading.Thread] = []
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -106,11 +109,12 @@ class DramSegment:
         except OSError as error:
             raise ResourceError(f"{self._name}: cannot bind {nbytes} bytes of shared memory: {error}") from error
         array = virtual_memory.array_at(address, nbytes, writable=True, on_release=partial(_unmap, self._pages))
-        toucher = threading.Thread(
-            target=self._touch, args=(array, address, start), name=f"touch-{self._name}", daemon=True
-        )
-        self._touchers.append(toucher)
-        toucher.start()
+        if not self._is_sparse:
+            toucher = threading.Thread(
+                target=self._touch, args=(array, address, start), name=f"touch-{self._name}", daemon=True
+            )
+            self._touchers.append(toucher)
+            toucher.start()
         return array
 
     def _touch(self, array: np.ndarray, address: int, start: int) -> None:

@@ -16,7 +16,7 @@ from flowtrain.data.sources.base import Buffer
 from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent
-from flowtrain.types.messages import FeedReport, PartReady, Span
+from flowtrain.types.messages import FeedReport, PartReady, Remake, Span
 from flowtrain.types.plan import Unit
 from flowtrain.types.sources import SourceIndex
 
@@ -88,14 +88,17 @@ class Feeder:
             member.pool.release(order.released)
             if order.stop:
                 return
-            remade = [part for lost in order.remake for part in feed.remake(lost)]
-            report = FeedReport(remade=tuple(remade), stats=member.pool.stats())
             if order.unit is not None:
-                report = self._size(member, feed, order.unit, frozenset(order.consumed), remade)
+                report = self._size(member, feed, order.unit, frozenset(order.consumed))
+            else:
+                report = FeedReport(remade=self._remake(feed, order.remake), stats=member.pool.stats())
 
-    def _size(
-        self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int], remade: Sequence[PartReady]
-    ) -> FeedReport:
+    def _remake(self, feed: Feed, lost: Sequence[Remake]) -> tuple[PartReady, ...]:
+        # In the order of the data, so that a block is read once for all that was lost of it.
+        orders = sorted(lost, key=lambda order: (order.ref.source, order.ref.row))
+        return tuple([part for order in orders for part in feed.remake(order)])
+
+    def _size(self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int]) -> FeedReport:
         started = time.time()
         share = feed.next_unit(unit, consumed)
         num_samples = len(share.sized) + len(share.rejections)
@@ -106,7 +109,6 @@ class Feeder:
             images=tuple(share.images),
             rejections=tuple(share.rejections),
             sampler_state=feed.state(),
-            remade=tuple(remade),
             stats=member.pool.stats(),
             spans=(Span(self._name, "size", started, time.time(), {"step": unit.step, "samples": num_samples}),),
         )

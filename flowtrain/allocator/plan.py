@@ -20,7 +20,6 @@ from flowtrain.errors import ConfigError
 from flowtrain.types.plan import PLAN_SCHEMA
 from flowtrain.types.run_plan import Key, ModulePlan, Plan
 
-
 FEEDER_RATE = 400.0
 """Samples/s that a plan counts on from a feeder (benchmarks/feeding.py measures more on one core)."""
 

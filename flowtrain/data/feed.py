@@ -29,6 +29,7 @@ _FILE_THREADS = 8
 
 Found = HeldRow | LoadedSample | Rejection
 
+
 @dataclass(slots=True)
 class Share:
     """A feeder's samples of a unit, in the order of their positions; parts as in ``FeedReport``."""

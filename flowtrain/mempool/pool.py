@@ -80,9 +80,7 @@ class Pool:
         self._arena = Arena(segment_nbytes, alignment, knob)
         self._device = device
         pages = None if device is None else device.pages
-        self._segment = (
-            DramSegment(run_id, process_index, segment_nbytes, pages, is_sparse) if segment_nbytes else None
-        )
+        self._segment = DramSegment(run_id, process_index, segment_nbytes, pages, is_sparse) if segment_nbytes else None
         self._array = None if self._segment is None else self._segment.array
         region = DramRegion(address_space, run_id, _node_block(process_index, address_space, processes_per_node))
         transports = TransportRegistry()

@@ -139,13 +139,13 @@ def test_lost_parts_are_produced_again_as_they_were(config: RunConfig, expected:
     both_parts = tuple(Remake(sample.ref, (IMAGES_PART, TEXT_PART)) for sample in lost)
     text = (Remake(lost[0].ref, (TEXT_PART,)),)
     world = World(config, position=2 * BATCH)
-    with_unit, alone = FeedOrder(unit_of(3), both_parts, (), stop=False), FeedOrder(None, text, (), stop=False)
-    world.link.answers("feed", with_unit, world.reading(alone), STOP)
+    first, second = FeedOrder(None, both_parts, (), stop=False), FeedOrder(None, text, (), stop=False)
+    world.link.answers("feed", first, world.reading(second), STOP)
     _, both, again = world.run()
     assert [(part.position, part.part) for part in both.remade] == [
         (sample.position, name) for sample in lost for name in (IMAGES_PART, TEXT_PART)
     ]
-    assert both.unit == unit_of(3)
+    assert both.unit is None
     assert [(part.position, part.part) for part in again.remade] == [(lost[0].position, TEXT_PART)]
     assert again.unit is None
     for part in both.remade:

@@ -15,7 +15,6 @@ import torch
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
-from flowtrain.actors.feeder import NAME as FEEDER
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember
@@ -23,10 +22,11 @@ from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses
+from flowtrain.data.feed import Feed
 from flowtrain.observability.run_dir import RunDir, run_dir
-from flowtrain.types.messages import FeedReport, PartReady
+from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SampleRef
+from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, TEXT_PART, Rejection
 from tests.e2e.disturbed import BATCH, check_same_end, config_of, json_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]  # every wait has a limit of its own
@@ -38,6 +38,10 @@ LATER = 5 * BATCH
 gate it has read the unit that it is to run, and at most one microbatch more that waits and one in its hands."""
 AHEAD = ("backbone.prefetch_microbatches=1", "scheduler.lookahead_steps=4")
 """So that ranks read little ahead, and producers make much."""
+FEEDERS = ("feeder-0", "feeder-1", "feeder-2")
+MORTAL = FEEDERS[:2]
+"""Feeders that die at the same time."""
+PARTS = (TEXT_PART, IMAGES_PART)
 PATIENCE_S = 150.0
 
 
@@ -78,7 +82,7 @@ def ready_for_later(config: RunConfig, pid: int) -> set[int]:
 
 
 def is_made_again(config: RunConfig) -> bool:
-    """Whether all that encoder-0 lost at its first death was encoded by somebody else, and lost text was made again."""
+    """Whether all that encoder-0 lost at its first death was encoded by somebody else, and feeders' losses are back."""
     death = deeds(config, "encoder-0", "die")[0]
     by_others = positions_of(
         record
@@ -86,9 +90,9 @@ def is_made_again(config: RunConfig) -> bool:
         for record in deeds(config, name, "encode")
         if record["pid"] != death["pid"]
     )
-    text = positions_of(deeds(config, FEEDER, "remake"))
-    return {*death["positions"], *ready_for_later(config, death["pid"])} <= by_others and any(
-        LATER <= position < EVAL_POSITION_BASE for position in text
+    remade = [positions_of(deeds(config, name, f"remake {part}")) for name in MORTAL for part in PARTS]
+    return {*death["positions"], *ready_for_later(config, death["pid"])} <= by_others and all(
+        any(LATER <= position < EVAL_POSITION_BASE for position in positions) for positions in remade
     )
 
 
@@ -119,19 +123,23 @@ class DyingEncoder(Encoder):
 
 
 class DyingFeeder(Feeder):
-    """Dies once with a unit sized and put, but not reported; the text of those before lies in its segment."""
+    """Two of three die at the same time, each with its share of a unit put, but not reported.
 
-    def _size(
-        self, member: PoolMember, unit: Unit, consumed: frozenset[int], remade: tuple[PartReady, ...]
-    ) -> FeedReport:
-        report = super()._size(member, unit, consumed, remade)
-        if unit.index > SECOND_GATE + 2 and not deeds(self._config, FEEDER, "die"):
-            die(self._config, FEEDER)
+    Texts and images of the units before lie in their segments.
+    """
+
+    def _size(self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int]) -> FeedReport:
+        report = super()._size(member, feed, unit, consumed)
+        if self._name in MORTAL and unit.index > SECOND_GATE + 2 and not deeds(self._config, self._name, "die"):
+            note(self._config, self._name, "about to die")
+            wait_for(lambda: all(deeds(self._config, name, "about to die") for name in MORTAL), "the other's end")
+            die(self._config, self._name)
         return report
 
-    def _remake(self, member: PoolMember, ref: SampleRef) -> PartReady:
-        note(self._config, FEEDER, "remake", [ref.position])
-        return super()._remake(member, ref)
+    def _remake(self, feed: Feed, lost: Sequence[Remake]) -> tuple[PartReady, ...]:
+        for part in PARTS:
+            note(self._config, self._name, f"remake {part}", [o.ref.position for o in lost if part in o.parts])
+        return super()._remake(feed, lost)
 
 
 class WaitingRank(BackboneRank):
@@ -152,9 +160,9 @@ class WaitingRank(BackboneRank):
 
 
 def test_a_run_outlives_its_producers(world: Path, undisturbed: RunDir, ray_cluster: None) -> None:
-    config = config_of(
-        world, "bereaved", "limits.max_encoder_restarts=2", *AHEAD
-    )  # so a death that counts twice is one too many
+    # So a death that counts twice is one too many.
+    limit, feeders = "limits.max_encoder_restarts=2", f"data.num_feeders={len(FEEDERS)}"
+    config = config_of(world, "bereaved", limit, feeders, *AHEAD)
     run_training(config, classes=ActorClasses(feeder=DyingFeeder, encoder=DyingEncoder, backbone=WaitingRank))
     check_same_end(run_dir(config), undisturbed)
 
@@ -162,7 +170,7 @@ def test_a_run_outlives_its_producers(world: Path, undisturbed: RunDir, ray_clus
     first_death = deeds(config, "encoder-0", "die")[0]
     assert first_death["positions"], "it died with a batch on its hands"
     assert ready_for_later(config, first_death["pid"]), "it died with finished parts that nobody had read"
-    assert len(deeds(config, FEEDER, "die")) == 1
+    assert [len(deeds(config, name, "die")) for name in FEEDERS] == [1, 1, 0]
 
 
 class DoomedEncoder(Encoder):

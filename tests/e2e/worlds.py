@@ -114,7 +114,12 @@ def tiny_config(tmp_path: Path, source: Path, name: str = "tiny", *overrides: st
             }
         },
         "backbone": {"config": text, "num_cpus": 0.1},
-        "data": {"sources": [{"path": str(source)}], "max_seq_len": 128, "max_rejected_fraction": 0.5},
+        "data": {
+            "sources": [{"path": str(source)}],
+            "max_seq_len": 128,
+            "max_image_nbytes": 1 << 17,
+            "max_rejected_fraction": 0.5,
+        },
         "training": {"global_batch_size": 8, "max_steps": 4, "learning_rate": 1e-3, "lr_schedule": "constant"},
         "scheduler": {"microbatch_tokens": 128},
         "checkpoint": {"every_steps": 1000},

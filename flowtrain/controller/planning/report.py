@@ -9,7 +9,7 @@ from typing import Any, Literal
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
 from flowtrain.allocator.memory import MemoryBudget
-from flowtrain.allocator.plan import feeders_for, changed_overrides
+from flowtrain.allocator.plan import changed_overrides, feeders_for
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.allocator.replication import Replication, replicate
 from flowtrain.allocator.request import Request

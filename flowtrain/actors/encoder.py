@@ -213,7 +213,7 @@ class Encoder:
         limit = self._config.data.max_image_pixels
         try:
             return [
-                self._family.preprocess(self._encoder, decode_image(memoryview(image), limit))
+                self._family.preprocess(self._encoder, decode_image(image.data, limit))
                 for image in np.split(data, ends)
             ]
         except BadSample as bad:

@@ -80,7 +80,8 @@ def bundles_of(specs: Sequence[ActorSpec]) -> list[Bundle]:
 def bundle_indices(specs: Sequence[ActorSpec]) -> list[int]:
     """The index in ``bundles_of`` of each actor's bundle.
 
-    Actors that take no resources are spread over the bundles of the others, and so over their nodes; -1 without bundles.
+    Actors that take no resources are spread over the bundles of the others, and so over their nodes; -1 without
+    bundles.
     """
     numbers = {place: number for number, place in enumerate(_bundles_by_place(specs))}
     guests = [spec for spec in specs if not spec.bundle]

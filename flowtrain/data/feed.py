@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import IntArray
-from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf
+from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf, open_blocks_of
 from flowtrain.data.read_ahead import ReadAhead
 from flowtrain.data.sampler import Draw, Sampler
 from flowtrain.data.sizing import LoadedSample, SizedResult, Sizer
@@ -91,15 +91,8 @@ class Feed:
         self._reader: ReadAhead | None = None
         self._blocks: OpenBlocks | None = None
         if config.data.shuffle != "rows":
-            scout = sampler_from_config(config, sources.tables)
-            scout.restore(sampler.state())
-            self._reader = ReadAhead(sources, scout, place.owns, config.data.read_ahead_blocks, end)
-            to_come = {
-                (source, block): rows
-                for source in range(len(sources.train))
-                for block, rows in sampler.open_rows(source).items()
-            }
-            self._blocks = OpenBlocks(sources, self._reader, shelf, sizer.load, to_come)
+            self._reader = ReadAhead(sources, sampler.copy(), place.owns, config.data.read_ahead_blocks, end)
+            self._blocks = OpenBlocks(sources, self._reader, shelf, sizer.load, open_blocks_of(sampler))
 
     @classmethod
     def from_config(
@@ -133,7 +126,10 @@ class Feed:
         """
         share = Share()
         for ref, found in self._found(self._draws(unit), unit.kind, consumed):
-            result = found if isinstance(found, Rejection) else self._sizer.size_measured(ref, found.measured)
+            if isinstance(found, Rejection):
+                share.rejections.append(found)
+                continue
+            result = self._sizer.size_measured(ref, found.measured)
             if isinstance(result, SizedResult):
                 self._put(share, result, found)
                 continue
@@ -159,7 +155,7 @@ class Feed:
                 f"position {ref.position} (row {ref.row} of {name}) was sized once and is rejected now "
                 f"({result.reason.value}: {result.detail}); do not change the data during a run"
             )
-        pieces: dict[str, Sequence[Buffer]] = {TEXT_PART: [result.text], IMAGES_PART: loaded.data}
+        pieces: dict[str, Sequence[Buffer]] = {TEXT_PART: [result.text.data.cast("B")], IMAGES_PART: loaded.data}
         return [PartReady(ref.position, name, 0, self._shelf.put(pieces[name])) for name in order.parts]
 
     def state(self) -> SamplerState:
@@ -227,7 +223,7 @@ class Feed:
         if result.sample.image_nbytes:
             extents = found.extents if isinstance(found, HeldRow) else self._shelf.put(found.data)
             share.images.append(PartReady(position, IMAGES_PART, 0, extents))
-        share.texts.append(PartReady(position, TEXT_PART, 0, self._shelf.put([result.text])))
+        share.texts.append(PartReady(position, TEXT_PART, 0, self._shelf.put([result.text.data.cast("B")])))
         share.sized.append(result.sample)
 
 

@@ -1,21 +1,32 @@
 """The blocks that a feeder has open: each was read once, and its rows wait for their turn.
 
-Encoded images inside a block lie in the feeder's pool segment from then on, since a parquet file gives them all at once:
-by default its writers make one page of a whole row group. So they are counted, and their memory is freed row by row.
+Encoded images inside a block lie in the feeder's pool segment from then on, since a parquet file gives them all at
+once: by default its writers make one page of a whole row group. So they are counted, and freed row by row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from flowtrain.costs.flops import IntArray
 from flowtrain.data.read_ahead import BlockKey, ReadAhead
-from flowtrain.data.sampler import Draw
+from flowtrain.data.sampler import Draw, Sampler
 from flowtrain.data.sizing import LoadedSample, MeasuredSample
 from flowtrain.data.sources.base import BadSample, Buffer, RawSample, Record
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.types.memory import Extent
+
+
+def open_blocks_of(sampler: Sampler) -> dict[BlockKey, IntArray]:
+    """Return the blocks that are open where a sampler stands, each with its rows still to come."""
+    state = sampler.state()
+    return {
+        BlockKey(source, count // size, block): rows
+        for source, (count, size) in enumerate(zip(state.counts, state.sizes, strict=True))
+        for block, rows in sampler.open_rows(source).items()
+    }
 
 
 class Shelf(Protocol):
@@ -45,7 +56,7 @@ class OpenBlocks:
 
     load: returns a row with the sizes and the bytes of its images; raises BadSample.
     shelf: takes the images.
-    rows_to_come: rows that are still to come of the blocks that are open at the start, by (source, block).
+    rows_to_come: rows that are still to come of the blocks that are open at the start.
     """
 
     def __init__(
@@ -54,13 +65,13 @@ class OpenBlocks:
         reader: ReadAhead,
         shelf: Shelf,
         load: Callable[[RawSample], LoadedSample],
-        rows_to_come: Mapping[tuple[int, int], Sequence[int]],
+        rows_to_come: Mapping[BlockKey, IntArray],
     ) -> None:
         self._sources = sources
         self._reader = reader
         self._shelf = shelf
         self._load = load
-        self._rows_to_come = dict(rows_to_come)
+        self._rows_to_come: dict[BlockKey, Iterable[int]] = dict(rows_to_come)
         self._rows: dict[BlockKey, dict[int, Row]] = {}
 
     def take(self, draw: Draw) -> Row:
@@ -84,7 +95,7 @@ class OpenBlocks:
 
     def _open(self, key: BlockKey) -> dict[int, Row]:
         first, last = self._sources.rows_of(key.source, key.block)
-        wanted = self._rows_to_come.pop((key.source, key.block), range(first, last))
+        wanted = self._rows_to_come.pop(key, range(first, last))
         records = self._reader.take(key)
         return {int(row): self._row(records[row - first]) for row in wanted}
 

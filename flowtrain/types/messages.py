@@ -236,12 +236,12 @@ class EncoderReport:
     """Samples of the batch that cannot be used."""
     stats: PoolStats | None = None
     """Occupancy of its DRAM segment; None: no new values."""
-    returned: int | None = None
-    """Id of a lease whose images it could not read, since their feeder is gone."""
     blocked_s: float = 0.0
     """Seconds since its last report that it waited for a lease."""
     spans: tuple[Span, ...] = ()
     """New spans for the trace."""
+    returned: int | None = None
+    """Id of a lease whose images it could not read, since their feeder is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, first_steps
 from flowtrain.controller.planning.planned import Planned
@@ -20,7 +22,7 @@ def planned_run(config: RunConfig) -> Planned:
     """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises what ``prepare`` raises."""
     run_spec = prepare(config, check_pool=False)
     workload = workload_of(config, planned_samples(run_spec))
-    usual = run_spec.plan
+    usual = replace(run_spec.plan, feeder=fixed_plan(config).feeder)  # a run sizes its segment by its data
     num_devices = usual.backbone.num_actors + sum(module.num_actors for module in usual.encoders.values())
     source = f"run {config.name}: {first_steps(_num_steps(run_spec), run_spec.num_steps)}"
     family = family_from_config(config)

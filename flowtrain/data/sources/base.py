@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 from flowtrain.errors import SourceReadError
-from flowtrain.types.samples import RejectReason
+from flowtrain.types.samples import Rejection, RejectReason, SampleRef
 
 IMAGE_PLACEHOLDER = "<image>"
 """Marks an image's place in a turn's text, independent of the tokenizer's image token."""
@@ -19,6 +19,9 @@ RETRY_DELAYS_S = (0.1, 0.5, 2.0)
 """Waits between attempts to read after an operating system error."""
 
 Role = Literal["system", "user", "assistant"]
+
+Buffer = bytes | memoryview
+"""Encoded bytes."""
 
 _T = TypeVar("_T")
 
@@ -37,18 +40,27 @@ class BadSample(Exception):
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}"
 
+    def rejection(self, ref: SampleRef) -> Rejection:
+        """Return it as the rejection of a sample."""
+        return Rejection(ref, self.reason, self.detail)
+
 
 @dataclass(frozen=True, slots=True)
 class RawImage:
     """An encoded image: its bytes, or the file that holds them (exactly one is given)."""
 
-    data: bytes | None = None
+    data: Buffer | None = None
     path: Path | None = None
 
     def __post_init__(self) -> None:
         assert (self.data is None) != (self.path is None), "give either data or path"
 
-    def read(self) -> bytes:
+    @property
+    def is_file(self) -> bool:
+        """Whether the image is a file of its own."""
+        return self.data is None
+
+    def read(self, max_nbytes: int = 1 << 30) -> Buffer:
         """Return the encoded bytes.
 
         Raises BadSample (MISSING_IMAGE) if there is no such file, SourceReadError if it cannot be read.
@@ -81,6 +93,13 @@ class RawSample:
 
     images: tuple[RawImage, ...]
     turns: tuple[Turn, ...]
+
+
+class Record(Protocol):
+    """A row as it was read."""
+
+    def sample(self) -> RawSample:
+        """Return the sample; raises BadSample if it must be rejected."""
 
 
 class Source(Protocol):

@@ -1,0 +1,199 @@
+"""Open blocks and the feed over them: each block is read once, each row handed out once, and nothing stays behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.data.open_blocks import HeldRow, OpenBlocks, open_blocks_of
+from flowtrain.data.read_ahead import BlockKey, ReadAhead
+from flowtrain.data.sampler import Draw, Sampler
+from flowtrain.data.sizing import LoadedSample, MeasuredSample
+from flowtrain.data.sources.base import BadSample, Buffer, RawImage, RawSample
+from flowtrain.types.memory import Extent
+from flowtrain.types.samples import RejectReason
+
+IMAGE = b"image"
+
+
+@dataclass
+class FakeRecord:
+    """Row r: bad if r % 7 == 3, without an image if r % 5 == 1."""
+
+    source: int
+    row: int
+
+    def sample(self) -> RawSample:
+        if self.row % 7 == 3:
+            raise BadSample(RejectReason.MALFORMED_SAMPLE, f"row {self.row}")
+        images = () if self.row % 5 == 1 else (RawImage(data=f"{self.source}/{self.row}".encode()),)
+        return RawSample(images, ())
+
+
+@dataclass
+class FakeSources:
+    tables: list[np.ndarray]
+    reads: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def block_of(self, source: int, row: int) -> int:
+        return int(np.searchsorted(self.tables[source], row, side="right")) - 1
+
+    def rows_of(self, source: int, block: int) -> tuple[int, int]:
+        return int(self.tables[source][block]), int(self.tables[source][block + 1])
+
+    def read_block(self, source: int, block: int) -> Sequence[FakeRecord]:
+        self.reads[source, block] += 1
+        return [FakeRecord(source, row) for row in range(*self.rows_of(source, block))]
+
+
+class FakeShelf:
+    """Numbers what is put."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, bytes] = {}
+        self.most = 0
+        self._last = 0
+
+    def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+        self._last += 1
+        self.held[self._last] = b"".join(bytes(piece) for piece in pieces)
+        self.most = max(self.most, len(self.held))
+        return (Extent(self._last, 1),)
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        for extent in extents:
+            del self.held[extent.gva]
+
+
+def load(raw: RawSample) -> LoadedSample:
+    data = tuple(image.read(1 << 20) for image in raw.images)
+    return LoadedSample(MeasuredSample(raw, ((1, 1),) * len(data), tuple(map(len, data))), data)
+
+
+class Reader:
+    """One feeder's reading, from a position of the order on."""
+
+    def __init__(self, sampler: Sampler, tables: list[np.ndarray], feeder: int, num_feeders: int, end: int) -> None:
+        self.sampler = sampler
+        self.sources = FakeSources(tables)
+        self.shelf = FakeShelf()
+        self.owns = lambda draw: draw.lane % num_feeders == feeder
+        self.ahead = ReadAhead(self.sources, sampler.copy(), self.owns, 2, end)  # type: ignore[arg-type]
+        to_come = open_blocks_of(sampler)
+        self.blocks = OpenBlocks(self.sources, self.ahead, self.shelf, load, to_come)  # type: ignore[arg-type]
+
+    def step(self, count: int, skipped: frozenset[int] = frozenset()) -> list[Draw]:
+        """Draw, and check each of the own rows; returns their draws."""
+        mine = [draw for draw in self.sampler.take(count) if self.owns(draw)]
+        for draw in mine:
+            if draw.ref.position in skipped:
+                self.blocks.skip(draw)
+                continue
+            row, ref = self.blocks.take(draw), draw.ref
+            if ref.row % 7 == 3:
+                assert isinstance(row, BadSample) and str(ref.row) in row.detail
+            elif ref.row % 5 == 1:
+                assert isinstance(row, RawSample)
+            else:
+                assert isinstance(row, HeldRow)
+                assert self.shelf.held[row.extents[0].gva] == f"{ref.source}/{ref.row}".encode()
+                self.shelf.free(row.extents)
+        return mine
+
+
+@contextmanager
+def closing(readers: list[Reader]) -> Iterator[list[Reader]]:
+    try:
+        yield readers
+    finally:
+        for reader in readers:
+            reader.ahead.close()
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[list[np.ndarray], str, int, int]:
+    """Block tables of some sources, an order, its lanes, and a number of feeders."""
+    sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+    tables = [np.cumsum([0, *blocks]) for blocks in draw(st.lists(sizes, min_size=1, max_size=3))]
+    return tables, draw(st.sampled_from(["blocks", "none"])), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+
+
+@given(orders(), st.integers(0, 100), st.data())
+def test_each_block_is_read_once_an_epoch_by_one_feeder(
+    order: tuple[list[np.ndarray], str, int, int], seed: int, data: st.DataObject
+) -> None:
+    tables, shuffle, lanes, num_feeders = order
+    # As many samples of each source as it has rows, so that all epochs end together.
+    weights = [float(table[-1]) for table in tables]
+    total = 2 * sum(int(table[-1]) for table in tables)
+    samplers = [Sampler(tables, weights, seed, shuffle, lanes) for _ in range(num_feeders)]  # type: ignore[arg-type]
+    with closing([Reader(s, tables, i, num_feeders, total) for i, s in enumerate(samplers)]) as readers:
+        drawn = [draw for reader in readers for draw in reader.step(total)]
+    assert sorted(draw.ref.position for draw in drawn) == list(range(total))
+    assert not any(reader.shelf.held for reader in readers)
+    reads = sum((reader.sources.reads for reader in readers), Counter())
+    assert reads == {(s, b): 2 for s, table in enumerate(tables) for b in range(len(table) - 1)}
+    for reader in readers:
+        own_lanes = -(-lanes // num_feeders) if shuffle == "blocks" else 1
+        assert reader.shelf.most <= sum(own_lanes * int(np.diff(table).max()) for table in tables)
+
+
+@given(orders(), st.integers(0, 100), st.data())
+def test_a_successor_reads_the_rows_to_come_of_open_blocks(
+    order: tuple[list[np.ndarray], str, int, int], seed: int, data: st.DataObject
+) -> None:
+    """Also with another number of feeders, and with positions that were consumed ahead."""
+    tables, shuffle, lanes, num_feeders = order
+    weights = [1.0] * len(tables)
+    total = 3 * sum(int(table[-1]) for table in tables)
+    first = data.draw(st.integers(0, total - 1))
+    consumed = frozenset(data.draw(st.sets(st.integers(first, total - 1), max_size=5)))
+    sampler = Sampler(tables, weights, seed, shuffle, lanes)  # type: ignore[arg-type]
+    sampler.take(first)
+    readers = [Reader(sampler.copy(), tables, i, num_feeders, total) for i in range(num_feeders)]
+    with closing(readers):
+        drawn = [draw for reader in readers for draw in reader.step(total - first, consumed)]
+    assert sorted(draw.ref.position for draw in drawn) == list(range(first, total))
+    expected = sampler.take(total - first)
+    assert sorted(drawn, key=lambda draw: draw.ref.position) == expected
+    for reader in readers:  # what is left belongs to rows that come after the last position
+        assert len(reader.shelf.held) <= sum(int(np.diff(table).max()) * lanes for table in tables)
+
+
+def test_a_block_is_read_before_its_turn() -> None:
+    tables = [np.array([0, 4, 8, 12])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    with closing([Reader(sampler, tables, 0, 1, 12)]) as (reader,):
+        reader.ahead._threads.shutdown(wait=True)
+        assert set(reader.sources.reads) == {(0, 0), (0, 1)}, "two blocks ahead, and no more"
+        assert set(reader.ahead._reads) == {BlockKey(0, 0, 0), BlockKey(0, 0, 1)}
+
+
+def test_nothing_is_read_for_positions_after_the_end() -> None:
+    tables = [np.array([0, 4, 8, 12])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    with closing([Reader(sampler, tables, 0, 1, 4)]) as (reader,):
+        reader.step(4)
+    assert set(reader.sources.reads) == {(0, 0)}
+
+
+def test_an_error_of_storage_reaches_the_feeder() -> None:
+    tables = [np.array([0, 4])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    sources = FakeSources(tables)
+
+    def fail(source: int, block: int) -> Sequence[FakeRecord]:
+        raise OSError("the disk is gone")
+
+    sources.read_block = fail  # type: ignore[method-assign]
+    ahead = ReadAhead(sources, sampler.copy(), lambda draw: True, 2, 4)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="the disk is gone"):
+        ahead.take(BlockKey(0, 0, 0))
+    ahead.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from flowtrain.config.data import DataConfig
 from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.images import image_size
-from flowtrain.data.sources.base import BadSample, RawSample
+from flowtrain.data.rejections import errors_of_image, rejected
+from flowtrain.data.sources.base import BadSample, RawImage, RawSample, Turn
 from flowtrain.types.samples import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 if TYPE_CHECKING:
@@ -38,16 +40,22 @@ class ImageGeometry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SizedResult:
-    """A sized sample and its text part."""
+    """A sized sample, its text part and its encoded images."""
 
     sample: SizedSample
     text: npt.NDArray[np.int32]
     """Token ids, with each image expanded to its vision tokens, and unshifted labels (-100: no loss); C-contiguous
     int32 ``[2, num_tokens]``."""
+    images: tuple[bytes | memoryview, ...]
+    """What was read of its images, in order; together at most ``data.max_image_nbytes``."""
 
 
 class Sizer:
-    """Turns raw samples into sized ones, or into rejections; raises ConfigError if the tokenizer cannot be used."""
+    """Turns raw samples into sized ones, or into rejections; raises ConfigError if the tokenizer cannot be used.
+
+    A sample of more than ``data.max_text_nbytes`` bytes of text, or of more turns than ``data.max_seq_len``, is rejected
+    before its text is tokenised, also with ``data.oversized: truncate_text``.
+    """
 
     def __init__(self, family: ImageGeometry, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self._family = family
@@ -58,15 +66,25 @@ class Sizer:
         self._conversations = ConversationEncoder(tokenizer, config.system_prompt, image_token)
 
     def size(self, ref: SampleRef, raw: RawSample) -> SizedResult | Rejection:
-        """Size one sample; raises SourceReadError if an image file cannot be read."""
+        """Size one sample.
+
+        Whatever is raised on the way becomes a rejection, but for SourceReadError if an image file cannot be read, and
+        MemoryError.
+        """
         try:
             return self._size(ref, raw)
-        except BadSample as error:
-            return Rejection(ref, error.reason, error.detail)
+        except BaseException as error:
+            return rejected(ref, error, raw.id)
 
     def _size(self, ref: SampleRef, raw: RawSample) -> SizedResult:
+        self._check_text(raw.turns)
         encoded = self._conversations.encode(raw.turns)
-        layouts = [self._layout(index, raw) for index in range(len(raw.images))]
+        num_places = int((encoded.ids == self._family.image_token_id).sum())
+        if num_places != len(raw.images):
+            raise BadSample(
+                RejectReason.PLACEHOLDER_MISMATCH, f"{len(raw.images)} images for {num_places} places in the text"
+            )
+        images, layouts = self._read_images(raw.images)
         num_vision_tokens = sum(layout.num_tokens for layout in layouts)
         num_tokens = len(encoded.ids) - len(layouts) + num_vision_tokens
         is_oversized = num_tokens > self._config.max_seq_len
@@ -80,7 +98,23 @@ class Sizer:
         if layouts:
             parts.append(self._encoder_part(layouts))
         sample = SizedSample(ref, num_tokens, num_vision_tokens, _num_targets(text), tuple(parts))
-        return SizedResult(sample, text)
+        return SizedResult(sample, text, images)
+
+    def _check_text(self, turns: Sequence[Turn]) -> None:
+        if len(turns) > self._config.max_seq_len:
+            raise BadSample(
+                RejectReason.OVERSIZED_SAMPLE,
+                f"{len(turns)} turns need more tokens than data.max_seq_len ({self._config.max_seq_len})",
+            )
+        limit = self._config.text_limit_nbytes
+        nbytes = sum(len(turn.text) for turn in turns)  # a character has one byte or more
+        if nbytes <= limit:
+            nbytes = sum(_utf8_nbytes(turn.text, number, len(turns)) for number, turn in enumerate(turns, start=1))
+        if nbytes > limit:
+            raise BadSample(
+                RejectReason.OVERSIZED_SAMPLE,
+                f"{nbytes} bytes of text or more are more than data.max_text_nbytes ({limit})",
+            )
 
     def _cut(self, text: npt.NDArray[np.int32], layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
         """Cut the text after ``max_seq_len`` tokens; raises BadSample if this would cut an image or leave no loss."""
@@ -101,12 +135,32 @@ class Sizer:
             f"data.max_seq_len ({self._config.max_seq_len}){why}",
         )
 
-    def _layout(self, index: int, raw: RawSample) -> ImageLayout:
+    def _read_images(self, images: Sequence[RawImage]) -> tuple[tuple[bytes | memoryview, ...], list[ImageLayout]]:
+        limit = self._config.max_image_nbytes
+        read, layouts, nbytes = [], [], 0
+        for number, image in enumerate(images, start=1):
+            with errors_of_image(number, len(images), None if image.path is None else str(image.path)):
+                data = image.read(limit)
+                nbytes += len(data)
+                if nbytes > limit:
+                    raise BadSample(
+                        RejectReason.OVERSIZED_SAMPLE,
+                        f"{nbytes} bytes of encoded images up to this one are more than data.max_image_nbytes "
+                        f"({limit})",
+                    )
+                layouts.append(self._layout(data))
+                read.append(data)
+        return tuple(read), layouts
+
+    def _layout(self, data: bytes | memoryview) -> ImageLayout:
+        width, height = image_size(data, self._config.max_image_pixels)
         try:
-            width, height = image_size(raw.images[index].read(), self._config.max_image_pixels)
-        except BadSample as error:
-            raise BadSample(error.reason, f"image {index + 1} of {len(raw.images)}: {error.detail}") from error
-        return self._family.image_layout(self._encoder, width, height)
+            layout = self._family.image_layout(self._encoder, width, height)
+        except ValueError as error:
+            raise BadSample(RejectReason.CORRUPT_IMAGE, f"{width} x {height} pixels: {error}") from error
+        if min(layout.num_patches, layout.num_rows, layout.num_tokens) < 1:
+            raise BadSample(RejectReason.CORRUPT_IMAGE, f"{width} x {height} pixels are too small for a patch")
+        return layout
 
     def _encoder_part(self, layouts: list[ImageLayout]) -> PartSize:
         num_rows = sum(layout.num_rows for layout in layouts)
@@ -128,3 +182,13 @@ class Sizer:
 def _num_targets(text: npt.NDArray[np.int32]) -> int:
     """Tokens that carry loss after the shift by one."""
     return int((text[1, 1:] != IGNORE_LABEL).sum())
+
+
+def _utf8_nbytes(text: str, number: int, count: int) -> int:
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise BadSample(
+            RejectReason.MALFORMED_SAMPLE,
+            f"turn {number} of {count} has the lone surrogate {text[error.start]!r} at character {error.start}",
+        ) from error

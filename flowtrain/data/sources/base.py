@@ -42,24 +42,30 @@ class BadSample(Exception):
 class RawImage:
     """An encoded image: its bytes, or the file that holds them (exactly one is given)."""
 
-    data: bytes | None = None
+    data: bytes | memoryview | None = None
     path: Path | None = None
 
     def __post_init__(self) -> None:
         assert (self.data is None) != (self.path is None), "give either data or path"
 
-    def read(self) -> bytes:
+    def read(self, max_nbytes: int | None = None) -> bytes | memoryview:
         """Return the encoded bytes.
 
-        Raises BadSample (MISSING_IMAGE) if there is no such file, SourceReadError if it cannot be read.
+        Raises BadSample (MISSING_IMAGE if there is no such file, OVERSIZED_SAMPLE if it is larger than ``max_nbytes``),
+        SourceReadError if it cannot be read.
         """
         if self.data is not None:
             return self.data
-        return read_with_retries(self._read_file, f"image {self.path}")
+        return read_with_retries(lambda: self._read_file(max_nbytes), f"image {self.path}")
 
-    def _read_file(self) -> bytes:
+    def _read_file(self, max_nbytes: int | None) -> bytes:
         assert self.path is not None
         try:
+            nbytes = self.path.stat().st_size
+            if max_nbytes is not None and nbytes > max_nbytes:
+                raise BadSample(
+                    RejectReason.OVERSIZED_SAMPLE, f"{nbytes} bytes are more than data.max_image_nbytes ({max_nbytes})"
+                )
             return self.path.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             if isinstance(error, OSError) and error.errno not in _ABSENT:
@@ -81,6 +87,8 @@ class RawSample:
 
     images: tuple[RawImage, ...]
     turns: tuple[Turn, ...]
+    id: str | None = None
+    """The row's own id, if the data has one."""
 
 
 class Source(Protocol):

@@ -53,7 +53,7 @@ def rejected(ref: SampleRef, error: BaseException, sample_id: str | None = None)
         ref,
         reason,
         _printable(detail, _MAX_DETAIL),
-        id=None if sample_id is None else _printable(sample_id, _MAX_ID),
+        id=None if sample_id is None else _printable(str(sample_id), _MAX_ID),
         path=None if path is None else _printable(path, _MAX_PATH),
         image=number,
     )

@@ -53,8 +53,8 @@ class SizedResult:
 class Sizer:
     """Turns raw samples into sized ones, or into rejections; raises ConfigError if the tokenizer cannot be used.
 
-    A sample of more than ``data.max_text_nbytes`` bytes of text, or of more turns than ``data.max_seq_len``, is rejected
-    before its text is tokenised, also with ``data.oversized: truncate_text``.
+    A sample of more than ``data.max_text_nbytes`` bytes of text, or of more turns than ``data.max_seq_len``, is
+    rejected before its text is tokenised, also with ``data.oversized: truncate_text``.
     """
 
     def __init__(self, family: ImageGeometry, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
@@ -90,6 +90,8 @@ class Sizer:
         is_oversized = num_tokens > self._config.max_seq_len
         if is_oversized and self._config.oversized == "reject":
             raise self._oversized(num_tokens, layouts)
+        if num_vision_tokens > self._config.max_seq_len:
+            raise self._oversized(num_tokens, layouts, ", and cutting its end would cut images")
         text = self._expand(encoded, layouts)
         if is_oversized:
             text = self._cut(text, layouts)

@@ -8,7 +8,7 @@ rewrites earlier turns; templates that do so are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -52,40 +52,43 @@ class ChatTemplate:
         self._has_markers = _MARKERS.search(template) is not None
         self._template = _with_edges(template) if self._has_markers else template
 
-    def render(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[Span]]:
-        """Return the rendered conversation and the spans of the assistant's text, in order.
+    def render(self, messages: Sequence[dict[str, str]]) -> tuple[str, Iterator[Span]]:
+        """Return the rendered conversation, and the spans of the assistant's text, in order.
 
-        Raises BadSample: MALFORMED_SAMPLE if the template refuses the messages, or renders earlier ones differently
-        once later ones follow; OVERSIZED_SAMPLE for more than ``MAX_PREFIX_TURNS`` turns without markers.
+        Without markers each span takes two more renderings, so take no more of them than needed. Both may raise
+        BadSample: MALFORMED_SAMPLE if the template refuses the messages, or renders earlier ones differently once later
+        ones follow; OVERSIZED_SAMPLE for a span after ``MAX_PREFIX_TURNS`` turns without markers.
         """
-        try:
-            text = self._render(messages)
-            return _without_edges(text) if self._has_markers else (text, self._spans_by_prefix(messages, text))
-        except jinja2.TemplateError as error:
-            raise _malformed(f"the chat template refuses the roles {_roles(messages)}: {error}") from error
+        text = self._render(messages)
+        if self._has_markers:
+            text, spans = _without_edges(text)
+            return text, iter(spans)
+        return text, self._spans_by_prefix(messages, text)
 
     def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> str:
-        # Transformers annotates this function as returning a string, but it returns texts and their spans.
-        rendered: Any = render_jinja_template(
-            conversations=[list(messages)],
-            chat_template=self._template,
-            add_generation_prompt=add_generation_prompt,
-            **self._variables,
-        )
+        try:
+            # Transformers annotates this function as returning a string, but it returns texts and their spans.
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except jinja2.TemplateError as error:
+            raise _malformed(f"the chat template refuses the roles {_roles(messages)}: {error}") from error
         text: str = rendered[0][0]
         return text
 
-    def _spans_by_prefix(self, messages: Sequence[dict[str, str]], text: str) -> list[Span]:
-        if len(messages) > MAX_PREFIX_TURNS:
-            raise BadSample(
-                RejectReason.OVERSIZED_SAMPLE,
-                f"{len(messages)} turns are more than the {MAX_PREFIX_TURNS} that a template without markers may have; "
-                "set model.chat_template to one with {% generation %} markers around the assistant's text",
-            )
-        spans = []
+    def _spans_by_prefix(self, messages: Sequence[dict[str, str]], text: str) -> Iterator[Span]:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if index >= MAX_PREFIX_TURNS:
+                raise BadSample(
+                    RejectReason.OVERSIZED_SAMPLE,
+                    f"{len(messages)} turns are more than the {MAX_PREFIX_TURNS} that a template without markers may "
+                    "have; set model.chat_template to one with {% generation %} markers around the assistant's text",
+                )
             through = text if index + 1 == len(messages) else self._render(messages[: index + 1])
             start = self._start_of_answer(messages[: index + 1], through)
             if start is None or not text.startswith(through):
@@ -95,8 +98,7 @@ class ChatTemplate:
                     "cannot be found exactly; set model.chat_template to one with {% generation %} markers around "
                     "the assistant's text"
                 )
-            spans.append((start, start + self._turn_length(through[start:])))
-        return spans
+            yield start, start + self._turn_length(through[start:])
 
     def _start_of_answer(self, messages: Sequence[dict[str, str]], through: str) -> int | None:
         """Return where the last message's text starts in the rendering ``through`` it; None if that is not certain."""
@@ -144,7 +146,7 @@ def _without_edges(text: str) -> tuple[str, list[Span]]:
     pieces = _EDGES.split(text)
     edges = _EDGES.findall(text)
     if edges != [_STARTS, _ENDS] * (len(edges) // 2):
-        raise jinja2.TemplateError("its {% generation %} markers do not follow each other in pairs")
+        raise _malformed("the chat template's {% generation %} markers do not follow each other in pairs")
     spans, end = [], 0
     for number, piece in enumerate(pieces):
         start, end = end, end + len(piece)

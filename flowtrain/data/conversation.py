@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,12 +69,12 @@ class ConversationEncoder:
         self._tokenise_piece = _tokenise_piece(tokenizer)
         self._probe()
 
-    def encode(self, turns: Sequence[Turn]) -> EncodedText:
-        """Tokenise a conversation.
+    def encode(self, turns: Sequence[Turn], max_labels: int | None = None) -> EncodedText:
+        """Tokenise a conversation; max_labels: tokens after so many get no label (None: all get theirs).
 
         Raises BadSample:
 
-        - EMPTY_ANSWER if an assistant turn is blank or no token carries loss;
+        - EMPTY_ANSWER if an assistant turn is blank, or no token carries loss and all have their labels;
         - MALFORMED_SAMPLE or OVERSIZED_SAMPLE as ``ChatTemplate.render``;
         - PLACEHOLDER_MISMATCH if the template loses an ``<image>``.
         """
@@ -87,8 +88,13 @@ class ConversationEncoder:
                 RejectReason.PLACEHOLDER_MISMATCH,
                 f"{num_placeholders} {IMAGE_PLACEHOLDER} in the turns became {is_image.sum()} image tokens",
             )
-        labels = np.where(_inside(offsets, spans) & ~is_image, ids, IGNORE_LABEL).astype(np.int32)
-        if not (labels[1:] != IGNORE_LABEL).any():
+        is_whole = max_labels is None or len(ids) <= max_labels
+        end = len(text) if is_whole else int(offsets[max_labels - 1, 1])
+        carries_loss = _inside(offsets, list(takewhile(lambda span: span[0] < end, spans))) & ~is_image
+        if not is_whole:
+            carries_loss[max_labels:] = False
+        labels = np.where(carries_loss, ids, IGNORE_LABEL).astype(np.int32)
+        if is_whole and not (labels[1:] != IGNORE_LABEL).any():
             raise BadSample(RejectReason.EMPTY_ANSWER, "no token of the conversation carries loss")
         return EncodedText(ids, labels)
 
@@ -129,7 +135,8 @@ class ConversationEncoder:
     def _probe(self) -> None:
         """Check the template with a short conversation: its spans must contain the answers and no question."""
         try:
-            text, spans = self._template.render(self._messages(_PROBE))
+            text, rendered_spans = self._template.render(self._messages(_PROBE))
+            spans = list(rendered_spans)
         except Exception as error:  # a template is a program of somebody else
             with_prompt = "" if self._system_prompt is None else " (with data.system_prompt as the system turn)"
             what = error.detail if isinstance(error, BadSample) else f"{type(error).__name__}: {error}"

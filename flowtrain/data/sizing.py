@@ -78,7 +78,7 @@ class Sizer:
 
     def _size(self, ref: SampleRef, raw: RawSample) -> SizedResult:
         self._check_text(raw.turns)
-        encoded = self._conversations.encode(raw.turns)
+        encoded = self._conversations.encode(raw.turns, self._config.max_seq_len)
         num_places = int((encoded.ids == self._family.image_token_id).sum())
         if num_places != len(raw.images):
             raise BadSample(

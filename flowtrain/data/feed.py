@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from flowtrain.config.data import DataConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import IntArray
 from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf, open_blocks_of, sample_of
@@ -66,6 +67,7 @@ class FeederPlace:
 class Feed:
     """Sizes a feeder's share of one unit after another. Not thread-safe.
 
+    config: the run's ``data`` section.
     sampler: at the position where the feed starts.
     shelf: takes texts and encoded images.
     end: position at which the run ends.
@@ -73,7 +75,7 @@ class Feed:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: DataConfig,
         sources: SourceSet,
         sampler: Sampler,
         sizer: Sizer,
@@ -81,7 +83,6 @@ class Feed:
         place: FeederPlace = FeederPlace(),
         end: int = 1 << 62,
     ) -> None:
-        self._data = config.data
         self._sources = sources
         self._sampler = sampler
         self._sizer = sizer
@@ -90,8 +91,8 @@ class Feed:
         self._files = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files")
         self._reader: ReadAhead | None = None
         self._blocks: OpenBlocks | None = None
-        if config.data.shuffle != "rows":
-            self._reader = ReadAhead(sources, sampler.copy(), place.owns, config.data.read_ahead_blocks, end)
+        if config.shuffle != "rows":
+            self._reader = ReadAhead(sources, sampler.copy(), place.owns, config.read_ahead_blocks, end)
             self._blocks = OpenBlocks(sources, self._reader, shelf, sizer.load, open_blocks_of(sampler))
 
     @classmethod
@@ -116,7 +117,7 @@ class Feed:
         sizer = Sizer(family, family.tokenizer, config.data)
         num_steps, total = num_steps_of(config.training, sources.sizes)
         end = total if total is not None else num_steps * config.training.global_batch_size
-        return cls(config, sources, sampler, sizer, shelf if shelf is not None else NoShelf(), place, end)
+        return cls(config.data, sources, sampler, sizer, shelf if shelf is not None else NoShelf(), place, end)
 
     def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> Share:
         """Size and put the feeder's samples of a unit.

@@ -15,7 +15,7 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.types.memory import SegmentExport
 from flowtrain.types.messages import Joined
 
-INDEX = 0
+INDEX, FEEDER = 0, 2
 
 
 class ScriptedLink(CoordinatorLink):
@@ -64,6 +64,21 @@ def reader_of(config: RunConfig, link: ScriptedLink, run_id: str) -> Pool:
         alignment=config.pool.alignment,
         knob="knob",
         fetch_exports=lambda: link.ask(CoordinatorApi.exports),
+        processes_per_node=config.pool.processes_per_node,
+    )
+
+
+def feeder_of(config: RunConfig, run_id: str, segment_nbytes: int) -> Pool:
+    """Return a feeder's pool, into which a test puts images."""
+    return Pool(
+        process_index=FEEDER,
+        node_id="node-0",
+        run_id=run_id,
+        address_space=address_space(config.pool),
+        segment_nbytes=segment_nbytes,
+        alignment=config.pool.alignment,
+        knob="knob",
+        fetch_exports=lambda: [],
         processes_per_node=config.pool.processes_per_node,
     )
 

@@ -29,7 +29,7 @@ from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import EncoderReport, HandInReply, ImageBytes, Lease, LeaseOrder
 from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import RejectReason, SampleRef
-from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
+from tests.actors.scripted import FEEDER, INDEX, ScriptedLink, feeder_of, new_run_id, reader_of
 
 NAME, VISION, DIM, ROWS = "encoder-0", "vision", 8, 2
 PART_NBYTES = ROWS * DIM * 4
@@ -37,7 +37,7 @@ STOP = LeaseOrder(None, (), stop=True)
 NOTHING = LeaseOrder(None, (), stop=False)
 TORN = 1000
 """Positions from here on have a bad image."""
-FEEDER, POOL, NUM_POSITIONS = INDEX + 2, PoolConfig(), 1024
+POOL, NUM_POSITIONS = PoolConfig(), 1024
 
 
 class FakeModule:
@@ -103,7 +103,9 @@ class World:
         monkeypatch.setattr(images_module, "decode_image", decode)
         self.link = ScriptedLink()
         run_id = new_run_id()
-        self.feeder = feeder_of(run_id)
+        self.feeder = feeder_of(config, run_id, NUM_POSITIONS * POOL.alignment)
+        for position in range(NUM_POSITIONS):
+            assert self.feeder.put(np.array(values_of(position), np.float32)) == images_of(position).extents
         self.link.others = self.feeder.exports()
         self.pool = reader_of(config, self.link, run_id)
         self.encoder = Encoder(config, VISION, NAME, run_id)
@@ -290,15 +292,6 @@ def test_features_that_cannot_be_written_leave_no_room_taken(config: RunConfig) 
             encoder._write(pool, [torch.zeros(2, DIM), torch.zeros(2, DIM + 1)], hold)
         pool.unhold(hold)
         assert pool.stats().used_nbytes == 0
-
-
-def feeder_of(run_id: str) -> Pool:
-    """Return a feeder's pool, in which the first positions have their images."""
-    nbytes, per_node = NUM_POSITIONS * POOL.alignment, POOL.processes_per_node
-    pool = Pool(FEEDER, "node-0", run_id, address_space(POOL), nbytes, POOL.alignment, "knob", lambda: [], per_node)
-    for position in range(NUM_POSITIONS):
-        assert pool.put(np.array(values_of(position), np.float32)) == images_of(position).extents
-    return pool
 
 
 def lone_pool() -> Pool:

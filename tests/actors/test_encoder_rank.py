@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from typing import Any
@@ -21,14 +22,16 @@ from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.encoder_rank import EncoderRank, rank_name
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
+from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import ReplicaLostError, StallError
+from flowtrain.mempool.pool import Pool
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
-from flowtrain.types.messages import EncoderReport, HandInReply, Lease, LeaseOrder
+from flowtrain.types.messages import EncoderReport, HandInReply, ImageBytes, Lease, LeaseOrder
 from flowtrain.types.plan import EncodeBatch
 from flowtrain.types.samples import SampleRef
-from tests.actors.scripted import ScriptedLink, new_run_id, reader_of
+from tests.actors.scripted import ScriptedLink, feeder_of, new_run_id, reader_of
 
 pytestmark = pytest.mark.processes
 
@@ -42,10 +45,21 @@ TORN = 3
 Features = dict[int, np.ndarray]
 
 
+def with_images(config: RunConfig, pool: Pool, order: Any) -> Any:
+    """Put the images of a lease into a pool, as a feeder does, and write into the lease where they lie."""
+    if not isinstance(order, LeaseOrder) or order.lease is None:
+        return order
+    sources, images = SourceSet.from_config(config.data), []
+    for ref in order.lease.refs:
+        data = [bytes(image.read()) for image in sources.read(ref).images]
+        images.append(ImageBytes(pool.put(b"".join(data)), tuple(map(len, data))))
+    return replace(order, lease=replace(order.lease, images=tuple(images)))
+
+
 def lease(number: int, positions: Sequence[int]) -> LeaseOrder:
     batch = EncodeBatch(0, number, VISION, tuple(positions), 4, 4096 * len(positions))
     refs = tuple(SampleRef(position, 0, position, 0) for position in positions)
-    order = Lease(number, number, batch, refs, tuple(positions), batch.nbytes)
+    order = Lease(number, number, batch, refs, (), tuple(positions), batch.nbytes)
     return LeaseOrder(order, (), stop=False)
 
 
@@ -58,7 +72,8 @@ def idle(owner: int, encoder: str, free_nbytes: int) -> LeaseOrder:
 def lead(end: Connection, config: RunConfig, orders: Sequence[Any]) -> Features:
     """Run an encoder by a script; send its port, then a number for each report. Returns what it put into the pool."""
     link, run_id, features = ScriptedLink(), new_run_id(), {}
-    pool = reader_of(config, link, run_id)
+    pool, feeder = reader_of(config, link, run_id), feeder_of(config, run_id, 1 << 20)
+    link.others = feeder.exports()
 
     def keep(owner: int, report: EncoderReport) -> HandInReply:
         for part in report.ready:
@@ -66,7 +81,7 @@ def lead(end: Connection, config: RunConfig, orders: Sequence[Any]) -> Features:
         end.send(len(features))
         return HandInReply(())
 
-    link.answers("lease", *orders)
+    link.answers("lease", *[with_images(config, feeder, order) for order in orders])
     link.answers("hand_in", *[keep] * len(orders))
     encoder = Encoder(config, VISION, NAME, run_id)
     end.send(encoder.open_rendezvous())

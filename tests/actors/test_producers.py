@@ -20,7 +20,6 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import first_flow_settings, prepare
 from flowtrain.data.feed import Feed
 from flowtrain.data.images import decode_image
-from flowtrain.data.sizing import SizedResult
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.build import build_flow
@@ -31,9 +30,11 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.batch import SampleArrays
 from flowtrain.types.events import LedgerRow, Rejected, UnitDone
 from flowtrain.types.messages import RankReport
+from flowtrain.types.samples import Rejection
 from tests.actors.conftest import BATCH, NUM_STEPS, OVERSIZED_ROW, TORN_ROW
 from tests.actors.local import LIMIT_S, Background, LocalLink, local_coordinator
 from tests.actors.scripted import new_run_id
+from tests.data.kept import KeepingShelf
 
 VISION = "vision"
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
@@ -117,7 +118,11 @@ def run_everybody(
     settings = first_flow_settings(run_spec)
     with local_coordinator(lambda: build_flow(config, run_spec.model_spec, settings)) as link:
         run_id = new_run_id()
-        producers = [Background(Feeder(config, run_id).run, link)]
+        count, nbytes = settings.num_feeders, run_spec.plan.feeder.segment_nbytes
+        producers = [
+            Background(Feeder(config, run_id, run_spec.indexes, feeder, count, nbytes).run, link)
+            for feeder in range(count)
+        ]
         for index, encoder in enumerate(encoders):
             producers.append(Background(encoder(config, VISION, f"encoder-{index}", run_id).run, link))
         rank = Rank(config, link, run_id)
@@ -136,18 +141,21 @@ def run_everybody(
 @pytest.fixture(scope="module")
 def expected(config: RunConfig) -> dict[int, SampleArrays]:
     """Text and features of every good position, produced without the flow, one image at a time."""
-    feed, family, sources = Feed.from_config(config), family_from_config(config), SourceSet.from_config(config.data)
+    shelf, family, sources = KeepingShelf(), family_from_config(config), SourceSet.from_config(config.data)
+    feed = Feed.from_config(config, shelf=shelf)
     module = family.load_encoder(VISION)
     samples = {}
     for unit in units_left(first_flow_settings(prepare(config))):
-        for result in feed.next_unit(unit):
-            if not isinstance(result, SizedResult) or result.sample.ref.row == TORN_ROW:
+        for position, outcome in shelf.outcomes(feed.next_unit(unit)).items():
+            if isinstance(outcome, Rejection) or outcome[0].ref.row == TORN_ROW:
                 continue
-            images = sources.read(result.sample.ref).images
+            sample, data, _ = outcome
+            images = sources.read(sample.ref).images
             pixels = [family.preprocess(VISION, decode_image(image.read())) for image in images]
             rows = [features for image in pixels for features in module.encode([image])]
-            position = result.sample.position
-            samples[position] = SampleArrays(position, result.text, torch.cat(rows) if rows else None)
+            text = np.frombuffer(data, np.int32).reshape(2, -1)
+            samples[position] = SampleArrays(position, text, torch.cat(rows) if rows else None)
+    feed.close()
     return samples
 
 

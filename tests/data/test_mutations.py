@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import pixels_of_sample
-from flowtrain.data.sizing import SizedResult, Sizer
+from flowtrain.data.sizing import LoadedSample, SizedResult, Sizer
+from flowtrain.data.sources.base import Buffer
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef
@@ -71,14 +73,13 @@ def check_sized(family: Family, result: SizedResult, num_images: int) -> None:
     assert (text[1][has_loss] == text[0][has_loss]).all() and family.image_token_id not in text[1]
     assert [part.name for part in sample.parts] == [TEXT_PART] + ["vision"] * bool(num_images)
     assert sample.parts[0] == PartSize(TEXT_PART, 1, 0, sample.num_tokens, text.nbytes)
-    assert len(result.images) == num_images and sum(map(len, result.images)) <= MAX_IMAGE_NBYTES
+    assert len(sample.image_nbytes) == num_images and sum(sample.image_nbytes) <= MAX_IMAGE_NBYTES
 
 
-def decoded(family: Family, result: SizedResult) -> Rejection | None:
+def decoded(family: Family, result: SizedResult, images: Sequence[Buffer]) -> Rejection | None:
     """Decode a sized sample's images; the pixels must be what was sized."""
-    pixels = pixels_of_sample(
-        result.sample.ref, result.images, MAX_PIXELS, lambda image: family.preprocess("vision", image)
-    )
+    assert result.sample.image_nbytes == tuple(map(len, images))
+    pixels = pixels_of_sample(result.sample.ref, images, MAX_PIXELS, lambda image: family.preprocess("vision", image))
     if isinstance(pixels, Rejection):
         return pixels
     if pixels:
@@ -111,10 +112,14 @@ def test_a_mutated_sample_is_trained_or_rejected(name: str, oversized: str) -> N
     outcomes: Counter[str] = Counter()
     for row, draft in enumerate(drafts(seed=14, count=COUNT)):
         ref = SampleRef(row, 0, row, 0)
-        result = sizer.size(ref, draft.raw())
-        if isinstance(result, SizedResult):
+        loaded = sizer.load(ref, draft.raw())
+        result = loaded if isinstance(loaded, Rejection) else sizer.size(ref, loaded.measured)
+        if isinstance(result, Rejection):
+            rejection: Rejection | None = result
+        else:
+            assert isinstance(loaded, LoadedSample)
             check_sized(family, result, len(draft.images))
-        rejection = result if isinstance(result, Rejection) else decoded(family, result)
+            rejection = decoded(family, result, loaded.images)
         if rejection is not None:
             check_rejection(rejection, ref, draft)
         outcomes["trained" if rejection is None else rejection.reason.value] += 1

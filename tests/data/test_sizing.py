@@ -14,6 +14,7 @@ from flowtrain.config.data import DataConfig, SourceConfig
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
 from flowtrain.types.samples import PartSize, Rejection, RejectReason, SampleRef
+from tests.data.kept import size
 
 REF = SampleRef(5, 0, 3, 1)
 Encode = Callable[..., bytes]
@@ -44,7 +45,7 @@ def test_images_are_expanded_and_counted(
 
     monkeypatch.setattr(ImageFile.ImageFile, "load", never)
     images = (RawImage(data=encoded_image(40, 12)), RawImage(data=encoded_image(8, 20, "JPEG")))
-    result = sizer().size(REF, RawSample(images, conversation("a<image>b<image>c")))
+    result = size(sizer(), REF, RawSample(images, conversation("a<image>b<image>c")))
     assert isinstance(result, SizedResult)
 
     image_id = tokenizer.convert_tokens_to_ids("<image>")
@@ -67,7 +68,7 @@ def test_images_are_expanded_and_counted(
 
 
 def test_a_text_only_sample_has_one_part(sizer: Callable[..., Sizer]) -> None:
-    result = sizer().size(REF, RawSample((), conversation("What is two and two?")))
+    result = size(sizer(), REF, RawSample((), conversation("What is two and two?")))
     assert isinstance(result, SizedResult)
     assert [part.name for part in result.sample.parts] == ["text"]
     assert result.sample.num_vision_tokens == 0
@@ -75,11 +76,11 @@ def test_a_text_only_sample_has_one_part(sizer: Callable[..., Sizer]) -> None:
 
 def test_the_longest_sample_and_one_more_token(sizer: Callable[..., Sizer], encoded_image: Encode) -> None:
     raw = RawSample((RawImage(data=encoded_image(8, 400)),), conversation("<image>"))
-    accepted = sizer().size(REF, raw)
+    accepted = size(sizer(), REF, raw)
     assert isinstance(accepted, SizedResult)
     length = accepted.sample.num_tokens
-    assert isinstance(sizer(max_seq_len=length).size(REF, raw), SizedResult)
-    rejected = sizer(max_seq_len=length - 1).size(REF, raw)
+    assert isinstance(size(sizer(max_seq_len=length), REF, raw), SizedResult)
+    rejected = size(sizer(max_seq_len=length - 1), REF, raw)
     assert isinstance(rejected, Rejection) and rejected.reason is RejectReason.OVERSIZED_SAMPLE
     assert f"{length} tokens (100 of them" in rejected.detail and f"({length - 1})" in rejected.detail
 
@@ -96,7 +97,7 @@ def test_what_cannot_be_sized_is_rejected(sizer: Callable[..., Sizer], encoded_i
         (sizer(), RawSample((), conversation("q", " ")), RejectReason.EMPTY_ANSWER, "blank"),
     ]
     for used, raw, reason, detail in cases:
-        rejection = used.size(REF, raw)
+        rejection = size(used, REF, raw)
         assert isinstance(rejection, Rejection)
         assert (rejection.ref, rejection.reason) == (REF, reason)
         assert detail in rejection.detail
@@ -104,7 +105,7 @@ def test_what_cannot_be_sized_is_rejected(sizer: Callable[..., Sizer], encoded_i
 
 def test_the_system_prompt_counts(sizer: Callable[..., Sizer]) -> None:
     raw = RawSample((), conversation("q"))
-    plain, prompted = sizer().size(REF, raw), sizer(system_prompt="Be brief.").size(REF, raw)
+    plain, prompted = size(sizer(), REF, raw), size(sizer(system_prompt="Be brief."), REF, raw)
     assert isinstance(plain, SizedResult) and isinstance(prompted, SizedResult)
     assert prompted.sample.num_tokens == plain.sample.num_tokens + len("system\nBe brief.\n") + 2
     assert prompted.sample.num_target_tokens == plain.sample.num_target_tokens
@@ -131,8 +132,8 @@ def test_text_is_cut_at_its_end_and_images_never(
     for images, question, answer in rounds:
         turns += conversation("<image>" * len(images) + question, answer)
     raw = RawSample(tuple(RawImage(data=encoded_image(4, 4 * height)) for height in heights), tuple(turns))
-    whole = sizer(max_seq_len=1 << 20).size(REF, raw)
-    cut = sizer(max_seq_len=limit, oversized="truncate_text").size(REF, raw)
+    whole = size(sizer(max_seq_len=1 << 20), REF, raw)
+    cut = size(sizer(max_seq_len=limit, oversized="truncate_text"), REF, raw)
     assert isinstance(whole, SizedResult)
     image_id = tokenizer.convert_tokens_to_ids("<image>")
     kept, lost = whole.text[:, :limit], whole.text[0, limit:]
@@ -162,6 +163,6 @@ def test_what_cannot_be_cut_is_rejected_with_the_reason(
     sizer: Callable[..., Sizer], encoded_image: Encode, user: str, limit: int, detail: str
 ) -> None:
     images = (RawImage(data=encoded_image(8, 400)),) if "<image>" in user else ()
-    rejected = sizer(max_seq_len=limit, oversized="truncate_text").size(REF, RawSample(images, conversation(user)))
+    rejected = size(sizer(max_seq_len=limit, oversized="truncate_text"), REF, RawSample(images, conversation(user)))
     assert isinstance(rejected, Rejection) and rejected.reason is RejectReason.OVERSIZED_SAMPLE
     assert detail in rejected.detail and f"({limit})" in rejected.detail

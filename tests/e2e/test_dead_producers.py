@@ -90,7 +90,7 @@ def is_made_again(config: RunConfig) -> bool:
         for record in deeds(config, name, "encode")
         if record["pid"] != death["pid"]
     )
-    remade = [positions_of(deeds(config, name, f"remake {part}")) for name in MORTAL for part in PARTS]
+    remade = [positions_of(deed for name in MORTAL for deed in deeds(config, name, f"remake {p}")) for p in PARTS]
     return {*death["positions"], *ready_for_later(config, death["pid"])} <= by_others and all(
         any(LATER <= position < EVAL_POSITION_BASE for position in positions) for positions in remade
     )

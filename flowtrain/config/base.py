@@ -8,4 +8,4 @@ from pydantic import BaseModel, ConfigDict
 class ConfigModel(BaseModel):
     """A configuration section; unknown keys are errors, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.config.secrets import secret_in
 
 Shuffle = Literal["blocks", "rows", "none"]
 
@@ -33,6 +34,14 @@ class StoredConfig(ConfigModel):
     image_root: str | None = None
     """Directory that image paths start from, and stay beneath; None: the directory of the file."""
     columns: ColumnsConfig = ColumnsConfig()
+
+    @field_validator("path", "image_root")
+    @classmethod
+    def _has_no_secret(cls, value: str | None) -> str | None:
+        """Refuse a URL with a password, key or token: a run writes its configuration down."""
+        if value is not None and (secret := secret_in(value)) is not None:
+            raise ValueError(f"has {secret} in its URL; credentials come from the environment alone")
+        return value
 
 
 class SourceConfig(StoredConfig):

@@ -17,6 +17,7 @@ from flowtrain.config.paths import resolve_paths
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.run import RunConfig
 from flowtrain.config.schema import nearest_key
+from flowtrain.config.secrets import refuse_secrets
 from flowtrain.config.yaml_text import Path as KeyPath
 from flowtrain.config.yaml_text import YamlError, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
@@ -41,6 +42,7 @@ def load_config(
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of keys, not {type(values).__name__}")
+    refuse_secrets(str(path), values, lines, overrides)
     document = Document(str(path), values, lines, _changed(values, overrides, plan), nearest_key)
     return _build(document, file.resolve().parent, check_paths)
 
@@ -53,6 +55,7 @@ def override_config(
     plan: as in ``load_config``.
     """
     values = plain_values(config)
+    refuse_secrets("configuration", values, {}, overrides)
     document = Document("configuration", values, {}, _changed(values, overrides, plan), nearest_key)
     return _build(document, Path.cwd(), check_paths)
 

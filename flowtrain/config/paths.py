@@ -1,14 +1,17 @@
 """Paths in a configuration: where relative ones start from, and which must exist.
 
 A relative path is searched in the current directory, then in the configuration file's directory, then in that
-directory's parent (so that ``configs/a.yaml`` may name the project's files from anywhere), and made absolute. A model
-or tokenizer that is not found stays as written if it looks like a hub id (``name`` or ``owner/name``).
+directory's parent (so that ``configs/a.yaml`` may name the project's files from anywhere), and made absolute. A pattern
+is looked for in the same way: in the first of them that has a match. URLs stay as written, and so does a model or
+tokenizer that is not found, if it looks like a hub id (``name`` or ``owner/name``).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
+from glob import has_magic, iglob
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -31,6 +34,7 @@ _MODELS = (
     ("encoders", ANY, "path"),
     ("backbone", "path"),
 )
+_DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".tar")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -51,6 +55,8 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
     text = holder[name]
     if name == "chat_template" and "{" in text:
         return None  # the template itself, not the name of a file
+    if "://" in text:
+        return None
     written = FilePath(text).expanduser()
     bases = [] if written.is_absolute() else [FilePath.cwd(), config_dir, config_dir.parent]
     for candidate in [base / written for base in bases] or [written]:
@@ -59,11 +65,23 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
                 return f"{dotted(path)} = {text!r}: must be a directory"
             holder[name] = str(candidate.resolve())
             return None
+    if path[0] == "data" and name == "path" and has_magic(text):
+        for candidate in [base / written for base in bases] or [written]:
+            if next(iglob(str(candidate), recursive=True), None) is not None:
+                holder[name] = os.path.abspath(candidate)
+                return None
     if may_be_hub_id and _HUB_ID.fullmatch(text):
         return None
     where = f" (looked in {', '.join(dict.fromkeys(str(base) for base in bases))})" if bases else ""
     hub = "; it is not a hub id (owner/name) either" if may_be_hub_id else ""
+    if path[0] == "data" and name == "path" and looks_like_hub_data(text):
+        hub = f"; for the hub's data set of this name, write hf://datasets/{text}"
     return f"{dotted(path)} = {text!r}: no such file or directory{where}{hub}"
+
+
+def looks_like_hub_data(text: str) -> bool:
+    """Whether a path may be meant as the id of a data set on the hub (``owner/name``)."""
+    return text.count("/") == 1 and _HUB_ID.fullmatch(text) is not None and not text.endswith(_DATA_ENDINGS)
 
 
 def _holders(value: Any, pattern: tuple[str, ...], walked: Path) -> Iterator[tuple[dict[str, Any], Path]]:

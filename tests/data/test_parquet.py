@@ -158,13 +158,13 @@ def test_a_row_group_is_read_once_for_all_threads(
 ) -> None:
     source = open_rows(write_parquet(tmp_path / "x.parquet", numbered(60), rows_per_group=20))
     reads: list[int] = []
-    original = pq.ParquetFile.read_row_group
+    original = pq.ParquetFile.iter_batches
 
-    def counted(self: pq.ParquetFile, index: int, **options: Any) -> pa.Table:
-        reads.append(index)
-        return original(self, index, **options)
+    def counted(self: pq.ParquetFile, batch_size: int, row_groups: list[int], *rest: Any, **options: Any) -> Any:
+        reads.extend(row_groups)
+        return original(self, batch_size, row_groups, *rest, **options)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
     barrier = threading.Barrier(4)
 
     def read_all(_: int) -> None:
@@ -183,14 +183,14 @@ def test_a_read_that_fails_for_a_while_is_tried_again(
     monkeypatch.setattr("flowtrain.data.sources.retries.RETRY_DELAYS_S", (0.0, 0.0))
     source = open_rows(write_parquet(tmp_path / "x.parquet", numbered(3)))
     failures = [OSError(5, "Input/output error")] * 2
-    original = pq.ParquetFile.read_row_group
+    original = pq.ParquetFile.iter_batches
 
-    def flaky(self: pq.ParquetFile, index: int, **options: Any) -> pa.Table:
+    def flaky(self: pq.ParquetFile, *given: Any, **options: Any) -> Any:
         if failures:
             raise failures.pop()
-        return original(self, index, **options)
+        return original(self, *given, **options)
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", flaky)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", flaky)
     assert_numbered(source, 1)
     failures += [OSError(5, "Input/output error")] * 3
     other = open_rows(tmp_path / "x.parquet")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowtrain.data.sources.bad_sample import malformed
@@ -21,8 +21,11 @@ def has_turns(record: object) -> bool:
     return isinstance(record, dict) and any(record.get(key) is not None for key in _CONVERSATIONS)
 
 
-def parse_row(record: object, image_of: ImageOf) -> RawSample:
-    """Return the sample of an object; raises BadSample."""
+def parse_row(record: object, image_of: ImageOf, unnamed: Sequence[RawImage] = (), id: str | None = None) -> RawSample:
+    """Return the sample of an object; raises BadSample.
+
+    unnamed: the images if the object names none. id: the sample's name if the object has none.
+    """
     if not isinstance(record, dict):
         raise malformed(f"expected an object, found {type(record).__name__}")
     turns, items = parse_turns(*_conversation(record))
@@ -32,8 +35,8 @@ def parse_row(record: object, image_of: ImageOf) -> RawSample:
     named = [item for item in items if isinstance(item, str)]
     if not paths and named and len(named) == len(items):
         paths, key = named, "content"
-    images = [image_of(path, f"{key}[{index}]") for index, path in enumerate(paths)]
-    return join_images(images, turns, [item for item in items if isinstance(item, int)], _id(record))
+    images = [image_of(path, f"{key}[{index}]") for index, path in enumerate(paths)] if paths else unnamed
+    return join_images(images, turns, [item for item in items if isinstance(item, int)], _id(record) or id)
 
 
 def _conversation(record: dict[str, Any]) -> tuple[object, str]:
@@ -52,12 +55,12 @@ def _image_paths(record: dict[str, Any]) -> tuple[list[str], str]:
         raise malformed("both image and images are given; keep one")
     value = record[given[0]]
     items = value if isinstance(value, list) else [value]
-    paths = [item.get("path") if isinstance(item, dict) else item for item in items]
-    if not all(isinstance(path, str) and path for path in paths):
+    paths = [path for item in items if isinstance(path := item.get("path") if isinstance(item, dict) else item, str)]
+    if not all(paths) or len(paths) != len(items):
         raise malformed(f"{given[0]}: expected a path or a list of paths, found {str(value)[:80]!r}")
     return paths, given[0]
 
 
 def _id(record: dict[str, Any]) -> str | None:
     value = record.get("id")
-    return str(value)[:200] if isinstance(value, str | int) else None
+    return str(value) if isinstance(value, str | int) else None

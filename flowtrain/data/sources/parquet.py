@@ -19,9 +19,13 @@ from flowtrain.data.sources.image_files import path_beneath
 from flowtrain.data.sources.parquet_schema import Selection, select
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, filesystem_of, is_remote
-from flowtrain.data.sources.turns import join_images, parse_turns
+from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns
 from flowtrain.errors import DataError
 from flowtrain.types.samples import RejectReason
+
+_BATCH_ROWS = 16
+_MAX_EXPANSION, _FREE_NBYTES = 4, 256 << 20
+"""A row group whose values repeat may take this many times its stored bytes, and these bytes on top."""
 
 
 class ParquetFormat:
@@ -43,20 +47,35 @@ class ParquetFormat:
     def read_block(self, path: str, block: Block) -> Sequence[Record]:
         """Return the rows of a row group; their images are views of Arrow's memory, which live as long as they do."""
         what = f"row group {block.place} of {path}"
-        table, selection = read_with_retries(lambda: self._read(path, block.place), what)
-        if table.num_rows != block.num_rows:
+        batches, selection = read_with_retries(lambda: self._read(path, block.place), what)
+        num_rows = sum(batch.num_rows for batch in batches)
+        if num_rows != block.num_rows:
             raise DataError(
-                f"{what} has {table.num_rows} rows, where {block.num_rows} were found at the start of the run; "
+                f"{what} has {num_rows} rows, where {block.num_rows} were found at the start of the run; "
                 "do not change the data during a run"
             )
         root = directory_of(path) if self._image_root is None else self._image_root
-        batches = table.to_batches()
         return [_ParquetRecord(batch, row, selection, root) for batch in batches for row in range(batch.num_rows)]
 
-    def _read(self, path: str, group: int) -> tuple[pa.Table, Selection]:
+    def _read(self, path: str, group: int) -> tuple[list[pa.RecordBatch], Selection]:
         with _opened(path, pre_buffer=is_remote(path)) as file:
+            if group >= file.num_row_groups:
+                return [], select(path, file.schema_arrow, self._columns)
             selection = select(path, file.metadata.schema.to_arrow_schema(), self._columns)
-            return file.read_row_group(group, columns=list(selection.columns), use_threads=False), selection
+            chunks = _column_chunks(file.metadata.row_group(group), selection.columns)
+            stored_nbytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+            batches, nbytes = [], 0
+            # By a few rows: one array of a nested column cannot hold 2 GiB, and a value that is stored once for many
+            # rows is seen before they fill the memory.
+            for batch in file.iter_batches(_BATCH_ROWS, [group], list(selection.columns), use_threads=False):
+                batches.append(batch)
+                nbytes += batch.nbytes
+                if nbytes > _MAX_EXPANSION * stored_nbytes + _FREE_NBYTES:
+                    raise DataError(
+                        f"row group {group} of {path} grows from {stored_nbytes} to more than {nbytes} bytes: values "
+                        "are stored once for many rows; write it with smaller row groups, or remove it"
+                    )
+            return batches, selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +98,9 @@ class _ParquetRecord:
         selection = self.selection
         images = [self._image(value, index) for index, value in enumerate(self._image_values())]
         value = self.batch.column(selection.turns)[self.row].as_py()
+        items: list[ImageItem] = []
         if selection.are_texts:
-            turns, items = _turns_of_texts(value, selection.turns), []
+            turns = _turns_of_texts(value, selection.turns)
         else:
             turns, items = parse_turns(json.loads(value) if isinstance(value, str) else value, selection.turns)
         id = self.batch.column(selection.id)[self.row].as_py() if selection.id is not None else None
@@ -89,7 +109,7 @@ class _ParquetRecord:
             paths = [path_beneath(self.root, path, f"images[{index}]") for index, path in enumerate(named)]
             images = [RawImage(path=path) for path in paths]
         indices = [item for item in items if isinstance(item, int)]
-        return join_images(images, turns, indices, None if id is None else str(id)[:200])
+        return join_images(images, turns, indices, None if id is None else str(id))
 
     def _image_values(self) -> Iterator[pa.Scalar]:
         value = self.batch.column(self.selection.images)[self.row]
@@ -138,14 +158,16 @@ def _opened(path: str, pre_buffer: bool = False) -> Iterator[pq.ParquetFile]:
 
 
 def _block(group: pq.RowGroupMetaData, index: int, selection: Selection) -> Block:
-    columns = [group.column(number) for number in range(group.num_columns)]
-    nbytes = sum(c.total_compressed_size for c in columns if _is_of(c.path_in_schema, selection.columns))
-    image_nbytes = sum(c.total_uncompressed_size for c in columns if _is_of(c.path_in_schema, (selection.images,)))
+    nbytes = sum(chunk.total_compressed_size for chunk in _column_chunks(group, selection.columns))
+    image_nbytes = sum(chunk.total_uncompressed_size for chunk in _column_chunks(group, (selection.images,)))
     return Block(index, nbytes, image_nbytes, group.num_rows)
 
 
-def _is_of(path_in_schema: str, columns: tuple[str, ...]) -> bool:
-    return any(path_in_schema == column or path_in_schema.startswith(f"{column}.") for column in columns)
+def _column_chunks(group: pq.RowGroupMetaData, columns: tuple[str, ...]) -> list[pq.ColumnChunkMetaData]:
+    """Return what is stored of these columns, also of the fields inside them."""
+    inside = tuple(f"{column}." for column in columns)
+    chunks = (group.column(number) for number in range(group.num_columns))
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(inside)]
 
 
 def _turns_of_texts(texts: list[dict[str, str | None] | None] | None, key: str) -> list[Turn]:

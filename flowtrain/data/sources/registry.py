@@ -10,6 +10,7 @@ from flowtrain.data.sources.blocks import Format, StoredSource, index_files
 from flowtrain.data.sources.json_files import JsonFormat
 from flowtrain.data.sources.parquet import ParquetFormat
 from flowtrain.data.sources.storage import list_files
+from flowtrain.data.sources.webdataset import WebDatasetFormat
 from flowtrain.errors import DataError
 from flowtrain.types.sources import SourceIndex
 
@@ -45,7 +46,7 @@ def _format(config: SourceConfig | EvalConfig, file: str) -> Format:
     name = _format_name(config, file)
     if name == "parquet":
         return ParquetFormat(config.columns, config.image_root)
-    return JsonFormat(config.image_root)
+    return WebDatasetFormat() if name == "webdataset" else JsonFormat(config.image_root)
 
 
 def _format_name(config: SourceConfig | EvalConfig, file: str) -> str:

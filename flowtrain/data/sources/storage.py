@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from functools import lru_cache
 from glob import has_magic
 from typing import BinaryIO, cast
@@ -13,7 +12,8 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec import AbstractFileSystem
 
-from flowtrain.config.secrets import secret_in, without_queries
+from flowtrain.config.paths import looks_like_hub_data
+from flowtrain.config.secrets import without_queries
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.errors import DataError
 
@@ -22,7 +22,6 @@ REMOTE_BUFFER_NBYTES = 1 << 20
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """The extra of this package that a protocol needs."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_remote(path: str) -> bool:
@@ -36,8 +35,6 @@ def list_files(path: str, endings: tuple[str, ...]) -> tuple[str, ...]:
     endings: of the files that are taken from a directory (with everything beneath it, but nothing hidden) or a pattern
     that also matches others. Raises DataError if there is none, SourceReadError if the storage does not answer.
     """
-    if (secret := secret_in(path)) is not None:
-        raise DataError(f"a data path carries {secret}; remove it and give credentials by the environment")
     if path.startswith("file://"):
         path = urlsplit(path).path
     files = read_with_retries(lambda: _list(path, endings), f"data source {path}")
@@ -110,7 +107,7 @@ def _list(path: str, endings: tuple[str, ...]) -> tuple[str, ...]:
         return (path if is_remote(path) else os.path.abspath(path),)
     elif has_magic(path):
         found = [name for name, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
-    elif not is_remote(path) and _HUB_ID.fullmatch(path):
+    elif looks_like_hub_data(path):
         raise DataError(
             f"data source {path}: no such file or directory; for the hub's data set of this name write "
             f"hf://datasets/{path}"

@@ -58,7 +58,8 @@ def join_images(
         if wrong:
             raise BadSample(RejectReason.PLACEHOLDER_MISMATCH, f"image {wrong[0]} is named, of {len(images)} images")
         images = [images[int(item or 0)] for item in items]
-    return normalise(images, turns, id)
+    # Ids go into logs, where a lone surrogate could not be written.
+    return normalise(images, turns, id if id is None else id.encode(errors="backslashreplace").decode()[:200])
 
 
 def _text(content: object, where: str, items: list[ImageItem]) -> str:

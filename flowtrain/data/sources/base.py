@@ -61,16 +61,16 @@ class RawImage:
     def _read_file(self, max_nbytes: int | None) -> bytes:
         assert self.path is not None
         try:
-            nbytes = self.path.stat().st_size
-            if max_nbytes is not None and nbytes > max_nbytes:
-                raise BadSample(
-                    RejectReason.OVERSIZED_SAMPLE, f"{nbytes} bytes are more than data.max_image_nbytes ({max_nbytes})"
-                )
-            return self.path.read_bytes()
+            data = self.path.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
             if isinstance(error, OSError) and error.errno not in _ABSENT:
                 raise
             raise BadSample(RejectReason.MISSING_IMAGE, f"no image file {str(self.path)[:200]!r}") from error
+        if max_nbytes is not None and len(data) > max_nbytes:
+            raise BadSample(
+                RejectReason.OVERSIZED_SAMPLE, f"{len(data)} bytes are more than data.max_image_nbytes ({max_nbytes})"
+            )
+        return data
 
 
 @dataclass(frozen=True, slots=True)

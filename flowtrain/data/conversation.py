@@ -88,11 +88,13 @@ class ConversationEncoder:
                 RejectReason.PLACEHOLDER_MISMATCH,
                 f"{num_placeholders} {IMAGE_PLACEHOLDER} in the turns became {is_image.sum()} image tokens",
             )
-        is_whole = max_labels is None or len(ids) <= max_labels
-        end = len(text) if is_whole else int(offsets[max_labels - 1, 1])
-        carries_loss = _inside(offsets, list(takewhile(lambda span: span[0] < end, spans))) & ~is_image
+        num_labelled = len(ids) if max_labels is None else min(max_labels, len(ids))
+        is_whole = num_labelled == len(ids)
         if not is_whole:
-            carries_loss[max_labels:] = False
+            end = offsets[num_labelled - 1, 1]
+            spans = takewhile(lambda span: span[0] < end, spans)
+        carries_loss = _inside(offsets, list(spans)) & ~is_image
+        carries_loss[num_labelled:] = False
         labels = np.where(carries_loss, ids, IGNORE_LABEL).astype(np.int32)
         if is_whole and not (labels[1:] != IGNORE_LABEL).any():
             raise BadSample(RejectReason.EMPTY_ANSWER, "no token of the conversation carries loss")

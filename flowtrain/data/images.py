@@ -77,8 +77,6 @@ def _open(data: bytes | memoryview, max_pixels: int | None) -> Image.Image:
             raise
         raise _corrupt(data, error) from error
     width, height = image.size
-    if width < 1 or height < 1:
-        raise BadSample(RejectReason.CORRUPT_IMAGE, f"the header says {width} x {height} pixels")
     if max_pixels is not None and width * height > max_pixels:
         raise _bomb(f"{width} x {height} = {width * height} pixels", max_pixels)
     return image

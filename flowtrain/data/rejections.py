@@ -17,7 +17,7 @@ from flowtrain.data.sources.base import BadSample
 from flowtrain.errors import FlowTrainError
 from flowtrain.types.samples import Rejection, RejectReason, SampleRef
 
-_MAX_DETAIL, _MAX_PATH, _MAX_ID = 1000, 1000, 200
+_MAX_DETAIL, _MAX_PATH, _MAX_PATH_IN_DETAIL, _MAX_ID = 1000, 1000, 300, 200
 """The most characters that a rejection keeps; all of them come from data."""
 
 
@@ -68,7 +68,7 @@ def errors_of_image(number: int, count: int, path: str | None = None) -> Iterato
         if not is_of_sample(error):
             raise
         reason, detail = _reason_of(error, RejectReason.CORRUPT_IMAGE)
-        where = "" if path is None else f" (path {_printable(path, _MAX_PATH)!r})"
+        where = "" if path is None else f" (path {_printable(path, _MAX_PATH_IN_DETAIL)!r})"
         raise BadImage(reason, f"image {number} of {count}{where}: {detail}", number, path) from error
 
 
@@ -82,6 +82,5 @@ def _reason_of(error: BaseException, unexpected: RejectReason) -> tuple[RejectRe
 
 def _printable(text: str, limit: int) -> str:
     """Bound a text from data, and make sure that it can be written as UTF-8."""
-    if len(text) > limit:
-        text = f"{text[: limit - 3]}..."
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = text[: limit + 1].encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

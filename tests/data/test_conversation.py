@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from flowtrain.data import conversation
 from flowtrain.data.conversation import ConversationEncoder, EncodedText
 from flowtrain.data.sources.base import BadSample, Turn
 from flowtrain.errors import ConfigError
 from flowtrain.types.samples import RejectReason
+from tests.data.mutations import OWN_SYSTEM_PROMPT
 
 MakeTokenizer = Callable[[str | None], PreTrainedTokenizerFast]
+OUR_TOKENIZER = AutoTokenizer.from_pretrained("assets/tokenizer")
+OURS = ConversationEncoder(OUR_TOKENIZER)
 TURNS = (Turn("user", "<image>\nWhat?"), Turn("assistant", "Grüße 猫"), Turn("user", "More"), Turn("assistant", "ok"))
 # As Qwen3 does: the assistant's thoughts are only kept in its last turn.
 FORGETFUL = (
@@ -63,6 +68,48 @@ def test_ids_and_mask_are_those_of_hugging_face(byte_tokenizer: MakeTokenizer, c
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert encoded.ids.tolist() == theirs["input_ids"]
         assert (encoded.labels != -100).astype(int).tolist() == theirs["assistant_masks"]
+
+
+_PLAIN = st.text(
+    st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1\ufdd2<"), min_size=1, max_size=40
+).filter(str.strip)
+
+
+@given(st.lists(st.tuples(_PLAIN, _PLAIN), min_size=1, max_size=3))
+def test_any_text_has_the_ids_and_the_mask_of_hugging_face(rounds: list[tuple[str, str]]) -> None:
+    turns = [turn for user, answer in rounds for turn in (Turn("user", user), Turn("assistant", answer))]
+    encoded = OURS.encode(turns)
+    messages = [{"role": turn.role, "content": turn.text} for turn in turns]
+    theirs = OUR_TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert encoded.ids.tolist() == theirs["input_ids"]
+    assert (encoded.labels != -100).astype(int).tolist() == theirs["assistant_masks"]
+
+
+def test_markers_in_a_macro_are_found(byte_tokenizer: MakeTokenizer, chatml_marked: str) -> None:
+    """Hugging Face's own tracking is off by the text before the macro here."""
+    marked = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    assert marked in chatml_marked
+    macro = "{% macro said(message) %}" + marked + "{% endmacro %}"
+    tokenizer = byte_tokenizer(macro + chatml_marked.replace(marked, "{{ said(message) }}"))
+    assert targets(tokenizer, ConversationEncoder(tokenizer).encode(TURNS)) == ["Grüße 猫<|im_end|>", "ok<|im_end|>"]
+
+
+def test_a_tokenizer_that_changes_texts_in_python_is_used_as_a_whole(
+    byte_tokenizer: MakeTokenizer, chatml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = byte_tokenizer(chatml)
+    expected = ConversationEncoder(plain).encode([Turn("user", "q"), Turn("assistant", "LOUD")])
+
+    class Quiet(PreTrainedTokenizerFast):
+        def __call__(self, text: str, **options: Any) -> Any:
+            return super().__call__(text.upper() if text.isalpha() else text.replace("loud", "LOUD"), **options)
+
+    quiet = Quiet(tokenizer_object=plain.backend_tokenizer)
+    quiet.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<image>"]})
+    quiet.chat_template = chatml
+    monkeypatch.setattr(conversation, "_TRIALS", ("loud",))
+    encoded = ConversationEncoder(quiet).encode([Turn("user", "q"), Turn("assistant", "loud")])
+    assert np.array_equal(encoded.ids, expected.ids)
 
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\ufdd0"), max_size=30)
@@ -125,6 +172,65 @@ def test_empty_answers(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], de
     with pytest.raises(BadSample, match=detail) as caught:
         ConversationEncoder(tokenizer).encode(turns)
     assert caught.value.reason is RejectReason.EMPTY_ANSWER
+
+
+def test_what_an_assistant_says_first_is_found(byte_tokenizer: MakeTokenizer) -> None:
+    tokenizer = byte_tokenizer(OWN_SYSTEM_PROMPT)
+    encoder = ConversationEncoder(tokenizer)
+    turns = [Turn("assistant", "  Hello "), Turn("user", "q"), Turn("assistant", "a")]
+    assert targets(tokenizer, encoder.encode(turns)) == ["  Hello <|im_end|>", "a<|im_end|>"]
+    first = encoder.encode(turns[:1])
+    assert tokenizer.decode(first.ids).endswith("of use.<|im_end|>\n<|im_start|>assistant\n  Hello <|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("message['content']", "message['content'] | trim"),  # where the content starts is not where the answer does
+        ("message['content']", "'> ' + message['content']"),
+    ],
+)
+def test_an_answer_that_is_not_found_exactly_is_the_samples_fault(
+    byte_tokenizer: MakeTokenizer, change: tuple[str, str]
+) -> None:
+    encoder = ConversationEncoder(byte_tokenizer(OWN_SYSTEM_PROMPT.replace(*change)))
+    with pytest.raises(BadSample, match="roles assistant, user, seen at turn 1 of 2") as caught:
+        encoder.encode([Turn("assistant", " a"), Turn("user", "q")])
+    assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
+
+
+def test_a_template_that_rewrites_only_some_conversations(byte_tokenizer: MakeTokenizer, chatml: str) -> None:
+    """As it is with turns of a tool: the first answer stands only until another turn of the system follows."""
+    template = chatml.replace(
+        "{% for message in messages %}", "{% for message in messages %}{% if messages[2:] | map(attribute='role') "
+        "| select('equalto', 'system') | list and loop.index0 == 1 %}{% continue %}{% endif %}"
+    )  # fmt: skip
+    encoder = ConversationEncoder(byte_tokenizer(template))
+    turns = [Turn("user", "q"), Turn("assistant", "a"), Turn("system", "s"), Turn("user", "q"), Turn("assistant", "b")]
+    encoder.encode(turns[:2])
+    with pytest.raises(BadSample, match="user, assistant, system, user, assistant, seen at turn 2 of 5.*generation"):
+        encoder.encode(turns)
+
+
+def test_a_very_long_conversation_without_markers(byte_tokenizer: MakeTokenizer, chatml: str) -> None:
+    tokenizer = byte_tokenizer(chatml)
+    encoder = ConversationEncoder(tokenizer)
+    turns = [Turn("user", "q"), Turn("assistant", "a")] * 600
+    with pytest.raises(BadSample, match="1200 turns are more than the 512 .*model.chat_template") as caught:
+        encoder.encode(turns)
+    assert caught.value.reason is RejectReason.OVERSIZED_SAMPLE
+    assert targets(tokenizer, encoder.encode(turns, max_labels=100)) == ["a<|im_end|>"] * 4, "as far as it is labelled"
+
+
+@given(st.lists(st.tuples(_WITH_CONTROL, _WITH_CONTROL.map(lambda text: "a" + text)), min_size=1, max_size=4))
+def test_labels_may_end_anywhere(tokenizer: PreTrainedTokenizerFast, rounds: list[tuple[str, str]]) -> None:
+    turns = [turn for user, answer in rounds for turn in (Turn("user", user), Turn("assistant", answer))]
+    encoder = ConversationEncoder(tokenizer)
+    whole = encoder.encode(turns)
+    for limit in {1, 2, len(whole.ids) // 3, len(whole.ids) // 2, len(whole.ids) - 1}:
+        cut = encoder.encode(turns, limit)
+        assert np.array_equal(cut.ids, whole.ids)
+        assert np.array_equal(cut.labels[:limit], whole.labels[:limit]) and (cut.labels[limit:] == -100).all()
 
 
 def test_a_template_that_refuses_the_turns(byte_tokenizer: MakeTokenizer, chatml: str) -> None:

@@ -11,9 +11,11 @@ from PIL import ImageFile
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.config.data import DataConfig, SourceConfig
+from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
-from flowtrain.types.samples import PartSize, Rejection, RejectReason, SampleRef
+from flowtrain.errors import SourceReadError
+from flowtrain.types.samples import ImageLayout, PartSize, Rejection, RejectReason, SampleRef
 from tests.data.kept import size
 
 REF = SampleRef(5, 0, 3, 1)
@@ -101,6 +103,105 @@ def test_what_cannot_be_sized_is_rejected(sizer: Callable[..., Sizer], encoded_i
         assert isinstance(rejection, Rejection)
         assert (rejection.ref, rejection.reason) == (REF, reason)
         assert detail in rejection.detail
+
+
+def test_a_rejection_names_row_image_and_file(
+    sizer: Callable[..., Sizer], encoded_image: Encode, tmp_path: Any
+) -> None:
+    path = tmp_path / "b.jpg"
+    path.write_bytes(b"no image")
+    images = (RawImage(data=memoryview(encoded_image(8, 8))), RawImage(path=path))
+    rejection = size(sizer(), REF, RawSample(images, conversation("<image><image>"), id="cat-17"))
+    assert isinstance(rejection, Rejection)
+    assert (rejection.id, rejection.image, rejection.path) == ("cat-17", 2, str(path))
+    assert rejection.detail.startswith("image 2 of 2 (path ") and "b.jpg" in rejection.detail
+
+
+@pytest.mark.parametrize("oversized", ["reject", "truncate_text"])
+def test_text_is_bounded_before_it_is_tokenised(
+    sizer: Callable[..., Sizer], oversized: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = sizer(max_seq_len=512, max_text_nbytes=2000, oversized=oversized)
+
+    def never(*args: Any) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(ConversationEncoder, "encode", never)
+    long = [conversation("a" * 1000, "b" * 1001), conversation("猫" * 600, "é" * 101), conversation("a" * 10_000_000)]
+    for turns, found in zip(long, (2001, 2002, 10_000_004), strict=True):
+        rejection = size(used, REF, RawSample((), turns))
+        assert isinstance(rejection, Rejection) and rejection.reason is RejectReason.OVERSIZED_SAMPLE
+        assert rejection.detail == f"{found} bytes of text or more are more than data.max_text_nbytes (2000)"
+    many = size(used, REF, RawSample((), conversation("", "y") * 300))
+    assert isinstance(many, Rejection) and many.reason is RejectReason.OVERSIZED_SAMPLE
+    assert many.detail == "600 turns need more tokens than data.max_seq_len (512)"
+    monkeypatch.undo()
+    assert "tokenised" not in str(size(used, REF, RawSample((), conversation("猫" * 600, "é" * 100))))
+
+
+def test_a_lone_surrogate_is_malformed(sizer: Callable[..., Sizer]) -> None:
+    rejection = size(sizer(), REF, RawSample((), conversation("fine", "ab\ud800c")))
+    assert isinstance(rejection, Rejection) and rejection.reason is RejectReason.MALFORMED_SAMPLE
+    assert rejection.detail == "turn 2 of 2 has the lone surrogate '\\ud800' at character 2"
+
+
+def test_the_images_of_a_sample_are_bounded_together(sizer: Callable[..., Sizer], encoded_image: Encode) -> None:
+    data = encoded_image(40, 40)
+    raw = RawSample((RawImage(data=data),) * 12, conversation("<image>" * 12))
+    limit = 11 * len(data)
+    assert limit >= 1 << 10
+    rejection = size(sizer(max_image_nbytes=limit), REF, raw)
+    assert isinstance(rejection, Rejection) and rejection.reason is RejectReason.OVERSIZED_SAMPLE
+    assert rejection.image == 12
+    assert f"{12 * len(data)} bytes" in rejection.detail and f"data.max_image_nbytes ({limit})" in rejection.detail
+    sized = size(sizer(max_image_nbytes=12 * len(data)), REF, raw)
+    assert isinstance(sized, SizedResult) and sized.sample.image_nbytes == (len(data),) * 12
+
+
+def test_a_source_that_counts_wrongly(sizer: Callable[..., Sizer], encoded_image: Encode) -> None:
+    rejection = size(sizer(), REF, RawSample((RawImage(data=encoded_image()),) * 2, conversation("<image>")))
+    assert isinstance(rejection, Rejection) and rejection.reason is RejectReason.PLACEHOLDER_MISMATCH
+    assert rejection.detail == "2 images for 1 places in the text"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("its sides differ by more than 200 times"), "9 x 8 pixels: its sides differ by more than 200"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (line"),
+    ],
+)
+def test_a_size_that_the_model_refuses(
+    tokenizer: PreTrainedTokenizerFast, family: Any, encoded_image: Encode, error: Exception, said: str
+) -> None:
+    refusing = family(tokenizer)
+
+    def image_layout(*args: Any) -> ImageLayout:
+        raise error
+
+    refusing.image_layout = image_layout
+    used = Sizer(refusing, tokenizer, DataConfig(sources=(SourceConfig(path="x"),)))
+    rejection = size(used, REF, RawSample((RawImage(data=encoded_image(9, 8)),), conversation("<image>")))
+    assert isinstance(rejection, Rejection) and rejection.reason is RejectReason.CORRUPT_IMAGE
+    assert f"image 1 of 1: {said}" in rejection.detail
+
+
+def test_an_image_without_a_patch(sizer: Callable[..., Sizer], encoded_image: Encode) -> None:
+    rejection = size(sizer(), REF, RawSample((RawImage(data=encoded_image(3, 8)),), conversation("<image>")))
+    assert isinstance(rejection, Rejection) and rejection.reason is RejectReason.CORRUPT_IMAGE
+    assert "3 x 8 pixels are too small for a patch" in rejection.detail
+
+
+def test_storage_and_memory_end_the_run(sizer: Callable[..., Sizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = RawSample((RawImage(data=b"x"),), conversation("<image>"))
+    for error in (SourceReadError("no answer"), MemoryError(), KeyboardInterrupt()):
+
+        def fail(*args: Any, error: BaseException = error) -> bytes:
+            raise error
+
+        monkeypatch.setattr(RawImage, "read", fail)
+        with pytest.raises(type(error)):
+            size(sizer(), REF, raw)
 
 
 def test_the_system_prompt_counts(sizer: Callable[..., Sizer]) -> None:

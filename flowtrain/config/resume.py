@@ -19,6 +19,7 @@ _MAY_CHANGE = (
     "limits.*",
     "pool.*",
     "data.max_rejected_fraction",
+    "data.num_feeders",  # every sample is read and sized the same, whoever does it
     "scheduler.lookahead_steps",
     "scheduler.cost_profile",  # the coefficients themselves come from the checkpoint
     "encoders.*.data_parallel_size",

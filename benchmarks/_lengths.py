@@ -134,7 +134,7 @@ def mixture(
 
 
 def trace(path: Path, num_steps: int | None, capacity: int) -> Workload:
-    """Read a trace and take its samples in a run's order, epoch after epoch.
+    """Read a trace and take its samples in the order of a run with ``data.shuffle: rows``, epoch after epoch.
 
     num_steps: None for 100, or for one epoch if that has more. Samples beyond the capacity are rejected.
     """

@@ -51,7 +51,7 @@ class Mix:
 def draw_lengths(
     trace: Path | None, num_steps: int, num_samples: int, longest: int, scale: float
 ) -> tuple[tuple[int, ...], ...]:
-    """Lengths of each step: from a trace in a run's order, or log-normal like public instruction sets.
+    """Lengths of each step: from a trace in the order of ``data.shuffle: rows``, or log-normal as in instruction sets.
 
     scale: factor of the lengths, so that a CPU can run them. longest: longer samples are cut to it.
     """

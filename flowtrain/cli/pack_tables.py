@@ -65,6 +65,12 @@ def fact_rows(report: PackReport) -> Iterator[tuple[str, str]]:
     yield "sizes", workload.source
     yield "steps", f"{workload.order}, {counted(config.training.global_batch_size, 'sample')} each"
     yield "samples", f"{workload.num_samples:,} with {counted(workload.num_tokens, 'token')}"
+    if spread := workload.token_spread:
+        yield (
+            "a step",
+            f"{spread.mean:,.0f} tokens on average, standard deviation {spread.spread:.1%}; with data.shuffle=rows it "
+            f"would be {spread.spread_of_rows:.1%}",
+        )
     if workload.rejected:
         yield "rejected", ", ".join(f"{count:,} {reason}" for reason, count in workload.rejected.items())
     yield "configured", f"packing {scheduler.packing}, dispatch {scheduler.dispatch}, cost {workload.cost_label}"

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flowtrain.config.earlier import in_todays_words
 from flowtrain.config.messages import Document, refusal, refused
 from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.paths import resolve_paths
@@ -32,19 +33,17 @@ def load_config(
     check_paths: paths of data and local models must exist. plan: sets degrees and resources; overrides win over it.
     Raises ConfigError: one message that names file, key, value and the nearest valid key of every fault.
     """
-    file = Path(path).expanduser()
-    try:
-        values, lines = parse_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from error
-    except YamlError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys, not {type(values).__name__}")
+    values, lines = _read(path)
     refuse_secrets(str(path), values, lines, overrides)
     document = Document(str(path), values, lines, _changed(values, overrides, plan), nearest_key)
-    return _build(document, file.resolve().parent, check_paths)
+    return _build(document, Path(path).expanduser().resolve().parent, check_paths)
+
+
+def load_resolved(path: Path) -> RunConfig:
+    """Load what ``dump_resolved`` of this or an earlier version wrote; its paths need not exist any more."""
+    values, lines = _read(path)
+    in_todays_words(values)
+    return _build(Document(str(path), values, lines, {}, nearest_key), path.resolve().parent, check_paths=False)
 
 
 def override_config(
@@ -74,6 +73,21 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
 def digest_of(values: Mapping[str, Any]) -> str:
     """SHA-256 of plain values; the order of keys does not change it."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Return the values of a YAML file, and the line of each key."""
+    file = Path(path).expanduser()
+    try:
+        values, lines = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from error
+    except YamlError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be a mapping of keys, not {type(values).__name__}")
+    return values, lines
 
 
 def _build(document: Document, config_dir: Path, check_paths: bool) -> RunConfig:

@@ -19,7 +19,7 @@ _MAY_CHANGE = (
     "limits.*",
     "pool.*",
     "data.max_rejected_fraction",
-    "data.num_feeders",
+    "data.num_feeders",  # every sample is read and sized the same, whoever does it
     "data.read_ahead_blocks",
     "scheduler.lookahead_steps",
     "scheduler.cost_profile",  # the coefficients themselves come from the checkpoint

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
+from flowtrain.costs.flops import IntArray
 from flowtrain.scheduler.packing.base import Lengths, PackingRules
 from flowtrain.scheduler.packing.registry import PACKERS
 from flowtrain.scheduler.report import PAPER, Method, MethodReport, StepFigures, step_figures
@@ -43,6 +47,35 @@ class WorkloadStep:
     rules: PackingRules
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSpread:
+    """How much the tokens of a step differ from step to step; it shows how well the order mixes long and short rows."""
+
+    mean: float
+    """Tokens of a step."""
+    spread: float
+    """Their standard deviation over the steps, over the mean."""
+    spread_of_rows: float
+    """What ``spread`` would be with ``data.shuffle: rows``: these samples, dealt to these steps in any order."""
+
+    @classmethod
+    def of(cls, steps: Sequence[IntArray]) -> TokenSpread | None:
+        """Return the spread of steps, given the lengths of each step's samples; None for fewer than two steps.
+
+        Steps may differ in their number of samples (rejected ones, a partial last step); what only that explains is no
+        spread.
+        """
+        if len(steps) < 2:
+            return None
+        lengths, counts = np.concatenate(steps), np.array([len(step) for step in steps])
+        sums = np.array([step.sum() for step in steps])
+        beyond = sums - counts * lengths.mean()
+        own = math.sqrt((beyond**2).sum() / (len(steps) - 1))
+        of_rows = math.sqrt(counts.mean() * lengths.var(ddof=1)) if len(lengths) > 1 else 0.0
+        mean = float(sums.mean())
+        return cls(mean, own / mean, of_rows / mean)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Steps whose sizes are known, at least one."""
@@ -71,6 +104,11 @@ class Workload:
     def num_tokens(self) -> int:
         """Their backbone tokens."""
         return sum(int(step.lengths.tokens.sum()) for step in self.steps)
+
+    @property
+    def token_spread(self) -> TokenSpread | None:
+        """How even the steps are; None for fewer than two."""
+        return TokenSpread.of([step.lengths.tokens for step in self.steps])
 
     @property
     def cost(self) -> CostModel:
@@ -106,6 +144,7 @@ class PackReport:
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         workload, config = self.workload, self.workload.config
+        spread = workload.token_spread
         scheduler = ("packing", "dispatch", "num_buckets", "microbatch_tokens")
         return {
             "schema": PACK_SCHEMA,
@@ -118,12 +157,15 @@ class PackReport:
                 "global_batch_size": config.training.global_batch_size,
                 "max_seq_len": config.data.max_seq_len,
                 "oversized": config.data.oversized,
+                "shuffle": config.data.shuffle,
+                "shuffle_blocks": config.data.shuffle_blocks,
                 "cost": workload.cost.name,
                 **{key: getattr(config.scheduler, key) for key in scheduler},
             },
             "num_steps": len(workload.steps),
             "num_samples": workload.num_samples,
             "num_tokens": workload.num_tokens,
+            "step_tokens": asdict(spread) if spread else None,
             "rejected": dict(workload.rejected),
             "vision_unit": workload.vision_unit,
             "steps": [asdict(step) for step in self.steps],

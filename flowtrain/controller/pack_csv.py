@@ -12,7 +12,7 @@ from flowtrain.config.model import BackboneConfig, EncoderConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.config.training import TrainingConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Workload, WorkloadStep, first_steps
-from flowtrain.data.lengths_file import LengthsFile
+from flowtrain.data.lengths_file import BLOCK_ROWS, LengthsFile
 from flowtrain.errors import ConfigError
 from flowtrain.flow.units import num_steps_of, unit_sequence
 from flowtrain.scheduler.cost import make_cost_model
@@ -86,16 +86,25 @@ def _workload(
         lengths = file.treated(rows, data)
         steps.append(WorkloadStep(lengths, planner.rules(unit)))
         num_rejected += len(rows) - len(lengths)
-    order = f"shuffled by seed {config.seed}, as a run does" if data.shuffle != "none" else "in the file's order"
     return Workload(
         config=config,
-        source=f"{file.path}: {num_rows:,} {'row' if num_rows == 1 else 'rows'}, {order}",
+        source=f"{file.path}: {num_rows:,} {'row' if num_rows == 1 else 'rows'}, {_order(config)}",
         order=first_steps(count, all_steps),
         vision_unit="image tiles",
         steps=tuple(steps),
         rejected={RejectReason.OVERSIZED_SAMPLE.value: num_rejected} if num_rejected else {},
         source_notes=(*([_oversized_note(config, num_long, rejects)] if num_long else []), *notes, _NO_PLANS),
     )
+
+
+def _order(config: RunConfig) -> str:
+    """Say in which order the rows come."""
+    data = config.data
+    if data.shuffle == "none":
+        return "in the file's order"
+    if data.shuffle == "rows":
+        return f"shuffled row by row, by seed {config.seed}"
+    return f"shuffled in blocks of {BLOCK_ROWS} rows, {data.shuffle_blocks} mixed, by seed {config.seed}"
 
 
 _NO_PLANS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowtrain.config.load import dump_resolved, load_config
+from flowtrain.config.load import dump_resolved, load_resolved
 from flowtrain.config.resume import check_resumable
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import dump_yaml
@@ -100,7 +100,7 @@ class RunDir:
         """The configuration that the run was last started with; raises ConfigError if there is none."""
         if not self.config.is_file():
             raise ConfigError(f"{self.root}: not a run's directory (it has no {self.config.name})")
-        return load_config(self.config, check_paths=False)
+        return load_resolved(self.config)
 
 
 def run_dir(config: RunConfig) -> RunDir:

@@ -20,6 +20,7 @@ import flowtrain
 from flowtrain.cli.app import app
 from flowtrain.cli.pack_plot import draw
 from flowtrain.config.load import load_config
+from flowtrain.controller.pack import TokenSpread
 from flowtrain.data.sampler import Sampler
 from flowtrain.scheduler.cost_profile import CostProfile, FittedCost
 from flowtrain.scheduler.packing.registry import PACKERS
@@ -81,7 +82,14 @@ def test_json_has_the_figures_of_every_method_and_of_the_papers(lengths: str) ->
     record = record_of(lengths, "--compare", "--dp", "4", "--batch", "30", "scheduler.microbatch_tokens=2048", "seed=3")
     assert record["settings"] == {
         **{"seed": 3, "dp_size": 4, "global_batch_size": 30, "max_seq_len": 2048, "oversized": "reject"},
-        **{"packing": "best_fit_balanced", "dispatch": "lpt", "cost": "eq3", "num_buckets": 4},
+        **{
+            "shuffle": "blocks",
+            "shuffle_blocks": 64,
+            "packing": "best_fit_balanced",
+            "dispatch": "lpt",
+            "cost": "eq3",
+            "num_buckets": 4,
+        },
         "microbatch_tokens": 2048,
     }
     assert (record["num_samples"], record["num_steps"], record["rejected"]) == (NUM_ROWS, 3, {})
@@ -117,10 +125,44 @@ def test_rows_come_in_the_order_in_which_a_run_would_draw_them(lengths: str) -> 
     drawn = [draw.ref.row for draw in Sampler([blocks], [1.0], 5, "blocks", 64).take(NUM_ROWS)]
     found = [value for step in shuffled.workload.steps for value in step.lengths.tokens.tolist()]
     assert found == [tokens[row] for row in drawn]
-    assert "shuffled by seed 5" in shuffled.workload.source
+    assert "shuffled in blocks of 100 rows, 64 mixed, by seed 5" in shuffled.workload.source
+    by_row = flowtrain.pack(lengths, ["training.global_batch_size=40", "seed=5", "data.shuffle=rows"])
+    assert "shuffled row by row, by seed 5" in by_row.workload.source
     plain = flowtrain.pack(lengths, ["training.global_batch_size=40", "data.shuffle=false"])
     assert [value for step in plain.workload.steps for value in step.lengths.tokens.tolist()] == tokens
     assert "in the file's order" in plain.workload.source
+
+
+def test_the_report_shows_how_even_lengths_come(tmp_path: Path) -> None:
+    """A file sorted by length is uneven in few blocks, even in many, and most uneven in its own order."""
+    file = tmp_path / "sorted.csv"
+    file.write_text("num_image_tiles,num_tokens\n" + "".join(f"0,{40 + row // 2}\n" for row in range(6000)))
+    given = (str(file), "--batch", "60", "--steps", "100")
+    found = {}
+    for shuffle in ("rows", "blocks", "none"):
+        found[shuffle] = record_of(*given, f"data.shuffle={shuffle}", "data.shuffle_blocks=4")["step_tokens"]
+        assert found[shuffle]["mean"] == 60 * 1539.5
+        # All rows in 100 steps: lengths 40 to 3039 deviate by 3000 / sqrt(12), steps of 60 by that times sqrt(60).
+        assert found[shuffle]["spread_of_rows"] == pytest.approx(3000 / 12**0.5 / 60**0.5 / 1539.5, rel=1e-3)
+    rows, blocks, none = (found[shuffle]["spread"] for shuffle in found)
+    assert rows == pytest.approx(found["rows"]["spread_of_rows"], rel=0.2)
+    assert 2 * rows < blocks < none / 1.5
+    # 60 rows of a block of 4 that are open: a variance of 1 + 60 / 4 rows instead of one.
+    assert blocks == pytest.approx(rows * 4, rel=0.25)
+    assert none == pytest.approx(3000 / 12**0.5 / 1539.5, rel=0.02)
+    shown = " ".join(pack(*given, "data.shuffle=rows").stdout.split())
+    assert f"a step 92,370 tokens on average, standard deviation {rows:.1%}; with data.shuffle=rows it would" in shown
+
+
+def test_a_single_step_has_no_spread(lengths: str) -> None:
+    assert record_of(lengths, "--batch", "30", "--steps", "1")["step_tokens"] is None
+    assert "on average" not in pack(lengths, "--batch", "30", "--steps", "1").stdout
+
+
+def test_rejected_samples_and_a_partial_step_are_no_spread() -> None:
+    even = [np.full(count, 7) for count in (40, 38, 5)]
+    assert TokenSpread.of(even) == TokenSpread(7 * 83 / 3, 0.0, 0.0)
+    assert TokenSpread.of(even[:1]) is None
 
 
 def test_rows_beyond_the_longest_sequence_get_the_configured_treatment(lengths: str) -> None:

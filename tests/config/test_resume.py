@@ -30,6 +30,7 @@ from flowtrain.errors import ConfigError
         "encoders.vision.tensor_parallel_size=2",
         "backbone.pipeline_parallel_size=4",
         "data.max_rejected_fraction=0.5",
+        "data.num_feeders=3",
     ],
 )
 def test_what_leaves_the_losses_alone_may_change(minimal: Path, override: str) -> None:
@@ -54,6 +55,10 @@ def test_the_pipelines_schedule_may_change(minimal: Path) -> None:
         ("data.oversized=truncate_text", "data.oversized was 'reject', is now 'truncate_text'"),
         ("scheduler.cost=tokens", "scheduler.cost was 'eq3', is now 'tokens'"),
         ("data.order=arrival", "data.order was 'deterministic', is now 'arrival'"),
+        ("data.shuffle=rows", "data.shuffle was 'blocks', is now 'rows'"),
+        ("data.shuffle_blocks=16", "data.shuffle_blocks was 64, is now 16"),
+        ("data.max_image_nbytes=4096", "data.max_image_nbytes was 8388608, is now 4096"),
+        ("data.max_text_nbytes=4096", "data.max_text_nbytes was None, is now 4096"),
         ("data.sources.0.weight=2", "data.sources.0.weight was 1.0, is now 2.0"),
         ("training.global_batch_size=4", "training.global_batch_size was 8, is now 4"),
         ("training.optimizer=sgd", "training.optimizer was 'adamw', is now 'sgd'"),

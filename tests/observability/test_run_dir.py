@@ -58,6 +58,19 @@ def test_a_resume_takes_what_may_change_and_refuses_the_rest(config: RunConfig) 
     assert run.load_config() == longer
 
 
+def test_a_run_of_an_earlier_version_goes_on_row_by_row(config: RunConfig) -> None:
+    """Its shuffle: true meant what rows means today, and its JSON was of the format llava."""
+    formats = ["data.sources.0.format=json", "data.eval.format=json"]
+    run = open_run_dir(override_config(config, formats), resume=False)
+    text = run.config.read_text()
+    assert text.count("shuffle: blocks") == 1 and text.count("format: json") == 2
+    run.config.write_text(text.replace("shuffle: blocks", "shuffle: true").replace("format: json", "format: llava"))
+    with pytest.raises(ConfigError, match=r"data\.shuffle was 'rows', is now 'blocks'$"):
+        open_run_dir(override_config(config, formats), resume=True)
+    rows = override_config(config, [*formats, "data.shuffle=rows"])
+    assert open_run_dir(rows, resume=True).load_config() == rows
+
+
 def test_a_resume_of_what_was_not_begun_begins_it(config: RunConfig) -> None:
     assert open_run_dir(config, resume=True).load_config() == config
 

@@ -1,7 +1,8 @@
 """The parts table under random deaths, expiries, rejections and slow reports, against an independent model.
 
 Owners keep their bytes in a real ``Arena``, so that room is really short: two encoder segments just hold one worst-case
-unit. One of the three encoders may be lost for good.
+unit. One of the three encoders may be lost for good. Feeders may be lost together, also while they produce lost parts
+again.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flowtrain.errors import OutOfPoolMemory, StaleLeaseError
 from flowtrain.flow.capacity import check_capacity
+from flowtrain.flow.eviction import make_room
 from flowtrain.mempool.arena import Arena, Hold
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease, MicrobatchLocation, PartReady
-from flowtrain.types.plan import StepPlan
-from flowtrain.types.samples import TEXT_PART, SizedSample
-from tests.flow.building import ALIGNMENT, VISION, Tables, aligned, plan, rejection, sized, vision_nbytes
+from flowtrain.types.plan import EncodeBatch, StepPlan
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SizedSample
+from tests.flow.building import ALIGNMENT, IMAGES, VISION, Tables, aligned, plan, rejection, sized, vision_nbytes
 
 SPACE = AddressSpace(num_processes=10_000, segment_nbytes=1 << 20)
 NUM_ENCODERS, UNIT_SIZE, PER_BATCH, LARGEST, LOOKAHEAD, DP_SIZE = 3, 4, 2, 640, 3, 2
+NUM_FEEDERS = 3
 SEGMENT_NBYTES = PER_BATCH * LARGEST
 TEXT_NBYTES = 80
 LEASE_TIMEOUT_S = 60.0
@@ -45,6 +48,8 @@ class Owner:
     index: int
     arena: Arena
     work: list[Work] = field(default_factory=list)
+    lost: list[tuple[int, str]] = field(default_factory=list)
+    """Lost parts that a feeder produces again."""
 
     def put(self, nbytes: int, hold: Hold | None = None) -> tuple[Extent, ...]:
         return tuple(Extent(SPACE.gva(Tier.DRAM, self.index, o), n) for o, n in self.arena.allocate(nbytes, hold))
@@ -54,23 +59,25 @@ class Owner:
 
 
 class PartsMachine(RuleBasedStateMachine):
-    """Feeder, three encoders and two ranks. Each may be slow, and all except the ranks may die."""
+    """Three feeders, three encoders and two ranks. Each may be slow, and all except the ranks may die."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(keeps_batches=st.booleans())
+    def start(self, keeps_batches: bool) -> None:
         self.now = 0.0
-        self.tables = Tables(SPACE, lease_timeout_s=LEASE_TIMEOUT_S, clock=lambda: self.now)
+        self.keeps_batches = keeps_batches
+        self.tables = Tables(SPACE, LEASE_TIMEOUT_S, lambda: self.now, keeps_batches)
         check_capacity([SEGMENT_NBYTES] * (NUM_ENCODERS - 1), PER_BATCH * LARGEST, UNIT_SIZE // PER_BATCH, "knob")
         self.num_owners = 0
         self.encoders = [self.new_owner(SEGMENT_NBYTES) for _ in range(NUM_ENCODERS)]
-        self.feeder = self.new_owner(1 << 16)
+        self.feeders = [self.new_feeder(number) for number in range(NUM_FEEDERS)]
+        self.batches: dict[int, EncodeBatch] = {}  # by position
         self.samples: dict[int, SizedSample] = {}
         self.rejected: set[int] = set()
         self.plans: dict[int, StepPlan] = {}
         self.next_unit = self.next_position = self.current = 0
-        self.leased: dict[int, tuple[int, int]] = {}  # image part -> (owner, lease id)
+        self.leased: dict[int, tuple[int, int]] = {}  # features -> (owner, lease id)
         self.ready: dict[tuple[int, str], tuple[int, tuple[Extent, ...]]] = {}  # part -> where it lies
-        self.made_under: dict[int, int] = {}  # image part -> the lease under which it was last produced
+        self.made_under: dict[int, int] = {}  # features -> the lease under which they were last produced
         self.given_up: set[int] = set()  # positions whose microbatch is released
         self.located: dict[tuple[int, int, int], MicrobatchLocation] = {}
         self.released: set[tuple[int, int, int]] = set()
@@ -79,6 +86,11 @@ class PartsMachine(RuleBasedStateMachine):
     def new_owner(self, nbytes: int) -> Owner:
         self.num_owners += 1
         return Owner(self.num_owners - 1, Arena(nbytes, ALIGNMENT, "knob"))
+
+    def new_feeder(self, number: int) -> Owner:
+        owner = self.new_owner(1 << 16)
+        self.tables.parts.leases.add_feeder(owner.index, number)
+        return owner
 
     # --- feeding ------------------------------------------------------------------------------------------------
 
@@ -99,9 +111,9 @@ class PartsMachine(RuleBasedStateMachine):
                 self.rejected.add(position)
                 continue
             sample = self.samples[position] = sized(position, nbytes, TEXT_NBYTES)
-            extents = self.feeder.put(TEXT_NBYTES)
-            self.tables.parts.add_sized([sample], self.feeder.index, [PartReady(position, TEXT_PART, 0, extents)])
-            self.ready[position, TEXT_PART] = (self.feeder.index, extents)
+            feeder = self.feeder_of(position)
+            for part, extents in self.tables.feed(sample, feeder.index, feeder.put).items():
+                self.ready[position, part] = (feeder.index, extents)
             samples.append(sample)
         self.plans[unit] = plan(
             samples,
@@ -113,20 +125,61 @@ class PartsMachine(RuleBasedStateMachine):
             per_batch=PER_BATCH,
         )
         self.tables.microbatches.add(self.plans[unit])
+        self.batches.update({p: batch for batch in self.plans[unit].encode_batches for p in batch.positions})
 
-    @rule()
-    def remake_text(self) -> None:
+    def feeder_of(self, position: int) -> Owner:
+        return self.feeders[position // 2 % NUM_FEEDERS]
+
+    @rule(which=st.integers(0, NUM_FEEDERS - 1))
+    def take_lost_parts(self, which: int) -> None:
+        feeder = self.feeders[which]
         missing = [
-            position
-            for position in sorted(self.samples)
-            if (position, TEXT_PART) not in self.ready and self.is_wanted(position)
+            part for part in self.missing_parts() if self.feeder_of(part[0]) is feeder and part not in feeder.lost
         ]
-        refs = self.tables.parts.leases.grant_lost_text(self.feeder.index)
-        assert [ref.position for ref in refs] == missing
-        for position in missing:
-            extents = self.feeder.put(TEXT_NBYTES)
-            self.tables.parts.text_ready(self.feeder.index, PartReady(position, TEXT_PART, 0, extents))
-            self.ready[position, TEXT_PART] = (self.feeder.index, extents)
+        orders = self.tables.parts.leases.grant_lost_parts(feeder.index)
+        assert [(order.ref.position, part) for order in orders for part in order.parts] == missing
+        feeder.lost += missing
+
+    @rule(which=st.integers(0, NUM_FEEDERS - 1), pick=st.integers(0, 9))
+    def remake(self, which: int, pick: int) -> None:
+        feeder = self.feeders[which]
+        if not feeder.lost:
+            return
+        position, part = lost = feeder.lost.pop(pick % len(feeder.lost))
+        is_missing = lost in self.missing_parts()
+        extents = feeder.put(self.nbytes_of(position, part))
+        report = PartReady(position, part, 0, extents)
+        if is_missing:
+            self.tables.parts.remade(feeder.index, report)
+            self.ready[lost] = (feeder.index, extents)
+        else:
+            with pytest.raises(StaleLeaseError):
+                self.tables.parts.remade(feeder.index, report)
+            feeder.free(extents)
+
+    def missing_parts(self) -> list[tuple[int, str]]:
+        """Return the parts that feeders must produce again, in order."""
+        wanted = [(position, IMAGES_PART) for position in sorted(self.batches) if self.are_images_wanted(position)]
+        wanted += [(position, TEXT_PART) for position in sorted(self.samples) if self.is_wanted(position)]
+        return sorted(part for part in wanted if part not in self.ready)
+
+    def are_images_wanted(self, position: int) -> bool:
+        """Whether an encoder may need a position's images, apart from the leases that refer to them."""
+        if position in self.rejected or not self.keeps_batches:
+            return self.is_wanted(position)
+        return any(self.is_wanted(other) for other in self.batches[position].positions)
+
+    def nbytes_of(self, position: int, part: str) -> int:
+        if part == IMAGES_PART:
+            return sum(IMAGES)
+        return vision_nbytes(self.samples[position]) if part == VISION else TEXT_NBYTES
+
+    def forget_images(self) -> None:
+        """Forget images that nobody needs; a lease keeps the images of its batch."""
+        leased = {self.batches[position] for position in self.leased}
+        for position, batch in self.batches.items():
+            if not self.are_images_wanted(position) and batch not in leased:
+                self.ready.pop((position, IMAGES_PART), None)
 
     # --- encoding -----------------------------------------------------------------------------------------------
 
@@ -137,23 +190,27 @@ class PartsMachine(RuleBasedStateMachine):
         lease = self.tables.parts.leases.grant(owner.index, VISION, free)
         first = self.first_in_line()
         if lease is None:
-            assert first is None or first[2] > free
+            assert first is None or first[2] > free or self.is_unfed(first)
             self.make_room(owner, free)
             return
         assert first is not None and ((lease.batch.unit, lease.batch.index), lease.needed, lease.nbytes) == first
-        assert tuple(ref.position for ref in lease.refs) == lease.batch.positions
+        assert not self.is_unfed(first)
+        refs = tuple(ref.position for ref in lease.refs)
+        assert refs == tuple(position for position in lease.batch.positions if self.are_images_wanted(position))
+        for position, images in zip(refs, lease.images, strict=True):
+            assert (images.extents, images.nbytes) == (self.ready[position, IMAGES_PART][1], IMAGES)
         owner.work.append(Work(lease, owner.arena.hold(lease.nbytes), list(lease.needed)))
         for position in lease.needed:
             self.leased[position] = (owner.index, lease.lease_id)
 
     def make_room(self, owner: Owner, free: int) -> None:
         """As the flow does when nothing could be leased: first free released parts, then evict."""
-        if released := self.tables.parts.take_released(owner.index):
+        if released := self.tables.parts.holdings.take_released(owner.index):
             owner.free(released)
             return
         expected = self.evictable(owner, free)
-        assert self.tables.parts.make_room(owner.index, VISION, free) == bool(expected)
-        evicted = self.tables.parts.take_released(owner.index)
+        assert make_room(self.tables.parts, owner.index, VISION, free) == bool(expected)
+        evicted = self.tables.parts.holdings.take_released(owner.index)
         where = [self.ready.pop((position, VISION)) for position in expected]
         assert set(evicted) == {extent for _, extents in where for extent in extents}
         owner.free(evicted)
@@ -161,7 +218,7 @@ class PartsMachine(RuleBasedStateMachine):
     def evictable(self, owner: Owner, free: int) -> list[int]:
         """Return the positions whose images are evicted: whole batches, last first, not read, until there is room."""
         first = self.first_in_line()
-        if first is None or self.leased or len(self.encoders) == NUM_ENCODERS:
+        if first is None or self.leased or len(self.encoders) == NUM_ENCODERS or self.is_unfed(first):
             return []
         read = self.read_positions()
         chosen: list[int] = []
@@ -193,6 +250,11 @@ class PartsMachine(RuleBasedStateMachine):
                     return (batch.unit, batch.index), needed, nbytes
         return None
 
+    def is_unfed(self, batch: tuple[tuple[int, int], tuple[int, ...], int]) -> bool:
+        """Whether images of a batch are lost. batch: as ``first_in_line``."""
+        positions = self.batches[batch[1][0]].positions
+        return any(self.are_images_wanted(p) and (p, IMAGES_PART) not in self.ready for p in positions)
+
     def is_wanted(self, position: int) -> bool:
         return position not in self.rejected and position not in self.given_up
 
@@ -219,6 +281,7 @@ class PartsMachine(RuleBasedStateMachine):
             self.ready[position, VISION] = (owner.index, extents)
             self.made_under[position] = work.lease.lease_id
             del self.leased[position]
+            self.forget_images()
         else:
             with pytest.raises(StaleLeaseError):
                 self.tables.parts.ready(owner.index, report)
@@ -241,6 +304,39 @@ class PartsMachine(RuleBasedStateMachine):
         self.leased.pop(position, None)
         self.ready.pop((position, TEXT_PART), None)
         self.ready.pop((position, VISION), None)
+        self.forget_images()
+
+    @precondition(lambda self: self.batches)
+    @rule(pick=st.integers(0, 99))
+    def reject_late(self, pick: int) -> None:
+        """An encoder that lost its lease still reports what it has found."""
+        known = [
+            position for plan in self.plans.values() for position in plan.unit.positions if position in self.batches
+        ]
+        if known:
+            self.reject(known[pick % len(known)])
+
+    @rule(which=st.integers(0, NUM_ENCODERS - 1), pick=st.integers(0, 9))
+    def give_back(self, which: int, pick: int) -> None:
+        """An encoder cannot read the images of a lease, which it may have lost meanwhile."""
+        owner = self.encoder(which)
+        if not owner.work:
+            return
+        work = owner.work.pop(pick % len(owner.work))
+        owner.arena.unhold(work.hold)
+        self.tables.parts.give_back(owner.index, work.lease.lease_id)
+        self.tables.parts.give_back(owner.index, work.lease.lease_id)
+        self.take_back(work.lease)
+
+    def take_back(self, lease: Lease) -> None:
+        """A lease is no longer valid: all of it is produced again, except what a rank may read."""
+        held = [position for position, (_, lease_id) in self.leased.items() if lease_id == lease.lease_id]
+        for position in held:
+            del self.leased[position]
+        for position in set(lease.needed) - self.read_positions() if held else ():
+            if self.made_under.get(position) == lease.lease_id:
+                self.ready.pop((position, VISION), None)
+        self.forget_images()
 
     @precondition(lambda self: self.plans)
     @rule()
@@ -254,14 +350,18 @@ class PartsMachine(RuleBasedStateMachine):
 
     # --- faults -------------------------------------------------------------------------------------------------
 
-    @rule(which=st.integers(0, NUM_ENCODERS))
-    def die(self, which: int) -> None:
-        dead = self.feeder if which == NUM_ENCODERS else self.encoder(which)
+    @rule(which=st.integers(0, NUM_ENCODERS - 1))
+    def encoder_dies(self, which: int) -> None:
+        dead = self.encoder(which)
         self.lose(dead)
-        if which == NUM_ENCODERS:
-            self.feeder = self.new_owner(1 << 16)
-        else:
-            self.encoders[self.encoders.index(dead)] = self.new_owner(SEGMENT_NBYTES)
+        self.encoders[self.encoders.index(dead)] = self.new_owner(SEGMENT_NBYTES)
+
+    @rule(which=st.sets(st.integers(0, NUM_FEEDERS - 1), min_size=1))
+    def feeders_die(self, which: set[int]) -> None:
+        for number in which:
+            self.lose(self.feeders[number])
+        for number in which:
+            self.feeders[number] = self.new_feeder(number)
 
     @precondition(lambda self: len(self.encoders) == NUM_ENCODERS)
     @rule(which=st.integers(0, NUM_ENCODERS - 1))
@@ -277,20 +377,19 @@ class PartsMachine(RuleBasedStateMachine):
             report = PartReady(work.todo[0], VISION, work.lease.epoch, ())
             with pytest.raises(StaleLeaseError):
                 self.tables.parts.ready(dead.index, report)
-        assert self.tables.parts.take_released(dead.index) == ()
+        for position, part in dead.lost:
+            with pytest.raises(StaleLeaseError):
+                self.tables.parts.remade(dead.index, PartReady(position, part, 0, ()))
+        self.forget_images()
+        assert self.tables.parts.holdings.take_released(dead.index) == ()
         assert self.tables.parts.leases.grant(dead.index, VISION, 1 << 30) is None
-        assert not self.tables.parts.make_room(dead.index, VISION, 0)
+        assert not make_room(self.tables.parts, dead.index, VISION, 0)
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 61.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for lease in self.tables.parts.expire_leases():
-            for position, (_, lease_id) in list(self.leased.items()):
-                if lease_id == lease.lease_id:
-                    del self.leased[position]
-            for position in set(lease.needed) - self.read_positions():  # the whole batch is produced again
-                if self.made_under.get(position) == lease.lease_id:
-                    self.ready.pop((position, VISION), None)
+            self.take_back(lease)
 
     # --- the backbone -------------------------------------------------------------------------------------------
 
@@ -333,8 +432,8 @@ class PartsMachine(RuleBasedStateMachine):
 
     @rule()
     def take_released(self) -> None:
-        for owner in (*self.encoders, self.feeder):
-            owner.free(self.tables.parts.take_released(owner.index))  # the arena refuses what is freed twice
+        for owner in (*self.encoders, *self.feeders):
+            owner.free(self.tables.parts.holdings.take_released(owner.index))  # the arena refuses what is freed twice
 
     @precondition(lambda self: self.is_over(self.current))
     @rule()
@@ -342,6 +441,7 @@ class PartsMachine(RuleBasedStateMachine):
         made = self.plans.pop(self.current)
         rows = self.tables.consume(self.current)
         self.current += 1
+        self.batches = {p: batch for p, batch in self.batches.items() if batch.unit != made.unit.index}
         assert [row.position for row in rows] == list(made.unit.positions)
         for row in rows:
             assert row.state == ("rejected" if row.position in self.rejected else "consumed")
@@ -364,10 +464,10 @@ class PartsMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_ready_byte_is_lost(self) -> None:
-        owners = {owner.index: owner for owner in (*self.encoders, self.feeder)}
+        owners = {owner.index: owner for owner in (*self.encoders, *self.feeders)}
         total = 0
         for (position, name), (owner, extents) in self.ready.items():
-            total += sum(part.nbytes for part in self.samples[position].parts if part.name == name)
+            total += self.nbytes_of(position, name)
             for extent in extents:
                 assert owners[owner].arena.is_used(SPACE.translate(extent.gva).offset, extent.nbytes)
         assert self.tables.occupancy()[Tier.DRAM] == total
@@ -379,13 +479,16 @@ class PartsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Without further faults the run ends: no deadlock, and no byte is left over."""
-        if not hasattr(self, "directory"):
+        if not hasattr(self, "tables"):
             return
         for _ in range(200):
             if not self.plans:
                 break
             self.take_released()
-            self.remake_text()
+            for which, feeder in enumerate(self.feeders):
+                self.take_lost_parts(which)
+                while feeder.lost:
+                    self.remake(which, 0)
             for which in range(len(self.encoders)):
                 self.lease(which)
                 while self.encoders[which].work:
@@ -396,7 +499,7 @@ class PartsMachine(RuleBasedStateMachine):
             while self.encoders[which].work:
                 self.encode(which, 0, corrupt=1)
         self.take_released()
-        for owner in (*self.encoders, self.feeder):
+        for owner in (*self.encoders, *self.feeders):
             assert owner.arena.used_nbytes == 0
         assert len(self.consumed) == self.next_position
 

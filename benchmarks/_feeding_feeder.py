@@ -31,6 +31,8 @@ from flowtrain.types.plan import Unit, UnitKind
 ROOT = Path(__file__).resolve().parents[1]
 UNIT_POSITIONS = 50
 """Positions of a unit. It divides the rows of every data set of the benchmark."""
+IMAGE_LIMIT_NBYTES = 1 << 20
+"""A little more than the largest image."""
 TIME_LIMIT_S = 1800
 
 
@@ -68,7 +70,9 @@ class Fed:
     resident_nbytes: int
     """The largest resident memory (VmHWM): its own, the segment, and libraries that other processes share."""
     own_nbytes: int
-    """The largest of its own and the segment alone (RssAnon + RssShmem), seen every few milliseconds."""
+    """The largest of its own memory alone (RssAnon), seen every few milliseconds."""
+    shared_nbytes: int
+    """The largest part of the segment that had bytes in it (RssShmem), seen as often."""
     segment_nbytes: int
 
     @property
@@ -162,6 +166,7 @@ def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
     return (
         f"data.sources=[{{path: '{source}', name: feeding}}]",
         "data.eval=null",
+        f"data.max_image_nbytes={IMAGE_LIMIT_NBYTES}",
         f"training.global_batch_size={UNIT_POSITIONS}",
         f"training.max_steps={num_units}",
     )
@@ -186,7 +191,8 @@ def run_job(job: Job) -> Fed:
         import_s=imported_s - job.spawned_s,
         start_s=link.first_report_s - imported_s,
         resident_nbytes=_status_nbytes("VmHWM"),
-        own_nbytes=watch.peak_nbytes,
+        own_nbytes=watch.own_nbytes,
+        shared_nbytes=watch.shared_nbytes,
         segment_nbytes=segment_nbytes(config),
     )
 
@@ -217,7 +223,7 @@ class MemoryWatch:
     INTERVAL_S = 0.01
 
     def __enter__(self) -> MemoryWatch:
-        self.peak_nbytes = 0
+        self.own_nbytes = self.shared_nbytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -229,7 +235,8 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(self.INTERVAL_S):
-            self.peak_nbytes = max(self.peak_nbytes, _status_nbytes("RssAnon") + _status_nbytes("RssShmem"))
+            self.own_nbytes = max(self.own_nbytes, _status_nbytes("RssAnon"))
+            self.shared_nbytes = max(self.shared_nbytes, _status_nbytes("RssShmem"))
 
 
 def _status_nbytes(key: str) -> int:

@@ -22,8 +22,7 @@ from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.load import load_config
 from flowtrain.config.run import RunConfig
-from flowtrain.data.feed import sampler_from_config
-from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.controller.prepare import first_flow_settings, prepare
 from flowtrain.types.memory import Extent, SegmentExport
 from flowtrain.types.messages import FeedOrder, FeedReport, Joined, RoomOrder
 from flowtrain.types.plan import Unit, UnitKind
@@ -146,19 +145,7 @@ class Usage:
 
 def extents_of(report: FeedReport) -> tuple[Extent, ...]:
     """Where the parts of a report lie."""
-    return tuple(extent for part in report.texts for extent in part.extents)
-
-
-def make_feeder(config: RunConfig, job: Job) -> tuple[Feeder, Joined]:
-    """Do the driver's part, and build the feeder; returns it and what the coordinator answers when it joins."""
-    assert job.num_feeders == 1, "a run has one feeder"
-    sampler = sampler_from_config(config, SourceSet.from_config(config.data).sizes)
-    return Feeder(config, f"feeding-{os.getpid()}"), Joined(job.number, sampler.state())
-
-
-def segment_nbytes(config: RunConfig) -> int:
-    """The size of the feeder's segment."""
-    return config.pool.text_segment_nbytes
+    return tuple(extent for part in (*report.texts, *report.images) for extent in part.extents)
 
 
 def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
@@ -175,10 +162,13 @@ def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
 def run_job(job: Job) -> Fed:
     """Run a feeder in this process."""
     imported_s = time.time()
-    values = [*source_overrides(job.source, job.num_units), *job.overrides]
+    values = [*source_overrides(job.source, job.num_units), f"data.num_feeders={job.num_feeders}", *job.overrides]
     config = load_config(ROOT / "configs" / "quickstart.yaml", values)
-    feeder, joined = make_feeder(config, job)
-    link = ReleasingLink(joined, job.num_units)
+    run_spec = prepare(config, check_pool=False)  # as the driver does
+    state, segment_nbytes = first_flow_settings(run_spec).sampler_state, run_spec.plan.feeder.segment_nbytes
+    run_id = f"feeding-{os.getpid()}"
+    feeder = Feeder(config, run_id, run_spec.indexes, job.number, job.num_feeders, segment_nbytes)
+    link = ReleasingLink(Joined(job.number, state), job.num_units)
     with MemoryWatch() as watch:
         feeder.run(link)
     assert link.begun is not None and link.ended is not None
@@ -193,7 +183,7 @@ def run_job(job: Job) -> Fed:
         resident_nbytes=_status_nbytes("VmHWM"),
         own_nbytes=watch.own_nbytes,
         shared_nbytes=watch.shared_nbytes,
-        segment_nbytes=segment_nbytes(config),
+        segment_nbytes=segment_nbytes,
     )
 
 

@@ -21,7 +21,6 @@ from typing import Any
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.load import load_config
-from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import first_flow_settings, prepare
 from flowtrain.types.memory import Extent, SegmentExport
 from flowtrain.types.messages import FeedOrder, FeedReport, Joined, RoomOrder

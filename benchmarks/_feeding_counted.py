@@ -62,7 +62,7 @@ class CountedFileSystem(LocalFileSystem):
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:
         if isinstance(path, str):
-            path = path.removeprefix(f"{PROTOCOL}://")
+            path = "/" + path.removeprefix(f"{PROTOCOL}://").lstrip("/")
         return LocalFileSystem._strip_protocol(path)
 
     def unstrip_protocol(self, name: str) -> str:

@@ -21,9 +21,7 @@ from typing import Any
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.load import load_config
-from flowtrain.config.run import RunConfig
-from flowtrain.data.feed import sampler_from_config
-from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.controller.prepare import first_flow_settings, prepare
 from flowtrain.types.memory import Extent, SegmentExport
 from flowtrain.types.messages import FeedOrder, FeedReport, Joined, RoomOrder
 from flowtrain.types.plan import Unit, UnitKind
@@ -31,6 +29,8 @@ from flowtrain.types.plan import Unit, UnitKind
 ROOT = Path(__file__).resolve().parents[1]
 UNIT_POSITIONS = 50
 """Positions of a unit. It divides the rows of every data set of the benchmark."""
+IMAGE_LIMIT_NBYTES = 1 << 20
+"""A little more than the largest image."""
 TIME_LIMIT_S = 1800
 
 
@@ -68,7 +68,9 @@ class Fed:
     resident_nbytes: int
     """The largest resident memory (VmHWM): its own, the segment, and libraries that other processes share."""
     own_nbytes: int
-    """The largest of its own and the segment alone (RssAnon + RssShmem), seen every few milliseconds."""
+    """The largest of its own memory alone (RssAnon), seen every few milliseconds."""
+    shared_nbytes: int
+    """The largest part of the segment that had bytes in it (RssShmem), seen as often."""
     segment_nbytes: int
 
     @property
@@ -142,19 +144,7 @@ class Usage:
 
 def extents_of(report: FeedReport) -> tuple[Extent, ...]:
     """Where the parts of a report lie."""
-    return tuple(extent for part in report.texts for extent in part.extents)
-
-
-def make_feeder(config: RunConfig, job: Job) -> tuple[Feeder, Joined]:
-    """Do the driver's part, and build the feeder; returns it and what the coordinator answers when it joins."""
-    assert job.num_feeders == 1, "a run has one feeder"
-    sampler = sampler_from_config(config, SourceSet.from_config(config.data).sizes)
-    return Feeder(config, f"feeding-{os.getpid()}"), Joined(job.number, sampler.state())
-
-
-def segment_nbytes(config: RunConfig) -> int:
-    """The size of the feeder's segment."""
-    return config.pool.text_segment_nbytes
+    return tuple(extent for part in (*report.texts, *report.images) for extent in part.extents)
 
 
 def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
@@ -162,6 +152,7 @@ def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
     return (
         f"data.sources=[{{path: '{source}', name: feeding}}]",
         "data.eval=null",
+        f"data.max_image_nbytes={IMAGE_LIMIT_NBYTES}",
         f"training.global_batch_size={UNIT_POSITIONS}",
         f"training.max_steps={num_units}",
     )
@@ -170,10 +161,13 @@ def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
 def run_job(job: Job) -> Fed:
     """Run a feeder in this process."""
     imported_s = time.time()
-    values = [*source_overrides(job.source, job.num_units), *job.overrides]
+    values = [*source_overrides(job.source, job.num_units), f"data.num_feeders={job.num_feeders}", *job.overrides]
     config = load_config(ROOT / "configs" / "quickstart.yaml", values)
-    feeder, joined = make_feeder(config, job)
-    link = ReleasingLink(joined, job.num_units)
+    run_spec = prepare(config, check_pool=False)  # as the driver does
+    state, segment_nbytes = first_flow_settings(run_spec).sampler_state, run_spec.plan.feeder.segment_nbytes
+    run_id = f"feeding-{os.getpid()}"
+    feeder = Feeder(config, run_id, run_spec.indexes, job.number, job.num_feeders, segment_nbytes)
+    link = ReleasingLink(Joined(job.number, state), job.num_units)
     with MemoryWatch() as watch:
         feeder.run(link)
     assert link.begun is not None and link.ended is not None
@@ -186,8 +180,9 @@ def run_job(job: Job) -> Fed:
         import_s=imported_s - job.spawned_s,
         start_s=link.first_report_s - imported_s,
         resident_nbytes=_status_nbytes("VmHWM"),
-        own_nbytes=watch.peak_nbytes,
-        segment_nbytes=segment_nbytes(config),
+        own_nbytes=watch.own_nbytes,
+        shared_nbytes=watch.shared_nbytes,
+        segment_nbytes=segment_nbytes,
     )
 
 
@@ -217,7 +212,7 @@ class MemoryWatch:
     INTERVAL_S = 0.01
 
     def __enter__(self) -> MemoryWatch:
-        self.peak_nbytes = 0
+        self.own_nbytes = self.shared_nbytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -229,7 +224,8 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(self.INTERVAL_S):
-            self.peak_nbytes = max(self.peak_nbytes, _status_nbytes("RssAnon") + _status_nbytes("RssShmem"))
+            self.own_nbytes = max(self.own_nbytes, _status_nbytes("RssAnon"))
+            self.shared_nbytes = max(self.shared_nbytes, _status_nbytes("RssShmem"))
 
 
 def _status_nbytes(key: str) -> int:

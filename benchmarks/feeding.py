@@ -89,12 +89,13 @@ def feeder_figures(data: DataSet, ones: list[Fed], twos: list[list[Fed]]) -> lis
 def memory_figures(ones: list[Fed]) -> list[Figure]:
     """The most that a feeder takes in addition to its segment."""
     segment = ones[0].segment_nbytes
-    worst, own = max(one.resident_nbytes for one in ones), max(one.own_nbytes for one in ones)
+    worst = max(one.resident_nbytes for one in ones)
     note = f"VmHWM {worst / MIB:.0f} MiB, segment {segment / MIB:.0f} MiB; "
     shared = "also pages of libraries, which processes of a node share"
     return [
         at_most("feeder_above_segment", (worst - segment) / MIB, "MiB", OVERHEAD_TARGET_MIB, note + shared),
-        Figure("feeder_own_above_segment", (own - segment) / MIB, "MiB", note="RssAnon + RssShmem, sampled"),
+        Figure("feeder_own", max(one.own_nbytes for one in ones) / MIB, "MiB", note="RssAnon, sampled"),
+        Figure("feeder_segment_touched", max(one.shared_nbytes for one in ones) / MIB, "MiB", note="RssShmem, sampled"),
     ]
 
 

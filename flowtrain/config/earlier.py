@@ -18,3 +18,6 @@ def in_todays_words(values: dict[str, Any]) -> None:
     for stored in (*(data.get("sources") or ()), data.get("eval")):
         if isinstance(stored, dict) and stored.get("format") == "llava":
             stored["format"] = "json"
+    pool = values.get("pool")
+    if isinstance(pool, dict):
+        pool.pop("text_segment_nbytes", None)  # feeders give memory for images too; it is computed unless it is given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from flowtrain.controller.run import run_training
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir, run_dir
 from tests.e2e.disturbed import exact_metrics
+from tests.e2e.processes import driver
 from tests.e2e.worlds import World, tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -121,3 +123,43 @@ def test_every_format_trains_alike(
     config = config_of(tmp_path, WRITERS[stored](world, tmp_path / "data"), stored, num_feeders)
     run_training(config)
     check_same(run_dir(config), from_parquet)
+
+
+@pytest.fixture(scope="module")
+def bucket(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket on a local S3 server, with the samples in all formats; the environment has its credentials."""
+    for package in ("moto.server", "s3fs"):
+        pytest.importorskip(package, reason="pip install 'flowtrain[s3]' 'moto[server]'")
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="samples")
+        for name, write in WRITERS.items():
+            directory = tmp_path_factory.mktemp(name)
+            write(world, directory)
+            for file in directory.rglob("*.*"):
+                client.upload_file(str(file), "samples", f"{name}/{file.relative_to(directory)}")
+        yield "s3://samples"
+    server.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stored", list(WRITERS))
+def test_a_run_from_s3_trains_alike(from_parquet: RunDir, bucket: str, tmp_path: Path, stored: str) -> None:
+    config = config_of(tmp_path, f"{bucket}/{stored}", stored, num_feeders=2)
+    with driver(config, tmp_path / "s3.log") as started:
+        assert started.wait() == 0, started.report("the run from S3 failed")
+        check_same(started.run, from_parquet)

@@ -26,7 +26,7 @@ SPAN_NBYTES = 4 << 20
 MAX_ROW_NBYTES = 64 << 20
 """A longer row is never held: a line is malformed, an array with one cannot be used."""
 
-_READ_NBYTES = 1 << 20
+_HEAD_NBYTES, _READ_NBYTES = 1 << 12, 1 << 20
 _BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Rows are found as latin-1, which maps every byte to one character; huge integers are no fault here.
@@ -84,14 +84,16 @@ class _LongRow:
 
 def _find_blocks(path: str) -> list[Block]:
     with open_file(path) as file:
+        start = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+        file.seek(start)
         first = b""
-        while not first and (chunk := file.read(_READ_NBYTES)):
-            first = chunk.removeprefix(_BOM).lstrip()[:1]
-        file.seek(0)
+        while not first and (chunk := file.read(_HEAD_NBYTES)):
+            first = chunk.lstrip()[:1]
+        file.seek(start)
         if first == b"[":
             ends = _array_ends(path, file)
         elif first == b"{":
-            ends = _line_ends(file)
+            ends = _line_ends(file, start)
         else:
             raise DataError(f"{path}: expected a JSON array or JSON lines of samples, found {first!r} at the start")
         return list(spans_of(_rows(ends), SPAN_ROWS, SPAN_NBYTES))
@@ -104,9 +106,9 @@ def _rows(ends: Iterator[int]) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def _line_ends(file: BinaryIO) -> Iterator[int]:
-    """Yield where each line that is not blank ends."""
-    position, is_blank = 0, True
+def _line_ends(file: BinaryIO, position: int) -> Iterator[int]:
+    """Yield where each line that is not blank ends. position: where the file stands."""
+    is_blank = True
     while line := file.readline(_READ_NBYTES):
         position += len(line)
         is_blank = is_blank and line.isspace()
@@ -149,9 +151,7 @@ def _skip(text: str, at: int) -> int:
 def _array_ends(path: str, file: BinaryIO) -> Iterator[int]:
     """Yield where each element of an array ends: at the comma or the bracket after it."""
     window = _Window(path, file)
-    if window.next_character() == "\xef":
-        window.take(3)  # the byte order mark
-        window.next_character()
+    window.next_character()
     window.take(1)
     if window.next_character() == "]":
         window.take(1)
@@ -179,7 +179,7 @@ class _Window:
         self._file = file
         self._text = ""
         self._at = 0
-        self._offset = 0
+        self._offset = file.tell()
         self._is_last = False
 
     @property

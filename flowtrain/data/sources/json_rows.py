@@ -7,7 +7,7 @@ from typing import Any
 
 from flowtrain.data.sources.bad_sample import malformed
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
-from flowtrain.data.sources.turns import join_images, parse_turns
+from flowtrain.data.sources.turns import join_images, parse_turns, paths_in
 
 _CONVERSATIONS = ("conversations", "messages")
 _IMAGES = ("image", "images")
@@ -32,11 +32,10 @@ def parse_row(record: object, image_of: ImageOf, unnamed: Sequence[RawImage] = (
     if isinstance(system := record.get("system"), str) and system and turns[0].role != "system":
         turns.insert(0, Turn("system", system))
     paths, key = _image_paths(record)
-    named = [item for item in items if isinstance(item, str)]
-    if not paths and named and len(named) == len(items):
-        paths, key = named, "content"
+    if not paths:
+        paths, key = paths_in(items), "content"
     images = [image_of(path, f"{key}[{index}]") for index, path in enumerate(paths)] if paths else unnamed
-    return join_images(images, turns, [item for item in items if isinstance(item, int)], _id(record) or id)
+    return join_images(images, turns, items, _id(record) or id)
 
 
 def _conversation(record: dict[str, Any]) -> tuple[object, str]:

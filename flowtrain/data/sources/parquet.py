@@ -19,7 +19,7 @@ from flowtrain.data.sources.image_files import path_beneath
 from flowtrain.data.sources.parquet_schema import Selection, select
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, filesystem_of, is_remote
-from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns
+from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns, paths_in
 from flowtrain.errors import DataError
 from flowtrain.types.samples import RejectReason
 
@@ -104,12 +104,10 @@ class _ParquetRecord:
         else:
             turns, items = parse_turns(json.loads(value) if isinstance(value, str) else value, selection.turns)
         id = self.batch.column(selection.id)[self.row].as_py() if selection.id is not None else None
-        named = [item for item in items if isinstance(item, str)]
-        if not images and named and len(named) == len(items):
-            paths = [path_beneath(self.root, path, f"images[{index}]") for index, path in enumerate(named)]
+        if not images:
+            paths = [path_beneath(self.root, path, f"content[{index}]") for index, path in enumerate(paths_in(items))]
             images = [RawImage(path=path) for path in paths]
-        indices = [item for item in items if isinstance(item, int)]
-        return join_images(images, turns, indices, None if id is None else str(id))
+        return join_images(images, turns, items, None if id is None else str(id))
 
     def _image_values(self) -> Iterator[pa.Scalar]:
         value = self.batch.column(self.selection.images)[self.row]

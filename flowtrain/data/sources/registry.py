@@ -9,7 +9,7 @@ from flowtrain.data.sources.base import Source
 from flowtrain.data.sources.blocks import Format, StoredSource, index_files
 from flowtrain.data.sources.json_files import JsonFormat
 from flowtrain.data.sources.parquet import ParquetFormat
-from flowtrain.data.sources.storage import list_files
+from flowtrain.data.sources.storage import list_files, plain_path
 from flowtrain.data.sources.webdataset import WebDatasetFormat
 from flowtrain.errors import DataError
 from flowtrain.types.sources import SourceIndex
@@ -44,9 +44,10 @@ def open_source(config: SourceConfig | EvalConfig, index: SourceIndex) -> Source
 
 def _format(config: SourceConfig | EvalConfig, file: str) -> Format:
     name = _format_name(config, file)
+    image_root = None if config.image_root is None else plain_path(config.image_root)
     if name == "parquet":
-        return ParquetFormat(config.columns, config.image_root)
-    return WebDatasetFormat() if name == "webdataset" else JsonFormat(config.image_root)
+        return ParquetFormat(config.columns, image_root)
+    return WebDatasetFormat() if name == "webdataset" else JsonFormat(image_root)
 
 
 def _format_name(config: SourceConfig | EvalConfig, file: str) -> str:

@@ -6,15 +6,14 @@ import io
 import os
 from functools import lru_cache
 from glob import has_magic
-from typing import BinaryIO, cast
-from urllib.parse import urlsplit
+from typing import Any, BinaryIO, cast
 
 import fsspec
 from fsspec import AbstractFileSystem
 
 from flowtrain.config.paths import looks_like_hub_data
 from flowtrain.config.secrets import without_queries
-from flowtrain.data.sources.retries import read_with_retries
+from flowtrain.data.sources.retries import is_missing, read_with_retries
 from flowtrain.errors import DataError
 
 REMOTE_BUFFER_NBYTES = 1 << 20
@@ -29,14 +28,18 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
+def plain_path(path: str) -> str:
+    """Return a ``file://`` URL as a local path; anything else as it is."""
+    return path.removeprefix("file://")
+
+
 def list_files(path: str, endings: tuple[str, ...]) -> tuple[str, ...]:
     """List the files that a path, directory or pattern names, in the order of their names.
 
     endings: of the files that are taken from a directory (with everything beneath it, but nothing hidden) or a pattern
     that also matches others. Raises DataError if there is none, SourceReadError if the storage does not answer.
     """
-    if path.startswith("file://"):
-        path = urlsplit(path).path
+    path = plain_path(path)
     files = read_with_retries(lambda: _list(path, endings), f"data source {path}")
     if not files:
         what = "pattern matches no file" if has_magic(path) else "directory has no file"
@@ -100,13 +103,14 @@ def _list(path: str, endings: tuple[str, ...]) -> tuple[str, ...]:
     if "::" in path:
         raise DataError(f"data source {path}: chained URLs (::) are not supported; name the file itself")
     fs = filesystem_of(path)
-    if fs.isdir(path):
+    info = _info(fs, path)
+    if info is not None and info["type"] == "directory":
         root = fs._strip_protocol(path)
         found = [name for name in fs.find(path) if not _is_hidden(name[len(root) :])]
-    elif fs.exists(path):
+    elif info is not None:
         return (path if is_remote(path) else os.path.abspath(path),)
     elif has_magic(path):
-        found = [name for name, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
+        found = [name for name, info in fs.glob(path, detail=True).items() if info["type"] != "directory"]
     elif looks_like_hub_data(path):
         raise DataError(
             f"data source {path}: no such file or directory; for the hub's data set of this name write "
@@ -115,6 +119,15 @@ def _list(path: str, endings: tuple[str, ...]) -> tuple[str, ...]:
     else:
         raise FileNotFoundError(path)
     return tuple(_full(fs, path, name) for name in sorted(found) if name.lower().endswith(endings))
+
+
+def _info(fs: AbstractFileSystem, path: str) -> dict[str, Any] | None:
+    try:
+        return cast("dict[str, Any]", fs.info(path))
+    except Exception as error:
+        if is_missing(error):
+            return None
+        raise
 
 
 def _full(fs: AbstractFileSystem, path: str, name: str) -> str:

@@ -41,23 +41,30 @@ def parse_turns(value: object, key: str) -> tuple[list[Turn], list[ImageItem]]:
     return turns, items
 
 
+def paths_in(items: Sequence[ImageItem]) -> list[str]:
+    """Return the paths that the content names, if it names each of its images by one."""
+    paths = [item for item in items if isinstance(item, str)]
+    return paths if len(paths) == len(items) else []
+
+
 def join_images(
     images: Sequence[RawImage], turns: Sequence[Turn], items: Sequence[ImageItem], id: str | None
 ) -> RawSample:
     """Put images in the order of the content's items, and check the text; raises BadSample.
 
-    images: the sample's own. items: from ``parse_turns``, its paths replaced by the images' indices.
+    images: the sample's own, or those that ``paths_in(items)`` names. items: from ``parse_turns``.
     """
     for turn in turns:
         try:
             turn.text.encode()
         except UnicodeEncodeError as error:
             raise malformed(f"the {turn.role} turn's text is no Unicode: {error.reason} at {error.start}") from error
-    if items and all(isinstance(item, int) for item in items):
-        wrong = [item for item in items if not 0 <= int(item or 0) < len(images)]
+    indices = [item for item in items if isinstance(item, int)]
+    if indices and len(indices) == len(items):
+        wrong = [index for index in indices if not 0 <= index < len(images)]
         if wrong:
             raise BadSample(RejectReason.PLACEHOLDER_MISMATCH, f"image {wrong[0]} is named, of {len(images)} images")
-        images = [images[int(item or 0)] for item in items]
+        images = [images[index] for index in indices]
     # Ids go into logs, where a lone surrogate could not be written.
     return normalise(images, turns, id if id is None else id.encode(errors="backslashreplace").decode()[:200])
 
@@ -70,7 +77,7 @@ def _text(content: object, where: str, items: list[ImageItem]) -> str:
     pieces = []
     for index, item in enumerate(content):
         kind = item.get("type") if isinstance(item, dict) else None
-        if kind == "text" and isinstance(item["text"], str):
+        if kind == "text" and isinstance(item.get("text"), str):
             pieces.append(item["text"])
         elif kind in _IMAGE_TYPES:
             pieces.append(IMAGE_PLACEHOLDER)

@@ -17,7 +17,7 @@ from flowtrain.config.data import SourceConfig
 from flowtrain.data.sources import storage
 from flowtrain.data.sources.base import BadSample
 from flowtrain.data.sources.registry import index_source, open_source
-from flowtrain.errors import DataError
+from flowtrain.errors import DataError, SourceReadError
 
 HOW = "needs s3fs and moto: pip install -c constraints.txt -e '.[dev]'"
 moto_server = pytest.importorskip("moto.server", reason=HOW)
@@ -99,14 +99,23 @@ def test_every_format_gives_the_same_samples(bucket: Any, tmp_path: Path) -> Non
         samples("s3://data/json/x.jsonl")
 
 
+def test_a_server_that_is_gone_is_no_fault_of_the_data(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    storage._filesystem.cache_clear()
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(SourceReadError, match=r"data source s3://data/x.parquet after 2 attempts"):
+        samples("s3://data/x.parquet")
+
+
 def test_what_is_not_there_and_what_may_not_be_read(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("s3://data/x.parquet", "s3://absent/x.parquet"):
         with pytest.raises(DataError, match="no such file or directory"):
             samples(path)
 
-    async def denied(*args: Any, **options: Any) -> None:
+    def denied(*args: Any, **options: Any) -> None:
         raise PermissionError("Access Denied")
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "_info", denied)
+    monkeypatch.setattr(bucket, "info", denied)
     with pytest.raises(DataError, match=r"permission denied.*credentials from the environment: AWS_"):
         samples("s3://data/y.parquet")

@@ -40,6 +40,28 @@ def test_data_that_is_nowhere_is_refused_with_the_places_looked_at(project: Path
     assert load_config(config_file, check_paths=False).data.sources[0].path == "train.parquet"
 
 
+def test_a_pattern_is_searched_like_a_path_and_a_url_stays(project: Path) -> None:
+    config_file = project / "configs" / "run.yaml"
+    (project / "shards").mkdir()
+    (project / "shards" / "1.tar").touch()
+    for pattern in ("shards/*.tar", "shards/**/[0-9].*"):
+        config = load_config(config_file, [f"data.sources.0.path={pattern}"])
+        assert config.data.sources[0].path == str(project / pattern)
+    with pytest.raises(ConfigError, match=r"path = 'shards/\*.json': no such file or directory \(looked in"):
+        load_config(config_file, ["data.sources.0.path=shards/*.json"])
+    urls = ["data.sources.0.path=s3://bucket/*.tar", "data.sources.0.image_root=hf://datasets/owner/name"]
+    source = load_config(config_file, urls).data.sources[0]
+    assert (source.path, source.image_root) == ("s3://bucket/*.tar", "hf://datasets/owner/name")
+
+
+def test_a_data_set_of_the_hub_needs_its_url(project: Path) -> None:
+    config_file = project / "configs" / "run.yaml"
+    with pytest.raises(ConfigError, match="data set of this name, write hf://datasets/HuggingFaceM4/the_cauldron"):
+        load_config(config_file, ["data.sources.0.path=HuggingFaceM4/the_cauldron"])
+    with pytest.raises(ConfigError, match=r"no such file or directory \(looked in .*\)$"):
+        load_config(config_file, ["data.sources.0.path=data/x.parquet"])
+
+
 def test_a_cost_profile_is_looked_for_beside_the_configuration_and_must_be_there(project: Path) -> None:
     config_file = project / "configs" / "run.yaml"
     (project / "train.parquet").touch()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flowtrain.data.sources import parquet
 from flowtrain.data.sources.base import BadSample, RawImage, Turn
 from flowtrain.data.sources.block_cache import BlockCache
 from flowtrain.data.sources.source_set import SourceSet
@@ -18,6 +21,7 @@ from flowtrain.types.samples import RejectReason, SampleRef
 
 Write = Callable[..., Path]
 Open = Callable[..., Any]
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 TEXTS = [{"user": "q", "assistant": "a"}]
 
 
@@ -127,6 +131,131 @@ def test_a_wrong_schema_is_named(tmp_path: Path, open_rows: Open, columns: dict[
         open_rows(tmp_path / "x.parquet")
     for words in [*said, "x.parquet"]:
         assert words in str(caught.value)
+
+
+ITEM = pa.struct([("index", pa.int64()), ("text", pa.string()), ("type", pa.string())])
+LIST = [{"index": None, "text": "q", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "asked", "expected"),
+    [
+        (pa.string(), "q<image>", "q<image>"),
+        (pa.string(), "q", "<image>\nq"),
+        (pa.large_string(), "q<image>", "q<image>"),
+        (pa.list_(ITEM), LIST, "q<image>"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("images", "image"),
+    [
+        (pa.list_(IMAGE), [{"bytes": b"one", "path": None}]),
+        (IMAGE, {"bytes": b"one", "path": "x.png"}),
+        (pa.binary(), b"one"),
+        (pa.large_list(pa.large_binary()), [b"one"]),
+    ],
+)
+def test_messages(
+    tmp_path: Path, open_rows: Open, content: pa.DataType, asked: Any, expected: str, images: pa.DataType, image: Any
+) -> None:
+    answer = [{"index": None, "text": "a", "type": "text"}] if asked is LIST else "a"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    table = pa.table(
+        {
+            "id": pa.array([7]),
+            "images": pa.array([image], images),
+            "messages": pa.array([messages], pa.list_(pa.struct([("role", pa.string()), ("content", content)]))),
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet")
+    sample = open_rows(tmp_path / "x.parquet").read(0)
+    assert sample.turns == (Turn("user", expected), Turn("assistant", "a")) and sample.id == "7"
+    assert [image.data for image in sample.images] == [b"one"]
+
+
+def test_messages_as_json_text_and_other_names_of_columns(tmp_path: Path, open_rows: Open) -> None:
+    talk = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    ask = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}]
+    texts = [json.dumps(talk), json.dumps(ask), "[" * 100_000, '{"a": 1', '[{"role": "user", "content": "\\ud800"}]']
+    table = pa.table({"picture": pa.array(["x.png"] * 5), "chat": pa.array(texts)})
+    pq.write_table(table, tmp_path / "x.parquet")
+    columns = {"images": "picture", "messages": "chat"}
+    rows = open_rows(tmp_path / "x.parquet", columns=columns, image_root="/root")
+    assert rows.read(0).turns == (Turn("user", "<image>\nq"), Turn("assistant", "a"))
+    assert rows.read(1).turns == (Turn("user", "<image>q"),)
+    assert rows.read(1).images == (RawImage(path="/root/x.png"),)
+    for row, detail in ((2, "RecursionError"), (3, "JSONDecodeError"), (4, "surrogates not allowed")):
+        with pytest.raises(BadSample, match=detail) as caught:
+            rows.read(row)
+        assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
+    with pytest.raises(DataError, match="column 'images' is missing .*name another column under the source's columns"):
+        open_rows(tmp_path / "x.parquet")
+
+
+def test_text_that_is_not_utf_8_spoils_its_row_alone(tmp_path: Path, open_rows: Open) -> None:
+    users = pa.array([b"q0", b"\xff\xfe", b"q2"], pa.binary()).view(pa.string())
+    texts = pa.StructArray.from_arrays([users, pa.array(["a"] * 3)], ["user", "assistant"])
+    table = pa.table({"images": pa.nulls(3), "texts": pa.ListArray.from_arrays([0, 1, 2, 3], texts)})
+    pq.write_table(table, tmp_path / "x.parquet")
+    rows = open_rows(tmp_path / "x.parquet")
+    with pytest.raises(BadSample, match="UnicodeDecodeError") as caught:
+        rows.read(1)
+    assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
+    assert [rows.read(row).turns[0].text for row in (0, 2)] == ["q0", "q2"]
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path, open_rows: Open) -> None:
+    column = pa.array([[b"x"]])
+    texts = pa.array([TEXTS])
+    pq.write_table(pa.Table.from_arrays([column, column, texts], ["images", "images", "texts"]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet: 2 columns are named 'images'"):
+        open_rows(tmp_path / "x.parquet")
+
+
+def test_a_damaged_page_is_named(tmp_path: Path, open_rows: Open) -> None:
+    rows = [{"images": [{"bytes": b"x" * 1000, "path": None}], "texts": TEXTS}]
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="none", write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    opened = open_rows(path)
+    for place in (4, data.index(b"x" * 1000) + 10):  # the page's header, and its content
+        damaged = data.copy()
+        damaged[place] ^= 0xFF
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"x\.parquet: not a parquet file that can be decoded.*restore the file"):
+            opened.source.read_block(0)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        open_rows(path)
+
+
+def test_a_value_stored_once_for_many_rows_does_not_fill_the_memory(
+    tmp_path: Path, open_rows: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"images": [{"bytes": b"x" * 50_000, "path": None}], "texts": TEXTS}
+    pq.write_table(pa.Table.from_pylist([row] * 100), tmp_path / "x.parquet")
+    rows = open_rows(tmp_path / "x.parquet")
+    assert rows.index.image_nbytes[0] < 100_000
+    assert rows.read(99).images[0].data == b"x" * 50_000
+    monkeypatch.setattr(parquet, "_FREE_NBYTES", 1_000_000)
+    with pytest.raises(DataError, match=r"row group 0 of .*x\.parquet grows from \d+ to more than \d+ bytes"):
+        rows.source.read_block(0)
+
+
+def test_images_are_views_of_what_was_read(tmp_path: Path, open_rows: Open, write_parquet: Write) -> None:
+    rows = open_rows(write_parquet(tmp_path / "x.parquet", numbered(40), rows_per_group=40))
+    gc.collect()
+    nbytes = pa.total_allocated_bytes()
+    records = rows.source.read_block(0)
+    views = [record.sample().images[0].data for record in records]
+    assert all(isinstance(view, memoryview) for view in views)
+    del records
+    gc.collect()
+    assert pa.total_allocated_bytes() > nbytes  # a copy would be Python's
+    assert views == [f"image {i}".encode() for i in range(40)]
+    del views
+    gc.collect()
+    assert pa.total_allocated_bytes() <= nbytes
 
 
 def test_no_parquet_inside(tmp_path: Path, open_rows: Open) -> None:

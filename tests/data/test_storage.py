@@ -130,6 +130,13 @@ class RemoteError(Exception):
         self.status = status
 
 
+def caused(cause: Exception) -> FileNotFoundError:
+    """As fsspec reports it."""
+    error = FileNotFoundError("x")
+    error.__cause__ = cause
+    return error
+
+
 RemoteError.__module__ = "aiohttp.client_exceptions"
 
 
@@ -145,6 +152,9 @@ RemoteError.__module__ = "aiohttp.client_exceptions"
         (RemoteError(403), DataError),
         (RemoteError(404), DataError),
         (FileNotFoundError("x"), DataError),
+        (caused(RemoteError()), SourceReadError),
+        (caused(RemoteError(404)), DataError),
+        (caused(ValueError()), DataError),
         (PermissionError(13, "no"), DataError),
         (ValueError("ours"), ValueError),
     ],

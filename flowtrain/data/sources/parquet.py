@@ -16,12 +16,12 @@ from flowtrain.data.sources.bad_sample import BadSample, malformed
 from flowtrain.data.sources.base import RawImage, RawSample, Record, Turn
 from flowtrain.data.sources.blocks import Block
 from flowtrain.data.sources.image_files import path_beneath
+from flowtrain.data.sources.parquet_images import ImageColumn
 from flowtrain.data.sources.parquet_schema import Selection, select
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, filesystem_of, is_remote
 from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns, paths_in
 from flowtrain.errors import DataError
-from flowtrain.types.samples import RejectReason
 
 _BATCH_ROWS = 16
 _MAX_EXPANSION, _FREE_NBYTES = 4, 256 << 20
@@ -55,7 +55,8 @@ class ParquetFormat:
                 "do not change the data during a run"
             )
         root = directory_of(path) if self._image_root is None else self._image_root
-        return [_ParquetRecord(batch, row, selection, root) for batch in batches for row in range(batch.num_rows)]
+        decoded = [_Batch(batch, selection, root) for batch in batches]
+        return [_ParquetRecord(batch, row) for batch in decoded for row in range(batch.num_rows)]
 
     def _read(self, path: str, group: int) -> tuple[list[pa.RecordBatch], Selection]:
         with _opened(path, pre_buffer=is_remote(path)) as file:
@@ -78,58 +79,45 @@ class ParquetFormat:
             return batches, selection
 
 
-@dataclass(frozen=True, slots=True)
-class _ParquetRecord:
-    batch: pa.RecordBatch
-    row: int
-    selection: Selection
-    root: str
+class _Batch:
+    """Some rows that Arrow decoded together."""
 
-    def sample(self) -> RawSample:
-        try:
-            return self._sample()
-        except BadSample:
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
-            # Text that is not UTF-8, or JSON that is none.
-            raise malformed(f"{type(error).__name__}: {error}"[:300]) from error
+    def __init__(self, batch: pa.RecordBatch, selection: Selection, root: str) -> None:
+        self.num_rows = batch.num_rows
+        self._batch = batch
+        self._selection = selection
+        self._root = root
+        self._images = ImageColumn(batch.column(selection.images), root)
 
-    def _sample(self) -> RawSample:
-        selection = self.selection
-        images = [self._image(value, index) for index, value in enumerate(self._image_values())]
-        value = self.batch.column(selection.turns)[self.row].as_py()
+    def sample(self, row: int) -> RawSample:
+        """Return a row; raises BadSample, and other errors for text that is not UTF-8 or JSON that is none."""
+        selection = self._selection
+        images = self._images.of_row(row)
+        value = self._batch.column(selection.turns)[row].as_py()
         items: list[ImageItem] = []
         if selection.are_texts:
             turns = _turns_of_texts(value, selection.turns)
         else:
             turns, items = parse_turns(json.loads(value) if isinstance(value, str) else value, selection.turns)
-        id = self.batch.column(selection.id)[self.row].as_py() if selection.id is not None else None
+        id = self._batch.column(selection.id)[row].as_py() if selection.id is not None else None
         if not images:
-            paths = [path_beneath(self.root, path, f"content[{index}]") for index, path in enumerate(paths_in(items))]
+            paths = [path_beneath(self._root, path, f"content[{index}]") for index, path in enumerate(paths_in(items))]
             images = [RawImage(path=path) for path in paths]
         return join_images(images, turns, items, None if id is None else str(id))
 
-    def _image_values(self) -> Iterator[pa.Scalar]:
-        value = self.batch.column(self.selection.images)[self.row]
-        if not value.is_valid:
-            return
-        if isinstance(value, pa.ListScalar):
-            yield from value
-        else:
-            yield value
 
-    def _image(self, value: pa.Scalar, index: int) -> RawImage:
-        data, path = value, None
-        if isinstance(value, pa.StructScalar):
-            data = value.get("bytes")
-            path = value["path"].as_py() if value.is_valid and "path" in value else None
-        elif isinstance(value, pa.StringScalar):
-            data, path = None, value.as_py()
-        if data is not None and data.is_valid:
-            return RawImage(data=memoryview(data.as_buffer()))
-        if path:
-            return RawImage(path=path_beneath(self.root, path, f"images[{index}]"))
-        raise BadSample(RejectReason.MISSING_IMAGE, f"images[{index}] has neither bytes nor a path")
+@dataclass(frozen=True, slots=True)
+class _ParquetRecord:
+    batch: _Batch
+    row: int
+
+    def sample(self) -> RawSample:
+        try:
+            return self.batch.sample(self.row)
+        except BadSample:
+            raise
+        except (ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
+            raise malformed(f"{type(error).__name__}: {error}"[:300]) from error
 
 
 def _metadata(path: str) -> pq.FileMetaData:
@@ -144,14 +132,15 @@ def _opened(path: str, pre_buffer: bool = False) -> Iterator[pq.ParquetFile]:
     with source:
         try:
             # Opened for each block: a ParquetFile is not thread-safe, and open files are limited.
-            with pq.ParquetFile(source, pre_buffer=pre_buffer) as file:
+            with pq.ParquetFile(source, pre_buffer=pre_buffer, page_checksum_verification=True) as file:
                 yield file
         except (pa.ArrowException, OSError) as error:
             # Arrow also raises OSErrors for damaged pages, without a number.
             if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
                 raise
             raise DataError(
-                f"{path}: not a parquet file that can be decoded: {error}; restore the file or remove it"
+                f"{path}: not a parquet file that can be decoded: {' '.join(str(error).split())}; "
+                "restore the file or remove it"
             ) from error
 
 

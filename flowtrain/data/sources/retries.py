@@ -27,7 +27,9 @@ _REMOTE_PACKAGES = frozenset(
         "google",
         "http",
         "httpcore",
+        "httpcore2",
         "httpx",
+        "httpx2",
         "huggingface_hub",
         "requests",
         "s3fs",
@@ -70,7 +72,7 @@ def read_with_retries(read: Callable[[], _T], what: str) -> _T:
 def is_missing(error: BaseException) -> bool:
     """Whether an error means that the file does not exist."""
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-        return True
+        return not _is_unreachable(error.__cause__)
     return (isinstance(error, OSError) and error.errno in ABSENT) or _status(error) in (404, 410)
 
 
@@ -98,6 +100,14 @@ def _may_pass(error: Exception) -> bool:
     if status is not None and 400 <= status < 500 and status not in _PASSING_STATUS:
         return False
     return isinstance(error, OSError) or _is_remote(error)
+
+
+def _is_unreachable(cause: BaseException | None) -> bool:
+    """Whether a server did not answer; fsspec calls a file missing then, too."""
+    if cause is None or not _is_remote(cause) or "NotFound" in type(cause).__name__:
+        return False
+    status = _status(cause)
+    return status is None or status >= 500 or status in _PASSING_STATUS
 
 
 def _is_remote(error: BaseException) -> bool:

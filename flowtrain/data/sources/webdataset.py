@@ -152,7 +152,7 @@ def _samples(path: str, file: BinaryIO, offset: int) -> Iterator[_Sample]:
         # r: is a tar that is not compressed.
         with tarfile.open(fileobj=cast("io.BytesIO", _Headers(file)), mode="r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members.clear()  # tarfile keeps all of them
+                tar.members.clear()  # type: ignore[attr-defined]  # tarfile keeps all of them
                 end = tar.offset
                 if member.size < 0 or end <= member.offset:
                     raise tarfile.ReadError(f"a member of {member.size} bytes")

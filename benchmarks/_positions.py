@@ -1,7 +1,7 @@
 """Positions on their way through the flow: the messages of feeder, encoders, rank and driver, without the work.
 
 Samples are like InternVL's: an image of 448 x 448 pixels, 1024 patches, which become 256 vision tokens, and a text of
-varying length. Messages are those of the real actors.
+varying length. So each position has three parts: text, encoded image, features. Messages are those of the real actors.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent, PoolStats
 from flowtrain.types.messages import EncoderReport, FeedReport, Lease, PartReady, RankReport
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
 
 VISION = "vision"
 NUM_PATCHES, VISION_TOKENS = 1024, 256
 FEATURE_NBYTES = VISION_TOKENS * 4096 * 2
+TEXT_ROOM = 1 << 14
+"""An image lies so many bytes after the text of its position."""
 ALIGNMENT = 256
 SEGMENT_NBYTES = 1 << 36
 STATS = PoolStats(SEGMENT_NBYTES, 0, SEGMENT_NBYTES, SEGMENT_NBYTES, 0)
@@ -31,7 +33,8 @@ def sample_of(position: int) -> SizedSample:
         PartSize(TEXT_PART, 1, 0, tokens, 8 * tokens),
         PartSize(VISION, 1, NUM_PATCHES, VISION_TOKENS, FEATURE_NBYTES),
     )
-    return SizedSample(SampleRef(position, 0, position, 0), tokens, VISION_TOKENS, text_tokens // 2, parts)
+    images = (60_000 + position * 104_729 % 80_000,)
+    return SizedSample(SampleRef(position, 0, position, 0), tokens, VISION_TOKENS, text_tokens // 2, parts, images)
 
 
 def extent_of(base: int, position: int, nbytes: int) -> tuple[Extent, ...]:
@@ -45,8 +48,14 @@ def feed_report(unit: Unit, samples: list[SizedSample], base: int) -> FeedReport
         PartReady(sample.position, TEXT_PART, 0, extent_of(base, sample.position, sample.parts[0].nbytes))
         for sample in samples
     )
+    images = tuple(
+        PartReady(
+            sample.position, IMAGES_PART, 0, extent_of(base + TEXT_ROOM, sample.position, sample.image_nbytes[0])
+        )
+        for sample in samples
+    )
     state = SamplerState(unit.first_position + unit.num_positions)
-    return FeedReport(unit, tuple(samples), texts, sampler_state=state, stats=STATS)
+    return FeedReport(unit, tuple(samples), texts, images, sampler_state=state, stats=STATS)
 
 
 def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
@@ -57,8 +66,8 @@ def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
 
 
 def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]]) -> None:
-    """Act as the feeder. samples: those of each unit in turn. base: address of the first process's segment."""
-    joined = link.ask(CoordinatorApi.join, name, link.node_id)
+    """Act as the only feeder. samples: those of each unit in turn. base: address of the first process's segment."""
+    joined = link.ask(CoordinatorApi.join, name, link.node_id, 0)
     base += joined.process_index * SEGMENT_NBYTES
     report = FeedReport()
     while not (order := link.ask(CoordinatorApi.feed, joined.process_index, report)).stop:

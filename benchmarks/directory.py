@@ -2,6 +2,7 @@
 
 python benchmarks/directory.py [--repeats N] [--units N] [--json]
 
+Each position has three parts: text, encoded image, features.
 In-process: the calls on parts and microbatches alone. Through its actor: the run's coordinator, called through Ray,
 which also plans every step. A feeder, two encoders, a backbone rank and a driver, one process each, send the messages
 of a run and do no other work. Exits with 1 if a position is not consumed exactly once.
@@ -98,7 +99,7 @@ def in_process_us(run_spec: RunSpec, num_units: int) -> dict[str, float]:
     for unit, samples in zip(units, samples_of(num_units), strict=True):
         report, plan = feed_report(unit, samples, bases[0]), planner.plan(unit, samples)
         laps.lap(OTHERS)
-        parts.add_sized(report.sized, 0, report.texts)
+        parts.add_sized(report.sized, 0, report.texts, report.images)
         laps.lap("add_sized")
         microbatches.add(plan)
         laps.lap("add")
@@ -116,8 +117,8 @@ def in_process_us(run_spec: RunSpec, num_units: int) -> dict[str, float]:
             laps.lap("release")
         num_consumed += len(parts.consume(microbatches.end(unit.index)))
         laps.lap("consume")
-        parts.take_released(0)
-        parts.take_released(1)
+        parts.holdings.take_released(0)
+        parts.holdings.take_released(1)
         laps.lap("take_released")
     if num_consumed != num_units * POSITIONS_PER_UNIT:
         sys.exit(f"{num_consumed} of {num_units * POSITIONS_PER_UNIT} positions were consumed")

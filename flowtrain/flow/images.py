@@ -48,24 +48,29 @@ class Images:
 
     def position_over(self, position: PositionRecord) -> None:
         """Free the images that are no longer needed, now that all parts of a position are released."""
-        if not self._keeps_batches or position.rejected or not _is_batched(position):
+        is_kept = False
+        if self._keeps_batches:
+            for part in position.parts:
+                batch = part.batch
+                if batch is not None:
+                    is_kept = not position.rejected
+                    if not batch.num_unread:
+                        self._batch_over(batch)
+        if not is_kept:
             self._drop(position)
-        if not self._keeps_batches:
-            return
-        for part in position.parts:
-            batch = part.batch
-            if batch is not None and not batch.num_unread:
-                for other in batch.parts.values():
-                    self._drop_if_over(other.position)
 
-    def _drop_if_over(self, position: PositionRecord) -> None:
-        """Free images whose batches are all read; each encoder has batches of its own."""
-        for part in position.parts:
-            if part.batch is not None and part.batch.num_unread:
-                return
-        self._drop(position)
+    def _batch_over(self, batch: BatchRecord) -> None:
+        """Free the images of a batch that is read, except those that a batch of another encoder still needs."""
+        for part in batch.parts.values():
+            position = part.position
+            for other in position.parts:
+                if other.batch is not None and other.batch.num_unread:
+                    break
+            else:
+                self._drop(position)
 
     def _drop(self, position: PositionRecord) -> None:
+        """Free images that are no longer needed, or have the leases that refer to them keep them."""
         images = position.images
         if images is None or images.state is RELEASED or position.is_held:
             return
@@ -89,10 +94,6 @@ class Images:
         for position in held:
             position.is_held = False
             self._drop(position)  # or a lease for another encoder keeps them
-
-
-def _is_batched(position: PositionRecord) -> bool:
-    return any(part.batch is not None for part in position.parts)
 
 
 def _count_unfed(position: PositionRecord, change: int) -> None:

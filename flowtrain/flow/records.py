@@ -96,13 +96,12 @@ class PositionRecord:
     def of(cls, sample: SizedSample, alignment: int) -> PositionRecord:
         """Start the record of a sized sample."""
         record = cls(sample.ref)
-        record.parts = tuple(
-            [
-                PartRecord(record, size.name, size.nbytes, -(-size.nbytes // alignment) * alignment)
-                for size in sample.parts
-            ]
-        )
-        record.missing = len(record.parts)
+        parts = [
+            PartRecord(record, size.name, size.nbytes, -(-size.nbytes // alignment) * alignment)
+            for size in sample.parts
+        ]
+        record.parts = tuple(parts)
+        record.missing = len(parts)
         if sample.image_nbytes:
             nbytes = sum(sample.image_nbytes)
             record.image_nbytes = sample.image_nbytes

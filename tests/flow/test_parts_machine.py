@@ -348,6 +348,27 @@ class PartsMachine(RuleBasedStateMachine):
                 while self.encoders[which].work:
                     self.encode(which, 0, corrupt=1)
 
+    @precondition(lambda self: self.current in self.plans)
+    @rule(num_slots=st.integers(1, 3), rank=st.integers(0, DP_SIZE - 1))
+    def everybody_works(self, num_slots: int, rank: int) -> None:
+        """Without faults a while: a rank reads some microbatches of the unit that comes next."""
+        self.remake_all()
+        self.take_released()
+        self.everybody_encodes()
+        keys = [(self.current, slot, rank) for slot in range(len(self.plans[self.current].slots))]
+        for key in [key for key in keys if key not in self.released][:num_slots]:
+            self.read(rank, key[1])
+            if key in self.located:
+                self.release_one(key)
+        if self.is_over(self.current):
+            self.consume()
+
+    def remake_all(self) -> None:
+        for which, feeder in enumerate(self.feeders):
+            self.take_lost_parts(which)
+            while feeder.lost:
+                self.remake(which, 0)
+
     # --- faults -------------------------------------------------------------------------------------------------
 
     @rule(which=st.integers(0, NUM_ENCODERS - 1))
@@ -423,7 +444,10 @@ class PartsMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def release(self, pick: int) -> None:
         running = sorted(key for key in self.located if key not in self.released)
-        unit, slot, rank = key = running[pick % len(running)]
+        self.release_one(running[pick % len(running)])
+
+    def release_one(self, key: tuple[int, int, int]) -> None:
+        unit, slot, rank = key
         self.tables.release(unit, slot, rank)
         self.released.add(key)
         for sample in self.plans[unit].slots[slot][rank].samples:
@@ -485,15 +509,13 @@ class PartsMachine(RuleBasedStateMachine):
             if not self.plans:
                 break
             self.take_released()
-            for which, feeder in enumerate(self.feeders):
-                self.take_lost_parts(which)
-                while feeder.lost:
-                    self.remake(which, 0)
+            self.remake_all()
             for which in range(len(self.encoders)):
                 self.lease(which)
                 while self.encoders[which].work:
                     self.encode(which, 0, corrupt=1)
             self.run_what_is_ready()
+            self.no_ready_byte_is_lost()
         assert not self.plans, "stuck"
         for which in range(len(self.encoders)):
             while self.encoders[which].work:

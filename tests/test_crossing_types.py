@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 import flowtrain
@@ -105,6 +107,8 @@ def strays(where: str, annotation: Any) -> list[str]:
     origin, items = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return []
+    if origin is np.ndarray:
+        return [] if is_number(*get_args(items[1])) else [f"{where}: {annotation}"]
     if origin in CONTAINERS:
         return [fault for item in items if item is not Ellipsis for fault in strays(where, item)]
     if isinstance(annotation, type) and annotation.__module__.startswith("flowtrain."):
@@ -117,6 +121,11 @@ def strays(where: str, annotation: Any) -> list[str]:
                 hints = get_type_hints(annotation)
                 return [fault for name, hint in hints.items() for fault in strays(f"{where}.{name}", hint)]
     return [f"{where}: {annotation}"]
+
+
+def is_number(element: Any) -> bool:
+    """Whether an array's element is a number of a certain width; objects could be anything."""
+    return isinstance(element, type) and issubclass(element, np.number) and not element.__subclasses__()
 
 
 def test_everything_that_is_spawned_is_found() -> None:
@@ -188,6 +197,10 @@ def test_a_wrong_field_of_a_right_class_is_found() -> None:
     message = make_dataclass("Message", [("count", int), ("wrong", tuple[Wrong, ...])], frozen=True)
     message.__module__ = "flowtrain.types.messages"
     assert len(strays("Actor.run.return", message)) == 1
+    arrays = make_dataclass("Arrays", [("rows", npt.NDArray[np.int64]), ("each", npt.NDArray[np.object_])], frozen=True)
+    arrays.__module__ = "flowtrain.types.messages"
+    assert [fault.partition(":")[0] for fault in strays("Actor.run", arrays)] == ["Actor.run.each"]
+    assert strays("Actor.run", npt.NDArray[np.number[Any]]), "of no certain width"
     loose = make_dataclass("Loose", [("count", int)])
     loose.__module__ = "flowtrain.types.messages"
     assert strays("Actor.run.return", loose), "it is not frozen"

@@ -26,6 +26,7 @@ from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink, P, Question, R
 from flowtrain.config.run import RunConfig
+from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.plan import Degrees
 from shared.emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTimes, Meetings
@@ -232,7 +233,7 @@ def _nothing() -> None:
 
 
 def _feeder(job: Job, link: HostLink) -> Actors:
-    feeder = Feeder(job.config, job.run_id)
+    feeder = Feeder(job.config, job.run_id, SourceSet.index(job.config.data))
     return [lambda: feeder.run(link)], _nothing
 
 

@@ -50,7 +50,8 @@ def plan_tables(run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]]) 
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = needs.num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
-    run.add_row("memory pool", nbytes_text(needs.pool_nbytes))
+    run.add_row("feeders", _feeders(run_spec))
+    run.add_row("memory pool", f"{nbytes_text(needs.pool_nbytes)} at most; unused pages take no memory")
 
     actors = Table(title="actors", title_justify="left")
     for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
@@ -117,6 +118,12 @@ def _backbone_ranks(degrees: Degrees) -> str:
     if degrees.replica_size == 1:
         return f"{degrees.dp:,} data-parallel"
     return f"{degrees.world_size:,}: {degrees.dp:,} data x {degrees.pp} pipeline x {degrees.tp} tensor parallel"
+
+
+def _feeders(run_spec: RunSpec) -> str:
+    feeder, need = run_spec.plan.feeder, run_spec.feeder_need
+    each = f"up to {need.samples} samples of {nbytes_text(need.sample_nbytes)} and {nbytes_text(need.held_nbytes)} of "
+    return f"{feeder.data_parallel_size}, each with {each}open blocks"
 
 
 def _order(config: RunConfig) -> str:

@@ -80,13 +80,13 @@ def bundles_of(specs: Sequence[ActorSpec]) -> list[Bundle]:
 def bundle_indices(specs: Sequence[ActorSpec]) -> list[int]:
     """The index in ``bundles_of`` of each actor's bundle.
 
-    Actors that take no resources are spread over the bundles of the others, and so over their nodes; -1 without
+    Places that take no resources are spread over the bundles of the others, and so over their nodes; -1 without
     bundles.
     """
     numbers = {place: number for number, place in enumerate(_bundles_by_place(specs))}
-    guests = [spec for spec in specs if not spec.bundle]
-    places = {spec.name: number * len(numbers) // len(guests) if numbers else -1 for number, spec in enumerate(guests)}
-    return [numbers[spec.place] if spec.bundle else places[spec.name] for spec in specs]
+    guests = [place for place in dict.fromkeys(spec.place for spec in specs) if place not in numbers]
+    shared = {place: number * len(numbers) // len(guests) if numbers else -1 for number, place in enumerate(guests)}
+    return [(numbers | shared)[spec.place] for spec in specs]
 
 
 def _bundles_by_place(specs: Sequence[ActorSpec]) -> dict[str, Bundle]:

@@ -31,6 +31,11 @@ Strategy = Literal["STRICT_PACK", "PACK"]
 ACCELERATOR_TYPE = "accelerator_type:"
 """Prefix of a resource that a node with accelerators of a type has: one, however many accelerators it has."""
 
+POOL_WAYS_OUT = (
+    "a segment counts in full, as a worst case, although its unused pages take no memory: lower data.max_image_nbytes, "
+    "data.shuffle_blocks, training.global_batch_size, data.num_feeders or encoders.*.segment_nbytes (docs/running.md)"
+)
+
 PROBE_TIMEOUT_S = 60.0
 """How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker."""
 
@@ -81,9 +86,9 @@ def _connect(config: RunConfig) -> None:
 def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Network = "none") -> Strategy:
     """Return how the bundles may be spread: over several nodes only if the pool's network joins them.
 
-    network: ``pool.network``. Raises ResourceError, with all counts, if the cluster lacks what the actors need.
+    pool_nbytes: all segments together. network: ``pool.network``. Raises ResourceError, with all counts, if the cluster lacks what the actors need.
     """
-    have = ray.cluster_resources()
+    have, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     lacking = []
     for resource, need in _total(bundles).items():
         if not _is_type(resource) and need > have.get(resource, 0.0) + 1e-9:
@@ -91,24 +96,24 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
     lacking += _lacking_types(bundles)
     why_one = None
     if not lacking:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
         why_one = _why_one_node(nodes, network)
         for bundle in bundles if why_one is None else [_total(bundles)]:
             if not any(_fits(bundle, node["Resources"]) for node in nodes):
                 reason = "" if why_one is None else f", and all actors must share one: {why_one}"
                 lacking.append(f"no single node has {_counts(bundle)}{reason}")
                 break
-    if pool_nbytes > have.get("memory", 0.0):
-        lacking.append(
-            f"memory for pool segments: {pool_nbytes} bytes needed, {have.get('memory', 0.0):.0f} in the cluster"
-        )
+    memory, where = have.get("memory", 0.0), "in the cluster"
+    if why_one is not None:
+        memory, where = max(node["Resources"].get("memory", 0.0) for node in nodes), "on the largest node"
+    if pool_nbytes > memory:
+        lacking.append(f"memory for pool segments: {pool_nbytes} bytes needed, {memory:.0f} {where}; {POOL_WAYS_OUT}")
     if network == "nixl" and why_one is not None:
         lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
         raise ResourceError(
             "the cluster lacks resources: " + "; ".join(lacking) + ". Lower data_parallel_size, "
             "tensor_parallel_size (whose ranks share a node) or pipeline_parallel_size of encoders.* or backbone, "
-            "their num_cpus or the segment sizes, or use a larger node"
+            "or their num_cpus, or use a larger node"
         )
     return "PACK" if why_one is None else "STRICT_PACK"
 

@@ -17,7 +17,6 @@ from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
-from flowtrain.controller.feeder_memory import feeder_need
 from flowtrain.controller.prepare import RunSpec, check_memory, prepare
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.mempool.host import host_memory
@@ -114,9 +113,7 @@ def judge(run_spec: RunSpec, nodes: Sequence[NodeReport], links: Sequence[Link])
 def _step(run_spec: RunSpec) -> Check:
     name, config = "a step fits the pool", run_spec.config
     try:
-        feeder = run_spec.plan.feeder
-        need = feeder_need(config, run_spec.indexes, run_spec.num_eval, feeder.data_parallel_size)
-        need.check(feeder.segment_nbytes, config.pool.max_segment_nbytes)
+        run_spec.feeder_need.check(run_spec.plan.feeder.segment_nbytes, config.pool.max_segment_nbytes)
         check_memory(config, family_from_config(config), run_spec.num_eval)
     except ConfigError as error:
         return Check(name, False, str(error))
@@ -144,7 +141,8 @@ def _node_memory(nodes: Sequence[NodeReport], segments: Sequence[int], may_sprea
     else:
         fits = pool_nbytes <= most
         room = f"node {nodes[available.index(most)].name} has {most} bytes available"
-    return Check("there is memory for it", fits, f"segments of {pool_nbytes} bytes in all; {room}")
+    detail = f"segments of {pool_nbytes} bytes in all; {room}"
+    return Check("there is memory for it", fits, detail if fits else f"{detail}; {cluster.POOL_WAYS_OUT}")
 
 
 def _locked_memory(nodes: Sequence[NodeReport], segment_nbytes: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import isqrt
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
@@ -21,7 +22,8 @@ from flowtrain.types.plan import CostModel, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SizedSample
 
 _LARGE_SIDE = 1 << 16
-"""Side of a square image in pixels; every encoder scales an image of that size down."""
+"""Side of a square image in pixels; every encoder scales an image of that size down. Larger than
+``data.max_image_pixels`` none is encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,9 @@ def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
     """
     family = family_from_config(run_spec.config)
     found: dict[str, tuple[int, int]] = {}
+    largest = min(_LARGE_SIDE, isqrt(run_spec.config.data.max_image_pixels))
     for name in run_spec.config.encoders:
-        fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, _LARGE_SIDE))
+        fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, largest))
         if fewest < most:
             means = [
                 round(sample.num_vision_tokens / part.num_items)

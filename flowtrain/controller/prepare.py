@@ -12,7 +12,7 @@ from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
-from flowtrain.controller.feeder_memory import feeder_need
+from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
 from flowtrain.data.feed import sampler_from_config
@@ -57,6 +57,11 @@ class RunSpec:
     def source_sizes(self) -> tuple[int, ...]:
         """Rows of each training source."""
         return tuple(index.num_rows for index in self.indexes[: len(self.source_names)])
+
+    @property
+    def feeder_need(self) -> FeederNeed:
+        """What the segment of each feeder must hold."""
+        return feeder_need(self.config, self.indexes, self.num_eval, self.plan.feeder.data_parallel_size)
 
     @property
     def eval_every(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,11 @@ class SourceIndex:
     """``[num_blocks]``: the most bytes that a block's encoded images take in memory; 0 where images are files."""
     first_rows: npt.NDArray[np.int64]
     """``[num_blocks + 1]``: the first row of each block, and the number of rows."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SourceIndex):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
 
     @property
     def num_rows(self) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.plan import (
     Requirements,
+    feeders_for,
     fixed_plan,
     from_yaml,
     plan_overrides,
@@ -141,7 +142,15 @@ def test_what_a_plan_says_nothing_of_stays() -> None:
     config = config.model_copy(update={"encoders": encoders})
     changed = config.with_plan(fixed_plan(make_config()).without_devices())
     assert changed.encoders["vit"].accelerator_type == "H200" and changed.encoders["vit"].num_devices == 0.5
-    assert changed.data == config.data and changed.training == config.training
+    assert changed.training == config.training
+    assert changed.data == config.data.model_copy(update={"num_feeders": 1}), "feeders are part of a plan"
+    assert changed.pool == config.pool
+
+
+def test_a_plan_has_as_many_feeders_as_its_rate_needs() -> None:
+    assert [feeders_for(rate) for rate in (0.1, 400.0, 400.1, 5000.0)] == [1, 1, 2, 13]
+    config = make_config().with_plan(replace(fixed_plan(make_config()), feeder=ModulePlan(3)))
+    assert config.data.num_feeders == 3 and fixed_plan(config).feeder.data_parallel_size == 3
 
 
 def test_overrides_change_a_plans_values_again_and_a_section_of_theirs_stays() -> None:

@@ -24,7 +24,8 @@ from flowtrain.types.memory import HostMemory, Link
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
-POOL_NBYTES = 2 * (16 << 20) + (4 << 20)
+FEEDER_NBYTES = 32 << 20
+POOL_NBYTES = 2 * (16 << 20) + FEEDER_NBYTES
 GIB = 1 << 30
 LINKS = (
     Link("one", "one", "local", 1e-6, 10e9),
@@ -35,7 +36,7 @@ LINKS = (
 
 @pytest.fixture(scope="module")
 def run_spec() -> RunSpec:
-    return prepare(load_config(QUICKSTART), check_pool=False)
+    return prepare(load_config(QUICKSTART, [f"pool.feeder_segment_nbytes={FEEDER_NBYTES}"]), check_pool=False)
 
 
 def node(name: str, available: int = GIB, **changes: Any) -> NodeReport:
@@ -69,6 +70,8 @@ def test_what_does_not_fit_is_said_with_numbers(run_spec: RunSpec, cluster: dict
     assert "CPU: 2 needed, 1 in the cluster" in report.checks[1].detail
     assert f"segments of {POOL_NBYTES} bytes" in report.checks[2].detail
     assert f"node one has {POOL_NBYTES - 1} bytes available" in report.checks[2].detail
+    assert "lower data.max_image_nbytes" in report.checks[2].detail
+    assert judge(run_spec, [node("one", available=POOL_NBYTES)], LINKS).checks[2].fits
 
 
 def test_a_pool_that_cannot_hold_a_step_does_not_fit_anywhere(cluster: dict[str, float]) -> None:
@@ -99,7 +102,7 @@ def test_slow_links_and_too_little_lockable_memory_are_warned_of(run_spec: RunSp
     assert report.fits, "a warning is no fault"
     link, memory = report.warnings
     assert link.startswith("nixl from two to one gives 0.1 GB/s, a plain copy there 10 GB/s")
-    assert "node one lets a process lock 65536 bytes" in memory and "a segment has 16777216" in memory
+    assert "node one lets a process lock 65536 bytes" in memory and f"a segment has {FEEDER_NBYTES}" in memory
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, report: DoctorReport, *arguments: str) -> Result:
@@ -112,7 +115,7 @@ def test_tables_and_exit_code(run_spec: RunSpec, cluster: dict[str, float], monk
     report = judge(run_spec, [node("one"), node("two", num_devices=2.0, devices=("H100",))], LINKS)
     shown = run_doctor(monkeypatch, replace(report, warnings=("a link is slow",)))
     assert shown.exit_code == 0, shown.output
-    for text in ("2 H100", "unlimited", "10.00 GB/s", "1.0 us", "does not work: NIXL is not installed", "36 MiB"):
+    for text in ("2 H100", "unlimited", "10.00 GB/s", "1.0 us", "does not work: NIXL is not installed", "64 MiB"):
         assert text in shown.stdout
     assert "warning: a link is slow" in shown.stdout
     off = (*LINKS[:2], Link("one", "one", "nixl", off="pool.network is none"))

@@ -84,12 +84,26 @@ def test_bundles_hold_just_what_their_actors_take(
     bundles, indices = bundles_of(specs), bundle_indices(specs)
     assert len(bundles) == num_encoders + (dp * pp if cpus or devices else 0)
     for index, bundle in enumerate(bundles):
-        members = [spec for spec, where in zip(specs, indices, strict=True) if where == index]
+        members = [spec for spec, where in zip(specs, indices, strict=True) if where == index and spec.bundle]
         assert len({spec.place for spec in members}) == 1
         for name, amount in bundle.items():
             assert amount == pytest.approx(sum(spec.bundle.get(name, 0.0) for spec in members))
-    assert all((index == -1) == (not spec.bundle) for spec, index in zip(specs, indices, strict=True))
+    assert all((index == -1) == (not bundles) for index in indices)
     assert sum(bundle.get("CPU", 0.0) for bundle in bundles) == pytest.approx(requirements(plan).num_cpus)
+
+
+@given(st.integers(1, 9), st.integers(1, 4), DEGREES)
+def test_actors_that_take_no_resources_are_spread_over_all_bundles(num_feeders: int, dp: int, tp: int) -> None:
+    """Feeders on one node would read for all nodes; the ranks of a group stay together all the same."""
+    plan = plan_of(ModulePlan(dp, tp, num_cpus=0.0), num_encoders=3)
+    specs = actor_specs_of(replace(plan, feeder=ModulePlan(num_feeders)))
+    by_place: dict[str, set[int]] = {}
+    for spec, index in zip(specs, bundle_indices(specs), strict=True):
+        by_place.setdefault(spec.place, set()).add(index)
+    assert all(len(indices) == 1 for indices in by_place.values())
+    guests = [min(indices) for place, indices in by_place.items() if not place.startswith("encoder")]
+    counts = [guests.count(bundle) for bundle in range(3)]
+    assert sum(counts) == len(guests) == dp + num_feeders and max(counts) - min(counts) <= 1
 
 
 def test_those_that_share_a_device_are_in_one_bundle() -> None:
@@ -98,7 +112,7 @@ def test_those_that_share_a_device_are_in_one_bundle() -> None:
     plan = Plan({"vision": half}, half, feeder=ModulePlan(segment_nbytes=1 << 16))
     specs = actor_specs_of(plan)
     assert bundles_of(specs) == [{"CPU": 2.0, "GPU": 1.0}]
-    assert bundle_indices(specs) == [0, 0, -1]
+    assert bundle_indices(specs) == [0, 0, 0]
     assert [spec.bundle["GPU"] for spec in specs[:2]] == [0.5, 0.5]
     whole = ModulePlan(num_cpus=1.0, num_devices=1.0)
     assert len(bundles_of(actor_specs_of(Plan({"vision": whole}, whole, feeder=ModulePlan())))) == 2

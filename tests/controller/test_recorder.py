@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowtrain.allocator.plan import fixed_plan
@@ -25,10 +26,17 @@ from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
+from flowtrain.types.sources import SourceIndex
 from tests.training.ranks import make_config
 
 BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2
 STEP_S = 2.0
+
+
+def index_of(num_rows: int) -> SourceIndex:
+    """One block."""
+    one = np.zeros(1, np.int64)
+    return SourceIndex(("unused",), np.zeros(1, np.int32), one, one, one, np.array([0, num_rows]))
 
 
 def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
@@ -44,7 +52,7 @@ def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
         plan=fixed_plan(config),
         model_spec=None,  # type: ignore[arg-type]  # the recorder does not look at it
         source_names=("cats", "dogs"),
-        source_sizes=(12, 8),
+        indexes=(index_of(12), index_of(8)),
         num_eval=NUM_EVAL if eval_every else 0,
         num_steps=10,
         total_positions=None,

@@ -97,7 +97,7 @@ def test_the_ranks_of_a_tensor_parallel_group_share_a_bundle(config: RunConfig, 
         "backbone-dp0-pp0-tp1": 0,
         "backbone-dp1-pp0-tp0": 1,
         "backbone-dp1-pp0-tp1": 1,
-        "feeder-0": -1,
+        "feeder-0": 0,
     }
     ranks = [args[1] for _, options, args in actors.spawned if options["name"].startswith("backbone")]
     assert ranks == [0, 1, 2, 3]

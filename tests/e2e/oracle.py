@@ -20,6 +20,7 @@ from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawSample
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.types.samples import Rejection
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,7 +52,7 @@ class PlainLoop:
         self.named = {backbone_name(name): tensor for name, tensor in trained}
         self.optimizer = self._optimizer()
         self.sources = SourceSet.from_config(config.data)
-        self.sampler = sampler_from_config(config, [np.array([0, size]) for size in self.sources.sizes])
+        self.sampler = sampler_from_config(config, [source.index.first_rows for source in self.sources.train])
         self.sizer = Sizer(self.family, self.family.tokenizer, config.data)
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -71,7 +72,10 @@ class PlainLoop:
             if ref.row in self.rejected_rows:
                 continue
             raw = self.sources.read(ref)
-            sized = self.sizer.size(ref, raw)
+            loaded = self.sizer.load(ref, raw)
+            if isinstance(loaded, Rejection):
+                continue
+            sized = self.sizer.size(ref, loaded.measured)
             if isinstance(sized, SizedResult):
                 samples.append((sized, raw))
         by_token = self.config.training.loss_normalization == "token"
@@ -98,7 +102,7 @@ class PlainLoop:
 
     def _mean_loss(self, sized: SizedResult, raw: RawSample) -> torch.Tensor:
         ids, labels = (torch.from_numpy(row.astype(np.int64))[None] for row in sized.text)
-        images = [Image.open(io.BytesIO(image.read())).convert("RGB") for image in raw.images]
+        images = [Image.open(io.BytesIO(image.read(self.config.data.max_image_nbytes))).convert("RGB") for image in raw.images]
         pixels = self.family.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
         return self.model(
             input_ids=ids, labels=labels, pixel_values=pixels, attention_mask=torch.ones_like(ids), use_cache=False

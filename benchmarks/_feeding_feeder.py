@@ -1,37 +1,34 @@
 """One feeder in a process of its own, on one core, without Ray: what it delivers, takes and reads.
 
-The benchmark runs this file once for each feeder: python _feeding_feeder.py JOB, a JSON object; it prints another. A
-link answers the feeder as a coordinator whose consumers need no time: the parts of a report are released with the next
-order. The clock of an epoch runs from the first order to the last report: the opening of the first blocks counts.
+The driver (``_feeding_driver.py``) starts a process for each feeder, and sends it what an actor is given. This module
+imports nothing of the driver's, so that the memory is a feeder's. It prints a JSON object. A link answers the feeder as
+a coordinator whose consumers need no time: the parts of a report are released with the next order. The clock of an
+epoch runs from the first order to the last report: the opening of the first blocks counts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
-from flowtrain.config.load import load_config
-from flowtrain.controller.prepare import first_flow_settings, prepare
+from flowtrain.config.run import RunConfig
 from flowtrain.types.memory import Extent, SegmentExport
 from flowtrain.types.messages import FeedOrder, FeedReport, Joined, RoomOrder
 from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.samples import SamplerState
+from flowtrain.types.sources import SourceIndex
 
-ROOT = Path(__file__).resolve().parents[1]
 UNIT_POSITIONS = 50
 """Positions of a unit. It divides the rows of every data set of the benchmark."""
-IMAGE_LIMIT_NBYTES = 1 << 20
-"""A little more than the largest image."""
-TIME_LIMIT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,18 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What the driver gives to a feeder."""
+
+    config: RunConfig
+    indexes: tuple[SourceIndex, ...]
+    state: SamplerState
+    segment_nbytes: int
+    prepare_s: float
+    """How long the driver took."""
+
+
+@dataclass(frozen=True)
 class Fed:
     """What one feeder did."""
 
@@ -64,7 +73,8 @@ class Fed:
     import_s: float
     """From the start of the process until its imports are done."""
     start_s: float
-    """After that, until the report of the first unit: sources indexed, tokenizer loaded, pool joined."""
+    """The driver's time to index the sources and to plan, and from the end of the imports until the report of the first
+    unit: tokenizer loaded, pool joined."""
     resident_nbytes: int
     """The largest resident memory (VmHWM): its own, the segment, and libraries that other processes share."""
     own_nbytes: int
@@ -147,27 +157,12 @@ def extents_of(report: FeedReport) -> tuple[Extent, ...]:
     return tuple(extent for part in (*report.texts, *report.images) for extent in part.extents)
 
 
-def source_overrides(source: str, num_units: int) -> tuple[str, ...]:
-    """Configuration of a run on a source, a path or a URL, with the quickstart's model and tokenizer."""
-    return (
-        f"data.sources=[{{path: '{source}', name: feeding}}]",
-        "data.eval=null",
-        f"data.max_image_nbytes={IMAGE_LIMIT_NBYTES}",
-        f"training.global_batch_size={UNIT_POSITIONS}",
-        f"training.max_steps={num_units}",
-    )
-
-
-def run_job(job: Job) -> Fed:
+def run_job(job: Job, given: Given) -> Fed:
     """Run a feeder in this process."""
     imported_s = time.time()
-    values = [*source_overrides(job.source, job.num_units), f"data.num_feeders={job.num_feeders}", *job.overrides]
-    config = load_config(ROOT / "configs" / "quickstart.yaml", values)
-    run_spec = prepare(config, check_pool=False)  # as the driver does
-    state, segment_nbytes = first_flow_settings(run_spec).sampler_state, run_spec.plan.feeder.segment_nbytes
     run_id = f"feeding-{os.getpid()}"
-    feeder = Feeder(config, run_id, run_spec.indexes, job.number, job.num_feeders, segment_nbytes)
-    link = ReleasingLink(Joined(job.number, state), job.num_units)
+    feeder = Feeder(given.config, run_id, given.indexes, job.number, job.num_feeders, given.segment_nbytes)
+    link = ReleasingLink(Joined(job.number, given.state), job.num_units)
     with MemoryWatch() as watch:
         feeder.run(link)
     assert link.begun is not None and link.ended is not None
@@ -178,32 +173,12 @@ def run_job(job: Job) -> Fed:
         cpu_s=link.ended.cpu_s - link.begun.cpu_s,
         read_nbytes=link.ended.read_nbytes - link.begun.read_nbytes,
         import_s=imported_s - job.spawned_s,
-        start_s=link.first_report_s - imported_s,
+        start_s=given.prepare_s + link.first_report_s - imported_s,
         resident_nbytes=_status_nbytes("VmHWM"),
         own_nbytes=watch.own_nbytes,
         shared_nbytes=watch.shared_nbytes,
-        segment_nbytes=segment_nbytes,
+        segment_nbytes=given.segment_nbytes,
     )
-
-
-def feed(jobs: Sequence[Job]) -> list[Fed]:
-    """Run the jobs at the same time, a process each."""
-    processes = []
-    for job in jobs:
-        text = json.dumps(asdict(job) | {"spawned_s": time.time()})
-        command = ["taskset", "-c", str(job.core), sys.executable, str(Path(__file__).resolve()), text]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()))
-    outputs = [process.communicate(timeout=TIME_LIMIT_S)[0] for process in processes]
-    for process in processes:
-        if process.returncode:
-            sys.exit(f"a feeder failed with exit code {process.returncode}")
-    return [Fed(**json.loads(output.splitlines()[-1])) for output in outputs]
-
-
-def environment() -> dict[str, str]:
-    """The environment of a process that imports this repository's package."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class MemoryWatch:
@@ -239,5 +214,5 @@ def _proc_value(path: str, key: str) -> str:
 
 
 if __name__ == "__main__":
-    values = json.loads(sys.argv[1])
-    print(json.dumps(asdict(run_job(Job(**values | {"overrides": tuple(values["overrides"])})))))
+    job, given = pickle.load(sys.stdin.buffer)
+    print(json.dumps(asdict(run_job(job, given))))

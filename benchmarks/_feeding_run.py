@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _feeding_counted import counting
-from _feeding_feeder import ROOT, TIME_LIMIT_S, environment, source_overrides
+from _feeding_driver import ROOT, TIME_LIMIT_S, environment, source_overrides
 
 SMALL_MODEL = (
     "encoders.vision.config.num_hidden_layers=1",

@@ -24,7 +24,8 @@ from typing import Any
 
 from _feeding_counted import counted, counting
 from _feeding_data import DataSet, large_files, small_files, warm
-from _feeding_feeder import UNIT_POSITIONS, Fed, Job, feed
+from _feeding_driver import feed
+from _feeding_feeder import UNIT_POSITIONS, Fed, Job
 from _feeding_peers import PEERS, ask_peer
 from _feeding_run import run
 from _report import Figure, at_least, at_most, emit

@@ -102,7 +102,11 @@ class OpenBlocks:
         first, last = self._sources.rows_of(key.source, key.block)
         wanted = self._rows_to_come.pop(key, range(first, last))
         records = self._reader.take(key)
-        return {int(row): self._row(key, int(row), records[row - first]) for row in wanted}
+        rows = {int(row): self._row(key, int(row), records[row - first]) for row in wanted}
+        # The block's images are on the shelf now: free its memory before another block takes as much.
+        del records
+        self._reader.read_more()
+        return rows
 
     def _row(self, key: BlockKey, row: int, record: Record) -> Row:
         ref = SampleRef(_NO_POSITION, key.source, row, key.epoch)

@@ -25,7 +25,8 @@ class ReadAhead:
     sources: has the blocks.
     scout: a sampler of its own, which draws ahead of the feeder's to find these blocks.
     owns: whether the feeder handles a draw.
-    num_blocks: blocks that are read at the same time, or wait here.
+    num_blocks: blocks that are read at the same time, or wait here. Whoever takes one calls ``read_more`` once it has
+    dropped the rows, so that no more of them are in memory.
     end: position at which the run ends; nothing is read for later ones.
     """
 
@@ -41,24 +42,20 @@ class ReadAhead:
         self._seen: set[BlockKey] = set()
         self._reads: dict[BlockKey, Future[Sequence[Record]]] = {}
         self._threads = ThreadPoolExecutor(num_blocks, thread_name_prefix="read")
-        self._read_more()
+        self.read_more()
 
     def take(self, key: BlockKey) -> Sequence[Record]:
-        """Return the rows of a block, in file order, and begin to read another. Raises as ``Source.read_block``."""
+        """Return the rows of a block, in file order. Raises as ``Source.read_block``."""
         self._seen.add(key)
         read = self._reads.pop(key, None)
-        self._read_more()
         return read.result() if read is not None else self._sources.read_block(key.source, key.block)
 
     def forget(self, key: BlockKey) -> None:
         """Forget a block whose rows were all drawn."""
         self._seen.discard(key)
 
-    def close(self) -> None:
-        """Stop reading; reads that run are waited for."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _read_more(self) -> None:
+    def read_more(self) -> None:
+        """Begin to read the next blocks, as far as there is room for them."""
         while len(self._reads) < self._num_blocks and self._position < self._end:
             (draw,) = self._scout.take(1)
             self._position += 1
@@ -69,3 +66,7 @@ class ReadAhead:
             if key not in self._seen:
                 self._seen.add(key)
                 self._reads[key] = self._threads.submit(self._sources.read_block, key.source, key.block)
+
+    def close(self) -> None:
+        """Stop reading; reads that run are waited for."""
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -23,7 +23,7 @@ from flowtrain.data.sources.storage import directory_of, filesystem_of, is_remot
 from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns, paths_in
 from flowtrain.errors import DataError
 
-_BATCH_ROWS = 16
+_BATCH_ROWS = 4
 _MAX_EXPANSION, _FREE_NBYTES = 4, 256 << 20
 """A row group whose values repeat may take this many times its stored bytes, and these bytes on top."""
 
@@ -47,7 +47,11 @@ class ParquetFormat:
     def read_block(self, path: str, block: Block) -> Sequence[Record]:
         """Return the rows of a row group; their images are views of Arrow's memory, which live as long as they do."""
         what = f"row group {block.place} of {path}"
+        # Arrow keeps freed memory: here that of the block before this one, and what reading takes on the way.
+        pool = pa.default_memory_pool()
+        pool.release_unused()
         batches, selection = read_with_retries(lambda: self._read(path, block.place), what)
+        pool.release_unused()
         num_rows = sum(batch.num_rows for batch in batches)
         if num_rows != block.num_rows:
             raise DataError(

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import shlex
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.schema import ANY, key_patterns
 from flowtrain.config.yaml_text import parse_yaml
 from flowtrain.controller.planning.planned import is_model_file, planned_model
-from flowtrain.data.sources.registry import open_source
+from flowtrain.data.sources.base import Record
+from flowtrain.data.sources.registry import index_source, open_source
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.types.samples import RejectReason
 
@@ -169,13 +170,16 @@ def test_python_is_valid(page: Path) -> None:
 def test_the_data_formats_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (4, 3)).save("cat.png")
+
+    def records(name: str) -> Sequence[Record]:
+        config = SourceConfig(path=name)
+        return open_source(config, index_source(config)).read_block(0)
+
     page = ROOT / "docs" / "data.md"
     exec(fenced(page, "python")[0], {})
-    rows = open_source(SourceConfig(path="mine.parquet"))
-    assert [len(rows.read(row).turns) for row in range(len(rows))] == [4, 2]
+    assert [len(record.sample().turns) for record in records("mine.parquet")] == [4, 2]
     (tmp_path / "llava.json").write_text(fenced(page, "json")[0])
-    samples = open_source(SourceConfig(path="llava.json"))
-    assert [len(samples.read(row).images) for row in range(len(samples))] == [1, 2, 0]
+    assert [len(record.sample().images) for record in records("llava.json")] == [1, 2, 0]
 
 
 def test_tables_name_what_there_is() -> None:

@@ -19,6 +19,8 @@ _MAY_CHANGE = (
     "limits.*",
     "pool.*",
     "data.max_rejected_fraction",
+    "data.num_feeders",
+    "data.read_ahead_blocks",
     "scheduler.lookahead_steps",
     "scheduler.cost_profile",  # the coefficients themselves come from the checkpoint
     "encoders.*.data_parallel_size",

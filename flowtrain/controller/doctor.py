@@ -17,6 +17,7 @@ from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
+from flowtrain.controller.feeder_memory import feeder_need
 from flowtrain.controller.prepare import RunSpec, check_memory, prepare
 from flowtrain.errors import ConfigError, FlowTrainError, ResourceError
 from flowtrain.mempool.host import host_memory
@@ -113,6 +114,9 @@ def judge(run_spec: RunSpec, nodes: Sequence[NodeReport], links: Sequence[Link])
 def _step(run_spec: RunSpec) -> Check:
     name, config = "a step fits the pool", run_spec.config
     try:
+        feeder = run_spec.plan.feeder
+        need = feeder_need(config, run_spec.indexes, run_spec.num_eval, feeder.data_parallel_size)
+        need.check(feeder.segment_nbytes, config.pool.max_segment_nbytes)
         check_memory(config, family_from_config(config), run_spec.num_eval)
     except ConfigError as error:
         return Check(name, False, str(error))

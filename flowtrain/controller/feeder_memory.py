@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowtrain.config.run import RunConfig
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.types.sources import SourceIndex
 
 KNOB = "pool.feeder_segment_nbytes"
+_WAYS_OUT = "training.global_batch_size, data.max_seq_len, data.max_image_nbytes or data.shuffle_blocks"
+_LEAST_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,18 @@ class FeederNeed:
     @property
     def nbytes(self) -> int:
         """The least segment."""
-        return self.held_nbytes + self.samples * self.sample_nbytes
+        return max(_LEAST_NBYTES, self.held_nbytes + self.samples * self.sample_nbytes)
 
-    def check(self, segment_nbytes: int) -> None:
-        """Raise ConfigError, with the numbers, if a segment is too small."""
+    def check(self, segment_nbytes: int, max_segment_nbytes: int) -> None:
+        """Raise ConfigError, with the numbers, if a segment is too small, or larger than the address space allows."""
+        if segment_nbytes > max_segment_nbytes:
+            raise ConfigError.of(
+                KNOB,
+                FaultCode.POOL,
+                f"each feeder needs {segment_nbytes} bytes (up to {self.samples} samples of {self.sample_nbytes}, and "
+                f"{self.held_nbytes} of open blocks), more than pool.max_segment_nbytes ({max_segment_nbytes}); lower "
+                f"{_WAYS_OUT}, raise data.num_feeders, or raise pool.max_segment_nbytes",
+            )
         check_capacity(
             [segment_nbytes],
             self.sample_nbytes,
@@ -37,7 +48,7 @@ class FeederNeed:
             KNOB,
             reserved_nbytes=self.held_nbytes,
             reserved_for="open blocks (data.shuffle_blocks)",
-            ways_out="training.global_batch_size, data.max_seq_len, data.max_image_nbytes or data.shuffle_blocks",
+            ways_out=_WAYS_OUT,
         )
 
 

@@ -94,7 +94,7 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
     if not plan.feeder.segment_nbytes:
         plan = replace(plan, feeder=replace(plan.feeder, segment_nbytes=need.nbytes))
     if check_pool:
-        need.check(plan.feeder.segment_nbytes)
+        need.check(plan.feeder.segment_nbytes, config.pool.max_segment_nbytes)
         check_memory(config, family, num_eval)
     cost_profile = configured_profile(config, spec)
     return RunSpec(

@@ -149,7 +149,7 @@ def test_batches_are_forwarded_as_they_were_planned(world: World) -> None:
         assert np.array_equal(world.features[position], expected)
     assert [part.position for part in first.ready] == [2, 3, 5] and {part.epoch for part in first.ready} == {1}
     assert [part.part for part in second.ready] == [VISION]
-    assert world.link.said["join"] == [(NAME, "node-0")]
+    assert world.link.said["join"] == [(NAME, "node-0", None)]
     names = {span.name for report in (first, second) for span in report.spans}
     assert names == {"decode", "encode", "put"}
 

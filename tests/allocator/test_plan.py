@@ -32,7 +32,7 @@ def make_config(**model: Any) -> RunConfig:
             },
             "backbone": {"path": "somewhere", "data_parallel_size": 2, "num_cpus": 0.5},
             "data": {"sources": [{"path": "somewhere.parquet"}]},
-            "pool": {"text_segment_nbytes": 1 << 18},
+            "pool": {"feeder_segment_nbytes": 1 << 18},
         }
     )
 

@@ -150,5 +150,5 @@ def test_a_refusal_carries_each_fault_with_its_key_and_kind(minimal: Path) -> No
     assert faults("training.num_epochs=1") == [("training.max_steps", FaultCode.CONFLICT)]
     assert faults("backbone.data_parallel_size=4096") == [("backbone.data_parallel_size", FaultCode.DEGREES)]
     assert faults("data.sources.0.path=none") == [("data.sources.0.path", FaultCode.VALUE)]
-    assert faults("pool.text_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576")[0][1] is FaultCode.POOL
+    assert faults("pool.feeder_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576")[0][1] is FaultCode.POOL
     assert faults("no override") == [] and faults("seed=[") == [], "what cannot be read has no key"

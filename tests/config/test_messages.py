@@ -61,7 +61,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "first to 0 or the second to 'auto'",
         ),
         (
-            ["pool.hbm_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576", "pool.text_segment_nbytes=65536"],
+            ["pool.hbm_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576", "pool.feeder_segment_nbytes=65536"],
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
         ),
         (

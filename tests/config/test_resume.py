@@ -16,7 +16,9 @@ from flowtrain.errors import ConfigError
         "observability.progress=off",
         "checkpoint.every_steps=7",
         "limits.stall_timeout_s=5",
-        "pool.text_segment_nbytes=131072",
+        "pool.feeder_segment_nbytes=131072",
+        "data.num_feeders=3",
+        "data.read_ahead_blocks=5",
         "scheduler.lookahead_steps=5",
         "scheduler.cost_profile=train.parquet",  # a file that is there; it is not read for this
         "encoders.vision.data_parallel_size=3",

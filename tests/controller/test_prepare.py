@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flowtrain.allocator.candidates import PruneReason
@@ -22,6 +23,8 @@ from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 from tests.e2e.worlds import World, tiny_config
 
 NUM_ROWS, NUM_EVAL_ROWS = 20, 5
+SAMPLE = (1 << 10) + (1 << 17)
+"""Text and images of the largest sample."""
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +140,6 @@ def test_degrees_that_fit_are_planned(data: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "knob"),
     [
-        (["pool.text_segment_nbytes=65536", "training.global_batch_size=65"], "pool.text_segment_nbytes"),
         (["encoders.vision.segment_nbytes=65536", "training.global_batch_size=9"], "encoders.vision.segment_nbytes"),
     ],
 )
@@ -148,19 +150,38 @@ def test_too_little_memory_is_refused_with_its_knob(data: Path, overrides: list[
     assert f"raise {knob} to at least" in message and "training.global_batch_size" in message
 
 
-def test_a_long_evaluation_counts_as_a_step(data: Path) -> None:
-    config = config_of(data, "pool.text_segment_nbytes=65536")
-    family = family_from_config(config)
-    check_memory(config, family, num_eval=64)
-    with pytest.raises(ConfigError, match=r"pool\.text_segment_nbytes"):
-        check_memory(config, family, num_eval=65)
+def refused_below(data: Path, least: int, *overrides: str) -> None:
+    """A feeder's segment of ``least`` bytes is accepted, and by default; one less is refused with the number."""
+    assert prepare(config_of(data, *overrides)).plan.feeder.segment_nbytes == least
+    prepare(config_of(data, *overrides, f"pool.feeder_segment_nbytes={least}"))
+    with pytest.raises(ConfigError, match=rf"raise pool\.feeder_segment_nbytes to at least {least}, or lower"):
+        prepare(config_of(data, *overrides, f"pool.feeder_segment_nbytes={least - 1}"))
+
+
+def test_each_feeder_holds_a_step_beside_its_open_blocks(data: Path) -> None:
+    index = prepare(config_of(data)).indexes[0]
+    rows, alignment = np.diff(index.first_rows), 256
+    assert rows.tolist() == [16, 4]
+    block = int((index.image_nbytes + rows * alignment).max())
+    refused_below(data, 2 * block + 8 * SAMPLE)
+    refused_below(data, block + 8 * SAMPLE, "data.num_feeders=2")
+    refused_below(data, block + 8 * SAMPLE, "data.shuffle=none")
+    refused_below(data, 8 * SAMPLE, "data.shuffle=rows")
+    refused_below(data, 15 * SAMPLE, "data.shuffle=rows", "data.order=arrival")
+    refused_below(data, 8 * (SAMPLE + 256), "data.shuffle=rows", f"data.max_image_nbytes={(1 << 17) + 1}")
+    evaluation = f"data.eval.path={data / 'train.parquet'}"
+    refused_below(data, NUM_ROWS * SAMPLE, "data.shuffle=rows", evaluation, "data.eval.max_samples=64")
+
+
+def test_a_feeder_that_needs_more_than_the_address_space_is_refused(data: Path) -> None:
+    small = ("pool.max_segment_nbytes=1048576", "encoders.vision.segment_nbytes=1048576")
+    with pytest.raises(ConfigError, match=r"pool\.max_segment_nbytes \(1048576\); lower training\.global_batch_size"):
+        prepare(config_of(data, *small))
 
 
 @pytest.mark.parametrize(
     ("overrides", "knob", "least"),
     [
-        # Texts of 1 KiB: one step takes 33 of them, one step and another but for one sample take 65.
-        (["pool.text_segment_nbytes=65536", "training.global_batch_size=33"], "pool.text_segment_nbytes", 65 << 10),
         # A lease of 18 KiB in either segment, beside half of what seven samples of 16 KiB take.
         (["encoders.vision.segment_nbytes=73728"], "encoders.vision.segment_nbytes", (18 + 7 * 16 // 2) << 10),
     ],

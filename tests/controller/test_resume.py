@@ -92,7 +92,7 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     assert foresee_resume(first) == Resumption(root, None, (), ())
     checkpointed(first, root, 2, 2 * BATCH)
     before = sorted(root.rglob("*"))
-    longer = foresee_resume(config(2, "pool.text_segment_nbytes=8388608", "backbone.data_parallel_size=2"))
+    longer = foresee_resume(config(2, "pool.feeder_segment_nbytes=33554432", "backbone.data_parallel_size=2"))
     assert longer.step == 2 and sorted(root.rglob("*")) == before
     assert Change("training.num_epochs", 1.0, 2.0) in longer.changes and len(longer.changes) == 3
     assert any("degrees" in line and "losses agree only closely" in line for line in longer.inexact)

@@ -15,7 +15,11 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain.types.samples import ImageLayout
+from flowtrain.config.data import SourceConfig
+from flowtrain.data.sources.base import RawSample
+from flowtrain.data.sources.registry import index_source, open_source
+from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.types.samples import ImageLayout, SampleRef
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -48,6 +52,22 @@ class StubFamily:
         return 24
 
 
+class Rows:
+    """The rows of one source, in any order."""
+
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        config = SourceConfig(path=str(path), **options)
+        self.index = index_source(config)
+        self.source = open_source(config, self.index)
+        self._set = SourceSet([self.source])
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, row: int) -> RawSample:
+        return self._set.read(SampleRef(0, 0, row, 0))
+
+
 def _encoded_image(width: int = 8, height: int = 8, fmt: str = "PNG", mode: str = "RGB") -> bytes:
     image = Image.new(mode, (width, height))
     image.putdata([(i % 256,) * len(image.getbands()) if len(image.getbands()) > 1 else i % 256
@@ -72,6 +92,12 @@ def _byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 def byte_tokenizer() -> Callable[[str | None], PreTrainedTokenizerFast]:
     """Build a tokenizer with one token per byte and this chat template."""
     return _byte_tokenizer
+
+
+@pytest.fixture(scope="session")
+def open_rows() -> type[Rows]:
+    """Open one source by its path and the other keys of its configuration."""
+    return Rows
 
 
 @pytest.fixture(scope="session")

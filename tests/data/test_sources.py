@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,9 @@ from typing import Any
 import pytest
 
 from flowtrain.config.data import DataConfig, EvalConfig, SourceConfig
+from flowtrain.data.sources import image_files
 from flowtrain.data.sources.base import BadSample, RawImage, Turn, normalise
-from flowtrain.data.sources.llava import LlavaSource
-from flowtrain.data.sources.parquet import ParquetSource
-from flowtrain.data.sources.registry import open_source
+from flowtrain.data.sources.registry import index_source, open_source
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError, SourceReadError
 from flowtrain.types.samples import RejectReason, SampleRef
@@ -22,7 +22,7 @@ RECORDS = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.data.sources.base.RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr("flowtrain.data.sources.retries.RETRY_DELAYS_S", (0.0, 0.0))
 
 
 def test_formats_are_told_from_the_path(
@@ -31,18 +31,19 @@ def test_formats_are_told_from_the_path(
     write_parquet(tmp_path / "x.parquet", ROWS)
     write_json(tmp_path / "x.jsonl", RECORDS)
     write_json(tmp_path / "lines.txt", RECORDS)
-    for path, kind in [("", ParquetSource), ("x.parquet", ParquetSource), ("x.jsonl", LlavaSource)]:
-        source = open_source(SourceConfig(path=str(tmp_path / path)))
-        assert isinstance(source, kind) and source.name == str(tmp_path / path)
-    named = SourceConfig(path=str(tmp_path / "lines.txt"), format="llava", name="mine")
-    assert open_source(named).name == "mine"
+    for path, num_rows in [("", 3), ("x.parquet", 3), ("x.jsonl", 1)]:
+        config = SourceConfig(path=str(tmp_path / path))
+        source = open_source(config, index_source(config))
+        assert len(source) == num_rows and source.name == str(tmp_path / path)
+    named = SourceConfig(path=str(tmp_path / "lines.txt"), format="json", name="mine")
+    assert open_source(named, index_source(named)).name == "mine"
     with pytest.raises(DataError, match=r"'\.txt'.*set its format"):
-        open_source(SourceConfig(path=str(tmp_path / "lines.txt")))
+        index_source(SourceConfig(path=str(tmp_path / "lines.txt")))
     with pytest.raises(DataError, match="no such file"):
-        open_source(EvalConfig(path=str(tmp_path / "absent.parquet")))
+        index_source(EvalConfig(path=str(tmp_path / "absent.parquet")))
     write_parquet(tmp_path / "empty.parquet", [])
     with pytest.raises(DataError, match="no rows"):
-        open_source(SourceConfig(path=str(tmp_path / "empty.parquet")))
+        index_source(SourceConfig(path=str(tmp_path / "empty.parquet")))
 
 
 def test_the_evaluation_source_comes_last(
@@ -63,13 +64,13 @@ def test_a_missing_image_file_is_rejected_and_never_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    original = Path.read_bytes
+    original = os.open
 
-    def counted(self: Path) -> bytes:
-        reads.append(self)
-        return original(self)
+    def counted(path: str, flags: int) -> int:
+        reads.append(path)
+        return original(path, flags)
 
-    monkeypatch.setattr(Path, "read_bytes", counted)
+    monkeypatch.setattr(image_files.os, "open", counted)
     (tmp_path / "file").write_bytes(b"x")
     for path in [tmp_path / "absent.png", tmp_path, tmp_path / "file" / "1.png", Path("x" * 300), Path("a\0b")]:
         reads.clear()
@@ -84,14 +85,14 @@ def test_storage_that_does_not_answer_is_tried_again_and_then_fails(
 ) -> None:
     (tmp_path / "1.png").write_bytes(b"pixels")
     failures: list[OSError] = [OSError(5, "Input/output error"), TimeoutError("slow")]
-    original = Path.read_bytes
+    original = os.open
 
-    def flaky(self: Path) -> bytes:
+    def flaky(path: str, flags: int) -> int:
         if failures:
             raise failures.pop()
-        return original(self)
+        return original(path, flags)
 
-    monkeypatch.setattr(Path, "read_bytes", flaky)
+    monkeypatch.setattr(image_files.os, "open", flaky)
     image = RawImage(path=tmp_path / "1.png")
     assert image.read() == b"pixels"
     failures += [OSError(5, "Input/output error")] * 3

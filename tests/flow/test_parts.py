@@ -458,9 +458,9 @@ def test_a_lease_fits_however_the_rest_is_scattered(segments: list[int], largest
 
 def test_a_segment_too_small_for_a_sample_and_a_pool_too_small_for_a_step_have_their_own_errors() -> None:
     with pytest.raises(ConfigError, match=r"no segment can hold one sample: the largest has 49 bytes.*up to 50; raise"):
-        check_capacity([49] * 9, 50, 1, "pool.text_segment_nbytes")
+        check_capacity([49] * 9, 50, 1, "pool.feeder_segment_nbytes")
     with pytest.raises(ConfigError, match="cannot hold one step"):
-        check_capacity([50] * 9, 50, 10, "pool.text_segment_nbytes")
+        check_capacity([50] * 9, 50, 10, "pool.feeder_segment_nbytes")
 
 
 def test_a_pool_without_segments_holds_nothing() -> None:

@@ -1,56 +1,34 @@
-"""The interface of data sources: raw images, turns, and the reason if a row cannot be used."""
+"""The interface of data sources: raw images, turns, records, and the blocks that they are read in."""
 
 from __future__ import annotations
 
-import errno
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
-from flowtrain.errors import SourceReadError
-from flowtrain.types.samples import Rejection, RejectReason, SampleRef
+from flowtrain.data.sources.bad_sample import BadSample
+from flowtrain.data.sources.image_files import check_image_nbytes, read_image_file
+from flowtrain.types.samples import RejectReason
+from flowtrain.types.sources import SourceIndex
+
+__all__ = ["IMAGE_PLACEHOLDER", "BadSample", "Buffer", "RawImage", "RawSample", "Record", "Role", "Source", "Turn", "normalise"]
 
 IMAGE_PLACEHOLDER = "<image>"
 """Marks an image's place in a turn's text, independent of the tokenizer's image token."""
 
-RETRY_DELAYS_S = (0.1, 0.5, 2.0)
-"""Waits between attempts to read after an operating system error."""
-
-Role = Literal["system", "user", "assistant"]
-
 Buffer = bytes | memoryview
 """Encoded bytes."""
 
-_T = TypeVar("_T")
-
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
-"""Errors that mean that the file does not exist; other errors mean that the storage does not answer."""
-
-
-class BadSample(Exception):
-    """Raised for a row that must be rejected: ``reason`` for the statistics, ``detail`` with the conflicting values."""
-
-    def __init__(self, reason: RejectReason, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.reason.value}: {self.detail}"
-
-    def rejection(self, ref: SampleRef) -> Rejection:
-        """Return it as the rejection of a sample."""
-        return Rejection(ref, self.reason, self.detail)
+Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True)
 class RawImage:
-    """An encoded image: its bytes, or the file that holds them (exactly one is given)."""
+    """An encoded image: its bytes, or the path or URL of the file that holds them (exactly one is given)."""
 
     data: Buffer | None = None
-    path: Path | None = None
+    path: str | Path | None = None
 
     def __post_init__(self) -> None:
         assert (self.data is None) != (self.path is None), "give either data or path"
@@ -60,23 +38,16 @@ class RawImage:
         """Whether the image is a file of its own."""
         return self.data is None
 
-    def read(self, max_nbytes: int = 1 << 30) -> Buffer:
-        """Return the encoded bytes.
+    def read(self, max_nbytes: int | None = None) -> Buffer:
+        """Return the encoded bytes; never more than ``max_nbytes`` are read (None: no limit).
 
-        Raises BadSample (MISSING_IMAGE) if there is no such file, SourceReadError if it cannot be read.
+        Raises BadSample: MISSING_IMAGE if there is no such regular file, OVERSIZED_SAMPLE above ``max_nbytes``.
+        Raises SourceReadError if the storage does not answer.
         """
-        if self.data is not None:
-            return self.data
-        return read_with_retries(self._read_file, f"image {self.path}")
-
-    def _read_file(self) -> bytes:
-        assert self.path is not None
-        try:
-            return self.path.read_bytes()
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-            if isinstance(error, OSError) and error.errno not in _ABSENT:
-                raise
-            raise BadSample(RejectReason.MISSING_IMAGE, f"no image file {str(self.path)[:200]!r}") from error
+        if self.data is None:
+            return read_image_file(str(self.path), max_nbytes)
+        check_image_nbytes(len(self.data), max_nbytes)
+        return self.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,45 +64,36 @@ class RawSample:
 
     images: tuple[RawImage, ...]
     turns: tuple[Turn, ...]
+    id: str | None = None
+    """The name that the data gives it, if any."""
 
 
 class Record(Protocol):
-    """A row as it was read."""
+    """One row of a block, not yet looked at."""
 
     def sample(self) -> RawSample:
-        """Return the sample; raises BadSample if it must be rejected."""
+        """Return the sample; raises BadSample for whatever is wrong with this row."""
 
 
 class Source(Protocol):
-    """Raw samples by row, in any order; safe to read from several threads, opened once in each process."""
+    """Rows in blocks, each read at once; safe to read from several threads. It opens nothing until a block is read."""
 
     @property
     def name(self) -> str:
         """The source's name in the quarantine file and the ledger."""
 
+    @property
+    def index(self) -> SourceIndex:
+        """Its files and blocks."""
+
     def __len__(self) -> int:
         """Return the number of rows."""
 
-    def read(self, row: int) -> RawSample:
-        """Return a row; raises BadSample if it must be rejected, SourceReadError if it cannot be read."""
+    def read_block(self, block: int) -> Sequence[Record]:
+        """Return all rows of a block in file order; raises SourceReadError, or DataError for a damaged file."""
 
 
-def read_with_retries(read: Callable[[], _T], what: str) -> _T:
-    """Call ``read``; retry a few times after an OSError, then raise a SourceReadError that names ``what``."""
-    for delay_s in (*RETRY_DELAYS_S, None):
-        try:
-            return read()
-        except OSError as error:
-            if delay_s is None:
-                attempts = len(RETRY_DELAYS_S) + 1
-                raise SourceReadError(
-                    f"cannot read {what} after {attempts} attempts: {error}; check the storage, then resume the run"
-                ) from error
-            time.sleep(delay_s)
-    raise AssertionError("unreachable")
-
-
-def normalise(images: Sequence[RawImage], turns: Sequence[Turn]) -> RawSample:
+def normalise(images: Sequence[RawImage], turns: Sequence[Turn], id: str | None = None) -> RawSample:
     """Give every image exactly one ``<image>`` in the turns.
 
     Without any placeholder (as in FineVision), all images go in front of the first user turn. Any other difference of
@@ -139,7 +101,7 @@ def normalise(images: Sequence[RawImage], turns: Sequence[Turn]) -> RawSample:
     """
     num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns)
     if num_placeholders == len(images):
-        return RawSample(tuple(images), tuple(turns))
+        return RawSample(tuple(images), tuple(turns), id)
     if num_placeholders:
         raise BadSample(
             RejectReason.PLACEHOLDER_MISMATCH,
@@ -148,7 +110,7 @@ def normalise(images: Sequence[RawImage], turns: Sequence[Turn]) -> RawSample:
     for index, turn in enumerate(turns):
         if turn.role == "user":
             text = f"{IMAGE_PLACEHOLDER * len(images)}\n{turn.text}"
-            return RawSample(tuple(images), (*turns[:index], replace(turn, text=text), *turns[index + 1 :]))
+            return RawSample(tuple(images), (*turns[:index], replace(turn, text=text), *turns[index + 1 :]), id)
     raise BadSample(
         RejectReason.PLACEHOLDER_MISMATCH,
         f"{len(images)} images but 0 {IMAGE_PLACEHOLDER} placeholders, and no user turn to put them in front of",

@@ -1,53 +1,60 @@
-"""Opens the sources of the configuration: chooses the format and shares one cache between a process's sources."""
+"""Finds the files and blocks of a configured source, and opens it; chooses the format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import os
 
 from flowtrain.config.data import EvalConfig, SourceConfig
 from flowtrain.data.sources.base import Source
-from flowtrain.data.sources.llava import LlavaSource
-from flowtrain.data.sources.parquet import ParquetSource
-from flowtrain.data.sources.row_group_cache import RowGroupCache
+from flowtrain.data.sources.blocks import Format, StoredSource, index_files
+from flowtrain.data.sources.json_files import JsonFormat
+from flowtrain.data.sources.parquet import ParquetFormat
+from flowtrain.data.sources.storage import list_files
 from flowtrain.errors import DataError
+from flowtrain.types.sources import SourceIndex
 
-_FORMAT_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_ENDINGS = {"parquet": (".parquet",), "webdataset": (".tar",), "json": (".jsonl", ".json")}
+"""Endings of each format's files. A directory is taken in the first format of which it has files."""
 
 
-def open_source(config: SourceConfig | EvalConfig, cache: RowGroupCache | None = None) -> Source:
-    """Open one source; raises DataError if it is missing, empty, of an unknown format or an unexpected schema."""
-    path = Path(config.path)
-    if not path.exists():
-        raise DataError(f"data source {config.path}: no such file or directory")
-    given_name = config.name if isinstance(config, SourceConfig) else None
-    name = given_name or config.path
-    image_root = None if config.image_root is None else Path(config.image_root)
-    source: Source
-    if _format(config, path) == "parquet":
-        source = ParquetSource(path, name, image_root, cache)
-    else:
-        source = LlavaSource(path, name, image_root)
-    if len(source) == 0:
+def index_source(config: SourceConfig | EvalConfig) -> SourceIndex:
+    """List the files of a source and find their blocks, in threads.
+
+    Raises DataError if it is missing, empty, of an unknown format or an unexpected schema; SourceReadError if the
+    storage does not answer.
+    """
+    endings = tuple(ending for name in _ENDINGS for ending in _ENDINGS[name])
+    files = list_files(config.path, endings if config.format == "auto" else _ENDINGS[config.format])
+    if config.format == "auto":
+        found = {_format_name(config, file) for file in files}
+        name = next(name for name in _ENDINGS if name in found)
+        files = tuple(file for file in files if _format_name(config, file) == name)
+    index = index_files(files, _format(config, files[0]).find_blocks)
+    if index.num_rows == 0:
         raise DataError(f"data source {config.path}: has no rows")
-    return source
+    return index
 
 
-def open_sources(configs: Sequence[SourceConfig | EvalConfig]) -> list[Source]:
-    """Open sources with one shared cache, so that memory does not grow with their number; raises as ``open_source``."""
-    cache = RowGroupCache()
-    return [open_source(config, cache) for config in configs]
+def open_source(config: SourceConfig | EvalConfig, index: SourceIndex) -> Source:
+    """Return a source whose blocks are known; it opens no file before a block is read."""
+    given_name = config.name if isinstance(config, SourceConfig) else None
+    return StoredSource(given_name or config.path, index, _format(config, index.files[0]))
 
 
-def _format(config: SourceConfig | EvalConfig, path: Path) -> str:
+def _format(config: SourceConfig | EvalConfig, file: str) -> Format:
+    name = _format_name(config, file)
+    if name == "parquet":
+        return ParquetFormat(config.columns, config.image_root)
+    return JsonFormat(config.image_root)
+
+
+def _format_name(config: SourceConfig | EvalConfig, file: str) -> str:
     if config.format != "auto":
         return config.format
-    if path.is_dir():
-        return "parquet"
-    found = _FORMAT_OF_SUFFIX.get(path.suffix.lower())
-    if found is None:
-        raise DataError(
-            f"data source {config.path}: cannot tell the format from the ending {path.suffix!r} "
-            f"({', '.join(_FORMAT_OF_SUFFIX)} are known); set its format to parquet or json"
-        )
-    return found
+    for name, endings in _ENDINGS.items():
+        if file.lower().endswith(endings):
+            return name
+    raise DataError(
+        f"data source {config.path}: cannot tell the format from the ending {os.path.splitext(file)[1]!r} "
+        f"({', '.join(ending for endings in _ENDINGS.values() for ending in endings)} are known); set its format"
+    )

@@ -5,31 +5,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowtrain.config.data import DataConfig, EvalConfig, SourceConfig
-from flowtrain.data.sources.base import RawSample, Source
-from flowtrain.data.sources.registry import open_sources
+from flowtrain.costs.flops import IntArray
+from flowtrain.data.sources.base import RawSample, Record, Source
+from flowtrain.data.sources.block_cache import BlockCache
+from flowtrain.data.sources.registry import index_source, open_source
 from flowtrain.types.samples import SampleRef
+from flowtrain.types.sources import SourceIndex
 
 
 class SourceSet:
     """The training sources by index, then the evaluation source, if there is one."""
 
-    def __init__(self, train: Sequence[Source], evaluation: Source | None = None) -> None:
+    def __init__(
+        self, train: Sequence[Source], evaluation: Source | None = None, cache: BlockCache | None = None
+    ) -> None:
         self.train = tuple(train)
         self.evaluation = evaluation
+        self._cache = BlockCache() if cache is None else cache
+
+    @staticmethod
+    def index(config: DataConfig) -> tuple[SourceIndex, ...]:
+        """Find the blocks of the training sources, then of the evaluation source; raises as ``index_source``."""
+        return tuple(index_source(source) for source in _configs(config))
 
     @classmethod
-    def from_config(cls, config: DataConfig) -> SourceSet:
-        """Open the sources of the configuration; raises DataError if a source cannot be used."""
-        configs: list[SourceConfig | EvalConfig] = [*config.sources]
-        if config.eval is None:
-            return cls(open_sources(configs))
-        *train, evaluation = open_sources([*configs, config.eval])
-        return cls(train, evaluation)
+    def from_config(cls, config: DataConfig, indexes: Sequence[SourceIndex] | None = None) -> SourceSet:
+        """Open the sources of the configuration; raises DataError if a source cannot be used.
+
+        indexes: what ``index`` returned, maybe in another process; None: they are found now.
+        """
+        indexes = cls.index(config) if indexes is None else indexes
+        sources = [open_source(*pair) for pair in zip(_configs(config), indexes, strict=True)]
+        return cls(sources[: len(config.sources)], sources[-1] if config.eval is not None else None)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of rows of each training source."""
         return tuple(len(source) for source in self.train)
+
+    @property
+    def tables(self) -> tuple[IntArray, ...]:
+        """The first rows of the blocks of each training source, ``[num_blocks + 1]``, as a ``Sampler`` takes them."""
+        return tuple(source.index.first_rows for source in self.train)
 
     @property
     def eval_index(self) -> int:
@@ -43,6 +60,33 @@ class SourceSet:
         assert index == self.eval_index and self.evaluation is not None, f"there is no source {index}"
         return self.evaluation
 
+    def block_of(self, source: int, row: int) -> int:
+        """Return the block of a source that holds a row."""
+        return self.source(source).index.block_of(row)
+
+    def rows_of(self, source: int, block: int) -> tuple[int, int]:
+        """Return the first row of a block, and the row after its last."""
+        first_rows = self.source(source).index.first_rows
+        return int(first_rows[block]), int(first_rows[block + 1])
+
+    def read_block(self, source: int, block: int) -> Sequence[Record]:
+        """Return all rows of a block in file order; raises as ``Source.read_block``."""
+        return self.source(source).read_block(block)
+
     def read(self, ref: SampleRef) -> RawSample:
-        """Return a sample; raises BadSample if it must be rejected, SourceReadError if it cannot be read."""
-        return self.source(ref.source).read(ref.row)
+        """Return a sample, wherever it is; the blocks that were read last are kept.
+
+        Raises BadSample if it must be rejected, SourceReadError if it cannot be read, DataError for a damaged file.
+        """
+        source = self.source(ref.source)
+        index = source.index
+        if not 0 <= ref.row < index.num_rows:
+            raise IndexError(f"row {ref.row} is outside {source.name} ({index.num_rows} rows)")
+        block = index.block_of(ref.row)
+        nbytes = int(max(index.block_nbytes[block], index.image_nbytes[block]))
+        records = self._cache.get((ref.source, block), nbytes, lambda: source.read_block(block))
+        return records[ref.row - int(index.first_rows[block])].sample()
+
+
+def _configs(config: DataConfig) -> list[SourceConfig | EvalConfig]:
+    return [*config.sources, *([] if config.eval is None else [config.eval])]

@@ -1,0 +1,63 @@
+"""One sample as a JSON object, in the keys of LLaVA, ms-swift and LLaMA-Factory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flowtrain.data.sources.bad_sample import malformed
+from flowtrain.data.sources.base import RawImage, RawSample, Turn
+from flowtrain.data.sources.turns import join_images, parse_turns
+
+_CONVERSATIONS = ("conversations", "messages")
+_IMAGES = ("image", "images")
+
+ImageOf = Callable[[str, str], RawImage]
+"""Returns the image of a path; the second argument names it in messages. Raises BadSample."""
+
+
+def has_turns(record: object) -> bool:
+    """Whether an object is a sample, and not only data about one."""
+    return isinstance(record, dict) and any(record.get(key) is not None for key in _CONVERSATIONS)
+
+
+def parse_row(record: object, image_of: ImageOf) -> RawSample:
+    """Return the sample of an object; raises BadSample."""
+    if not isinstance(record, dict):
+        raise malformed(f"expected an object, found {type(record).__name__}")
+    turns, items = parse_turns(*_conversation(record))
+    if isinstance(system := record.get("system"), str) and system and turns[0].role != "system":
+        turns.insert(0, Turn("system", system))
+    paths, key = _image_paths(record)
+    named = [item for item in items if isinstance(item, str)]
+    if not paths and named and len(named) == len(items):
+        paths, key = named, "content"
+    images = [image_of(path, f"{key}[{index}]") for index, path in enumerate(paths)]
+    return join_images(images, turns, [item for item in items if isinstance(item, int)], _id(record))
+
+
+def _conversation(record: dict[str, Any]) -> tuple[object, str]:
+    given = [key for key in _CONVERSATIONS if record.get(key) is not None]
+    if len(given) == 2:
+        raise malformed("both conversations and messages are given; keep one")
+    key = given[0] if given else "conversations"
+    return record.get(key), key
+
+
+def _image_paths(record: dict[str, Any]) -> tuple[list[str], str]:
+    given = [key for key in _IMAGES if record.get(key) not in (None, "", [])]
+    if not given:
+        return [], ""
+    if len(given) == 2:
+        raise malformed("both image and images are given; keep one")
+    value = record[given[0]]
+    items = value if isinstance(value, list) else [value]
+    paths = [item.get("path") if isinstance(item, dict) else item for item in items]
+    if not all(isinstance(path, str) and path for path in paths):
+        raise malformed(f"{given[0]}: expected a path or a list of paths, found {str(value)[:80]!r}")
+    return paths, given[0]
+
+
+def _id(record: dict[str, Any]) -> str | None:
+    value = record.get("id")
+    return str(value)[:200] if isinstance(value, str | int) else None

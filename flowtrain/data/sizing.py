@@ -64,6 +64,8 @@ class SizedResult:
     text: npt.NDArray[np.int32]
     """Token ids, with each image expanded to its vision tokens, and unshifted labels (-100: no loss); C-contiguous
     int32 ``[2, num_tokens]``."""
+    num_cut: int = 0
+    """Tokens that ``data.oversized: truncate_text`` has cut from its end."""
 
 
 class Sizer:
@@ -114,15 +116,16 @@ class Sizer:
         if is_oversized and self._config.oversized == "reject":
             raise self._oversized(num_tokens, layouts)
         text = self._expand(encoded, layouts)
+        num_cut = 0
         if is_oversized:
             text = self._cut(text, layouts)
-            num_tokens = text.shape[1]
+            num_cut, num_tokens = num_tokens - text.shape[1], text.shape[1]
         parts = [PartSize(TEXT_PART, 1, 0, num_tokens, text.nbytes)]
         if layouts:
             parts.append(self._encoder_part(layouts))
         num_targets = _num_targets(text)
         sample = SizedSample(ref, num_tokens, num_vision_tokens, num_targets, tuple(parts), measured.image_nbytes)
-        return SizedResult(sample, text)
+        return SizedResult(sample, text, num_cut)
 
     def _cut(self, text: npt.NDArray[np.int32], layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
         """Cut the text after ``max_seq_len`` tokens; raises BadSample if this would cut an image or leave no loss."""

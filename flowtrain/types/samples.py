@@ -176,3 +176,9 @@ class Rejection:
     reason: RejectReason
     detail: str
     """What was found; if two values disagree, both."""
+    id: str | None = None
+    """The row's own id, if the data has one."""
+    path: str | None = None
+    """The image's file, if one image is at fault and is a file of its own."""
+    image: int | None = None
+    """The number of the image at fault, from 1; None if it is no single one."""

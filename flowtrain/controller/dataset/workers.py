@@ -68,8 +68,8 @@ def _lost(
     files = list(dict.fromkeys(_file_of(indexes, task) for task, _ in ahead))
     return WorkerLostError(
         f"one of {num_workers} processes died, as if it was killed or ran out of memory, while they read "
-        f"{', '.join(files[:3]) or 'the last file'}{' and others' if len(files) > 3 else ''}; each holds a whole block: "
-        "give fewer --workers"
+        f"{', '.join(files[:3]) or 'the last file'}{' and others' if len(files) > 3 else ''}; each holds a whole "
+        "block: give fewer --workers"
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
-from flowtrain.data.images import decode_image
-from flowtrain.data.sources.base import BadSample
+from flowtrain.data.images import pixels_of_sample
 from flowtrain.errors import OwnerLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.arena import Hold
@@ -209,15 +209,9 @@ class Encoder:
         return Work(lease, hold, leased_s, pixels, tuple(rejections))
 
     def _load(self, ref: SampleRef, images: ImageBytes, data: np.ndarray) -> PixelValues | Rejection:
-        ends = np.cumsum(images.nbytes)[:-1]
-        limit = self._config.data.max_image_pixels
-        try:
-            return [
-                self._family.preprocess(self._encoder, decode_image(image.data, limit))
-                for image in np.split(data, ends)
-            ]
-        except BadSample as bad:
-            return bad.rejection(ref)
+        encoded = [image.data for image in np.split(data, np.cumsum(images.nbytes)[:-1])]
+        preprocess = partial(self._family.preprocess, self._encoder)
+        return pixels_of_sample(ref, encoded, self._config.data.max_image_pixels, preprocess)
 
     # --- forwarding ---------------------------------------------------------------------------------------------
 

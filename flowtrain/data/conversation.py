@@ -1,9 +1,5 @@
 """Turns conversations into token ids and labels by the tokenizer's chat template; only assistant tokens carry loss.
 
-The template's ``{% generation %}`` markers enclose the assistant's text. Without markers, the assistant's text is what
-its turn adds to the rendered conversation before it (a *prefix rendering*). This is exact if the template never
-rewrites earlier turns; templates that do so are refused.
-
 Control tokens that a data set's text spells out (``<|im_end|>``) stay text: the rendered conversation is cut inside
 each of them before it is tokenised. Only ``<image>`` becomes a token.
 """
@@ -11,20 +7,21 @@ each of them before it is tokenised. Only ``<image>`` becomes a token.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from flowtrain.data.chat_template import RESERVED, ChatTemplate, Span
 from flowtrain.data.sources.base import IMAGE_PLACEHOLDER, BadSample, Turn
 from flowtrain.errors import ConfigError
 from flowtrain.types.samples import RejectReason
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 IGNORE_LABEL = -100
@@ -32,16 +29,14 @@ IGNORE_LABEL = -100
 
 # A code point that Unicode never assigns: it marks where the text is cut, and no token contains it.
 _CUT = "\ufdd0"
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = (
     Turn("user", "first question"),
     Turn("assistant", "first answer"),
     Turn("user", "second question"),
     Turn("assistant", "second answer"),
 )
-
-Span = tuple[int, int]
-"""Characters [start, end) of the rendered conversation."""
+# What a tokenizer's Python code might treat differently: white space, special tokens, other scripts.
+_TRIALS = ("", " a  b\n", "first <|im_end|> Second\t\r\n 12,345 <image></s>", "Grüße 猫 😀")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +61,25 @@ class ConversationEncoder:
         self._system_prompt = system_prompt
         self._image_token = image_token
         self._image_token_id = _image_token_id(tokenizer, image_token)
-        self._template = _chat_template(tokenizer)
-        self._has_markers = _MARKERS.search(self._template) is not None
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {image_token}
         # Only tokens of two characters or more can be cut; the lookahead also finds overlapping ones.
         self._specials = tuple(sorted(token for token in special if len(token) > 1))
         self._control_tokens = re.compile("(?=(?:" + "|".join(map(re.escape, self._specials)) + "))(.)", re.DOTALL)
+        self._template = ChatTemplate(tokenizer, self._specials)
+        self._tokenise_piece = _tokenise_piece(tokenizer)
         self._probe()
 
-    def encode(self, turns: Sequence[Turn]) -> EncodedText:
-        """Tokenise a conversation.
+    def encode(self, turns: Sequence[Turn], max_labels: int | None = None) -> EncodedText:
+        """Tokenise a conversation; max_labels: tokens after so many get no label (None: all get theirs).
 
         Raises BadSample:
 
-        - EMPTY_ANSWER if an assistant turn is blank or no token carries loss;
-        - MALFORMED_SAMPLE if the template refuses the order of roles;
+        - EMPTY_ANSWER if an assistant turn is blank, or no token carries loss and all have their labels;
+        - MALFORMED_SAMPLE or OVERSIZED_SAMPLE as ``ChatTemplate.render``;
         - PLACEHOLDER_MISMATCH if the template loses an ``<image>``.
-
-        Raises ConfigError if the template rewrites earlier turns.
         """
         _require_answers(turns)
-        messages = self._messages(turns)
-        try:
-            text, spans = self._render_with_spans(messages)
-        except jinja2.TemplateError as error:
-            raise BadSample(RejectReason.MALFORMED_SAMPLE, f"the chat template refuses the turns: {error}") from error
+        text, spans = self._template.render(self._messages(turns))
         ids, offsets = self._tokenise(text)
         is_image = ids == self._image_token_id
         num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in turns)
@@ -99,8 +88,13 @@ class ConversationEncoder:
                 RejectReason.PLACEHOLDER_MISMATCH,
                 f"{num_placeholders} {IMAGE_PLACEHOLDER} in the turns became {is_image.sum()} image tokens",
             )
-        labels = np.where(_inside(offsets, spans) & ~is_image, ids, IGNORE_LABEL).astype(np.int32)
-        if not (labels[1:] != IGNORE_LABEL).any():
+        is_whole = max_labels is None or len(ids) <= max_labels
+        end = len(text) if is_whole else int(offsets[max_labels - 1, 1])
+        carries_loss = _inside(offsets, list(takewhile(lambda span: span[0] < end, spans))) & ~is_image
+        if not is_whole:
+            carries_loss[max_labels:] = False
+        labels = np.where(carries_loss, ids, IGNORE_LABEL).astype(np.int32)
+        if is_whole and not (labels[1:] != IGNORE_LABEL).any():
             raise BadSample(RejectReason.EMPTY_ANSWER, "no token of the conversation carries loss")
         return EncodedText(ids, labels)
 
@@ -116,48 +110,12 @@ class ConversationEncoder:
 
     def _protected(self, text: str) -> str:
         """Mark where to cut control tokens in a text, and replace ``<image>`` by the tokenizer's image token."""
-        pieces = text.replace(_CUT, "").split(IMAGE_PLACEHOLDER)
-        return self._image_token.join(self._control_tokens.sub(rf"\1{_CUT}", piece) for piece in pieces)
-
-    def _render(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False
-    ) -> tuple[str, list[Span]]:
-        variables: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
-        # Transformers annotates this function as returning a string, but it returns texts and their spans.
-        rendered: Any = render_jinja_template(
-            conversations=[list(messages)],
-            chat_template=self._template,
-            return_assistant_tokens_mask=self._has_markers,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-        texts, spans = rendered
-        return texts[0], spans[0] if self._has_markers else []
-
-    def _render_with_spans(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[Span]]:
-        text, spans = self._render(messages)
-        return text, spans if self._has_markers else self._spans_by_prefix(messages, text)
-
-    def _spans_by_prefix(self, messages: Sequence[dict[str, str]], text: str) -> list[Span]:
-        spans = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._render(messages[:index], add_generation_prompt=True)
-            through, _ = self._render(messages[: index + 1])
-            if not (text.startswith(through) and through.startswith(before)):
-                raise ConfigError(
-                    "model.chat_template: this template renders earlier turns differently once later ones follow "
-                    f"(seen at turn {index + 1} of {len(messages)}), so the assistant's tokens cannot be found "
-                    "exactly; set model.chat_template to one with {% generation %} markers around the assistant's text"
-                )
-            spans.append((len(before), len(before) + self._turn_length(through[len(before) :])))
-        return spans
-
-    def _turn_length(self, turn: str) -> int:
-        """Length of an assistant's turn without white space after its end-of-turn token, which some templates add."""
-        stripped = turn.rstrip()
-        return len(stripped) if stripped.endswith(self._specials) else len(turn)
+        for reserved in _CUT + RESERVED:
+            text = text.replace(reserved, "")
+        pieces = text.split(IMAGE_PLACEHOLDER)
+        if any(token in piece for piece in pieces for token in self._specials):
+            pieces = [self._control_tokens.sub(rf"\1{_CUT}", piece) for piece in pieces]
+        return self._image_token.join(pieces)
 
     def _tokenise(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return ids ``[n]`` and the characters ``[n, 2]`` of ``text`` that each one covers.
@@ -168,20 +126,22 @@ class ConversationEncoder:
         offsets = []
         start = 0
         for piece in text.split(_CUT):
-            encoded = self._tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ids += encoded["input_ids"]
-            offsets.append(np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2) + start)
+            piece_ids, characters = self._tokenise_piece(piece)
+            ids += piece_ids
+            offsets.append(np.array(characters, dtype=np.int64).reshape(-1, 2) + start)
             start += len(piece) + len(_CUT)
         return np.array(ids, dtype=np.int32), np.concatenate(offsets)
 
     def _probe(self) -> None:
         """Check the template with a short conversation: its spans must contain the answers and no question."""
         try:
-            text, spans = self._render_with_spans(self._messages(_PROBE))
-        except jinja2.TemplateError as error:
+            text, rendered_spans = self._template.render(self._messages(_PROBE))
+            spans = list(rendered_spans)
+        except Exception as error:  # a template is a program of somebody else
             with_prompt = "" if self._system_prompt is None else " (with data.system_prompt as the system turn)"
+            what = error.detail if isinstance(error, BadSample) else f"{type(error).__name__}: {error}"
             raise ConfigError(
-                f"model.chat_template: fails on user and assistant turns{with_prompt}: {error}; choose another template"
+                f"model.chat_template: fails on user and assistant turns{with_prompt}: {what}; choose another template"
             ) from error
         marked = "".join(text[start:end] for start, end in spans)
         for turn in _PROBE:
@@ -193,20 +153,28 @@ class ConversationEncoder:
                 )
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def _tokenise_piece(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], tuple[list[int], list[Span]]]:
+    """Return what gives a text's ids and the characters of each: the tokenizer's Rust code if it does so alone.
+
+    The Python code around it takes a tenth of the time, but some tokenizers change a text there.
+    """
     if not tokenizer.is_fast:
         raise ConfigError(
             f"model.tokenizer: {tokenizer.name_or_path or type(tokenizer).__name__} has no fast tokenizer, which is "
             "needed to find the assistant's tokens; choose a directory with a tokenizer.json"
         )
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.chat_template: tokenizer {tokenizer.name_or_path!r} has no chat template; set model.chat_template"
-        )
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ConfigError(f"model.chat_template: the tokenizer has no default among its templates: {error}") from error
+
+    def whole(text: str) -> tuple[list[int], list[Span]]:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def alone(text: str) -> tuple[list[int], list[Span]]:
+        encoded = backend.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    # The first call also turns off truncation and padding, which the Rust code would keep from its file.
+    return alone if all(whole(text) == alone(text) for text in _TRIALS) else whole
 
 
 def _image_token_id(tokenizer: PreTrainedTokenizerBase, image_token: str) -> int:
@@ -228,14 +196,14 @@ def _require_answers(turns: Sequence[Turn]) -> None:
             raise BadSample(RejectReason.EMPTY_ANSWER, f"assistant turn {index + 1} of {len(turns)} is blank")
 
 
-def _inside(offsets: npt.NDArray[np.int64], spans: Iterable[Span]) -> npt.NDArray[np.bool_]:
-    """Return which tokens have a character in a span; bool ``[n]``.
+def _inside(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Return which tokens have a character in a span; bool ``[n]``. Spans are in order and do not overlap.
 
     ``return_assistant_tokens_mask`` is not used for this: if a span's last or first character belongs to no token, it
     marks everything to the end, or nothing.
     """
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    inside = np.zeros(len(offsets), dtype=np.bool_)
-    for start, end in spans:
-        inside |= (starts < end) & (ends > start)
+    first, last = (np.array(edges, dtype=np.int64) for edges in zip((0, 0), *spans, strict=True))
+    # The last span that starts before the token's end is the only one that can reach into it.
+    nearest = np.maximum(np.searchsorted(first, offsets[:, 1]) - 1, 0)
+    inside: npt.NDArray[np.bool_] = (first[nearest] < offsets[:, 1]) & (last[nearest] > offsets[:, 0])
     return inside

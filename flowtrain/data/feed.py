@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import IntArray
-from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf, open_blocks_of
+from flowtrain.data.open_blocks import HeldRow, OpenBlocks, Shelf, open_blocks_of, sample_of
 from flowtrain.data.read_ahead import ReadAhead
 from flowtrain.data.sampler import Draw, Sampler
 from flowtrain.data.sizing import LoadedSample, SizedResult, Sizer
-from flowtrain.data.sources.base import BadSample, Buffer
+from flowtrain.data.sources.base import Buffer, RawSample
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.flow.units import num_steps_of
@@ -129,7 +129,7 @@ class Feed:
             if isinstance(found, Rejection):
                 share.rejections.append(found)
                 continue
-            result = self._sizer.size_measured(ref, found.measured)
+            result = self._sizer.size(ref, found.measured)
             if isinstance(result, SizedResult):
                 self._put(share, result, found)
                 continue
@@ -144,18 +144,17 @@ class Feed:
         Raises DataError if the sample is rejected now, SourceReadError if it cannot be read.
         """
         ref = order.ref
-        try:
-            loaded = self._sizer.load(self._sources.read(ref))
-            result = self._sizer.size_measured(ref, loaded.measured)
-        except BadSample as error:
-            result = error.rejection(ref)
+        raw = self._read(ref)
+        loaded = raw if isinstance(raw, Rejection) else self._sizer.load(ref, raw)
+        result = loaded if isinstance(loaded, Rejection) else self._sizer.size(ref, loaded.measured)
         if isinstance(result, Rejection):
             name = self._sources.source(ref.source).name
             raise DataError(
                 f"position {ref.position} (row {ref.row} of {name}) was sized once and is rejected now "
                 f"({result.reason.value}: {result.detail}); do not change the data during a run"
             )
-        pieces: dict[str, Sequence[Buffer]] = {TEXT_PART: [result.text.data.cast("B")], IMAGES_PART: loaded.data}
+        assert isinstance(loaded, LoadedSample)
+        pieces: dict[str, Sequence[Buffer]] = {TEXT_PART: [result.text.data.cast("B")], IMAGES_PART: loaded.images}
         return [PartReady(ref.position, name, 0, self._shelf.put(pieces[name])) for name in order.parts]
 
     def state(self) -> SamplerState:
@@ -191,7 +190,7 @@ class Feed:
     ) -> Iterator[tuple[SampleRef, Found]]:
         """Yield the draws' samples in order, while image files of those behind them are read."""
         blocks = self._blocks if kind is UnitKind.TRAIN else None
-        begun: deque[tuple[SampleRef, Found | Future[LoadedSample]]] = deque()
+        begun: deque[tuple[SampleRef, Found | Future[LoadedSample | Rejection]]] = deque()
         for draw in draws:
             if draw.ref.position in consumed:
                 if blocks is not None:
@@ -199,41 +198,36 @@ class Feed:
                 continue
             begun.append((draw.ref, self._begin(draw, blocks)))
             if len(begun) > 2 * _FILE_THREADS:
-                yield _finished(*begun.popleft())
+                yield _finished(begun.popleft())
         while begun:
-            yield _finished(*begun.popleft())
+            yield _finished(begun.popleft())
 
-    def _begin(self, draw: Draw, blocks: OpenBlocks | None) -> Found | Future[LoadedSample]:
-        try:
-            row = blocks.take(draw) if blocks is not None else self._sources.read(draw.ref)
-            if isinstance(row, BadSample):
-                raise row
-            if isinstance(row, HeldRow):
-                return row
-            if any(image.is_file for image in row.images):
-                return self._files.submit(self._sizer.load, row)
-            return self._sizer.load(row)
-        except BadSample as bad:
-            return bad.rejection(draw.ref)
+    def _begin(self, draw: Draw, blocks: OpenBlocks | None) -> Found | Future[LoadedSample | Rejection]:
+        row = blocks.take(draw) if blocks is not None else self._read(draw.ref)
+        if not isinstance(row, RawSample):
+            return row
+        if any(image.is_file for image in row.images):
+            return self._files.submit(self._sizer.load, draw.ref, row)
+        return self._sizer.load(draw.ref, row)
+
+    def _read(self, ref: SampleRef) -> RawSample | Rejection:
+        """Read a row wherever it lies."""
+        return sample_of(ref, self._sources.record(ref))
 
     # --- putting ------------------------------------------------------------------------------------------------
 
     def _put(self, share: Share, result: SizedResult, found: HeldRow | LoadedSample) -> None:
         position = result.sample.position
         if result.sample.image_nbytes:
-            extents = found.extents if isinstance(found, HeldRow) else self._shelf.put(found.data)
+            extents = found.extents if isinstance(found, HeldRow) else self._shelf.put(found.images)
             share.images.append(PartReady(position, IMAGES_PART, 0, extents))
         share.texts.append(PartReady(position, TEXT_PART, 0, self._shelf.put([result.text.data.cast("B")])))
         share.sized.append(result.sample)
 
 
-def _finished(ref: SampleRef, begun: Found | Future[LoadedSample]) -> tuple[SampleRef, Found]:
-    if not isinstance(begun, Future):
-        return ref, begun
-    try:
-        return ref, begun.result()
-    except BadSample as bad:
-        return ref, bad.rejection(ref)
+def _finished(begun: tuple[SampleRef, Found | Future[LoadedSample | Rejection]]) -> tuple[SampleRef, Found]:
+    ref, found = begun
+    return ref, found.result() if isinstance(found, Future) else found
 
 
 def sampler_from_config(config: RunConfig, tables: Sequence[IntArray]) -> Sampler:

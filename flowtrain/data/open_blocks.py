@@ -7,16 +7,21 @@ once: by default its writers make one page of a whole row group. So they are cou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from flowtrain.costs.flops import IntArray
 from flowtrain.data.read_ahead import BlockKey, ReadAhead
+from flowtrain.data.rejections import rejected
 from flowtrain.data.sampler import Draw, Sampler
 from flowtrain.data.sizing import LoadedSample, MeasuredSample
-from flowtrain.data.sources.base import BadSample, Buffer, RawSample, Record
+from flowtrain.data.sources.base import Buffer, RawSample, Record
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.types.memory import Extent
+from flowtrain.types.samples import Rejection, SampleRef
+
+_NO_POSITION = -1
+"""Of a row before its turn."""
 
 
 def open_blocks_of(sampler: Sampler) -> dict[BlockKey, IntArray]:
@@ -47,14 +52,14 @@ class HeldRow:
     extents: tuple[Extent, ...]
 
 
-Row = HeldRow | RawSample | BadSample
+Row = HeldRow | RawSample | Rejection
 """A row of an open block; a RawSample has no images, or they are files of their own."""
 
 
 class OpenBlocks:
     """Hands out the rows of blocks in any order, each once. Not thread-safe.
 
-    load: returns a row with the sizes and the bytes of its images; raises BadSample.
+    load: reads and measures the images of a row.
     shelf: takes the images.
     rows_to_come: rows that are still to come of the blocks that are open at the start.
     """
@@ -64,7 +69,7 @@ class OpenBlocks:
         sources: SourceSet,
         reader: ReadAhead,
         shelf: Shelf,
-        load: Callable[[RawSample], LoadedSample],
+        load: Callable[[SampleRef, RawSample], LoadedSample | Rejection],
         rows_to_come: Mapping[BlockKey, IntArray],
     ) -> None:
         self._sources = sources
@@ -85,7 +90,7 @@ class OpenBlocks:
         if not rows:
             del self._rows[key]
             self._reader.forget(key)
-        return row
+        return replace(row, ref=ref) if isinstance(row, Rejection) else row
 
     def skip(self, draw: Draw) -> None:
         """Leave out a drawn row."""
@@ -97,14 +102,22 @@ class OpenBlocks:
         first, last = self._sources.rows_of(key.source, key.block)
         wanted = self._rows_to_come.pop(key, range(first, last))
         records = self._reader.take(key)
-        return {int(row): self._row(records[row - first]) for row in wanted}
+        return {int(row): self._row(key, int(row), records[row - first]) for row in wanted}
 
-    def _row(self, record: Record) -> Row:
-        try:
-            raw = record.sample()
-            if not raw.images or any(image.is_file for image in raw.images):
-                return raw
-            loaded = self._load(raw)
-        except BadSample as bad:
-            return bad
-        return HeldRow(loaded.measured, self._shelf.put(loaded.data))
+    def _row(self, key: BlockKey, row: int, record: Record) -> Row:
+        ref = SampleRef(_NO_POSITION, key.source, row, key.epoch)
+        raw = sample_of(ref, record)
+        if isinstance(raw, Rejection) or not raw.images or any(image.is_file for image in raw.images):
+            return raw
+        loaded = self._load(ref, raw)
+        if isinstance(loaded, Rejection):
+            return loaded
+        return HeldRow(loaded.measured, self._shelf.put(loaded.images))
+
+
+def sample_of(ref: SampleRef, record: Record) -> RawSample | Rejection:
+    """Return the sample of a row as it was read; whatever is wrong with it becomes a rejection."""
+    try:
+        return record.sample()
+    except BaseException as error:
+        return rejected(ref, error)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from flowtrain.config.data import DataConfig
 from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.images import image_size
-from flowtrain.data.sources.base import BadSample, Buffer, RawSample
+from flowtrain.data.rejections import errors_of_image, rejected
+from flowtrain.data.sources.base import BadSample, Buffer, RawImage, RawSample, Turn
 from flowtrain.types.samples import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 if TYPE_CHECKING:
@@ -40,20 +42,21 @@ class ImageGeometry(Protocol):
 class MeasuredSample:
     """What sizing needs of a sample once its images were looked at; their bytes may lie elsewhere by then."""
 
-    raw: RawSample
-    """Its turns; the images' bytes are left out."""
-    image_sizes: tuple[tuple[int, int], ...]
-    """(width, height) of each image in pixels."""
+    turns: tuple[Turn, ...]
+    id: str | None
+    layouts: tuple[ImageLayout, ...]
+    """Sizes that follow from each image."""
     image_nbytes: tuple[int, ...]
     """Bytes of each encoded image."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedSample:
-    """A measured sample, and the bytes of each of its images."""
+    """A measured sample and its encoded images."""
 
     measured: MeasuredSample
-    data: tuple[Buffer, ...]
+    images: tuple[Buffer, ...]
+    """In order; together at most ``data.max_image_nbytes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,11 @@ class SizedResult:
 
 
 class Sizer:
-    """Turns raw samples into sized ones, or into rejections; raises ConfigError if the tokenizer cannot be used."""
+    """Turns raw samples into sized ones, or into rejections; raises ConfigError if the tokenizer cannot be used.
+
+    A sample of more than ``data.max_text_nbytes`` bytes of text, or of more turns than ``data.max_seq_len``, is
+    rejected before its text is tokenised, also with ``data.oversized: truncate_text``.
+    """
 
     def __init__(self, family: ImageGeometry, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self._family = family
@@ -79,42 +86,42 @@ class Sizer:
         assert isinstance(image_token, str)
         self._conversations = ConversationEncoder(tokenizer, config.system_prompt, image_token)
 
-    def size(self, ref: SampleRef, raw: RawSample) -> SizedResult | Rejection:
-        """Size one sample; raises SourceReadError if an image file cannot be read."""
-        try:
-            return self._size(ref, self.load(raw).measured)
-        except BadSample as error:
-            return error.rejection(ref)
-
-    def load(self, raw: RawSample) -> LoadedSample:
+    def load(self, ref: SampleRef, raw: RawSample) -> LoadedSample | Rejection:
         """Read a sample's images, and look at their headers.
 
-        Raises BadSample, and SourceReadError if an image file cannot be read.
+        Whatever is raised on the way becomes a rejection, but for SourceReadError if an image file cannot be read, and
+        MemoryError.
         """
-        data = []
-        left = self._config.max_image_nbytes
-        for image in raw.images:
-            data.append(image.read(left))
-            left -= len(data[-1])
-        sizes = tuple([self._image_size(index, image, len(data)) for index, image in enumerate(data)])
-        nbytes = tuple([len(image) for image in data])
-        return LoadedSample(MeasuredSample(replace(raw, images=()), sizes, nbytes), tuple(data))
+        try:
+            images, layouts = self._read_images(raw.images)
+        except BaseException as error:
+            return rejected(ref, error, raw.id)
+        nbytes = tuple([len(image) for image in images])
+        return LoadedSample(MeasuredSample(raw.turns, raw.id, layouts, nbytes), images)
 
-    def size_measured(self, ref: SampleRef, measured: MeasuredSample) -> SizedResult | Rejection:
-        """Size a sample whose images were looked at."""
+    def size(self, ref: SampleRef, measured: MeasuredSample) -> SizedResult | Rejection:
+        """Size a sample whose images were looked at; rejects it as ``load`` does."""
         try:
             return self._size(ref, measured)
-        except BadSample as error:
-            return error.rejection(ref)
+        except BaseException as error:
+            return rejected(ref, error, measured.id)
 
     def _size(self, ref: SampleRef, measured: MeasuredSample) -> SizedResult:
-        encoded = self._conversations.encode(measured.raw.turns)
-        layouts = [self._family.image_layout(self._encoder, *size) for size in measured.image_sizes]
+        self._check_text(measured.turns)
+        encoded = self._conversations.encode(measured.turns, self._config.max_seq_len)
+        layouts = measured.layouts
+        num_places = int((encoded.ids == self._family.image_token_id).sum())
+        if num_places != len(layouts):
+            raise BadSample(
+                RejectReason.PLACEHOLDER_MISMATCH, f"{len(layouts)} images for {num_places} places in the text"
+            )
         num_vision_tokens = sum(layout.num_tokens for layout in layouts)
         num_tokens = len(encoded.ids) - len(layouts) + num_vision_tokens
         is_oversized = num_tokens > self._config.max_seq_len
         if is_oversized and self._config.oversized == "reject":
             raise self._oversized(num_tokens, layouts)
+        if num_vision_tokens > self._config.max_seq_len:
+            raise self._oversized(num_tokens, layouts, ", and cutting its end would cut images")
         text = self._expand(encoded, layouts)
         num_cut = 0
         if is_oversized:
@@ -127,7 +134,23 @@ class Sizer:
         sample = SizedSample(ref, num_tokens, num_vision_tokens, num_targets, tuple(parts), measured.image_nbytes)
         return SizedResult(sample, text, num_cut)
 
-    def _cut(self, text: npt.NDArray[np.int32], layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
+    def _check_text(self, turns: Sequence[Turn]) -> None:
+        if len(turns) > self._config.max_seq_len:
+            raise BadSample(
+                RejectReason.OVERSIZED_SAMPLE,
+                f"{len(turns)} turns need more tokens than data.max_seq_len ({self._config.max_seq_len})",
+            )
+        limit = self._config.text_limit_nbytes
+        nbytes = sum(len(turn.text) for turn in turns)  # a character has one byte or more
+        if nbytes <= limit:
+            nbytes = sum(_utf8_nbytes(turn.text, number, len(turns)) for number, turn in enumerate(turns, start=1))
+        if nbytes > limit:
+            raise BadSample(
+                RejectReason.OVERSIZED_SAMPLE,
+                f"{nbytes} bytes of text or more are more than data.max_text_nbytes ({limit})",
+            )
+
+    def _cut(self, text: npt.NDArray[np.int32], layouts: Sequence[ImageLayout]) -> npt.NDArray[np.int32]:
         """Cut the text after ``max_seq_len`` tokens; raises BadSample if this would cut an image or leave no loss."""
         limit = self._config.max_seq_len
         kept = np.ascontiguousarray(text[:, :limit])
@@ -138,7 +161,7 @@ class Sizer:
             raise self._oversized(text.shape[1], layouts, ", and cutting its end would leave no token that bears loss")
         return kept
 
-    def _oversized(self, num_tokens: int, layouts: list[ImageLayout], why: str = "") -> BadSample:
+    def _oversized(self, num_tokens: int, layouts: Sequence[ImageLayout], why: str = "") -> BadSample:
         num_vision_tokens = sum(layout.num_tokens for layout in layouts)
         return BadSample(
             RejectReason.OVERSIZED_SAMPLE,
@@ -146,13 +169,34 @@ class Sizer:
             f"data.max_seq_len ({self._config.max_seq_len}){why}",
         )
 
-    def _image_size(self, index: int, data: Buffer, count: int) -> tuple[int, int]:
-        try:
-            return image_size(data, self._config.max_image_pixels)
-        except BadSample as error:
-            raise BadSample(error.reason, f"image {index + 1} of {count}: {error.detail}") from error
+    def _read_images(self, images: Sequence[RawImage]) -> tuple[tuple[Buffer, ...], tuple[ImageLayout, ...]]:
+        limit = self._config.max_image_nbytes
+        read, layouts, nbytes = [], [], 0
+        for number, image in enumerate(images, start=1):
+            with errors_of_image(number, len(images), None if image.path is None else str(image.path)):
+                data = image.read(limit)
+                nbytes += len(data)
+                if nbytes > limit:
+                    raise BadSample(
+                        RejectReason.OVERSIZED_SAMPLE,
+                        f"{nbytes} bytes of encoded images up to this one are more than data.max_image_nbytes "
+                        f"({limit})",
+                    )
+                layouts.append(self._layout(data))
+                read.append(data)
+        return tuple(read), tuple(layouts)
 
-    def _encoder_part(self, layouts: list[ImageLayout]) -> PartSize:
+    def _layout(self, data: Buffer) -> ImageLayout:
+        width, height = image_size(data, self._config.max_image_pixels)
+        try:
+            layout = self._family.image_layout(self._encoder, width, height)
+        except ValueError as error:
+            raise BadSample(RejectReason.CORRUPT_IMAGE, f"{width} x {height} pixels: {error}") from error
+        if min(layout.num_patches, layout.num_rows, layout.num_tokens) < 1:
+            raise BadSample(RejectReason.CORRUPT_IMAGE, f"{width} x {height} pixels are too small for a patch")
+        return layout
+
+    def _encoder_part(self, layouts: Sequence[ImageLayout]) -> PartSize:
         num_rows = sum(layout.num_rows for layout in layouts)
         return PartSize(
             name=self._encoder,
@@ -162,7 +206,7 @@ class Sizer:
             nbytes=num_rows * self._family.row_nbytes(self._encoder),
         )
 
-    def _expand(self, encoded: EncodedText, layouts: list[ImageLayout]) -> npt.NDArray[np.int32]:
+    def _expand(self, encoded: EncodedText, layouts: Sequence[ImageLayout]) -> npt.NDArray[np.int32]:
         """Repeat each image's token as often as it has vision tokens; int32 ``[2, num_tokens]``."""
         repeats = np.ones(len(encoded.ids), dtype=np.int64)
         repeats[encoded.ids == self._family.image_token_id] = [layout.num_tokens for layout in layouts]
@@ -172,3 +216,13 @@ class Sizer:
 def _num_targets(text: npt.NDArray[np.int32]) -> int:
     """Tokens that carry loss after the shift by one."""
     return int((text[1, 1:] != IGNORE_LABEL).sum())
+
+
+def _utf8_nbytes(text: str, number: int, count: int) -> int:
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise BadSample(
+            RejectReason.MALFORMED_SAMPLE,
+            f"turn {number} of {count} has the lone surrogate {text[error.start]!r} at character {error.start}",
+        ) from error

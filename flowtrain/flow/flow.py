@@ -7,6 +7,7 @@ can drive the same class with virtual time.
 from __future__ import annotations
 
 from flowtrain.errors import StaleLeaseError
+from flowtrain.flow.eviction import make_room, may_evict
 from flowtrain.flow.feeding import Feeding
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
@@ -118,11 +119,11 @@ class Flow:
         return tuple(refused)
 
     def _take_sized(self, owner: int, unit: Unit, report: FeedReport) -> None:
+        sized = self.feeding.report(owner, report)
         self.parts.add_sized(report.sized, owner, report.texts, report.images)
         if unit.kind is UnitKind.TRAIN:
             self.log.seen(len(report.sized) + len(report.rejections))
         self._reject(report.rejections)
-        sized = self.feeding.report(owner, report)
         if sized is not None:
             self._note_plan(self.steps.add_sized(unit, sized.samples, sized.sampler_state))
 
@@ -159,10 +160,11 @@ class Flow:
         self.log.blocked(report.blocked_s)
         self.record(report.spans)
         self._reject(report.rejections)
-        if report.returned is not None:
-            self.parts.leases.give_back(owner, report.returned)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
+        if report.returned is not None:
+            self.parts.give_back(owner, report.returned)
+            has_grown = True
         for ready in report.ready:
             try:
                 has_grown |= self.parts.ready(owner, ready) is Tier.HBM
@@ -188,8 +190,8 @@ class Flow:
         parts.expire_leases()
         lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         if lease is None and not is_fresh:
-            return ASK_AGAIN if owner in self._grown or parts.may_evict(owner, encoder) else None
-        if lease is None and parts.make_room(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner)):
+            return ASK_AGAIN if owner in self._grown or may_evict(parts, owner, encoder) else None
+        if lease is None and make_room(parts, owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner)):
             lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         return LeaseOrder(lease, parts.holdings.take_released(owner), stop=False) if lease is not None else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from flowtrain.flow.records import (
     LEASED,
@@ -16,12 +16,14 @@ from flowtrain.flow.records import (
     BatchRecord,
     LeaseRecord,
     PartRecord,
+    PositionRecord,
 )
 from flowtrain.types.messages import ImageBytes, Lease, Remake
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SampleRef
 
 FED_PARTS = (TEXT_PART, IMAGES_PART)
 """Parts that feeders produce."""
+_DESCRIBED_PARTS = 8
 
 
 class Leases:
@@ -45,6 +47,8 @@ class Leases:
         self._lost_fed: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by feeder
         self._remade_by: defaultdict[int, set[PartRecord]] = defaultdict(set)  # by owner
         self._lost_owners: set[int] = set()
+        self.on_unleased: Callable[[BatchRecord], None] = lambda batch: None
+        """Called when no lease of a batch is left that has kept images."""
 
     def add_feeder(self, owner: int, feeder: int) -> None:
         """Note that an owner is the process of a feeder; what the owner loses is produced again by that feeder."""
@@ -102,6 +106,7 @@ class Leases:
             part.lease_id = lease_id
         refs, images = _images_of(record)
         lease = Lease(lease_id, lease_id, record.batch, refs, images, needed, nbytes)
+        record.num_leases += 1
         self._leases[lease_id] = LeaseRecord(lease, owner, record, self._clock())
         self._leases_of[owner].add(lease_id)
         return lease
@@ -174,11 +179,13 @@ class Leases:
             self._take_back(record)
         return expired
 
-    def give_back(self, owner: int, lease_id: int) -> None:
-        """Take back a lease that its owner cannot work on; a lease that it no longer holds is ignored."""
+    def give_back(self, owner: int, lease_id: int) -> LeaseRecord | None:
+        """Take back a lease, and return it; None if the owner holds it no longer."""
         record = self._leases.get(lease_id)
-        if record is not None and record.owner == owner:
-            self._take_back(record)
+        if record is None or record.owner != owner:
+            return None
+        self._take_back(record)
+        return record
 
     def owner_lost(self, owner: int) -> None:
         """Take back all leases of an owner, and lease nothing to it from now on."""
@@ -212,6 +219,21 @@ class Leases:
             head = f", after batch {first.batch.index} of unit {first.batch.unit}"
         return f"{what} pending in encode batch {batch.index} of unit {batch.unit}{head}: no encoder has room or asks"
 
+    def describe_waits(self, records: Iterable[PositionRecord]) -> str:
+        """Return what positions wait for: the first missing parts, each with its state, its owner, and for how long."""
+        waiting = [
+            part
+            for record in records
+            if record.missing and not record.rejected
+            for part in record.parts
+            if part.state is not READY
+        ]
+        if not waiting:
+            return "nothing"
+        shown = "; ".join(self.describe(part) for part in waiting[:_DESCRIBED_PARTS])
+        more = f"; and {len(waiting) - _DESCRIBED_PARTS} more" if len(waiting) > _DESCRIBED_PARTS else ""
+        return f"{len(waiting)} parts: {shown}{more}"
+
     def _take_back(self, record: LeaseRecord) -> None:
         self._close(record)
         for position in record.unreported:
@@ -225,6 +247,10 @@ class Leases:
             held.discard(lease_id)
             if not held:
                 del self._leases_of[owner]
+        batch = record.batch
+        batch.num_leases -= 1
+        if batch.held and not batch.num_leases:
+            self.on_unleased(batch)
 
     def _queue(self, record: BatchRecord) -> None:
         if record.pending and not record.is_queued:
@@ -233,12 +259,12 @@ class Leases:
 
 
 def _images_of(record: BatchRecord) -> tuple[tuple[SampleRef, ...], tuple[ImageBytes, ...]]:
-    """Return the samples of a batch whose images lie in the pool, and where; a rejected sample's are gone."""
+    """Return the samples of a batch whose images are still kept, and where they lie."""
     refs, images = [], []
     for part in record.parts.values():
         position = part.position
         held = position.images
-        if held is not None and held.state is READY:
+        if held is not None and held.state is READY and not position.is_held:
             refs.append(position.ref)
             images.append(ImageBytes(held.extents, position.image_nbytes))
     return tuple(refs), tuple(images)

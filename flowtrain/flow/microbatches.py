@@ -140,8 +140,7 @@ class Microbatches:
             microbatch.is_released = True
             microbatch.ready_slots.discard(slot)
             for position in microbatch.positions:
-                for part in position.parts:
-                    self._parts.drop(part)
+                self._parts.drop(position)
             record.num_unread -= 1
         return record is not None and not record.num_unread
 
@@ -173,7 +172,7 @@ class Microbatches:
             return f"{who} is not planned"
         if microbatch.is_released or not microbatch.missing:
             return f"{who} is {'released' if microbatch.is_released else 'ready'}"
-        return f"{who} waits for {self._parts.describe_waits(microbatch.positions)}"
+        return f"{who} waits for {self._parts.leases.describe_waits(microbatch.positions)}"
 
     # --- inside -------------------------------------------------------------------------------------------------
 

@@ -205,4 +205,4 @@ class ByArrival:
 
     def describe_wait(self, unit: Unit) -> str:
         """See ``Order``."""
-        return self._parts.describe_waits(self._parts[p] for p in self._window.open_positions(unit.step))
+        return self._parts.leases.describe_waits(self._parts[p] for p in self._window.open_positions(unit.step))

@@ -7,23 +7,20 @@ position is SIZED, then PLANNED into a microbatch, and ends once: CONSUMED or RE
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from flowtrain.errors import PoolError, StaleLeaseError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.holdings import Holdings
-from flowtrain.flow.leases import Leases, pending_nbytes
-from flowtrain.flow.records import LEASED, READY, RELEASED, BatchRecord, PartRecord, PositionRecord
+from flowtrain.flow.images import Images
+from flowtrain.flow.leases import Leases
+from flowtrain.flow.records import LEASED, READY, RELEASED, BatchRecord, LeaseRecord, PartRecord, PositionRecord
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease, PartReady
 from flowtrain.types.plan import EncodeBatch, Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, Rejection, SizedSample
-
-_DESCRIBED_PARTS = 8
-_UNPLANNED = 1 << 62
 
 
 class Parts:
@@ -34,8 +31,7 @@ class Parts:
     space: the pool's address space, to check the reports of owners.
     alignment: of extents in the pool, in bytes; leases are sized by it.
     lease_timeout_s: age at which ``expire_leases`` takes a lease back.
-    keeps_batches: an image stays until every position of its encode batch was read, so that a lost batch can be encoded
-        again as a whole and gives the same features to the bit. Otherwise it stays until its own position was read.
+    keeps_batches: as of ``Images``.
     consumed: training positions that an earlier run has consumed.
     clock: returns seconds.
     """
@@ -51,13 +47,13 @@ class Parts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._alignment = alignment
-        self._keeps_batches = keeps_batches
         self._positions: dict[int, PositionRecord] = {}
         self._eval_frontier = EVAL_POSITION_BASE  # all evaluation positions below are consumed
         self.holdings = Holdings(space, alignment)
         """The READY parts, and what owners may free."""
         self.leases = Leases(lease_timeout_s, clock)
         """The PENDING and LEASED parts."""
+        self._images = Images(self.holdings, self.leases, keeps_batches)
         self.consumed = consumed if consumed is not None else ConsumedPositions()
         """Training positions that units of this run, or of the runs that it continues, have consumed."""
         self.has_lost_memory = False
@@ -87,7 +83,7 @@ class Parts:
             record = PositionRecord.of(sample, alignment)
             self._make_ready(record.part(text.part), owner, text.extents)
             if record.images is not None:
-                self._put_images(record.images, owner, next(next_images).extents)
+                self._images.put(record.images, owner, next(next_images).extents)
             positions[position] = record
 
     def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
@@ -127,9 +123,7 @@ class Parts:
         if record.rejected or record.is_handed_out:
             return False
         record.rejected = True
-        for part in record.parts:
-            self.drop(part)
-        self._drop_images(record)
+        self.drop(record)
         if record.microbatch is not None and record.missing:
             record.microbatch.one_less_missing()
         return True
@@ -182,11 +176,10 @@ class Parts:
     def remade(self, owner: int, part_ready: PartReady) -> None:
         """Take in a feeder's part that was produced again. Raises as ``ready``; its leases have no epoch."""
         part = self._leased_part(owner, part_ready)
-        if part.name != IMAGES_PART:
+        if part.name == IMAGES_PART:
+            self._images.put_again(part, owner, part_ready.extents)
+        else:
             self._make_ready(part, owner, part_ready.extents)
-            return
-        self._put_images(part, owner, part_ready.extents)
-        _count_unfed(part.position, -1)
 
     def expire_leases(self) -> tuple[Lease, ...]:
         """Take back leases that are too old, and return them.
@@ -196,101 +189,50 @@ class Parts:
         """
         expired = self.leases.expire()
         for record in expired:
-            lease_id = record.lease.lease_id
-            for part in record.batch.parts.values():
-                if part.state is READY and part.lease_id == lease_id and not part.position.is_located:
-                    self._evict(part)
+            self._evict_reported(record)
         return tuple([record.lease for record in expired])
 
-    def drop(self, part: PartRecord) -> None:
-        """Release a part that is no longer needed, in any state. With the last of a batch, its images go too."""
-        state = part.state
-        if state is RELEASED:
-            return
-        self._let_go(part)
-        batch = part.batch
-        if batch is None:
-            return
-        batch.num_unread -= 1
-        if not self._keeps_batches:
-            self._drop_images(part.position)
-        elif not batch.num_unread:
-            for other in batch.parts.values():
-                self._drop_images(other.position)
+    def give_back(self, owner: int, lease_id: int) -> None:
+        """Take back a lease that its owner cannot work on, as ``expire_leases``. It may hold it no longer."""
+        record = self.leases.give_back(owner, lease_id)
+        if record is not None:
+            self._evict_reported(record)
+
+    def drop(self, position: PositionRecord) -> None:
+        """Release all parts of a position that no rank needs any more, and images that encoders no longer need."""
+        for part in position.parts:
+            if part.state is RELEASED:
+                continue
+            if part.state is READY:
+                self.holdings.release(part)
+            else:
+                self.leases.leave(part)
+            part.state = RELEASED
+            part.extents = ()
+            if part.batch is not None:
+                part.batch.num_unread -= 1
+        if position.images is not None:
+            self._images.position_over(position)
 
     # --- losses -------------------------------------------------------------------------------------------------
 
     def owner_lost(self, owner: int, for_good: bool = False) -> None:
         """Have all parts of an owner that are not released produced again, first in line. May be called twice.
 
-        for_good: no new process takes its place, so ``make_room`` may be needed from now on.
+        for_good: no new process takes its place, so eviction may be needed from now on.
         """
         self.has_lost_memory |= for_good
         self.leases.owner_lost(owner)
         for part in self.holdings.lose(owner):
             if part.name == IMAGES_PART:
-                self.leases.make_pending(part)
-                _count_unfed(part.position, 1)
+                self._images.lose(part)
             else:
                 self._make_pending(part)
 
-    def may_evict(self, owner: int, encoder: str) -> bool:
-        """Whether ``make_room`` may evict: memory was lost for good, a batch is in line, and none is leased."""
-        if not self.has_lost_memory or self.leases.is_lost(owner) or self.leases.is_granted(encoder):
-            return False
-        return self.leases.first_in_line(encoder) is not None
-
-    def make_room(self, owner: int, encoder: str, free_nbytes: int) -> bool:
-        """Evict parts from an owner's DRAM segment for the first batch in line, if ``free_nbytes`` are too few.
-
-        Does nothing unless ``may_evict``: after a loss for good, the other segments can be full of later positions. As
-        long as every lost process comes back with an empty segment, leases in order never need eviction.
-
-        Evicts whole batches, since a batch is leased as one again: the parts that are needed last go first. Only parts
-        of later batches go, and none whose place a rank knows. They are produced again in line, and their extents may
-        be freed.
-
-        Returns whether parts were evicted. If all such parts together would not be enough, none is evicted.
-        """
-        blocked = self.leases.first_in_line(encoder) if self.may_evict(owner, encoder) else None
-        if blocked is None:
-            return False
-        lacking_nbytes = pending_nbytes(blocked) - free_nbytes
-        batches: defaultdict[tuple[int, tuple[int, int]], list[PartRecord]] = defaultdict(list)
-        for part in self.holdings.ready_parts(owner):
-            batch, position = part.batch, part.position
-            if part.tier is not Tier.DRAM or batch is None or batch.key <= blocked.key or position.is_located:
-                continue
-            used_in = position.microbatch.unit if position.microbatch is not None else _UNPLANNED
-            batches[used_in, batch.key].append(part)
-        chosen: list[PartRecord] = []
-        for key in sorted(batches, reverse=True):
-            if lacking_nbytes <= 0:
-                break
-            chosen += batches[key]
-            lacking_nbytes -= sum(part.aligned_nbytes for part in batches[key])
-        if lacking_nbytes > 0:
-            return False
-        for part in chosen:
-            self._evict(part)
-        return bool(chosen)
-
-    # --- messages -----------------------------------------------------------------------------------------------
-
-    def describe_waits(self, records: Iterable[PositionRecord]) -> str:
-        """Return what positions wait for: the first missing parts, each with its state, its owner, and for how long."""
-        waiting = [
-            part
-            for record in records
-            if record.missing and not record.rejected
-            for part in record.parts
-            if part.state is not READY
-        ]
-        if not waiting:
-            return "nothing"
-        shown = "; ".join(self.leases.describe(part) for part in waiting[:_DESCRIBED_PARTS])
-        more = f"; and {len(waiting) - _DESCRIBED_PARTS} more" if len(waiting) > _DESCRIBED_PARTS else ""
-        return f"{len(waiting)} parts: {shown}{more}"
+    def evict(self, part: PartRecord) -> None:
+        """Have the owner free a READY part, and have it produced again in line."""
+        self.holdings.release(part)
+        self._make_pending(part)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -323,13 +265,6 @@ class Parts:
             position.microbatch.one_less_missing()
         return tier
 
-    def _put_images(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> None:
-        """Take in a position's images, which it does not wait for: encoders do."""
-        tier = self.holdings.tier_of(part, owner, extents)
-        if part.state is LEASED:
-            self.leases.leave(part)
-        self.holdings.put(part, owner, extents, tier)
-
     def _make_pending(self, part: PartRecord) -> None:
         """Have a part that was READY produced again; its position is then incomplete."""
         position = part.position
@@ -338,35 +273,12 @@ class Parts:
             position.microbatch.one_more_missing()
         self.leases.make_pending(part)
 
-    def _evict(self, part: PartRecord) -> None:
-        """Have the owner free a READY part, and have it produced again in line."""
-        self.holdings.release(part)
-        self._make_pending(part)
-
-    def _let_go(self, part: PartRecord) -> None:
-        """Make a part RELEASED, in any other state."""
-        if part.state is READY:
-            self.holdings.release(part)
-        else:
-            self.leases.leave(part)
-        part.state = RELEASED
-        part.extents = ()
-
-    def _drop_images(self, position: PositionRecord) -> None:
-        """Release a position's images, if it has some that are not released."""
-        images = position.images
-        if images is None or images.state is RELEASED:
-            return
-        if images.state is not READY:
-            _count_unfed(position, -1)
-        self._let_go(images)
-
-
-def _count_unfed(position: PositionRecord, change: int) -> None:
-    """Count in a position's encode batches that its images were lost (1), or are there again or not needed (-1)."""
-    for part in position.parts:
-        if part.batch is not None:
-            part.batch.num_unfed += change
+    def _evict_reported(self, record: LeaseRecord) -> None:
+        """Have parts that were reported under a lease produced again with the rest, unless a rank knows their place."""
+        lease_id = record.lease.lease_id
+        for part in record.batch.parts.values():
+            if part.state is READY and part.lease_id == lease_id and not part.position.is_located:
+                self.evict(part)
 
 
 def _stale(owner: int, part_ready: PartReady, why: str) -> StaleLeaseError:

@@ -74,17 +74,19 @@ class PositionRecord:
     parts: what the backbone reads: text and features.
     images: its encoded images, which encoders read; None without images.
     image_nbytes: bytes of each image.
+    is_held: its images are no longer needed; a lease that refers to them keeps them.
     missing: count of ``parts`` that are not READY.
     produced: all parts were READY at one time.
     """
 
-    __slots__ = ("image_nbytes", "images", "microbatch", "missing", "parts", "produced", "ref", "rejected")
+    __slots__ = ("image_nbytes", "images", "is_held", "microbatch", "missing", "parts", "produced", "ref", "rejected")
 
     def __init__(self, ref: SampleRef) -> None:
         self.ref = ref
         self.parts: tuple[PartRecord, ...] = ()
         self.images: PartRecord | None = None
         self.image_nbytes: tuple[int, ...] = ()
+        self.is_held = False
         self.missing = 0
         self.microbatch: MicrobatchRecord | None = None
         self.produced = False
@@ -195,11 +197,24 @@ class BatchRecord:
     pending: positions whose parts are PENDING.
     num_unread: count of parts that are not RELEASED.
     num_unfed: count of positions whose images are lost, and not produced again yet.
+    num_leases: leases of the batch; more than one only where parts were lost at different times.
+    held: positions whose images are kept for these leases alone.
     num_unconsumed: count of positions that no unit has consumed.
     is_queued: the batch is in line.
     """
 
-    __slots__ = ("batch", "is_queued", "key", "num_unconsumed", "num_unfed", "num_unread", "parts", "pending")
+    __slots__ = (
+        "batch",
+        "held",
+        "is_queued",
+        "key",
+        "num_leases",
+        "num_unconsumed",
+        "num_unfed",
+        "num_unread",
+        "parts",
+        "pending",
+    )
 
     def __init__(self, batch: EncodeBatch, parts: dict[int, PartRecord]) -> None:
         self.batch = batch
@@ -208,6 +223,8 @@ class BatchRecord:
         self.pending: set[int] = set()
         self.num_unread = 0
         self.num_unfed = 0
+        self.num_leases = 0
+        self.held: list[PositionRecord] = []
         self.num_unconsumed = len(parts)
         self.is_queued = False
 

@@ -65,6 +65,18 @@ def fixed_output_size(processor: BaseImageProcessor) -> tuple[int, int] | None:
     return None if height is None or width is None else (height, width)
 
 
+def resized_pixels(processor: BaseImageProcessor, width: int, height: int) -> int:
+    """Pixels of an image of this size once a processor has resized it, before it crops it.
+
+    Only a fixed shorter side makes them more than the output's: the longer side grows with the aspect ratio.
+    """
+    size = setting(processor, "size") if setting(processor, "do_resize") else None
+    edge = getattr(size, "shortest_edge", None)
+    if edge is None or getattr(size, "longest_edge", None) is not None:
+        return width * height
+    return int(edge) ** 2 * max(width, height) // min(width, height)
+
+
 def setting(processor: BaseImageProcessor, name: str) -> Any:
     """A setting of a processor, or None if it has no such setting (HF's base class declares none)."""
     return getattr(processor, name, None)

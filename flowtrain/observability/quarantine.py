@@ -13,7 +13,7 @@ QUARANTINE_SCHEMA = 1
 
 
 class QuarantineWriter:
-    """Writes each rejected sample once: schema, position, source (its name), row, epoch, reason, detail.
+    """Writes each rejected sample once: where it comes from, the reason, and a detail with the values.
 
     source_names: name of each training source; the source of evaluation samples is written as ``eval``.
     """
@@ -33,7 +33,10 @@ class QuarantineWriter:
                 "source": "eval" if evaluated else self._source_names[ref.source],
                 "row": ref.row,
                 "epoch": ref.epoch,
+                "id": rejection.id,
                 "reason": rejection.reason.value,
+                "image": rejection.image,
+                "path": rejection.path,
                 "detail": rejection.detail,
             }
         )

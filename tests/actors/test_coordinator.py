@@ -25,6 +25,7 @@ from flowtrain.types.messages import (
     PartReady,
     PlanReply,
 )
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 from tests.flow.simulation import (
     ENCODER_NBYTES,
     LEASE_TIMEOUT_S,
@@ -51,7 +52,7 @@ class World:
         self.coordinator = Coordinator(lambda: flow, poll_s)
 
     async def join(self) -> None:
-        feeder = await self.coordinator.join("feeder-0", "node")
+        feeder = await self.coordinator.join("feeder-0", "node", 0)
         encoder = await self.coordinator.join("encoder-0", "node")
         self.feeder = SimulatedFeeder(feeder.process_index)
         self.encoder = SimulatedEncoder(encoder.process_index, 1 << 16)
@@ -168,7 +169,7 @@ def test_in_arrival_order_a_part_that_is_ready_wakes_ranks_that_wait_for_a_plan(
         plan = await waiting(world.coordinator.next_plan(0))
         said = await world.coordinator.describe_wait(0, None, 0)
         assert "unit 0 is not planned yet, which waits for 3 parts: vision of position 0" in said
-        assert said.endswith("the feeder sizes unit 1 next")
+        assert said.endswith("feeders size unit 1 next")
         await world.encode_all()
         assert (await soon(plan)).plan.unit.chosen == (0, 1, 2, 3)
 
@@ -356,16 +357,18 @@ def test_waits_end_with_nothing_when_their_time_is_up() -> None:
     play(scenario, poll_s=0.01)
 
 
-def test_text_that_was_produced_again_in_vain_comes_back_to_be_freed() -> None:
+def test_parts_that_were_produced_again_in_vain_come_back_to_be_freed() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
-        successor = SimulatedFeeder((await world.coordinator.join("feeder-0", "node")).process_index)
+        successor = SimulatedFeeder((await world.coordinator.join("feeder-0", "node", 0)).process_index)
         order = await soon(world.coordinator.feed(successor.index, FeedReport()))
-        assert [ref.position for ref in order.remake] == [0, 1, 2, 3]
+        assert [lost.ref.position for lost in order.remake] == [0, 1, 2, 3]
         report = successor.make(None, order.remake)
         await world.coordinator.hand_in(world.encoder.index, EncoderReport(rejections=(rejection_of(2),)))
         order = await soon(world.coordinator.feed(successor.index, report))
-        assert order.released == report.remade[2].extents
+        in_vain = [ready for ready in report.remade if ready.position == 2]
+        assert [ready.part for ready in in_vain] == [IMAGES_PART, TEXT_PART]
+        assert order.released == tuple(extent for ready in in_vain for extent in ready.extents)
 
     play(scenario)
 

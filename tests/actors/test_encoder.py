@@ -20,6 +20,7 @@ from flowtrain.actors.pooling import address_space
 from flowtrain.config.flow import PoolConfig
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
+from flowtrain.data import images as images_module
 from flowtrain.data.sources.base import BadSample
 from flowtrain.errors import OutOfPoolMemory, StaleLeaseError, WorkerLostError
 from flowtrain.mempool.gva import AddressSpace
@@ -99,7 +100,7 @@ class World:
             load_encoder=lambda name: self.module, preprocess=lambda name, image: np.full((1, 1, 1), image, np.float32)
         )
         monkeypatch.setattr(encoder_module, "family_from_config", lambda config: family)
-        monkeypatch.setattr(encoder_module, "decode_image", decode)
+        monkeypatch.setattr(images_module, "decode_image", decode)
         self.link = ScriptedLink()
         run_id = new_run_id()
         self.feeder = feeder_of(run_id)

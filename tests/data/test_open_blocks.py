@@ -18,7 +18,7 @@ from flowtrain.data.sampler import Draw, Sampler
 from flowtrain.data.sizing import LoadedSample, MeasuredSample
 from flowtrain.data.sources.base import BadSample, Buffer, RawImage, RawSample
 from flowtrain.types.memory import Extent
-from flowtrain.types.samples import RejectReason
+from flowtrain.types.samples import ImageLayout, Rejection, RejectReason, SampleRef
 
 IMAGE = b"image"
 
@@ -72,9 +72,9 @@ class FakeShelf:
             del self.held[extent.gva]
 
 
-def load(raw: RawSample) -> LoadedSample:
+def load(ref: SampleRef, raw: RawSample) -> LoadedSample:
     data = tuple(image.read(1 << 20) for image in raw.images)
-    return LoadedSample(MeasuredSample(raw, ((1, 1),) * len(data), tuple(map(len, data))), data)
+    return LoadedSample(MeasuredSample((), None, (ImageLayout(1, 1, 1),) * len(data), tuple(map(len, data))), data)
 
 
 class Reader:
@@ -98,7 +98,7 @@ class Reader:
                 continue
             row, ref = self.blocks.take(draw), draw.ref
             if ref.row % 7 == 3:
-                assert isinstance(row, BadSample) and str(ref.row) in row.detail
+                assert isinstance(row, Rejection) and row.ref == ref and str(ref.row) in row.detail
             elif ref.row % 5 == 1:
                 assert isinstance(row, RawSample)
             else:

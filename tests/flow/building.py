@@ -9,14 +9,18 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.events import LedgerRow
-from flowtrain.types.memory import Tier
-from flowtrain.types.messages import MicrobatchLocation
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import MicrobatchLocation, PartReady
 from flowtrain.types.plan import EncodeBatch, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
-from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SizedSample
 
 ALIGNMENT = 64
 VISION = "vision"
+IMAGES = (30, 20)
+"""Bytes of the encoded images of each sample that has some."""
 Clock = Callable[[], float]
+Put = Callable[[int], tuple[Extent, ...]]
+"""Puts a part of so many bytes."""
 
 
 def aligned(nbytes: int) -> int:
@@ -31,7 +35,8 @@ def sized(position: int, vision_nbytes: int = 0, text_nbytes: int = 80) -> Sized
     parts = [PartSize(TEXT_PART, 1, 0, text_nbytes // 8, text_nbytes)]
     if vision_nbytes:
         parts.append(PartSize(VISION, 1, 4, 4, vision_nbytes))
-    return SizedSample(ref(position), 10, 4 if vision_nbytes else 0, 5, tuple(parts))
+    images = IMAGES if vision_nbytes else ()
+    return SizedSample(ref(position), 10, 4 if vision_nbytes else 0, 5, tuple(parts), images)
 
 
 def vision_nbytes(sample: SizedSample) -> int:
@@ -86,10 +91,25 @@ class Tables:
     """The parts table and the microbatches over it, as in a flow; one rank per replica."""
 
     def __init__(
-        self, space: AddressSpace, lease_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        space: AddressSpace,
+        lease_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        keeps_batches: bool = True,
     ) -> None:
-        self.parts = Parts(space, alignment=ALIGNMENT, lease_timeout_s=lease_timeout_s, clock=clock)
+        self.parts = Parts(
+            space, alignment=ALIGNMENT, lease_timeout_s=lease_timeout_s, keeps_batches=keeps_batches, clock=clock
+        )
         self.microbatches = Microbatches(self.parts)
+
+    def feed(self, sample: SizedSample, owner: int, put: Put) -> dict[str, tuple[Extent, ...]]:
+        """Take in a sample, and return where its parts lie."""
+        where = {TEXT_PART: put(sample.parts[0].nbytes)}
+        if sample.image_nbytes:
+            where[IMAGES_PART] = put(sum(sample.image_nbytes))
+        text, *images = [PartReady(sample.position, part, 0, extents) for part, extents in where.items()]
+        self.parts.add_sized([sample], owner, [text], images)
+        return where
 
     def ready_slots(self, unit: int, rank: int) -> tuple[int, ...]:
         return tuple(sorted(self.microbatches._units[unit].ready_slots[rank]))
@@ -107,13 +127,13 @@ class Tables:
         return self.parts.consume(self.microbatches.end(unit))
 
     def describe_positions(self, positions: Iterable[int]) -> str:
-        return self.parts.describe_waits(self.parts[position] for position in positions)
+        return self.parts.leases.describe_waits(self.parts[position] for position in positions)
 
     def occupancy(self) -> dict[Tier, int]:
         """Bytes of READY parts in each tier."""
         found = dict.fromkeys(Tier, 0)
-        for ready in self.parts._ready_of.values():
+        for ready in self.parts.holdings._ready_of.values():
             for part in ready:
                 found[part.tier] += part.nbytes
-        assert found[Tier.HBM] == self.parts.ready_hbm_nbytes
+        assert found[Tier.HBM] == self.parts.holdings.hbm_nbytes
         return found

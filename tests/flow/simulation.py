@@ -1,17 +1,19 @@
-"""Simulated feeder, encoders and ranks for a flow. They produce no data, but each producer has a real arena.
+"""Simulated feeders, encoders and ranks for a flow. They produce no data, but each producer has a real arena.
 
 Every sample is a function of its position, so a part that is produced again has the same size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
 from flowtrain.costs.flops import SampleFlops
+from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.build import assemble_flow
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.flow import Flow
@@ -28,14 +30,25 @@ from flowtrain.types.memory import Extent, PoolStats, Tier
 from flowtrain.types.messages import (
     EncoderReport,
     FeedReport,
+    ImageBytes,
     Lease,
     LeaseOrder,
     MicrobatchLocation,
     PartReady,
     RankReport,
+    Remake,
 )
 from flowtrain.types.plan import Unit, UnitKind
-from flowtrain.types.samples import TEXT_PART, PartSize, Rejection, RejectReason, SampleRef, SamplerState, SizedSample
+from flowtrain.types.samples import (
+    IMAGES_PART,
+    TEXT_PART,
+    PartSize,
+    Rejection,
+    RejectReason,
+    SampleRef,
+    SamplerState,
+    SizedSample,
+)
 
 ALIGNMENT = 64
 SPACE = AddressSpace(num_processes=4000, segment_nbytes=1 << 20)
@@ -47,7 +60,12 @@ ENCODER_NBYTES = 2 * MAX_BATCH_PATCHES * ALIGNMENT
 """Room for two largest batches, so two encoders just hold a worst-case unit."""
 ARRIVAL_NBYTES = 12 * ALIGNMENT
 """Room for one largest lease (7 * 64 bytes) and a bit more than half of BATCH - 1 largest samples."""
-TEXT_NBYTES = 1 << 14
+FED_NBYTES = 1 << 14
+"""Room of a feeder that never waits."""
+LARGEST_FED_NBYTES = 2 * ALIGNMENT + 3 * ALIGNMENT
+"""Text and images of the largest sample, each aligned."""
+BLOCK_ROWS = 3
+"""Rows of a block; all of them are fed by one feeder."""
 LEASE_TIMEOUT_S = 60.0
 
 
@@ -60,9 +78,22 @@ def sample_of(position: int) -> SizedSample:
     patches = (3, 0, 1, 4, 2, 4, 0, 3)[position % 8]
     tokens = 4 + patches + position % 5
     parts = [PartSize(TEXT_PART, 1, 0, tokens, 8 * tokens)]
+    images: tuple[int, ...] = ()
     if patches:
         parts.append(PartSize(VISION, 1, patches, patches, 48 * patches))
-    return SizedSample(ref_of(position), tokens, patches, 2, tuple(parts))
+        images = (30 * patches, 50 + position % 20) if patches > 1 else (25 + position % 50,)
+    return SizedSample(ref_of(position), tokens, patches, 2, tuple(parts), images)
+
+
+def fed_nbytes(position: int, part: str) -> int:
+    """Bytes of a part that a feeder puts."""
+    sample = sample_of(position)
+    return sum(sample.image_nbytes) if part == IMAGES_PART else sample.parts[0].nbytes
+
+
+def feeder_of(position: int, num_feeders: int) -> int:
+    """The feeder of a position's block. Two blocks are open at a time, and their rows alternate."""
+    return (position // (2 * BLOCK_ROWS) * 2 + position % 2) % num_feeders
 
 
 def is_found_bad_early(position: int) -> bool:
@@ -77,6 +108,10 @@ def rejection_of(position: int) -> Rejection:
     return Rejection(ref_of(position), RejectReason.CORRUPT_IMAGE, "torn")
 
 
+def planner_of(dp_size: int) -> StepPlanner:
+    return StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT)
+
+
 def build_flow(
     *,
     num_steps: int = 3,
@@ -88,6 +123,7 @@ def build_flow(
     lookahead: int = 1,
     dp_size: int = 2,
     replica_size: int = 1,
+    num_feeders: int = 1,
     trace_steps: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
@@ -97,6 +133,7 @@ def build_flow(
         SPACE,
         alignment=ALIGNMENT,
         lease_timeout_s=LEASE_TIMEOUT_S,
+        keeps_batches=not arrival,
         consumed=ConsumedPositions.at(state),
         clock=clock,
     )
@@ -107,7 +144,7 @@ def build_flow(
         members=Members(SPACE.num_processes, SPACE.num_processes),
         parts=parts,
         order=ByArrival(window, parts, make_batches, state) if arrival else InOrder(),
-        planner=StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT),
+        planner=planner_of(dp_size),
         units=unit_sequence(num_steps, BATCH, None, eval_every, num_eval, start_step),
         leftovers=(unit for unit in before if unit.kind is UnitKind.TRAIN),
         lookahead=lookahead,
@@ -115,6 +152,7 @@ def build_flow(
         sampler_state=state,
         dp_size=dp_size,
         replica_size=replica_size,
+        num_feeders=num_feeders,
         last_traced_step=start_step + trace_steps,
     )
 
@@ -130,21 +168,26 @@ def report_of(unit: Unit, dp_rank: int) -> RankReport:
 
 
 class Owner:
-    """A process that gives memory."""
+    """A process that gives memory. Its segment outlives it."""
 
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
         self.arena = Arena(nbytes, ALIGNMENT, "knob")
+        self.contents: dict[Extent, tuple[int, str]] = {}  # extent -> (position, part)
 
-    def put(self, nbytes: int, hold: Hold | None = None) -> tuple[Extent, ...]:
-        return tuple(
+    def put(self, position: int, part: str, nbytes: int, hold: Hold | None = None) -> tuple[Extent, ...]:
+        extents = tuple(
             Extent(SPACE.gva(Tier.DRAM, self.index, offset), length)
             for offset, length in self.arena.allocate(nbytes, hold)
         )
+        self.contents.update(dict.fromkeys(extents, (position, part)))
+        return extents
 
     def free(self, extents: tuple[Extent, ...]) -> None:
         """Free extents; the arena refuses a second free."""
         self.arena.free([(SPACE.translate(extent.gva).offset, extent.nbytes) for extent in extents])
+        for extent in extents:
+            del self.contents[extent]
 
     def has(self, extent: Extent) -> bool:
         return self.arena.is_used(SPACE.translate(extent.gva).offset, extent.nbytes)
@@ -158,30 +201,86 @@ class Owner:
 
 
 class SimulatedFeeder(Owner):
-    """Sizes units. ``make`` is the work between an order and its report."""
+    """Sizes its share of units. ``begin`` and ``work`` are the work between an order and its report."""
 
-    def __init__(self, index: int, nbytes: int = TEXT_NBYTES) -> None:
+    def __init__(self, index: int, nbytes: int = FED_NBYTES, number: int = 0, num_feeders: int = 1) -> None:
         super().__init__(index, nbytes)
+        self.number = number
+        self._num_feeders = num_feeders
         self.report: FeedReport | None = FeedReport()
+        self._unit: Unit | None = None
+        self._sized: list[int] = []
+        self._rejected: list[int] = []
+        self._todo: deque[tuple[int, str]] = deque()
+        self._put: list[PartReady] = []
 
-    def text(self, position: int) -> PartReady:
-        return PartReady(position, TEXT_PART, 0, self.put(sample_of(position).parts[0].nbytes))
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has parts to put."""
+        return bool(self._todo)
 
-    def make(self, unit: Unit | None, remake: tuple[SampleRef, ...], consumed: tuple[int, ...] = ()) -> FeedReport:
-        remade = tuple(self.text(ref.position) for ref in remake)
+    def begin(self, unit: Unit | None, remake: tuple[Remake, ...], consumed: tuple[int, ...] = ()) -> None:
+        """Start on an order."""
+        assert not self.is_busy and (unit is None or not remake)
+        mine = [p for p in unit.positions if feeder_of(p, self._num_feeders) == self.number] if unit is not None else []
+        wanted = [position for position in mine if position not in consumed]
+        self._unit, self._put = unit, []
+        self._sized = [position for position in wanted if not is_found_bad_early(position)]
+        self._rejected = [position for position in wanted if is_found_bad_early(position)]
+        self._todo.extend((lost.ref.position, part) for lost in remake for part in lost.parts)
+        for position in self._sized:
+            self._todo.append((position, TEXT_PART))
+            if sample_of(position).image_nbytes:
+                self._todo.append((position, IMAGES_PART))
+
+    def work(self, flow: Flow) -> None:
+        """Put what there is room for; ``report`` is there once all is put. It waits for room as a feeder does."""
+        while self._todo:
+            position, part = self._todo[0]
+            try:
+                extents = self.put(position, part, fed_nbytes(position, part))
+            except OutOfPoolMemory:
+                order = flow.room_order(self.index)
+                if order is None:
+                    return
+                self.free(order.released)
+                if order.stop:
+                    self._give_up()
+                    return
+                assert order.released
+            else:
+                self._todo.popleft()
+                self._put.append(PartReady(position, part, 0, extents))
+        self.report = self._report()
+
+    def make(self, unit: Unit | None, remake: tuple[Remake, ...], consumed: tuple[int, ...] = ()) -> FeedReport:
+        """Do the work at once, with room for all of it."""
+        self.begin(unit, remake, consumed)
+        for position, part in self._todo:
+            extents = self.put(position, part, fed_nbytes(position, part))
+            self._put.append(PartReady(position, part, 0, extents))
+        self._todo.clear()
+        return self._report()
+
+    def _report(self) -> FeedReport:
+        put, unit = tuple(self._put), self._unit
         if unit is None:
-            return FeedReport(remade=remade, stats=self.stats)
-        wanted = [position for position in unit.positions if position not in consumed]
-        good = [position for position in wanted if not is_found_bad_early(position)]
+            return FeedReport(remade=put, stats=self.stats)
         return FeedReport(
             unit=unit,
-            sized=tuple(sample_of(position) for position in good),
-            texts=tuple(self.text(position) for position in good),
-            rejections=tuple(rejection_of(position) for position in wanted if is_found_bad_early(position)),
+            sized=tuple(sample_of(position) for position in self._sized),
+            texts=tuple(ready for ready in put if ready.part == TEXT_PART),
+            images=tuple(ready for ready in put if ready.part == IMAGES_PART),
+            rejections=tuple(rejection_of(position) for position in self._rejected),
             sampler_state=SamplerState(unit.step * BATCH),
-            remade=remade,
             stats=self.stats,
         )
+
+    def _give_up(self) -> None:
+        """The run is over: free what was put for nothing."""
+        for ready in self._put:
+            self.free(ready.extents)
+        self._todo.clear()
 
 
 class SimulatedEncoder(Owner):
@@ -198,18 +297,47 @@ class SimulatedEncoder(Owner):
         if order.lease is not None:
             self.work.append((order.lease, self.arena.hold(order.lease.nbytes)))
 
-    def encode(self) -> EncoderReport:
-        """Encode the first leased batch."""
+    def encode(self, feeders: Mapping[int, Owner] | None = None) -> EncoderReport:
+        """Encode the first leased batch.
+
+        feeders: segments that it can read, by process; None: it finds every image. A batch with images elsewhere is
+            returned. Images that were overwritten are bad.
+        """
         lease, hold = self.work.pop(0)
-        good = [position for position in lease.needed if not is_found_bad_late(position)]
+        bad = {ref.position for ref in lease.refs if is_found_bad_late(ref.position)}
+        if feeders is not None:
+            if any(process_of(where) not in feeders for where in lease.images):
+                self.arena.unhold(hold)
+                return EncoderReport(returned=lease.lease_id, stats=self.stats)
+            bad |= {ref.position for ref, where in images_of(lease) if not is_read(where, ref.position, feeders)}
+        good = [position for position in lease.needed if position not in bad]
         ready = tuple(
-            PartReady(position, VISION, lease.epoch, self.put(sample_of(position).parts[1].nbytes, hold))
+            PartReady(
+                position, VISION, lease.epoch, self.put(position, VISION, sample_of(position).parts[1].nbytes, hold)
+            )
             for position in good
         )
         self.arena.unhold(hold)
         # A batch is decoded whole, so it has all its bad images again, also known ones.
-        bad = tuple(rejection_of(position) for position in lease.batch.positions if is_found_bad_late(position))
-        return EncoderReport(ready, bad, self.stats, 0.5)
+        return EncoderReport(
+            ready, tuple(rejection_of(position) for position in sorted(bad)), self.stats, blocked_s=0.5
+        )
+
+
+def images_of(lease: Lease) -> list[tuple[SampleRef, ImageBytes]]:
+    """The samples of a lease, with the places of their images."""
+    return list(zip(lease.refs, lease.images, strict=True))
+
+
+def process_of(images: ImageBytes) -> int:
+    """The process in whose segment images lie."""
+    return SPACE.translate(images.extents[0].gva).process_index
+
+
+def is_read(images: ImageBytes, position: int, feeders: Mapping[int, Owner]) -> bool:
+    """Whether the place of a position's images still has them."""
+    contents = feeders[process_of(images)].contents
+    return all(contents.get(extent) == (position, IMAGES_PART) for extent in images.extents)
 
 
 @dataclass

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from flowtrain.errors import StaleLeaseError
+from flowtrain.flow.eviction import make_room
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease, PartReady
-from flowtrain.types.samples import TEXT_PART, SizedSample
-from tests.flow.building import ALIGNMENT, VISION, Tables, plan, sized
+from flowtrain.types.samples import SizedSample
+from tests.flow.building import ALIGNMENT, IMAGES, VISION, Tables, plan, sized
 
 SPACE = AddressSpace(num_processes=16, segment_nbytes=1 << 20)
 FEEDER, DEAD, SURVIVOR = 0, 1, 2
@@ -19,6 +22,11 @@ NUM_UNITS = 4
 
 def extent(owner: int, position: int, nbytes: int) -> Extent:
     return Extent(SPACE.gva(Tier.DRAM, owner, position * 1024), nbytes)
+
+
+def fed_extents(position: int, nbytes: int) -> tuple[Extent, ...]:
+    """Text and images of a position, told apart by their sizes."""
+    return (Extent(SPACE.gva(Tier.DRAM, FEEDER, position * 1024 + 128 * (nbytes != 80)), nbytes),)
 
 
 def report(owner: int, lease: Lease) -> list[PartReady]:
@@ -40,8 +48,7 @@ def tables() -> Tables:
     for unit in range(NUM_UNITS):
         samples: list[SizedSample] = [sized(2 * unit + i, NBYTES) for i in range(2)]
         for sample in samples:
-            text = PartReady(sample.position, TEXT_PART, 0, (extent(FEEDER, sample.position, 80),))
-            tables.parts.add_sized([sample], FEEDER, [text])
+            tables.feed(sample, FEEDER, partial(fed_extents, sample.position))
         tables.microbatches.add(plan(samples, index=unit, first=2 * unit, per_microbatch=2, per_batch=2))
     encode(tables, DEAD)
     for _ in range(NUM_UNITS - 1):
@@ -56,9 +63,9 @@ def positions_of(extents: tuple[Extent, ...]) -> list[int]:
 def test_the_farthest_batch_is_evicted_whole_and_produced_again_in_line(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD, for_good=True)
     assert tables.parts.leases.grant(SURVIVOR, VISION, NBYTES) is None
-    assert tables.parts.make_room(SURVIVOR, VISION, NBYTES)
-    assert positions_of(tables.parts.take_released(SURVIVOR)) == [6, 7]
-    assert tables.occupancy()[Tier.DRAM] == 8 * 80 + 4 * NBYTES
+    assert make_room(tables.parts, SURVIVOR, VISION, NBYTES)
+    assert positions_of(tables.parts.holdings.take_released(SURVIVOR)) == [6, 7]
+    assert tables.occupancy()[Tier.DRAM] == 8 * (80 + sum(IMAGES)) + 4 * NBYTES
     assert not tables.is_ready(3, 0, 0) and tables.is_ready(1, 0, 0)
     assert encode(tables, SURVIVOR).batch.positions == (0, 1)
     assert encode(tables, SURVIVOR).batch.positions == (6, 7)
@@ -67,39 +74,39 @@ def test_the_farthest_batch_is_evicted_whole_and_produced_again_in_line(tables: 
 
 def test_eviction_ends_when_there_is_room(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD, for_good=True)
-    assert tables.parts.make_room(SURVIVOR, VISION, 0)
-    assert positions_of(tables.parts.take_released(SURVIVOR)) == [6, 7]
-    assert not tables.parts.make_room(SURVIVOR, VISION, 2 * NBYTES), "there is room"
+    assert make_room(tables.parts, SURVIVOR, VISION, 0)
+    assert positions_of(tables.parts.holdings.take_released(SURVIVOR)) == [6, 7]
+    assert not make_room(tables.parts, SURVIVOR, VISION, 2 * NBYTES), "there is room"
 
 
 def test_nothing_is_evicted_while_a_process_comes_back_or_still_encodes(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD)
-    assert not tables.parts.make_room(SURVIVOR, VISION, 0), "its successor has room"
+    assert not make_room(tables.parts, SURVIVOR, VISION, 0), "its successor has room"
     lease = tables.parts.leases.grant(5, VISION, 1 << 20)
     assert lease is not None
     tables.parts.owner_lost(DEAD, for_good=True)
     tables.parts.owner_lost(6, for_good=True)
-    assert not tables.parts.make_room(SURVIVOR, VISION, 0), "nothing waits for room"
+    assert not make_room(tables.parts, SURVIVOR, VISION, 0), "nothing waits for room"
     for ready in report(5, lease):
         tables.parts.ready(5, ready)
     tables.parts.owner_lost(SURVIVOR)
     other = tables.parts.leases.grant(5, VISION, 1 << 20)
-    assert other is not None and not tables.parts.make_room(5, VISION, 0), "who encodes will report"
+    assert other is not None and not make_room(tables.parts, 5, VISION, 0), "who encodes will report"
 
 
 def test_parts_that_a_rank_has_located_and_earlier_parts_stay(tables: Tables) -> None:
     for unit in (1, 3):
         assert tables.locate(unit, 0, 0) is not None
     tables.parts.owner_lost(DEAD, for_good=True)
-    assert tables.parts.make_room(SURVIVOR, VISION, 0)
-    assert positions_of(tables.parts.take_released(SURVIVOR)) == [4, 5]
+    assert make_room(tables.parts, SURVIVOR, VISION, 0)
+    assert positions_of(tables.parts.holdings.take_released(SURVIVOR)) == [4, 5]
     assert encode(tables, SURVIVOR).batch.positions == (0, 1)
-    assert not tables.parts.make_room(SURVIVOR, VISION, 0), "unit 2 waits, and only unit 3 is later, which is read"
+    assert not make_room(tables.parts, SURVIVOR, VISION, 0), "unit 2 waits, and only unit 3 is later, which is read"
 
 
 def test_a_report_of_an_evicted_part_is_stale(tables: Tables) -> None:
     tables.parts.owner_lost(DEAD, for_good=True)
-    tables.parts.make_room(SURVIVOR, VISION, 0)
+    make_room(tables.parts, SURVIVOR, VISION, 0)
     late = PartReady(6, VISION, 4, (extent(SURVIVOR, 6, NBYTES),))
     with pytest.raises(StaleLeaseError, match="it is pending"):
         tables.parts.ready(SURVIVOR, late)

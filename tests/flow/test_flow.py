@@ -8,20 +8,22 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowtrain.errors import PoolError
+from flowtrain.flow.capacity import check_capacity
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.flow import ASK_AGAIN, Flow
 from flowtrain.flow.units import unit_sequence
 from flowtrain.types.events import CheckpointWritten, Rejected, SpansRecorded, UnitDone
-from flowtrain.types.messages import EncoderReport, MicrobatchLocation, Span
+from flowtrain.types.messages import EncoderReport, Lease, MicrobatchLocation, Span
 from flowtrain.types.plan import Flops, Unit, UnitKind
-from flowtrain.types.samples import SamplerState
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
 from tests.flow.simulation import (
     ARRIVAL_NBYTES,
     BATCH,
     ENCODER_NBYTES,
+    LARGEST_FED_NBYTES,
     LEASE_TIMEOUT_S,
     SPACE,
     VISION,
@@ -30,14 +32,19 @@ from tests.flow.simulation import (
     SimulatedFeeder,
     SimulatedRank,
     build_flow,
+    images_of,
     is_found_bad_early,
     is_found_bad_late,
+    is_read,
     located,
+    planner_of,
     rejection_of,
     report_of,
+    sample_of,
 )
 
-DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL = 2, 2, 4, 2, 3
+DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL, MAX_FEEDERS = 2, 2, 4, 2, 3, 3
+PLANNER = planner_of(DP_SIZE)
 
 
 class FlowMachine(RuleBasedStateMachine):
@@ -51,6 +58,8 @@ class FlowMachine(RuleBasedStateMachine):
         roomy=st.booleans(),
         slow=st.integers(0, NUM_ENCODERS),
         replica_size=st.sampled_from([1, 2, 3]),
+        num_feeders=st.integers(1, 3),
+        short_of_room=st.booleans(),
     )
     def start(
         self,
@@ -61,8 +70,13 @@ class FlowMachine(RuleBasedStateMachine):
         roomy: bool,
         slow: int,
         replica_size: int,
+        num_feeders: int,
+        short_of_room: bool,
     ) -> None:
         self.now = 0.0
+        self.num_feeders = num_feeders
+        self.feeder_nbytes = BATCH * LARGEST_FED_NBYTES if short_of_room else 1 << 14
+        check_capacity([self.feeder_nbytes], LARGEST_FED_NBYTES, BATCH, "knob")
         self.replica_size = replica_size
         self.slow = slow
         self.encoder_nbytes = 1 << 16 if roomy else ARRIVAL_NBYTES if arrival else ENCODER_NBYTES
@@ -86,10 +100,12 @@ class FlowMachine(RuleBasedStateMachine):
             lookahead=self.lookahead,
             dp_size=DP_SIZE,
             replica_size=self.replica_size,
+            num_feeders=self.num_feeders,
             clock=lambda: self.now,
         )
         self.owners: dict[int, Owner] = {}
-        self.feeder = self.join_feeder()
+        self.dead: dict[int, Owner] = {}
+        self.feeders: list[SimulatedFeeder | None] = [self.join_feeder(n) for n in range(self.num_feeders)]
         self.encoders = [self.join_encoder(which) for which in range(NUM_ENCODERS)]
         self.reports: list[list[EncoderReport]] = [[] for _ in range(NUM_ENCODERS)]
         first = self.units[len(self.events)].index if len(self.events) < len(self.units) else 1 << 62
@@ -99,13 +115,13 @@ class FlowMachine(RuleBasedStateMachine):
         ]
         self.stopped_after: int | None = None
 
-    def join_feeder(self) -> SimulatedFeeder:
-        joined = self.flow.join("feeder-0", "node")
+    def join_feeder(self, number: int) -> SimulatedFeeder:
+        joined = self.flow.join(f"feeder-{number}", "node", number)
         assert joined.sampler_state is not None
-        upcoming = self.flow.steps.upcoming
+        upcoming = self.flow.feeding.next_unit(joined.process_index)
         if upcoming is not None and upcoming.kind is UnitKind.TRAIN:
             assert joined.sampler_state.next_position == upcoming.first_position
-        feeder = SimulatedFeeder(joined.process_index)
+        feeder = SimulatedFeeder(joined.process_index, self.feeder_nbytes, number, self.num_feeders)
         self.owners[feeder.index] = feeder
         return feeder
 
@@ -116,37 +132,54 @@ class FlowMachine(RuleBasedStateMachine):
         self.owners[encoder.index] = encoder
         return encoder
 
-    # --- the feeder ---------------------------------------------------------------------------------------------
+    # --- feeders ------------------------------------------------------------------------------------------------
 
-    @rule()
-    def feeder_reports(self) -> None:
-        if self.feeder.report is not None:
-            self.feeder.free(self.flow.feed(self.feeder.index, self.feeder.report))
-            self.feeder.report = None
+    @rule(which=st.integers(0, MAX_FEEDERS - 1))
+    def feeder_reports(self, which: int) -> None:
+        feeder = self.feeders[which % self.num_feeders]
+        if feeder is not None and feeder.report is not None:
+            report, feeder.report = feeder.report, None
+            feeder.free(self.flow.feed(feeder.index, report))
 
-    @rule()
-    def feeder_works(self) -> None:
-        if self.feeder.report is not None:
+    @rule(which=st.integers(0, MAX_FEEDERS - 1))
+    def feeder_works(self, which: int) -> None:
+        feeder = self.feeders[which % self.num_feeders]
+        if feeder is None or feeder.report is not None:
             return
-        order = self.flow.feed_order(self.feeder.index)
+        if feeder.is_busy:
+            feeder.work(self.flow)
+            return
+        order = self.flow.feed_order(feeder.index)
         if order is None:
             return
-        self.feeder.free(order.released)
+        feeder.free(order.released)
         if order.stop:
             assert self.nothing_is_left_to_run()
         elif order.unit is not None or order.remake:
             if order.unit is not None:
                 assert order.unit.index <= min(rank.unit for rank in self.ranks) + self.lookahead
-            self.feeder.report = self.feeder.make(order.unit, order.remake, order.consumed)
+            feeder.begin(order.unit, order.remake, order.consumed)
+            feeder.work(self.flow)
 
-    @rule(arrives=st.booleans())
-    def feeder_dies(self, arrives: bool) -> None:
-        """Its last report may arrive after the controller or its successor has reported its death."""
-        dead = self.feeder
-        del self.owners[dead.index]
-        self.feeder = self.join_feeder()
-        if arrives and dead.report is not None:
-            assert self.flow.feed(dead.index, dead.report) == ()
+    @rule(which=st.sets(st.integers(0, MAX_FEEDERS - 1), min_size=1), arrives=st.booleans(), is_noticed=st.booleans())
+    def feeders_die(self, which: set[int], arrives: bool, is_noticed: bool) -> None:
+        """The last report of each may arrive after the controller has reported its death."""
+        for number in {each % self.num_feeders for each in which}:
+            dead = self.feeders[number]
+            if dead is None:
+                continue
+            self.feeders[number] = None
+            self.dead[dead.index] = self.owners.pop(dead.index)
+            if is_noticed:
+                self.flow.process_lost(f"feeder-{number}")
+                if arrives and dead.report is not None:
+                    assert self.flow.feed(dead.index, dead.report) == ()
+
+    @rule(which=st.integers(0, MAX_FEEDERS - 1))
+    def feeder_comes_back(self, which: int) -> None:
+        number = which % self.num_feeders
+        if self.feeders[number] is None:
+            self.feeders[number] = self.join_feeder(number)
 
     # --- encoders -----------------------------------------------------------------------------------------------
 
@@ -158,10 +191,30 @@ class FlowMachine(RuleBasedStateMachine):
         if order is not None and order.stop:
             assert self.nothing_is_left_to_run()
 
-    @rule(which=st.integers(0, NUM_ENCODERS - 1))
-    def encoder_encodes(self, which: int) -> None:
+    @rule(which=st.integers(0, NUM_ENCODERS - 1), reads_the_dead=st.booleans())
+    def encoder_encodes(self, which: int, reads_the_dead: bool = False) -> None:
+        """It returns a lease whose images it cannot read. It may have mapped the memory of a process that died."""
         if self.encoders[which].work:
-            self.reports[which].append(self.encoders[which].encode())
+            lease, _ = self.encoders[which].work[0]
+            self.check_refs(lease)
+            readable = {**self.dead, **self.owners} if reads_the_dead else self.owners
+            self.reports[which].append(self.encoders[which].encode(readable))
+
+    def check_refs(self, lease: Lease) -> None:
+        """In deterministic order a batch is always encoded from the same images, however much of it was lost."""
+        refs = [ref.position for ref in lease.refs]
+        assert set(lease.needed) <= set(refs) <= set(lease.batch.positions)
+        if not self.arrival:
+            bad = {position for position in lease.batch.positions if is_found_bad_late(position)}
+            assert [p for p in refs if p not in bad] == [p for p in lease.batch.positions if p not in bad]
+
+    @invariant()
+    def no_image_is_freed_while_a_lease_refers_to_it(self) -> None:
+        if not hasattr(self, "flow"):
+            return
+        for record in self.flow.parts.leases._leases.values():
+            for ref, images in images_of(record.lease):
+                assert is_read(images, ref.position, {**self.dead, **self.owners})
 
     @rule(which=st.integers(0, NUM_ENCODERS - 1))
     def encoder_hands_in(self, which: int) -> None:
@@ -193,7 +246,15 @@ class FlowMachine(RuleBasedStateMachine):
         for _ in range(moves):
             if rank_is_ahead(self.ranks, rank) or not self.ranks[rank].move(self.check_location):
                 break
+            self.check_plan(self.ranks[rank].unit)
         self.take_events()
+
+    def check_plan(self, index: int) -> None:
+        """In deterministic order a plan depends on the unit alone: on no fault, and not on the number of feeders."""
+        plan = self.flow.steps.plan_of(index)
+        if plan is not None and not self.arrival:
+            samples = [sample_of(position) for position in plan.unit.positions if not is_found_bad_early(position)]
+            assert plan == PLANNER.plan(plan.unit, samples)
 
     def check_location(self, location: MicrobatchLocation) -> None:
         """All located parts exist, for all samples except rejected ones."""
@@ -216,10 +277,11 @@ class FlowMachine(RuleBasedStateMachine):
         self.stopped_after = max(rank.unit for rank in self.ranks)
         self.flow.steps.request_stop()
 
-    @rule(back=st.integers(0, 2))
-    def everything_dies(self, back: int) -> None:
+    @rule(back=st.integers(0, 2), num_feeders=st.integers(1, MAX_FEEDERS))
+    def everything_dies(self, back: int, num_feeders: int) -> None:
         """The run is resumed after one of its last steps, from that step's checkpoint."""
         self.take_events()
+        self.num_feeders = num_feeders
         whole = [end for end, unit in enumerate(self.units, 1) if not evaluates(unit, self.evaluation)]
         ends = [0, *(end for end in whole if end <= len(self.events))]
         self.events = self.events[: ends[max(-1 - back, -len(ends))]]
@@ -258,8 +320,10 @@ class FlowMachine(RuleBasedStateMachine):
         self.check_the_end()
 
     def everybody_moves(self, but: int | None = None) -> None:
-        self.feeder_reports()
-        self.feeder_works()
+        for number in range(self.num_feeders):
+            self.feeder_comes_back(number)
+            self.feeder_reports(number)
+            self.feeder_works(number)
         for which in range(NUM_ENCODERS):
             if which != but or not self.encoders[which].work:
                 self.encoder_leases(which)
@@ -294,7 +358,7 @@ class FlowMachine(RuleBasedStateMachine):
         if self.stopped_after is None:
             assert (consumed.frontier, consumed.ahead) == (NUM_STEPS * BATCH, ())
         assert len(set(self.rejected)) == len(self.rejected), "a sample is quarantined once"
-        assert self.feeder_and_encoders_are_told_to_stop()
+        self.producers_stop()
         if self.stopped_after is None:
             self.check_memory_is_free()
 
@@ -309,24 +373,33 @@ class FlowMachine(RuleBasedStateMachine):
         if step == NUM_STEPS or evaluates(self.units[self.events.index(event)], self.evaluation):
             assert (state.frontier, state.ahead) == (step * BATCH, ())
 
-    def feeder_and_encoders_are_told_to_stop(self) -> bool:
-        self.feeder_reports()
-        order = self.flow.feed_order(self.feeder.index)
-        assert order is not None
-        self.feeder.free(order.released)
-        orders = [self.flow.lease_order(encoder.index, VISION, 1 << 20) for encoder in self.encoders]
-        for encoder, lease_order in zip(self.encoders, orders, strict=True):
-            encoder.take(lease_order)
-        return order.stop and all(order is not None and order.stop for order in orders)
-
-    def check_memory_is_free(self) -> None:
+    def producers_stop(self) -> None:
+        """All producers learn that the run is over, also those that wait for room."""
+        for number in range(self.num_feeders):
+            self.feeder_comes_back(number)
+            feeder = self.feeders[number]
+            assert feeder is not None
+            if feeder.is_busy:
+                feeder.work(self.flow)
+                assert not feeder.is_busy
+            self.feeder_reports(number)
+            order = self.flow.feed_order(feeder.index)
+            assert order is not None and order.stop
+            feeder.free(order.released)
         for which, encoder in enumerate(self.encoders):
             while encoder.work or self.reports[which]:
                 self.encoder_encodes(which)
                 self.encoder_hands_in(which)
-            encoder.take(self.flow.lease_order(encoder.index, VISION, 0))
-            assert encoder.arena.used_nbytes == 0
-        assert self.feeder.arena.used_nbytes == 0
+            order = self.flow.lease_order(encoder.index, VISION, 1 << 20)
+            assert order is not None and order.stop
+            encoder.take(order)
+
+    def check_memory_is_free(self) -> None:
+        for feeder in self.feeders:
+            assert feeder is not None
+            feeder.free(self.flow.parts.holdings.take_released(feeder.index))  # what late leases have kept
+        for owner in (*self.feeders, *self.encoders):
+            assert owner is not None and owner.arena.used_nbytes == 0 and not owner.contents
 
 
 def evaluates(unit: Unit, evaluation: tuple[int | None, int]) -> bool:
@@ -361,7 +434,7 @@ def encode_all(flow: Flow, encoder: SimulatedEncoder) -> None:
 
 
 def joined(flow: Flow) -> tuple[SimulatedFeeder, SimulatedEncoder]:
-    feeder = SimulatedFeeder(flow.join("feeder-0", "node").process_index)
+    feeder = SimulatedFeeder(flow.join("feeder-0", "node", 0).process_index)
     return feeder, SimulatedEncoder(flow.join("encoder-0", "node").process_index, 1 << 16)
 
 
@@ -443,13 +516,16 @@ def test_the_successor_of_a_dead_feeder_continues_after_the_last_report() -> Non
     order = flow.feed_order(feeder.index)
     assert order is not None and order.unit is not None
     lost = feeder.make(order.unit, ())
-    again = flow.join("feeder-0", "node")
-    assert again.sampler_state == SamplerState(BATCH) and again.next_unit == 1
+    again = flow.join("feeder-0", "node", 0)
+    assert again.sampler_state == SamplerState(BATCH)
     flow.feed(feeder.index, lost)
     successor = SimulatedFeeder(again.process_index)
     order = flow.feed_order(successor.index)
-    assert order is not None and order.unit is None, "a full segment of text that is not reported is never released"
-    assert [ref.position for ref in order.remake] == [p for p in range(BATCH) if not is_found_bad_early(p)]
+    assert order is not None and order.unit is None, "a full segment of parts that are not reported is never released"
+    fed = [p for p in range(BATCH) if not is_found_bad_early(p)]
+    both = (IMAGES_PART, TEXT_PART)
+    parts = [both if sample_of(p).image_nbytes else (TEXT_PART,) for p in fed]
+    assert [(lost.ref.position, lost.parts) for lost in order.remake] == list(zip(fed, parts, strict=True))
     flow.feed(successor.index, successor.make(None, order.remake))
     order = flow.feed_order(successor.index)
     assert order is not None and order.unit is not None and order.unit.index == 1, "the dead one's report came too late"
@@ -532,7 +608,7 @@ def test_a_checkpoint_is_announced_once_all_ranks_wrote_it() -> None:
 def test_a_wait_names_what_it_waits_for() -> None:
     flow = build_flow(dp_size=1)
     feeder, _ = joined(flow)
-    assert "the feeder sizes unit 0 next" in flow.describe_wait(0, None, 0)
+    assert "feeders size unit 0 next" in flow.describe_wait(0, None, 0)
     feed_next(flow, feeder)
     assert VISION in flow.describe_wait(0, 0, 0)
 
@@ -546,7 +622,9 @@ def test_state_does_not_grow_with_the_run() -> None:
         encode_all(flow, encoder)
         run_unit(flow, unit)
         flow.log.take()
-        books = (flow, flow.log, flow.members, flow.steps, flow.parts, flow.parts.leases, flow.microbatches)
+        parts = flow.parts
+        books = (flow, flow.log, flow.members, flow.steps, parts, parts.leases, parts.holdings, flow.microbatches)
+        books = (*books, flow.feeding)
         held = [
             value for book in books for value in vars(book).values() if isinstance(value, dict | list | set | deque)
         ]

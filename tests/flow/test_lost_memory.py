@@ -8,7 +8,6 @@ import pytest
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.flow.flow import Flow
-from flowtrain.flow.parts import Parts
 from flowtrain.types.events import UnitDone
 from flowtrain.types.messages import MicrobatchLocation
 from tests.flow.simulation import (
@@ -34,7 +33,7 @@ class World:
 
     def __init__(self, arrival: bool) -> None:
         self.flow: Flow = build_flow(num_steps=NUM_STEPS, lookahead=LOOKAHEAD, arrival=arrival, dp_size=DP_SIZE)
-        self.feeder = SimulatedFeeder(self.flow.join("feeder-0", "node").process_index)
+        self.feeder = SimulatedFeeder(self.flow.join("feeder-0", "node", 0).process_index)
         self.encoders = [
             SimulatedEncoder(self.flow.join(f"encoder-{i}", "node").process_index, 2 * ENCODER_NBYTES) for i in range(2)
         ]
@@ -110,7 +109,7 @@ def test_the_survivor_makes_room_and_every_position_is_consumed_once(arrival: bo
 
 
 def test_without_eviction_it_would_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Parts, "make_room", lambda *arguments: False)
+    monkeypatch.setattr("flowtrain.flow.flow.make_room", lambda *arguments: False)
     world = World(arrival=False)
     survivor = lose_the_first_batches(world)
     assert not world.run([survivor])

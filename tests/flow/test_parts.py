@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -10,22 +11,25 @@ from flowtrain.errors import AddressError, ConfigError, PoolError, StaleLeaseErr
 from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.types.memory import Extent, Tier
-from flowtrain.types.messages import Lease, PartReady
+from flowtrain.types.messages import Lease, PartReady, Remake
 from flowtrain.types.plan import StepPlan, UnitKind
-from flowtrain.types.samples import EVAL_POSITION_BASE, TEXT_PART, SizedSample
-from tests.flow.building import VISION, Tables, aligned, plan, ref, rejection, sized
+from flowtrain.types.samples import EVAL_POSITION_BASE, IMAGES_PART, TEXT_PART, SizedSample
+from tests.flow.building import IMAGES, VISION, Tables, aligned, plan, ref, rejection, sized
 
 SPACE = AddressSpace(num_processes=32, segment_nbytes=1 << 20)
 FEEDER, ENCODER, OTHER = 0, 1, 2
 PLENTY = 1 << 20
+FED_IMAGES = sum(IMAGES)
 
 
 class Setup:
     """A parts table with a clock that the test moves, and owners that put each part at a new address."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_batches: bool = True) -> None:
         self.now = 100.0
-        self.tables = Tables(SPACE, lease_timeout_s=60.0, clock=lambda: self.now)
+        self.tables = Tables(SPACE, lease_timeout_s=60.0, clock=lambda: self.now, keeps_batches=keeps_batches)
+        for owner in (FEEDER, 5, 6, 7):
+            self.tables.parts.leases.add_feeder(owner, 0)
         self._offsets: dict[int, int] = {}
 
     def extents(self, owner: int, nbytes: int) -> tuple[Extent, ...]:
@@ -35,9 +39,17 @@ class Setup:
 
     def feed(self, *samples: SizedSample, owner: int = FEEDER) -> None:
         for sample in samples:
-            nbytes = sample.parts[0].nbytes
-            ready = PartReady(sample.position, TEXT_PART, 0, self.extents(owner, nbytes))
-            self.tables.parts.add_sized([sample], owner, [ready])
+            self.tables.feed(sample, owner, partial(self.extents, owner))
+
+    def remake(self, owner: int = 5) -> list[PartReady]:
+        """Produce all lost parts again."""
+        made = []
+        for lost in self.tables.parts.leases.grant_lost_parts(owner):
+            for part in lost.parts:
+                nbytes = FED_IMAGES if part == IMAGES_PART else 80
+                made.append(PartReady(lost.ref.position, part, 0, self.extents(owner, nbytes)))
+                self.tables.parts.remade(owner, made[-1])
+        return made
 
     def feed_and_plan(self, *samples: SizedSample, **how: int) -> StepPlan:
         self.feed(*samples)
@@ -76,10 +88,10 @@ def test_the_life_of_a_position(setup: Setup) -> None:
     location = d.locate(0, 0, 0)
     assert location is not None and [part.part for part in location.parts] == [TEXT_PART, VISION]
     assert location.parts[1].extents == vision and location.rejected == ()
-    assert d.occupancy() == {Tier.HBM: 0, Tier.DRAM: 100 + 80 + 80}
+    assert d.occupancy() == {Tier.HBM: 0, Tier.DRAM: 100 + 80 + 80 + FED_IMAGES}
 
     d.release(0, 0, 0)
-    assert d.parts.take_released(ENCODER) == vision and d.parts.take_released(ENCODER) == ()
+    assert d.parts.holdings.take_released(ENCODER) == vision and d.parts.holdings.take_released(ENCODER) == ()
     d.locate(0, 1, 0)
     d.release(0, 1, 0)
     rows = d.consume(0)
@@ -88,7 +100,7 @@ def test_the_life_of_a_position(setup: Setup) -> None:
         (1, 1, 10, 2, 1, 0, 1, "consumed"),
     ]
     assert d.parts.num_produced == 2
-    assert d.occupancy()[Tier.DRAM] == 0 and len(d.parts.take_released(FEEDER)) == 2
+    assert d.occupancy()[Tier.DRAM] == 0 and len(d.parts.holdings.take_released(FEEDER)) == 3
 
 
 def test_leases_follow_unit_and_batch_order_and_never_skip(setup: Setup) -> None:
@@ -107,10 +119,10 @@ def test_a_lost_owners_parts_are_first_in_line_and_its_messages_refused(setup: S
     kept = setup.report(ENCODER, first, 0)
     d.parts.owner_lost(ENCODER)
     d.parts.owner_lost(ENCODER)
-    assert not d.is_ready(0, 0, 0) and d.occupancy()[Tier.DRAM] == 4 * 80
+    assert not d.is_ready(0, 0, 0) and d.occupancy()[Tier.DRAM] == 4 * (80 + FED_IMAGES)
     with pytest.raises(StaleLeaseError, match="counts as lost"):
         setup.report(ENCODER, first, 1)
-    assert d.parts.leases.grant(ENCODER, VISION, PLENTY) is None and d.parts.leases.grant_lost_text(ENCODER) == ()
+    assert d.parts.leases.grant(ENCODER, VISION, PLENTY) is None and d.parts.leases.grant_lost_parts(ENCODER) == ()
 
     again = setup.lease(OTHER)
     assert (again.batch, again.needed, again.epoch > first.epoch) == (first.batch, (0, 1), True)
@@ -146,7 +158,7 @@ def test_an_expired_lease_does_not_split_its_batch(reported: int, located: bool,
     assert (setup.tables.locate(0, 0, 0) is not None) == is_read
     setup.now += 61
     assert setup.tables.parts.expire_leases() == (first,)
-    assert len(setup.tables.parts.take_released(ENCODER)) == (reported - 2 if is_read else reported)
+    assert len(setup.tables.parts.holdings.take_released(ENCODER)) == (reported - 2 if is_read else reported)
     if is_read:
         setup.tables.release(0, 0, 0)
     for owner in (OTHER, ENCODER):
@@ -180,15 +192,16 @@ def test_lost_text_is_produced_again(setup: Setup) -> None:
     d.release(0, 0, 0)
     d.parts.owner_lost(FEEDER)
     assert not d.is_ready(0, 1, 0)
-    assert d.parts.leases.grant_lost_text(5) == (ref(1),) and d.parts.leases.grant_lost_text(5) == (), (
+    lost = (Remake(ref(1), (TEXT_PART,)),)
+    assert d.parts.leases.grant_lost_parts(5) == lost and d.parts.leases.grant_lost_parts(5) == (), (
         "released text is not needed any more"
     )
     d.parts.owner_lost(5)
-    assert d.parts.leases.grant_lost_text(6) == (ref(1),)
+    assert d.parts.leases.grant_lost_parts(6) == lost
     again = PartReady(1, TEXT_PART, 0, setup.extents(6, 80))
     with pytest.raises(StaleLeaseError, match="leased to process 6"):
-        d.parts.text_ready(7, again)
-    d.parts.text_ready(6, again)
+        d.parts.remade(7, again)
+    d.parts.remade(6, again)
     location = d.locate(0, 1, 0)
     assert location is not None and location.parts[0].extents == again.extents
 
@@ -217,7 +230,7 @@ def test_nothing_waits_for_a_rejected_position(setup: Setup) -> None:
     assert not d.parts.reject(rejection(0)), "the same bad image, met again"
     with pytest.raises(StaleLeaseError, match="rejected"):
         setup.report(ENCODER, lease, 0)
-    assert len(d.parts.take_released(FEEDER)) == 1, "its text is freed"
+    assert len(d.parts.holdings.take_released(FEEDER)) == 1, "its text is freed"
     setup.report(ENCODER, lease, 1)
     location = d.locate(0, 0, 0)
     assert location is not None and location.rejected == (0,)
@@ -339,15 +352,19 @@ def test_a_wait_is_explained(setup: Setup) -> None:
     d = setup.tables
     assert d.microbatches.describe_wait(0, 0, 0) == "unit 0, slot 0, rank 0 is not planned"
     setup.feed_and_plan(sized(0, 100), sized(1, 100), sized(2, 100), per_microbatch=3)
-    lease = setup.lease()
+    lease, second = setup.lease(), setup.lease()
     setup.now += 12.5
     d.parts.owner_lost(FEEDER)
-    setup.report(ENCODER, setup.lease(), nbytes=100)
+    setup.report(ENCODER, second, nbytes=100)
     text = d.microbatches.describe_wait(0, 0, 0)
     assert "waits for 5 parts" in text
     assert f"vision of position 0 (100 bytes) is leased to process 1 for 12.5 s (lease {lease.lease_id})" in text
     assert "text of position 1 (80 bytes) is pending: lost with its owner" in text
-    assert "vision of position 2 (100 bytes) is pending in encode batch 2 of unit 0" in text
+    why = "images of 1 positions of batch 2 of unit 0 were lost with their feeder"
+    assert f"vision of position 2 (100 bytes) is pending in encode batch 2 of unit 0: {why}" in text
+    setup.remake()
+    text = d.microbatches.describe_wait(0, 0, 0)
+    assert "waits for 2 parts" in text and "in encode batch 2 of unit 0: no encoder has room or asks" in text
 
 
 def test_many_waiting_parts_are_cut_short(setup: Setup) -> None:
@@ -418,12 +435,12 @@ def test_nothing_is_remembered_of_consumed_units(setup: Setup) -> None:
             assert d.locate(unit, slot, 0) is not None
             d.release(unit, slot, 0)
         d.consume(unit)
-        d.parts.take_released(FEEDER)
-        d.parts.take_released(ENCODER)
+        d.parts.holdings.take_released(FEEDER)
+        d.parts.holdings.take_released(ENCODER)
     assert d.parts.leases.grant(ENCODER, VISION, PLENTY) is None
-    for holder in (d.parts, d.parts.leases, d.microbatches):
+    for holder in (d.parts, d.parts.leases, d.parts.holdings, d.microbatches):
         for name, value in vars(holder).items():
-            if isinstance(value, dict) and name != "_ready_nbytes":
+            if isinstance(value, dict) and name != "_feeders":
                 assert sum(len(item) if hasattr(item, "__len__") else 1 for item in value.values()) == 0, name
 
 

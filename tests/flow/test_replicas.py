@@ -31,7 +31,7 @@ class World:
 
     def __init__(self, **options: object) -> None:
         self.flow: Flow = build_flow(**{"dp_size": 1, "replica_size": NUM_MEMBERS, "lookahead": 2, **options})  # type: ignore[arg-type]
-        self.feeder = SimulatedFeeder(self.flow.join("feeder-0", "node").process_index)
+        self.feeder = SimulatedFeeder(self.flow.join("feeder-0", "node", 0).process_index)
         self.encoder = SimulatedEncoder(self.flow.join("encoder-0", "node").process_index, 1 << 16)
 
     def feed(self) -> None:

@@ -46,6 +46,18 @@ def test_class_token_is_dropped_by_default(make_config, tower_configs):
     assert num_rows("clip", "full") == 5
 
 
+def test_an_aspect_ratio_that_would_be_resized_to_too_many_pixels(make_config, tower_configs):
+    data = {"sources": [{"path": "unused.parquet"}], "max_image_pixels": 28 * 28 * 100}
+    clip, siglip = (
+        family_from_config(make_config(data=data, encoders={"vision": {"config": tower_configs[tower]}}))
+        for tower in ("clip", "siglip")
+    )
+    assert clip.image_layout("vision", 2, 200) == clip.image_layout("vision", 200, 2)
+    with pytest.raises(ValueError, match=r"image_processor.size .* 79184 pixels.* data.max_image_pixels \(78400\)"):
+        clip.image_layout("vision", 1, 101)
+    assert siglip.image_layout("vision", 1, 101), "this processor resizes both sides"
+
+
 @given(width=st.integers(1, 5000), height=st.integers(1, 5000))
 def test_variable_layout_keeps_aspect_within_the_maximum(variable_family, width, height):
     new_width, new_height = variable_family.resized_size(width, height)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def positions(path: Path) -> list[int]:
 
 def test_a_line_says_where_the_sample_is_from_and_why_it_is_bad(path: Path) -> None:
     writer = QuarantineWriter(path, ["first", "second"])
-    writer.write(rejection(3, source=1))
+    writer.write(replace(rejection(3, source=1), id="a-17", image=2, path="b/c.jpg"))
     writer.write(rejection(EVAL_POSITION_BASE + 1, source=2))
     train, held_out = map(json.loads, path.read_text().splitlines())
     assert train == {
@@ -36,10 +37,14 @@ def test_a_line_says_where_the_sample_is_from_and_why_it_is_bad(path: Path) -> N
         "source": "second",
         "row": 7,
         "epoch": 2,
+        "id": "a-17",
         "reason": "corrupt_image",
+        "image": 2,
+        "path": "b/c.jpg",
         "detail": "schön kaputt 3",
     }
     assert held_out["source"] == "eval"
+    assert held_out["id"] is held_out["image"] is held_out["path"] is None
 
 
 def test_a_resume_drops_what_it_will_see_again_whatever_the_order(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowtrain.types.samples import Rejection, RejectReason, SampleRef
+from flowtrain.types.samples import RejectReason
 
 
 class BadSample(Exception):
@@ -15,10 +15,6 @@ class BadSample(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}"
-
-    def rejection(self, ref: SampleRef) -> Rejection:
-        """Return it as the rejection of a sample."""
-        return Rejection(ref, self.reason, self.detail)
 
 
 def malformed(detail: str) -> BadSample:

@@ -12,7 +12,18 @@ from flowtrain.data.sources.image_files import check_image_nbytes, read_image_fi
 from flowtrain.types.samples import RejectReason
 from flowtrain.types.sources import SourceIndex
 
-__all__ = ["IMAGE_PLACEHOLDER", "BadSample", "Buffer", "RawImage", "RawSample", "Record", "Role", "Source", "Turn", "normalise"]
+__all__ = [
+    "IMAGE_PLACEHOLDER",
+    "BadSample",
+    "Buffer",
+    "RawImage",
+    "RawSample",
+    "Record",
+    "Role",
+    "Source",
+    "Turn",
+    "normalise",
+]
 
 IMAGE_PLACEHOLDER = "<image>"
 """Marks an image's place in a turn's text, independent of the tokenizer's image token."""

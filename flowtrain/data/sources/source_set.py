@@ -74,9 +74,13 @@ class SourceSet:
         return self.source(source).read_block(block)
 
     def read(self, ref: SampleRef) -> RawSample:
-        """Return a sample, wherever it is; the blocks that were read last are kept.
+        """Return a sample, wherever it is; raises BadSample if it must be rejected, and as ``record``."""
+        return self.record(ref).sample()
 
-        Raises BadSample if it must be rejected, SourceReadError if it cannot be read, DataError for a damaged file.
+    def record(self, ref: SampleRef) -> Record:
+        """Return a row, wherever it is; the blocks that were read last are kept.
+
+        Raises SourceReadError if it cannot be read, DataError for a damaged file.
         """
         source = self.source(ref.source)
         index = source.index
@@ -85,7 +89,7 @@ class SourceSet:
         block = index.block_of(ref.row)
         nbytes = int(max(index.block_nbytes[block], index.image_nbytes[block]))
         records = self._cache.get((ref.source, block), nbytes, lambda: source.read_block(block))
-        return records[ref.row - int(index.first_rows[block])].sample()
+        return records[ref.row - int(index.first_rows[block])]
 
 
 def _configs(config: DataConfig) -> list[SourceConfig | EvalConfig]:

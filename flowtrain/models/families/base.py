@@ -53,7 +53,10 @@ class Family(ABC):
 
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
-        """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded."""
+        """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded.
+
+        Raises ValueError, which names the rule, for a size that ``preprocess`` cannot take.
+        """
 
     @abstractmethod
     def feature_dim(self, encoder: str) -> int:

@@ -22,7 +22,12 @@ from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.export import build_processor, generation_config, join_model, write_export
 from flowtrain.models.families.base import Family
-from flowtrain.models.image_processing import fixed_output_size, load_image_processor, pixel_values
+from flowtrain.models.image_processing import (
+    fixed_output_size,
+    load_image_processor,
+    pixel_values,
+    resized_pixels,
+)
 from flowtrain.models.initial_weights import (
     BuiltWeights,
     DrawnWeights,
@@ -102,6 +107,12 @@ class LlavaFamily(Family):
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """The same for every image, since the image processor gives them one size."""
+        pixels, limit = resized_pixels(self.image_processor, width, height), self.config.data.max_image_pixels
+        if pixels > limit:
+            raise ValueError(
+                f"{self._encoder_key}.image_processor.size would resize it to {pixels} pixels, which are more than "
+                f"data.max_image_pixels ({limit})"
+            )
         return self._layout
 
     def feature_dim(self, encoder: str) -> int:

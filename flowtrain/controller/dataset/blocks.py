@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from flowtrain.config.run import RunConfig
-from flowtrain.data.images import decode_image
+from flowtrain.data.images import pixels_of_sample
+from flowtrain.data.rejections import rejected
 from flowtrain.data.sizing import SizedResult, Sizer
-from flowtrain.data.sources.base import BadSample, Buffer, RawSample, Record
+from flowtrain.data.sources.base import Buffer, RawSample, Record
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
@@ -43,20 +45,6 @@ class BlockTask:
     """Its first rows that count; an evaluation may end within a block."""
 
 
-@dataclass(frozen=True, slots=True)
-class RejectedRow:
-    """A row that a run would quarantine."""
-
-    source: int
-    row: int
-    id: str | None
-    """The name that the data gives it, if any."""
-    image: int | None
-    """The number of the image at fault, from 1; None if it is no single one."""
-    reason: str
-    detail: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockFound:
     """What was found in a block."""
@@ -64,7 +52,8 @@ class BlockFound:
     task: BlockTask
     rows: npt.NDArray[np.void]
     """Of the type ``ROW``, in file order: the rows that a run trains on."""
-    rejected: tuple[RejectedRow, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    """The rows that it would quarantine."""
     fault: str | None = None
     """Why the whole block cannot be read: its file is damaged, or gone."""
 
@@ -90,36 +79,34 @@ class RowChecker:
         except DataError as error:
             return BlockFound(task, np.empty(0, ROW), fault=str(error))
         first = int(source.index.first_rows[task.block])
-        rows, rejected = [], []
+        rows, rejections = [], []
         for row, record in enumerate(records[: task.num_rows], start=first):
             found = self._row(SampleRef(row, task.source, row, 0), record)
-            (rejected if isinstance(found, RejectedRow) else rows).append(found)
-        return BlockFound(task, np.array(rows, ROW), tuple(rejected))
+            if isinstance(found, Rejection):
+                rejections.append(found)
+            else:
+                rows.append(found)
+        return BlockFound(task, np.array(rows, ROW), tuple(rejections))
 
-    def _row(self, ref: SampleRef, record: Record) -> tuple[object, ...] | RejectedRow:
-        name = None
+    def _row(self, ref: SampleRef, record: Record) -> tuple[object, ...] | Rejection:
         try:
             raw = record.sample()
-            name = raw.id
-            loaded = self._sizer.load(raw)
-            result = self._sizer.size_measured(ref, loaded.measured)
-            if isinstance(result, SizedResult):
-                if self._decode:
-                    self._decode_images(loaded.data)
-                return _sizes_of(result, raw, loaded.data)
-        except BadSample as bad:
-            result = bad.rejection(ref)
-        return rejected_row(result, name)
+        except BaseException as error:
+            return rejected(ref, error)
+        loaded = self._sizer.load(ref, raw)
+        if isinstance(loaded, Rejection):
+            return loaded
+        result = self._sizer.size(ref, loaded.measured)
+        if isinstance(result, Rejection):
+            return result
+        if self._decode:
+            pixels = pixels_of_sample(ref, loaded.images, self._max_pixels, self._preprocess)
+            if isinstance(pixels, Rejection):
+                return replace(pixels, id=raw.id)
+        return _sizes_of(result, raw, loaded.images)
 
-    def _decode_images(self, images: Sequence[Buffer]) -> None:
-        for image in images:
-            self._family.preprocess(self._encoder, decode_image(image, self._max_pixels))
-
-
-def rejected_row(rejection: Rejection, name: str | None) -> RejectedRow:
-    """Return what a report says of a rejection; name: the row's own id."""
-    ref = rejection.ref
-    return RejectedRow(ref.source, ref.row, name, rejection.image, rejection.reason.value, rejection.detail)
+    def _preprocess(self, image: Image.Image) -> np.ndarray:
+        return self._family.preprocess(self._encoder, image)
 
 
 def _sizes_of(result: SizedResult, raw: RawSample, images: Sequence[Buffer]) -> tuple[object, ...]:

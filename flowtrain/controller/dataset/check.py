@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.dataset.blocks import ROW, BlockFound, BlockTask, RejectedRow, RowChecker
+from flowtrain.controller.dataset.blocks import ROW, BlockFound, BlockTask, RowChecker
 from flowtrain.controller.dataset.duplicates import MAX_LISTED, find_duplicates
 from flowtrain.controller.dataset.files import FoundFiles, whole_files
 from flowtrain.controller.dataset.report import DataReport, FileFault, SourceReport, Spread
@@ -21,6 +21,7 @@ from flowtrain.controller.dataset.workers import blocks_found
 from flowtrain.data.sources.base import Source
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.flow.units import num_steps_of
+from flowtrain.types.samples import Rejection
 from flowtrain.types.sources import SourceIndex
 
 Progress = Callable[[str, int, int], None]
@@ -40,7 +41,7 @@ class Tally:
     """Of each source, the accepted rows by block."""
     reasons: list[Counter[str]] = field(init=False)
     """Of each source, rejected rows by reason."""
-    rejected: list[RejectedRow] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
     faults: dict[tuple[int, str], FileFault] = field(default_factory=dict)
     """By source and file."""
 
@@ -53,7 +54,7 @@ class Tally:
         """Count a block."""
         task = found.task
         self.rows[task.source].append(found.rows)
-        self.reasons[task.source].update(row.reason for row in found.rejected)
+        self.reasons[task.source].update(row.reason.value for row in found.rejected)
         self.rejected += found.rejected[: MAX_LISTED - len(self.rejected)]
         if found.fault is None:
             return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,12 @@ from transformers import BaseImageProcessor
 
 from flowtrain.config.data import DataConfig
 from flowtrain.data.images import decode_image
-from flowtrain.data.sources.base import BadSample, RawImage
+from flowtrain.data.rejections import errors_of_image, rejected
+from flowtrain.data.sources.base import RawImage
 from flowtrain.errors import ConfigError
 from flowtrain.models.families.base import Family
 from flowtrain.models.image_processing import setting
+from flowtrain.types.samples import Rejection, SampleRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,14 @@ class ShownImage:
     num_tokens: int | None = None
     tower_shape: tuple[int, ...] | None = None
     """Of the pixel values that the tower gets, ``[C, H, W]``."""
-    fault: str | None = None
+    rejection: Rejection | None = None
     """Why it cannot be used."""
     files: tuple[str, ...] = ()
     """Where it was saved: as decoded, and as the tower gets it."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        return {**asdict(self), "rejection": None if self.rejection is None else self.rejection.detail}
 
 
 class ImageViewer:
@@ -55,25 +62,29 @@ class ImageViewer:
             with _write_errors(directory):
                 directory.mkdir(parents=True, exist_ok=True)
 
-    def look(self, image: RawImage, name: str) -> ShownImage:
-        """Decode an image as an encoder does; name: of the files, without an ending. Raises SourceReadError."""
-        shown = ShownImage(None if image.path is None else str(image.path))
+    def look(self, ref: SampleRef, images: Sequence[RawImage], stem: str) -> list[ShownImage]:
+        """Decode a sample's images as an encoder does; stem: how the files' names begin. Raises SourceReadError."""
+        return [
+            self._look(ref, image, number, len(images), f"{stem}-image-{number}")
+            for number, image in enumerate(images, start=1)
+        ]
+
+    def _look(self, ref: SampleRef, image: RawImage, number: int, count: int, name: str) -> ShownImage:
+        path = None if image.path is None else str(image.path)
+        shown = ShownImage(path)
         try:
-            data = bytes(image.read(self._config.max_image_nbytes))
-            shown = replace(shown, nbytes=len(data))
-            decoded = decode_image(data, self._config.max_image_pixels)
-            pixels = self._family.preprocess(self._encoder, decoded)
-        except BadSample as bad:
-            return replace(shown, fault=str(bad))
+            with errors_of_image(number, count, path):
+                data = bytes(image.read(self._config.max_image_nbytes))
+                shown = replace(shown, nbytes=len(data))
+                decoded = decode_image(data, self._config.max_image_pixels)
+                layout = self._family.image_layout(self._encoder, *decoded.size)
+                pixels = self._family.preprocess(self._encoder, decoded)
+        except BaseException as error:
+            return replace(shown, rejection=rejected(ref, error))
         with Image.open(io.BytesIO(data)) as stored:
             shown = replace(shown, format=stored.format, mode=stored.mode, size=stored.size)
-        layout = self._family.image_layout(self._encoder, *decoded.size)
-        shown = replace(shown, num_tokens=layout.num_tokens, tower_shape=pixels.shape)
-        return (
-            shown
-            if self._directory is None
-            else replace(shown, files=self._save(self._directory, name, decoded, pixels))
-        )
+        files = () if self._directory is None else self._save(self._directory, name, decoded, pixels)
+        return replace(shown, num_tokens=layout.num_tokens, tower_shape=pixels.shape, files=files)
 
     def _save(
         self, directory: Path, name: str, decoded: Image.Image, pixels: npt.NDArray[np.float32]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flowtrain.controller.dataset.blocks import RejectedRow
 from flowtrain.controller.dataset.duplicates import Duplicates
 from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
+from flowtrain.types.samples import Rejection
 
 CHECK_SCHEMA = 1
 
@@ -94,7 +94,7 @@ class DataReport:
     """Whether images were decoded too; else damage behind a good header is not seen."""
     sources: tuple[SourceReport, ...]
     """The training sources, then the evaluation."""
-    rejected: tuple[RejectedRow, ...]
+    rejected: tuple[Rejection, ...]
     """Rows that a run would quarantine; the first ``MAX_LISTED``."""
     rejected_share: float
     """Share of the training samples that would be rejected, in the mixture's long run."""
@@ -176,6 +176,14 @@ class DataReport:
         }
 
 
-def rejected_record(names: list[str], row: RejectedRow) -> dict[str, Any]:
-    """Return a rejected row as plain values; names: of the sources."""
-    return {**asdict(row), "source": names[row.source]}
+def rejected_record(names: Sequence[str], rejection: Rejection) -> dict[str, Any]:
+    """Return a rejected row as plain values, named as in the quarantine file; names: of the sources."""
+    return {
+        "source": names[rejection.ref.source],
+        "row": rejection.ref.row,
+        "id": rejection.id,
+        "reason": rejection.reason.value,
+        "image": rejection.image,
+        "path": rejection.path,
+        "detail": rejection.detail,
+    }

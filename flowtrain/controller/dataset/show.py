@@ -15,12 +15,12 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.dataset.check import all_sources, source_names
 from flowtrain.controller.dataset.images import ImageViewer, ShownImage
 from flowtrain.data.conversation import IGNORE_LABEL
+from flowtrain.data.rejections import rejected
 from flowtrain.data.sizing import SizedResult, Sizer
-from flowtrain.data.sources.base import BadSample, RawSample
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import ConfigError
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.types.samples import Rejection, RejectReason, SampleRef
+from flowtrain.types.samples import Rejection, SampleRef
 
 SHOW_SCHEMA = 1
 
@@ -62,16 +62,21 @@ class ShownSample:
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
-        record = asdict(self)
-        return {**record, "turns": [{"role": role, "text": text} for role, text in self.turns]}
+        turns = [{"role": role, "text": text} for role, text in self.turns]
+        return {**asdict(self), "turns": turns, "images": [image.as_record() for image in self.images]}
 
 
 def show_rows(
-    config: RunConfig, rows: Sequence[int], source: str | None = None, save_images: Path | None = None
+    config: RunConfig,
+    rows: Sequence[int],
+    source: str | None = None,
+    evaluation: bool = False,
+    save_images: Path | None = None,
 ) -> list[ShownSample]:
     """Look at rows of one source.
 
-    source: its name, or its number from 0, or ``eval``; None: the only one.
+    source: its name, or its number from 0; None: the only one.
+    evaluation: take the rows of the evaluation instead.
     save_images: a directory for each image as decoded and as the tower gets it.
 
     Raises ConfigError for a row or a source that is not there; DataError, SourceReadError if it cannot be read.
@@ -79,7 +84,7 @@ def show_rows(
     viewer = _Viewer(config, save_images)
     sources = SourceSet.from_config(config.data)
     names = source_names(sources)
-    chosen = _find_source(names, source, len(sources.train))
+    chosen = sources.eval_index if evaluation else _find_source(names[: len(sources.train)], source)
     index = all_sources(sources)[chosen].index
     outside = [row for row in rows if not 0 <= row < index.num_rows]
     if outside:
@@ -98,20 +103,19 @@ def show_rows(
     return shown
 
 
-def _find_source(names: Sequence[str], asked: str | None, num_train: int) -> int:
-    known = ", ".join(names)
+def _find_source(names: Sequence[str], asked: str | None) -> int:
     if asked is None:
-        if num_train == 1:
+        if len(names) == 1:
             return 0
-        raise ConfigError(f"data.sources has {num_train} sources; give one of them with --source: {known}")
+        raise ConfigError(f"data.sources has {len(names)} sources; give one with --source: {', '.join(names)}")
     found = [index for index, name in enumerate(names) if name == asked]
-    if not found and asked.isdecimal() and int(asked) < num_train:
-        return int(asked)
-    if not found:
-        raise ConfigError(f"--source {asked}: there is no such source; there are {known}")
     if len(found) > 1:
         numbers = ", ".join(map(str, found))
-        raise ConfigError(f"--source {asked}: {len(found)} sources have this name; give one's number: {numbers}")
+        raise ConfigError(f"--source {asked}: {len(found)} sources have this name; give a number: {numbers}")
+    if not found and asked.isdecimal() and int(asked) < len(names):
+        return int(asked)
+    if not found:
+        raise ConfigError(f"--source {asked}: there is no such source in data.sources, but {', '.join(names)}")
     return found[0]
 
 
@@ -125,23 +129,18 @@ class _Viewer:
         """Fill in what becomes of the row at a place."""
         try:
             raw = sources.read(ref)
-        except BadSample as bad:
-            return replace(place, reason=bad.reason.value, detail=bad.detail)
+        except BaseException as error:
+            return _quarantined(place, rejected(ref, error))
         stem = f"{re.sub('[^A-Za-z0-9-]+', '_', place.source)[-60:]}-row-{ref.row}"
-        images = [
-            self._images.look(image, f"{stem}-image-{number}") for number, image in enumerate(raw.images, start=1)
-        ]
-        turns = tuple((turn.role, turn.text) for turn in raw.turns)
+        images = self._images.look(ref, raw.images, stem)
+        turns = tuple([(turn.role, turn.text) for turn in raw.turns])
         shown = replace(place, id=raw.id, turns=turns, images=tuple(images))
-        result = self._sized(ref, raw)
+        loaded = self._sizer.load(ref, raw)
+        result = loaded if isinstance(loaded, Rejection) else self._sizer.size(ref, loaded.measured)
+        if isinstance(result, SizedResult):  # an encoder finds the rest, after the sample was planned
+            result = next((image.rejection for image in images if image.rejection is not None), result)
         if isinstance(result, Rejection):
-            return replace(shown, reason=result.reason.value, detail=result.detail)
-        undecodable = (
-            f"image {n} of {len(images)}: {each.fault}" for n, each in enumerate(images, start=1) if each.fault
-        )
-        fault = next(undecodable, None)
-        if fault is not None:  # found by the encoder, after the sample was planned
-            return replace(shown, reason=RejectReason.CORRUPT_IMAGE.value, detail=fault)
+            return _quarantined(shown, result)
         sample = result.sample
         return replace(
             shown,
@@ -152,12 +151,6 @@ class _Viewer:
             num_cut=result.num_cut,
         )
 
-    def _sized(self, ref: SampleRef, raw: RawSample) -> SizedResult | Rejection:
-        try:
-            return self._sizer.size_measured(ref, self._sizer.load(raw).measured)
-        except BadSample as bad:
-            return bad.rejection(ref)
-
     def _segments(self, text: npt.NDArray[np.int32]) -> Iterator[Segment]:
         """Cut ids and labels ``[2, num_tokens]`` into runs, and decode each."""
         ids, bears_loss = text[0], text[1] != IGNORE_LABEL
@@ -167,4 +160,8 @@ class _Viewer:
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             shown = ids[start : start + 1] if is_image[start] else ids[start:end]
             decoded = self._family.tokenizer.decode(shown.tolist(), clean_up_tokenization_spaces=False)
-            yield Segment(decoded, end - start, bool(bears_loss[start]), bool(is_image[start]))
+            yield Segment(str(decoded), end - start, bool(bears_loss[start]), bool(is_image[start]))
+
+
+def _quarantined(shown: ShownSample, rejection: Rejection) -> ShownSample:
+    return replace(shown, reason=rejection.reason.value, detail=rejection.detail)

@@ -41,8 +41,7 @@ def check(
         typer.Option("--rejected", help="Write every row that a run would quarantine.", metavar="FILE.jsonl"),
     ] = None,
 ) -> None:
-    """Look at every row of CONFIG's data: sizes, what a run would quarantine, duplicates. It exits with 1 if a run
-    would not go through."""
+    """Look at all rows of CONFIG's data: sizes, duplicates, what a run would quarantine; exits with 1 if it failed."""
     with errors_to_exit_codes():
         from flowtrain.cli.data_check import check as show_check
 

@@ -153,9 +153,10 @@ def _duplicates(report: DataReport) -> Iterator[tuple[str, str]]:
     for group in islice(found.groups, SHOWN_ROWS):
         rows = ", ".join(f"{sources[source].name} {row}" for source, row in group[:6])
         yield "", f"the same: {rows}{', ...' if len(group) > 6 else ''}"
-    for (source, earlier), count in found.across.items():
-        if sources[source].is_eval:
-            yield "evaluation", f"{count:,} of its rows are also trained on, in {sources[earlier].name}"
+    if report.num_leaked:
+        pairs = [f"row {row} is {sources[source].name} {same}" for row, (source, same) in report.leaked[:SHOWN_ROWS]]
+        more = ", ..." if report.num_leaked > SHOWN_ROWS else ""
+        yield "evaluation", f"{report.num_leaked:,} of its rows are also trained on: {', '.join(pairs)}{more}"
 
 
 def _table(first: str, *others: str) -> Table:

@@ -66,11 +66,9 @@ def _facts(sample: ShownSample) -> Iterator[tuple[str, str]]:
     if sample.reason is not None:
         yield "quarantined", f"{sample.reason}: {sample.detail}"
     else:
+        of_which = f"{sample.num_vision_tokens:,} of images, {sample.num_target_tokens:,} with loss"
         cut = f"; {sample.num_cut:,} more are cut from its end" if sample.num_cut else ""
-        yield (
-            "tokens",
-            f"{sample.num_tokens:,}: {sample.num_vision_tokens:,} of images, {sample.num_target_tokens:,} with loss{cut}",
-        )
+        yield "tokens", f"{sample.num_tokens:,}: {of_which}{cut}"
     for number, image in enumerate(sample.images, start=1):
         yield f"image {number}", _image(image)
         for file in image.files:

@@ -41,6 +41,6 @@ def _plain_lines(clock: Callable[[], float]) -> OnProgress:
         nonlocal last_s
         if clock() - last_s >= PLAIN_INTERVAL_S:
             last_s = clock()
-            print(f"{what}: {done:,} of {total:,}", file=sys.stderr)
+            print(f"{what}: {done:,} of {total:,}" if total > 1 else what, file=sys.stderr)
 
     return update

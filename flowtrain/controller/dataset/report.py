@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flowtrain.controller.dataset.duplicates import Duplicates
+from flowtrain.controller.dataset.duplicates import Duplicates, Place
 from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
 from flowtrain.types.samples import Rejection
 
@@ -128,6 +128,16 @@ class DataReport:
         return within + sum(across)
 
     @property
+    def leaked(self) -> list[tuple[int, Place]]:
+        """Those of the listed groups: evaluation row, and the first training row that is the same."""
+        return [
+            (row, group[0])
+            for group in self.duplicates.groups
+            for source, row in group
+            if self.sources[source].is_eval and not self.sources[group[0][0]].is_eval
+        ]
+
+    @property
     def num_leaked(self) -> int:
         """Evaluation rows that are also in the training data."""
         return sum(count for (one, _), count in self.duplicates.across.items() if self.sources[one].is_eval)
@@ -166,6 +176,10 @@ class DataReport:
                 "across": [
                     {"source": names[one], "earlier": names[other], "rows": count}
                     for (one, other), count in self.duplicates.across.items()
+                ],
+                "leaked": [
+                    {"row": row, "source": names[source], "source_row": source_row}
+                    for row, (source, source_row) in self.leaked
                 ],
                 "num_groups": self.duplicates.num_groups,
                 "groups": [

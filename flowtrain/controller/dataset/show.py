@@ -144,18 +144,21 @@ class _Viewer:
         sample = result.sample
         return replace(
             shown,
-            segments=tuple(self._segments(result.text)),
+            segments=tuple(self._segments(result.text, [image.num_tokens or 0 for image in images])),
             num_tokens=sample.num_tokens,
             num_vision_tokens=sample.num_vision_tokens,
             num_target_tokens=sample.num_target_tokens,
             num_cut=result.num_cut,
         )
 
-    def _segments(self, text: npt.NDArray[np.int32]) -> Iterator[Segment]:
-        """Cut ids and labels ``[2, num_tokens]`` into runs, and decode each."""
+    def _segments(self, text: npt.NDArray[np.int32], image_tokens: Sequence[int]) -> Iterator[Segment]:
+        """Cut ids and labels ``[2, num_tokens]`` into images and runs of text, and decode each."""
         ids, bears_loss = text[0], text[1] != IGNORE_LABEL
         is_image = ids == self._family.image_token_id
-        kind = 2 * is_image + bears_loss
+        image_ends = np.cumsum(image_tokens)
+        # Every token gets the number of its image, or minus one or two.
+        kind = np.where(bears_loss, -1, -2)
+        kind[is_image] = np.searchsorted(image_ends, np.arange(is_image.sum()), side="right")
         starts = [0, *(np.flatnonzero(kind[1:] != kind[:-1]) + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
             shown = ids[start : start + 1] if is_image[start] else ids[start:end]

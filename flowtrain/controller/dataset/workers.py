@@ -40,13 +40,15 @@ def blocks_found(
         for task in tasks:
             ahead.append((task, _submit(executor, task)))
             if len(ahead) > AHEAD * num_workers:
-                yield ahead.popleft()[1].result()
+                yield ahead[0][1].result()
+                ahead.popleft()
         while ahead:
-            yield ahead.popleft()[1].result()
+            yield ahead[0][1].result()
+            ahead.popleft()
     except BaseException as error:
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
-        if isinstance(error, BrokenProcessPool):
+        if isinstance(error, BrokenProcessPool | MemoryError):
             raise _lost(indexes, ahead, num_workers) from error
         raise
     finally:

@@ -18,6 +18,8 @@ from flowtrain.types.run_plan import Plan
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
+    from flowtrain.controller.dataset.report import DataReport
+    from flowtrain.controller.dataset.show import ShownSample
     from flowtrain.controller.doctor import DoctorReport
     from flowtrain.controller.dry_run import DryRunReport
     from flowtrain.controller.pack import PackReport, Progress
@@ -169,6 +171,63 @@ def pack(
 
         workload = run_workload(resolved, num_steps, progress)
     return report_workload(workload, compare, progress)
+
+
+def data_check(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    decode: bool = False,
+    sizes: str | PathLike[str] | None = None,
+    rejected: str | PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> DataReport:
+    """Look at every row of a run's data: sizes, what the run would quarantine, duplicates. Needs no cluster.
+
+    workers: processes that read, by default one for each core; 1: this process reads. Several start anew, so a script
+        that calls this needs its ``if __name__ == "__main__"``.
+    decode: also decode every image, as encoders do.
+    sizes: a CSV to write, with the sizes of all samples, for ``pack``.
+    rejected: a file to write, with a JSON object for each row that would be quarantined.
+    progress: as for ``pack``.
+
+    Raises ConfigError; DataError or SourceReadError if a source cannot be used; WorkerLostError if a process dies.
+    """
+    if workers is not None and workers < 1:
+        raise ConfigError(f"workers (--workers) is {workers}; it must be at least 1")
+    resolved = resolve(config, overrides)
+    from flowtrain.controller.dataset.check import check_data
+
+    files = (None if file is None else Path(file) for file in (sizes, rejected))
+    return check_data(resolved, workers, decode, *files, progress=progress)
+
+
+def data_show(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    *,
+    rows: Sequence[int],
+    source: str | None = None,
+    evaluation: bool = False,
+    save_images: str | PathLike[str] | None = None,
+) -> list[ShownSample]:
+    """Return samples as the model gets them: turns, tokens that bear loss, images, or why they are quarantined.
+
+    rows: of one source, from 0.
+    source: its name or its number from 0; None: the only one, or with ``evaluation`` the evaluation's.
+    save_images: a directory to write each image to, as decoded and as the tower gets it.
+
+    Raises ConfigError for a row or a source that is not there; DataError or SourceReadError if it cannot be read.
+    """
+    if evaluation and source is not None:
+        raise ConfigError(f"source (--source {source}) and evaluation (--eval) name two sources; give one of them")
+    resolved = resolve(config, overrides)
+    if evaluation and resolved.data.eval is None:
+        raise ConfigError("evaluation (--eval): data.eval is not configured; leave --eval out, or set data.eval")
+    from flowtrain.controller.dataset.show import show_rows
+
+    return show_rows(resolved, rows, source, evaluation, None if save_images is None else Path(save_images))
 
 
 def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:

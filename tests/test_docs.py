@@ -129,7 +129,12 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             continue
         command, *arguments = words[words.index("flowtrain") + 1 :]
         assert command in commands, words
-        parameters = commands[command].params
+        found = commands[command]
+        while hasattr(found, "commands"):  # a group of commands
+            command, *arguments = arguments
+            assert command in found.commands, words
+            found = found.commands[command]
+        parameters = found.params
         known = {option for parameter in parameters for option in parameter.opts}
         valued = {
             option for parameter in parameters if not getattr(parameter, "is_flag", True) for option in parameter.opts

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 
 import flowtrain
-from flowtrain.errors import ConfigError, FlowTrainError
+from flowtrain.cli import data
+from flowtrain.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, errors_to_exit_codes
+from flowtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from flowtrain.config.run import RunConfig
-
-EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="flowtrain",
@@ -27,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data.app, name="data")
 
 
 def _print_version(value: bool) -> None:
@@ -61,7 +62,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
 ) -> None:
     """Train what CONFIG describes, on this machine or on the Ray cluster that RAY_ADDRESS names."""
-    with _errors_to_exit_codes():
+    with errors_to_exit_codes():
         from flowtrain import api
         from flowtrain.cli.tables import plan_tables, resume_table, summary_table
 
@@ -120,7 +121,7 @@ def plan(
     ] = None,
 ) -> None:
     """Find the parallel degrees that train CONFIG fastest, from data sheets or a profile. It needs no cluster."""
-    with _errors_to_exit_codes():
+    with errors_to_exit_codes():
         from flowtrain.cli.plan import plan as show_plan
 
         asked = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
@@ -145,7 +146,7 @@ def profile(
     ] = None,
 ) -> None:
     """Measure CONFIG's modules on the available devices for flowtrain plan. On a CPU, a core is a device."""
-    with _errors_to_exit_codes():
+    with errors_to_exit_codes():
         from flowtrain.cli.profile import profile as measure
 
         measure(config, overrides or (), save, devices)
@@ -184,7 +185,7 @@ def pack(
     ] = None,
 ) -> None:
     """Show how the data of CONFIG pack: fill, balance over ranks, cost. It reads only sizes."""
-    with _errors_to_exit_codes():
+    with errors_to_exit_codes():
         from flowtrain.cli.pack import pack as show_packing
 
         short = {"backbone.data_parallel_size": dp, "training.global_batch_size": batch}
@@ -202,7 +203,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:
     """Check the cluster for CONFIG: nodes, memory, measured transports, and whether its memory pool fits."""
-    with _errors_to_exit_codes():
+    with errors_to_exit_codes():
         from flowtrain.cli.doctor import doctor as show_cluster
 
         if not show_cluster(config, overrides or (), as_json):
@@ -217,7 +218,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
-    with _errors_to_exit_codes():
+    with errors_to_exit_codes():
         run_path = _find_run(run)
         from transformers.utils import logging as transformers_logging
 
@@ -260,19 +261,6 @@ def _interrupt_exits_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-
-
-@contextmanager
-def _errors_to_exit_codes() -> Iterator[None]:
-    """Print one message on standard error and exit: 2 if the input was refused, 1 if the command failed."""
-    try:
-        yield
-    except FlowTrainError as error:
-        typer.echo(f"flowtrain: {error}", err=True)
-        raise typer.Exit(EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED) from error
-    except KeyboardInterrupt as error:
-        typer.echo("flowtrain: interrupted", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from error
 
 
 if __name__ == "__main__":

@@ -67,6 +67,8 @@ class SizedResult:
     text: npt.NDArray[np.int32]
     """Token ids, with each image expanded to its vision tokens, and unshifted labels (-100: no loss); C-contiguous
     int32 ``[2, num_tokens]``."""
+    num_cut: int = 0
+    """Tokens that ``data.oversized: truncate_text`` has cut from its end."""
 
 
 class Sizer:
@@ -121,15 +123,16 @@ class Sizer:
         if num_vision_tokens > self._config.max_seq_len:
             raise self._oversized(num_tokens, layouts, ", and cutting its end would cut images")
         text = self._expand(encoded, layouts)
+        num_cut = 0
         if is_oversized:
             text = self._cut(text, layouts)
-            num_tokens = text.shape[1]
+            num_cut, num_tokens = num_tokens - text.shape[1], text.shape[1]
         parts = [PartSize(TEXT_PART, 1, 0, num_tokens, text.nbytes)]
         if layouts:
             parts.append(self._encoder_part(layouts))
         num_targets = _num_targets(text)
         sample = SizedSample(ref, num_tokens, num_vision_tokens, num_targets, tuple(parts), measured.image_nbytes)
-        return SizedResult(sample, text)
+        return SizedResult(sample, text, num_cut)
 
     def _check_text(self, turns: Sequence[Turn]) -> None:
         if len(turns) > self._config.max_seq_len:

@@ -49,9 +49,7 @@ def feed_report(unit: Unit, samples: list[SizedSample], base: int) -> FeedReport
         for sample in samples
     )
     images = tuple(
-        PartReady(
-            sample.position, IMAGES_PART, 0, extent_of(base + TEXT_ROOM, sample.position, sample.image_nbytes[0])
-        )
+        PartReady(sample.position, IMAGES_PART, 0, extent_of(base + TEXT_ROOM, sample.position, sample.image_nbytes[0]))
         for sample in samples
     )
     state = SamplerState(unit.first_position + unit.num_positions)

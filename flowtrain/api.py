@@ -199,8 +199,9 @@ def data_check(
     resolved = resolve(config, overrides)
     from flowtrain.controller.dataset.check import check_data
 
-    files = (None if file is None else Path(file) for file in (sizes, rejected))
-    return check_data(resolved, workers, decode, *files, progress=progress)
+    sizes_file = None if sizes is None else Path(sizes)
+    rejected_file = None if rejected is None else Path(rejected)
+    return check_data(resolved, workers, decode, sizes_file, rejected_file, progress)
 
 
 def data_show(

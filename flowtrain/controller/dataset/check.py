@@ -100,8 +100,8 @@ def check_data(
         if num_workers > 1
         else (checker.check(sources, task) for task in tasks)
     )
-    with whole_files([sizes, rejected]) as opened, closing(results) as found_blocks:
-        files = FoundFiles(*opened, source_names(sources), len(sources.train))
+    with whole_files([sizes, rejected]) as (sizes_file, rejected_file), closing(results) as found_blocks:
+        files = FoundFiles(sizes_file, rejected_file, source_names(sources), len(sources.train))
         for found in found_blocks:
             tally.add(found)
             files.write(found)

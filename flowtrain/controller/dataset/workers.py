@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -26,7 +26,7 @@ _worker: tuple[RowChecker, SourceSet] | None = None
 
 def blocks_found(
     config: RunConfig, indexes: Sequence[SourceIndex], decode: bool, tasks: Sequence[BlockTask], num_workers: int
-) -> Iterator[BlockFound]:
+) -> Generator[BlockFound, None, None]:
     """Yield what is found in each block, in the order of ``tasks``; close the iterator to end the processes.
 
     Raises WorkerLostError if a process dies, and whatever a process raises.

@@ -81,7 +81,8 @@ class DataConfig(ConfigModel):
     read_ahead_blocks: int = Field(2, ge=1)
     """Blocks that each feeder reads at the same time, before their turn."""
     num_feeders: int | None = Field(None, ge=1)
-    """Processes that read and size samples; None: as many as the rate of a ``flowtrain plan`` needs, else one."""
+    """Processes that read and size samples; None: as many as the rate of a ``flowtrain plan`` needs, at most
+    one for each device, else one."""
     system_prompt: str | None = None
     """Put before every conversation, if given."""
     eval: EvalConfig | None = None

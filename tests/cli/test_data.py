@@ -69,8 +69,7 @@ def test_a_check_shows_sizes_rejections_duplicates_and_the_verdict(tmp_path: Pat
     config = written(tmp_path, world)
     result = data("check", config, "--workers", "1", "--rejected", str(tmp_path / "bad.jsonl"))
     assert result.exit_code == 0, result.output
-    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    text = " ".join(lines)
+    text = " ".join(result.stdout.split())
     for expected in (
         "empty_answer 2 ",
         "row 70: assistant turn 2 of 2 is blank",
@@ -92,7 +91,8 @@ def test_exit_codes_of_a_check(tmp_path: Path, world: World) -> None:
     config = written(tmp_path, world, "training.max_steps=20")
     refused = data("check", config, "--workers", "1", "data.max_rejected_fraction=0.01")
     assert refused.exit_code == 1
-    assert "the run would end" in refused.stdout and "a run would not go through" in refused.stdout
+    text = " ".join(refused.stdout.split())  # tables wrap long lines
+    assert "the run would end" in text and "a run would not go through" in text
     record = json.loads(data("check", config, "--workers", "1", "--json", "data.max_rejected_fraction=0.01").stdout)
     assert (record["passes"], record["rejected"]["would_end"]) == (False, True)
     wrong = data("check", config, "data.max_seq_le=3")
@@ -152,7 +152,8 @@ def test_a_sample_is_shown_as_the_model_gets_it(tmp_path: Path, world: World) ->
     world.add(2, answer="two pictures")
     result = data("show", written(tmp_path, world), "--row", str(NUM_GOOD))
     assert result.exit_code == 0, result.output
-    assert f"row {NUM_GOOD}" in result.stdout and "block 4, its row 6" in result.stdout
+    facts = " ".join(result.stdout.split())  # tables wrap long lines
+    assert f"row {NUM_GOOD}" in facts and "block 4, its row 6" in facts
     assert "<|im_start|>assistant\n⟦two pictures<|im_end|>⟧\n" in result.stdout
     assert "<image>*4<image>*4\n" in result.stdout
     assert "to the tower 3x28x28" in result.stdout
@@ -183,7 +184,7 @@ def test_text_cut_is_shown(tmp_path: Path, world: World) -> None:
     config = written(tmp_path, world, data={"oversized": "truncate_text"})
     (sample,) = record_of("show", config, "--row", str(NUM_GOOD))["samples"]
     assert sample["num_tokens"] == 128 and sample["num_cut"] > 100
-    assert "more are cut from its end" in data("show", config, "--row", str(NUM_GOOD)).stdout
+    assert "cut from its end" in " ".join(data("show", config, "--row", str(NUM_GOOD)).stdout.split())
 
 
 def test_images_are_saved_as_decoded_and_as_the_tower_gets_them(tmp_path: Path) -> None:

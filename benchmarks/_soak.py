@@ -19,8 +19,10 @@ from typing import Any
 
 from _soak_producers import (
     ALIGNMENT,
+    MAX_ENCODED_NBYTES,
     MAX_PATCHES,
     NODE,
+    NUM_FEEDERS,
     PATCH_NBYTES,
     VISION,
     Encoder,
@@ -56,7 +58,8 @@ from flowtrain.types.messages import FeedOrder, MicrobatchLocation
 STALL_S, END_S, KILL_DELAY_S = 60.0, 20.0, 0.03
 AIMED_EVERY = 4
 """One of this many kills hits an owner whose memory is about to be read; the others hit any producer at any moment."""
-FEEDER = "feeder-0"
+FEEDERS = tuple(f"feeder-{number}" for number in range(NUM_FEEDERS))
+MAX_TEXT_NBYTES = 4096
 
 
 class Soak:
@@ -66,16 +69,18 @@ class Soak:
         self._num_samples = num_samples
         self._draw = random.Random(seed)
         batch = max(8, num_samples // 1000)
-        images, texts = sums(num_samples)
-        segment, text_segment = (nbytes - nbytes % ALIGNMENT for nbytes in (images // 60, texts // POOL_SHARE))
-        self._segments = {FEEDER: text_segment, **{f"encoder-{i}": segment for i in range(NUM_ENCODERS)}}
+        features, fed = sums(num_samples)
+        shares = features // (POOL_SHARE * NUM_ENCODERS), fed // (POOL_SHARE * NUM_FEEDERS)
+        segment, feeder_segment = (nbytes - nbytes % ALIGNMENT for nbytes in shares)
+        self._segments = dict.fromkeys(FEEDERS, feeder_segment)
+        self._segments |= {f"encoder-{number}": segment for number in range(NUM_ENCODERS)}
         largest = MAX_PATCHES * (PATCH_NBYTES + ALIGNMENT)
         check_capacity([segment] * NUM_ENCODERS, largest, batch, "--samples")
-        check_capacity([text_segment], 4096, batch, "--samples")
-        self._space = AddressSpace(MAX_PROCESSES, 1 << max(segment, text_segment).bit_length())
+        check_capacity([feeder_segment], MAX_TEXT_NBYTES + MAX_ENCODED_NBYTES, batch, "--samples")
+        self._space = AddressSpace(MAX_PROCESSES, 1 << max(segment, feeder_segment).bit_length())
         self._run_id = uuid.uuid4().hex[:12]
         self._flow = make_flow(num_samples, batch, self._space)
-        self._result = Result(images + texts, sum(self._segments.values()))
+        self._result = Result(features + fed, sum(self._segments.values()))
         self._workers: dict[str, Worker] = {}
         index = self._flow.join("reader", NODE).process_index
         self._open_pool = partial(
@@ -128,10 +133,11 @@ class Soak:
     # --- producers ----------------------------------------------------------------------------------------------
 
     def _start(self, name: str) -> None:
-        index = self._flow.join(name, NODE).process_index
-        place = Place(self._run_id, self._space, index, self._segments[name])
+        feeder = FEEDERS.index(name) if name in FEEDERS else None
+        index = self._flow.join(name, NODE, feeder).process_index
+        place = Place(self._run_id, self._space, index, self._segments[name], feeder)
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=produce, args=(Feeder if name == FEEDER else Encoder, place, theirs))
+        process = self._context.Process(target=produce, args=(Encoder if feeder is None else Feeder, place, theirs))
         process.start()
         theirs.close()
         self._workers[name] = Worker(name, index, process, ours)
@@ -166,8 +172,13 @@ class Soak:
         if method == "publish":
             flow.members.publish(args[0])
             self._send(worker, None)
+        elif method == "exports":
+            self._send(worker, flow.members.exports())
         elif method == "hand_in":
-            self._note(args[0].stats)
+            if args[0].returned is None:
+                self._note(args[0].stats)
+            else:
+                self._result.num_lost_reads += 1
             self._send(worker, flow.hand_in(index, args[0]))
         elif method == "lease":
             worker.waiting = lambda: self._lease_order(index, args[0])
@@ -195,7 +206,7 @@ class Soak:
         if order is None and refused:
             return FeedOrder(None, (), refused, stop=False)
         if order is not None:
-            self._result.num_remade += len(order.remake)
+            self._result.num_remade += sum(len(lost.parts) for lost in order.remake)
             order = replace(order, released=refused + order.released)
         return order
 
@@ -319,7 +330,7 @@ class Soak:
     def _check_end(self) -> None:
         if sum(self._seen) != self._num_samples:
             raise WrongResult(f"{sum(self._seen)} of {self._num_samples} positions were consumed")
-        ready_nbytes = sum(part.nbytes for ready in self._flow.parts._ready_of.values() for part in ready)
+        ready_nbytes = sum(part.nbytes for ready in self._flow.parts.holdings._ready_of.values() for part in ready)
         if ready_nbytes:
             raise WrongResult(f"the parts table ends with READY bytes: {ready_nbytes}")
 

@@ -1,4 +1,4 @@
-"""The soak's producer processes: a feeder and encoders that produce known bytes instead of features, and keep books.
+"""The soak's producer processes: feeders and encoders that produce known bytes instead of features, and keep books.
 
 Every byte is a function of its position: a part that is produced again is the same, and a reader knows the right bytes.
 After each order a process compares its pool's figures with its own books.
@@ -7,6 +7,7 @@ After each order a process compares its pool's figures with its own books.
 from __future__ import annotations
 
 import random
+import time
 import traceback
 from dataclasses import dataclass
 from functools import cache
@@ -15,21 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.errors import OutOfPoolMemory
+from flowtrain.errors import OutOfPoolMemory, OwnerLostError
 from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.gva import AddressSpace
 from flowtrain.mempool.pool import Pool
 from flowtrain.types.memory import Extent, PoolStats
-from flowtrain.types.messages import EncoderReport, FeedOrder, FeedReport, Lease, LeaseOrder, PartReady
+from flowtrain.types.messages import EncoderReport, FeedOrder, FeedReport, Lease, LeaseOrder, PartReady, RoomOrder
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
 
 VISION = "vision"
 NODE = "node"
 ALIGNMENT = 256
 PATCH_NBYTES = 4096
 MAX_PATCHES = 16
-"""Bytes of one sample, so that no image part is larger than 64 KiB."""
+"""Patches of one sample, so that no features are larger than 64 KiB."""
+MAX_ENCODED_NBYTES = 4096
+NUM_FEEDERS = 2
+RETRY_S = 0.01
 _BLOCK_NBYTES = 1 << 20
 
 
@@ -41,18 +45,30 @@ class Place:
     space: AddressSpace
     index: int
     segment_nbytes: int
+    feeder: int | None
+    """Its number among the feeders; None for an encoder."""
 
 
 def sample_of(position: int) -> SizedSample:
-    """The sample at a position: images of 256 B to 64 KiB, log-uniform, one in eight without; text up to 4 KiB."""
+    """The sample at a position: features of 256 B to 64 KiB, log-uniform, one in eight without; text up to 4 KiB."""
     draw = random.Random(position)
-    image_nbytes = int(2 ** draw.uniform(8, 16)) if draw.random() > 1 / 8 else 0
-    patches = -(-image_nbytes // PATCH_NBYTES)
+    feature_nbytes = int(2 ** draw.uniform(8, 16)) if draw.random() > 1 / 8 else 0
+    patches = -(-feature_nbytes // PATCH_NBYTES)
     text_tokens = draw.randint(16, 512)
     parts = [PartSize(TEXT_PART, 1, 0, text_tokens, 8 * text_tokens)]
-    if image_nbytes:
-        parts.append(PartSize(VISION, 1, patches, patches, image_nbytes))
-    return SizedSample(SampleRef(position, 0, position, 0), text_tokens + patches, patches, text_tokens, tuple(parts))
+    encoded: tuple[int, ...] = ()
+    if feature_nbytes:
+        parts.append(PartSize(VISION, 1, patches, patches, feature_nbytes))
+        encoded = (draw.randint(64, MAX_ENCODED_NBYTES),)
+    ref = SampleRef(position, 0, position, 0)
+    return SizedSample(ref, text_tokens + patches, patches, text_tokens, tuple(parts), encoded)
+
+
+def fed_parts(sample: SizedSample) -> tuple[PartSize, ...]:
+    """What a feeder puts of a sample: its text, and its encoded images if it has some."""
+    nbytes = sum(sample.image_nbytes)
+    images = (PartSize(IMAGES_PART, 1, MAX_PATCHES + 1, 0, nbytes),) if nbytes else ()
+    return sample.parts[0], *images
 
 
 def payload(position: int, part: PartSize) -> np.ndarray:
@@ -115,6 +131,7 @@ class Producer:
 
     def __init__(self, place: Place, connection: Connection) -> None:
         self._connection = connection
+        self._place = place
         self._draw = random.Random(place.index)
         self._pool = Pool(
             process_index=place.index,
@@ -124,7 +141,7 @@ class Producer:
             segment_nbytes=place.segment_nbytes,
             alignment=ALIGNMENT,
             knob="the soak's segment",
-            fetch_exports=tuple,
+            fetch_exports=lambda: self._call("exports"),
         )
         self._books = Books(self._pool)
         self._call("publish", self._pool.export())
@@ -166,6 +183,10 @@ class Encoder(Producer):
                 self._encode(order.lease)
 
     def _encode(self, lease: Lease) -> None:
+        if not self._has_right_images(lease):
+            time.sleep(RETRY_S)  # until the flow knows of the feeder's death
+            self._books.release(self._call("hand_in", EncoderReport(returned=lease.lease_id)))
+            return
         hold = self._pool.hold(lease.nbytes)
         ready = []
         for position in lease.needed:
@@ -174,9 +195,21 @@ class Encoder(Producer):
         self._pool.unhold(hold)
         self._books.release(self._call("hand_in", EncoderReport(tuple(ready), (), self._books.balance())))
 
+    def _has_right_images(self, lease: Lease) -> bool:
+        """Read the images of a lease and compare their bytes; False if their feeder is gone."""
+        try:
+            read = self._pool.get_batch([images.extents for images in lease.images])
+        except OwnerLostError:
+            return False
+        for ref, data in zip(lease.refs, read, strict=True):
+            _, images = fed_parts(sample_of(ref.position))
+            if not np.array_equal(data, payload(ref.position, images)):
+                raise BooksDiffer(f"the images of position {ref.position} have other bytes than were put")
+        return True
+
 
 class Feeder(Producer):
-    """Sizes units and puts their text."""
+    """Sizes its share of the units, and puts their texts and encoded images."""
 
     def run(self) -> None:
         """Work until told to stop."""
@@ -186,26 +219,39 @@ class Feeder(Producer):
             self._books.release(order.released)
             if order.stop:
                 return self._end()
-            remade = tuple(self._text(sample_of(ref.position)) for ref in order.remake)
-            report = FeedReport(remade=remade)
             if order.unit is not None:
-                report = self._size(order.unit, remade)
+                report = self._size(order.unit)
+                continue
+            remade = [
+                self._ready(lost.ref.position, part)
+                for lost in order.remake
+                for part in fed_parts(sample_of(lost.ref.position))
+                if part.name in lost.parts
+            ]
+            report = FeedReport(remade=tuple(remade), stats=self._books.balance())
 
-    def _size(self, unit: Unit, remade: tuple[PartReady, ...]) -> FeedReport:
-        sized = tuple(sample_of(position) for position in unit.positions)
-        texts = tuple(self._text(sample) for sample in sized)
-        state = SamplerState(unit.first_position + unit.num_positions)
-        return FeedReport(unit, sized, texts, (), state, remade, self._books.balance())
+    def _size(self, unit: Unit) -> FeedReport:
+        mine = [position for position in unit.positions if position % NUM_FEEDERS == self._place.feeder]
+        sized = tuple(sample_of(position) for position in mine)
+        ready = [self._ready(sample.position, part) for sample in sized for part in fed_parts(sample)]
+        return FeedReport(
+            unit,
+            sized,
+            texts=tuple(part for part in ready if part.part == TEXT_PART),
+            images=tuple(part for part in ready if part.part == IMAGES_PART),
+            sampler_state=SamplerState(unit.first_position + unit.num_positions),
+            stats=self._books.balance(),
+        )
 
-    def _text(self, sample: SizedSample) -> PartReady:
+    def _ready(self, position: int, part: PartSize) -> PartReady:
         while True:
             try:
-                extents = self._put(sample.position, sample.parts[0])
+                extents = self._put(position, part)
             except OutOfPoolMemory:
-                order: FeedOrder = self._call("released")
+                order: RoomOrder = self._call("released")
                 self._books.release(order.released)
             else:
-                return PartReady(sample.position, TEXT_PART, 0, extents)
+                return PartReady(position, part.name, 0, extents)
 
 
 def produce(kind: type[Encoder] | type[Feeder], place: Place, connection: Connection) -> None:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
 import numpy as np
-from _soak_producers import ALIGNMENT, MAX_PATCHES, VISION, sample_of
+from _soak_producers import ALIGNMENT, MAX_PATCHES, NUM_FEEDERS, VISION, fed_parts, sample_of
 
 from flowtrain.costs.flops import SampleFlops
 from flowtrain.flow.build import assemble_flow
@@ -24,7 +24,7 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.step_planner import StepPlanner
 from flowtrain.types.messages import MicrobatchLocation, RankReport
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import TEXT_PART, SamplerState
+from flowtrain.types.samples import SamplerState
 
 NUM_ENCODERS, DP_SIZE, POOL_SHARE = 3, 2, 20
 MICROBATCH_TOKENS = 4096
@@ -86,15 +86,13 @@ class Rank:
 
 
 def sums(num_samples: int) -> tuple[int, int]:
-    """Return the bytes of all images and of all text."""
-    images = texts = 0
+    """Return the bytes of all features, and of all texts and encoded images."""
+    features = fed = 0
     for position in range(num_samples):
-        for part in sample_of(position).parts:
-            if part.name == TEXT_PART:
-                texts += part.nbytes
-            else:
-                images += part.nbytes
-    return images, texts
+        sample = sample_of(position)
+        features += sum(part.nbytes for part in sample.parts if part.name == VISION)
+        fed += sum(part.nbytes for part in fed_parts(sample))
+    return features, fed
 
 
 def make_flow(num_samples: int, batch: int, space: AddressSpace) -> Flow:
@@ -119,6 +117,7 @@ def make_flow(num_samples: int, batch: int, space: AddressSpace) -> Flow:
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.zeros((3, len(sizes)))),
         sampler_state=SamplerState(0),
         dp_size=DP_SIZE,
+        num_feeders=NUM_FEEDERS,
     )
 
 

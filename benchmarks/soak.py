@@ -2,9 +2,9 @@
 
 python benchmarks/soak.py [--samples N] [--kills N] [--seed N] [--json]
 
-A feeder and three encoders are separate processes; flow, planner and two reading ranks are in this one. Every position
-must be consumed once, every part must have the bytes that were put, and every producer's books must agree with its pool
-after each order. Exits with 1 if one of these fails.
+Two feeders and three encoders are separate processes; flow, planner and two reading ranks are in this one. Every
+position must be consumed once, every part must have the bytes that were put, and every producer's books must agree with
+its pool after each order. Exits with 1 if one of these fails.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def report(result: Result, samples: int, kills: int, as_json: bool) -> None:
     bent = result.fragmentation
     figures = [
         at_least("positions consumed once", result.num_consumed, "positions", samples),
-        at_least("SIGKILLs of producers", result.num_kills, "kills", kills, "of a feeder and three encoders"),
+        at_least("SIGKILLs of producers", result.num_kills, "kills", kills, "of two feeders and three encoders"),
         at_least("bytes put / bytes of the pool", result.sum_nbytes / result.pool_nbytes, "x", POOL_SHARE),
         Figure("parts verified by checksum", result.num_verified, "parts"),
         Figure("parts made again", result.num_remade, "parts", note="their owner was killed"),

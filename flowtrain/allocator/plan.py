@@ -67,9 +67,12 @@ def fixed_plan(config: RunConfig) -> Plan:
     return plan.without_devices() if config.model.device == "cpu" else plan
 
 
-def feeders_for(rate: float) -> int:
-    """Return the feeders that a rate in samples/s needs."""
-    return max(1, math.ceil(rate / FEEDER_RATE))
+def feeders_for(rate: float, num_devices: int) -> int:
+    """Return the feeders that a rate in samples/s needs, at most one for each device.
+
+    For a very small model, data sheets promise rates at which no node could decode images for its devices.
+    """
+    return max(1, min(math.ceil(rate / FEEDER_RATE), num_devices))
 
 
 def requirements(plan: Plan) -> Requirements:

@@ -91,7 +91,8 @@ class DataConfig(ConfigModel):
     """Blocks that each feeder reads at the same time, before their turn. More help where storage is slow. Each takes
     memory beside the segment: a parquet row group about five times its size while it is read."""
     num_feeders: int | None = Field(None, ge=1)
-    """Processes that read and size samples; None: as many as the rate of a ``flowtrain plan`` needs, else one."""
+    """Processes that read and size samples; None: as many as the rate of a ``flowtrain plan`` needs, at most
+    one for each device, else one."""
     system_prompt: str | None = None
     """Put before every conversation, if given."""
     eval: EvalConfig | None = None

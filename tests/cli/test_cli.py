@@ -128,7 +128,7 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     )
     assert (code, error) == (0, "")
     assert "ray" not in heavy
-    for expected in ("7 of 16 samples", "1,050 samples", "every 50 steps", "36 MiB"):
+    for expected in ("7 of 16 samples", "1,050 samples", "every 50 steps"):
         assert expected in output
     rows = {line.split("│")[1].strip(): line for line in output.splitlines() if line.count("│") == 6}
     assert [cell.strip() for cell in rows["vision"].split("│")[2:6]] == ["2", "0.5", "0", "16 MiB"]
@@ -139,6 +139,11 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
         "5,755,968, 2,484,672 trainable: vision 3,271,296 (frozen), connector 74,112, backbone 2,410,560"
     )
     assert facts["order"] == "deterministic"
+    assert facts["feeders"].startswith("1, each with up to 32 samples of 260 KiB and "), "of an evaluation round"
+    assert "of open blocks" in facts["feeders"]
+    segments = [float(rows[name].split("│")[5].split()[0]) for name in ("vision", "feeder")]
+    assert float(facts["memory pool"].split()[0]) == pytest.approx(2 * segments[0] + segments[1], abs=0.01)
+    assert facts["memory pool"].endswith("MiB at most; unused pages take no memory")
     assert facts["oversized"] == "more than 512 tokens: reject"
     assert (facts["dispatch"], facts["cost"], facts["backbone ranks"]) == ("lpt, 4 buckets", "eq3", "1 data-parallel")
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import flowtrain
 from flowtrain import api
 from flowtrain.allocator.plan import fixed_plan, read_plan
 from flowtrain.errors import ConfigError, FaultCode
+from flowtrain.types.run_plan import ModulePlan
 from tests.cli.test_plan import MODELS, PAPER, QUICKSTART, plan, record_of, refused
 
 SMALL = str(MODELS / "vlm_6b.yaml")
@@ -110,7 +112,9 @@ def test_one_device_is_shared_and_a_run_takes_its_half(tmp_path: Path) -> None:
     assert fixed_plan(api.resolve(QUICKSTART, record["overrides"])) == chosen
     # What a cluster without accelerators sees of it is what it sees of the configuration.
     without = flowtrain.dry_run(QUICKSTART, [f"runs_dir={tmp_path}"], plan=chosen).run.plan.without_devices()
-    assert without == fixed_plan(api.resolve(QUICKSTART, plan=saved)).without_devices()
+    assert chosen.feeder == ModulePlan(), "one feeder for a device; a run sizes its segment by its data"
+    assert without.feeder.segment_nbytes > 0
+    assert replace(without, feeder=chosen.feeder) == fixed_plan(api.resolve(QUICKSTART, plan=saved)).without_devices()
     assert without.encoders["vision"].num_devices == without.backbone.num_devices == 0.0
 
 

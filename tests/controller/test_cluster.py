@@ -50,6 +50,16 @@ def test_everything_that_lacks_is_said_at_once_with_both_counts(monkeypatch: pyt
     assert "data_parallel_size" in message
 
 
+def test_segments_must_fit_one_node_unless_a_network_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, {"CPU": 2.0, "memory": 1e6}, {"CPU": 2.0, "memory": 2e6})
+    message = refusal([{"CPU": 1.0}], 2_000_001)
+    assert "2000001 bytes needed, 2000000 on the largest node" in message
+    assert "lower data.max_image_nbytes, data.shuffle_blocks" in message
+    check_resources([{"CPU": 1.0}], 2_000_000)
+    FakeProbe({"node-0": "nixl_cu12", "node-1": "nixl_cu12"}).install(monkeypatch)
+    assert check_resources([{"CPU": 1.0}], 3_000_000, "auto") == "PACK"
+
+
 def test_actors_that_fit_on_no_one_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     set_cluster(monkeypatch, {"CPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}, dead={"CPU": 64.0, "GPU": 8.0})
     assert "no single node has 6 CPU" in refusal([{"CPU": 3.0}, {"CPU": 3.0}])

@@ -102,9 +102,8 @@ class PlainLoop:
 
     def _mean_loss(self, sized: SizedResult, raw: RawSample) -> torch.Tensor:
         ids, labels = (torch.from_numpy(row.astype(np.int64))[None] for row in sized.text)
-        images = [
-            Image.open(io.BytesIO(image.read(self.config.data.max_image_nbytes))).convert("RGB") for image in raw.images
-        ]
+        encoded = [image.read(self.config.data.max_image_nbytes) for image in raw.images]
+        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in encoded]
         pixels = self.family.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
         return self.model(
             input_ids=ids, labels=labels, pixel_values=pixels, attention_mask=torch.ones_like(ids), use_cache=False

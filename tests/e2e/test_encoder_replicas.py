@@ -34,6 +34,7 @@ def config_of(directory: Path, name: str, tensor_parallel: int) -> RunConfig:
         "encoders.vision.data_parallel_size=1",
         f"encoders.vision.tensor_parallel_size={tensor_parallel}",
         "limits.max_encoder_restarts=1",
+        "data.num_feeders=1",
         training={"global_batch_size": BATCH, "max_steps": NUM_STEPS, "optimizer": "sgd"},
     )
 

@@ -129,7 +129,7 @@ def test_every_format_trains_alike(
 def bucket(world: World, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A bucket on a local S3 server, with the samples in all formats; the environment has its credentials."""
     for package in ("moto.server", "s3fs"):
-        pytest.importorskip(package, reason="pip install 'flowtrain[s3]' 'moto[server]'")
+        pytest.importorskip(package, reason="needs s3fs and moto: pip install -c constraints.txt -e '.[dev]'")
     import boto3
     from moto.server import ThreadedMotoServer
 

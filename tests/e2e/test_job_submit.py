@@ -178,7 +178,7 @@ def small_run(tmp_path: Path, *overrides: str) -> RunConfig:
         ),
         (
             ["encoders.vision.segment_nbytes=1000000000000", "pool.max_segment_nbytes=1000000000000"],
-            r"segments: 2000\d{9} bytes needed, \d+ in the cluster",
+            r"segments: 2000\d{9} bytes needed, \d+ on the largest node",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import dump_resolved
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir
+from flowtrain.types.run_plan import ModulePlan
 from tests.e2e.worlds import World, tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -36,5 +38,8 @@ def test_a_saved_plan_starts_unchanged(tmp_path: Path, ray_cluster: None) -> Non
     assert plan.encoders["vision"].num_actors == plan.backbone.num_actors == 1
     assert config.encoders["vision"].data_parallel_size == 2
     files = run_dir(config)
-    assert read_plan(files.plan) == plan
+    assert plan.feeder == ModulePlan(plan.feeder.data_parallel_size) and 1 <= plan.feeder.data_parallel_size <= 2
+    started = read_plan(files.plan)
+    assert started.feeder.segment_nbytes > 0, "sized by the data"
+    assert replace(started, feeder=plan.feeder) == plan
     assert read_ledger(files.ledger)["position"].to_pylist() == list(range(8))

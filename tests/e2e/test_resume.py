@@ -78,11 +78,13 @@ def test_killed_and_stopped_runs_end_as_the_undisturbed_one(world: Path, undistu
     rng = random.Random(11)
     with driver(config, world / "killed.log") as first:
         kill_at_a_random_moment(first, rng)
-        # Resumed at once, while actors of the killed run may still be on their way out.
-        with driver(config, world / "killed-in-checkpoint.log", "--resume") as second:
+        # Resumed at once, while actors of the killed run may still be on their way out, and with more feeders.
+        two_feeders = config_of(world, "disturbed", "data.num_feeders=2")
+        with driver(two_feeders, world / "killed-in-checkpoint.log", "--resume") as second:
             kill_in_a_checkpoint(second)
             first.check_nothing_is_left()
-            with driver(config, world / "interrupted.log", "--resume") as third:
+            three_feeders = config_of(world, "disturbed", "data.num_feeders=3")
+            with driver(three_feeders, world / "interrupted.log", "--resume") as third:
                 interrupt(third)
                 second.check_nothing_is_left()
                 third.check_nothing_is_left()

@@ -77,17 +77,19 @@ def test_two_nodes_train_as_one(pair: NodePair, tmp_path: Path, together: RunDir
 
 
 def test_an_encoder_killed_on_the_other_node_costs_no_sample(pair: NodePair, tmp_path: Path, together: RunDir) -> None:
-    config = spread_config(tmp_path, "killed")
+    config = spread_config(tmp_path, "killed", "data.num_feeders=2")
     run = run_dir(config)
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(train, pair, config)
         wait_until(lambda: training.done() or len(json_lines(run.metrics)) >= 2, RUN_LIMIT_S, lambda: "no step is done")
+        feeders = [["ray::Feeder" in title_of(pid) for pid in host.pids()].count(True) for host in pair.hosts]
         killed = [pid for host in pair.hosts for pid in host.pids() if "ray::Encoder" in title_of(pid)]
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         code, said = training.result(RUN_LIMIT_S)
     assert code == 0, said
     assert len(killed) == 1
+    assert feeders == [1, 1], "encoders and ranks read what the feeder of the other node has put"
     assert exact_metrics(run) == exact_metrics(together)
 
 

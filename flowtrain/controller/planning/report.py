@@ -167,7 +167,7 @@ def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
     *encoders, backbone = allocation.modules
     feeder = usual.feeder
     if planned.config.data.num_feeders is None:
-        feeder = replace(feeder, data_parallel_size=feeders_for(allocation.rate))
+        feeder = replace(feeder, data_parallel_size=feeders_for(allocation.rate, allocation.devices))
     return replace(
         usual,
         feeder=feeder,

@@ -89,8 +89,8 @@ def feeder_figures(data: DataSet, ones: list[Fed], twos: list[list[Fed]]) -> lis
 
 def memory_figures(ones: list[Fed], twos: list[list[Fed]]) -> list[Figure]:
     """The most that a feeder takes in addition to its segment, alone and as one of two."""
-    figures = []
-    for name, fed in (("feeder_above_segment", ones), ("one_of_two_above_segment", sum(twos, []))):
+    pairs, figures = [each for two in twos for each in two], []
+    for name, fed in (("feeder_above_segment", ones), ("one_of_two_above_segment", pairs)):
         worst = max(fed, key=lambda each: each.resident_nbytes - each.segment_nbytes)
         resident, segment = worst.resident_nbytes / MIB, worst.segment_nbytes / MIB
         note = f"VmHWM {resident:.0f} MiB, segment {segment:.0f} MiB; also pages of libraries, which processes share"

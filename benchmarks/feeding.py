@@ -87,14 +87,16 @@ def feeder_figures(data: DataSet, ones: list[Fed], twos: list[list[Fed]]) -> lis
     return figures
 
 
-def memory_figures(ones: list[Fed]) -> list[Figure]:
-    """The most that a feeder takes in addition to its segment."""
-    segment = ones[0].segment_nbytes
-    worst = max(one.resident_nbytes for one in ones)
-    note = f"VmHWM {worst / MIB:.0f} MiB, segment {segment / MIB:.0f} MiB; "
-    shared = "also pages of libraries, which processes of a node share"
+def memory_figures(ones: list[Fed], twos: list[list[Fed]]) -> list[Figure]:
+    """The most that a feeder takes in addition to its segment, alone and as one of two."""
+    pairs, figures = [each for two in twos for each in two], []
+    for name, fed in (("feeder_above_segment", ones), ("one_of_two_above_segment", pairs)):
+        worst = max(fed, key=lambda each: each.resident_nbytes - each.segment_nbytes)
+        resident, segment = worst.resident_nbytes / MIB, worst.segment_nbytes / MIB
+        note = f"VmHWM {resident:.0f} MiB, segment {segment:.0f} MiB; also pages of libraries, which processes share"
+        figures.append(at_most(name, resident - segment, "MiB", OVERHEAD_TARGET_MIB, note))
     return [
-        at_most("feeder_above_segment", (worst - segment) / MIB, "MiB", OVERHEAD_TARGET_MIB, note + shared),
+        *figures,
         Figure("feeder_own", max(one.own_nbytes for one in ones) / MIB, "MiB", note="RssAnon, sampled"),
         Figure("feeder_segment_touched", max(one.shared_nbytes for one in ones) / MIB, "MiB", note="RssShmem, sampled"),
     ]
@@ -189,7 +191,7 @@ def measure(directory: Path, args: argparse.Namespace) -> list[Figure]:
             else:
                 peers[name].append(found)
         print(f"round {number + 1} of {args.rounds} done", file=sys.stderr)
-    figures += feeder_figures(large, ones, twos) + memory_figures(ones)
+    figures += feeder_figures(large, ones, twos) + memory_figures(ones, twos)
     for name in sorted(set(peers) - left_out):
         figures += peer_figures(large, name, peers[name], [one.rate for one in ones])
     figures += rows_figures(large) + start_figures(small, args.rounds, args.run) + read_figures(large, args.run)

@@ -89,7 +89,7 @@ class DataConfig(ConfigModel):
     """Blocks of each source that are mixed."""
     read_ahead_blocks: int = Field(1, ge=1)
     """Blocks that each feeder reads at the same time, before their turn. More help where storage is slow. Each takes
-    memory beside the segment: a parquet row group about five times its size while it is read."""
+    memory beside the segment: a parquet row group about four times its size while it is read."""
     num_feeders: int | None = Field(None, ge=1)
     """Processes that read and size samples; None: as many as the rate of a ``flowtrain plan`` needs, at most
     one for each device, else one."""

@@ -80,12 +80,20 @@ def load(ref: SampleRef, raw: RawSample) -> LoadedSample:
 class Reader:
     """One feeder's reading, from a position of the order on."""
 
-    def __init__(self, sampler: Sampler, tables: list[np.ndarray], feeder: int, num_feeders: int, end: int) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        tables: list[np.ndarray],
+        feeder: int,
+        num_feeders: int,
+        end: int,
+        num_blocks: int = 2,
+    ) -> None:
         self.sampler = sampler
         self.sources = FakeSources(tables)
         self.shelf = FakeShelf()
         self.owns = lambda draw: draw.lane % num_feeders == feeder
-        self.ahead = ReadAhead(self.sources, sampler.copy(), self.owns, 2, end)  # type: ignore[arg-type]
+        self.ahead = ReadAhead(self.sources, sampler.copy(), self.owns, num_blocks, end)  # type: ignore[arg-type]
         to_come = open_blocks_of(sampler)
         self.blocks = OpenBlocks(self.sources, self.ahead, self.shelf, load, to_come)  # type: ignore[arg-type]
 
@@ -174,6 +182,23 @@ def test_a_block_is_read_before_its_turn() -> None:
         reader.ahead._threads.shutdown(wait=True)
         assert set(reader.sources.reads) == {(0, 0), (0, 1)}, "two blocks ahead, and no more"
         assert set(reader.ahead._reads) == {BlockKey(0, 0, 0), BlockKey(0, 0, 1)}
+
+
+def test_a_block_is_not_read_while_another_is_in_memory() -> None:
+    tables = [np.array([0, 4, 8, 12])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    with closing([Reader(sampler, tables, 0, 1, 12, num_blocks=1)]) as (reader,):
+        begun = []
+        put = reader.shelf.put
+
+        def watched(pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+            begun.append(set(reader.ahead._reads))
+            return put(pieces)
+
+        reader.shelf.put = watched  # type: ignore[method-assign]
+        reader.step(1)
+        assert begun and not any(begun), "the block is still moved to the shelf"
+        assert set(reader.ahead._reads) == {BlockKey(0, 0, 1)}
 
 
 def test_nothing_is_read_for_positions_after_the_end() -> None:

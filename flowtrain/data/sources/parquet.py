@@ -24,6 +24,7 @@ from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns, pa
 from flowtrain.errors import DataError
 
 _BATCH_ROWS = 16
+_BUFFER_NBYTES = 1 << 16
 _KEPT_NBYTES = 4 << 20
 """After so many bytes, Arrow gives back what it freed: it keeps a third more than it uses otherwise."""
 _MAX_EXPANSION, _FREE_NBYTES = 4, 256 << 20
@@ -140,7 +141,11 @@ def _opened(path: str, pre_buffer: bool = False) -> Iterator[pq.ParquetFile]:
     with source:
         try:
             # Opened for each block: a ParquetFile is not thread-safe, and open files are limited.
-            with pq.ParquetFile(source, pre_buffer=pre_buffer, page_checksum_verification=True) as file:
+            # A buffered stream frees a compressed page once it is decompressed; storage elsewhere gets fewer requests.
+            buffer_nbytes = 0 if pre_buffer else _BUFFER_NBYTES
+            with pq.ParquetFile(
+                source, pre_buffer=pre_buffer, buffer_size=buffer_nbytes, page_checksum_verification=True
+            ) as file:
                 yield file
         except (pa.ArrowException, OSError) as error:
             # Arrow also raises OSErrors for damaged pages, without a number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,18 +75,18 @@ class Feeder:
         segment = _Segment(self._name, config, link, member)
         feed = Feed.from_config(config, self._indexes, state, segment, self._place)
         try:
-            self._serve(link, member, feed)
+            self._serve(link, member, segment, feed)
         except _Stopped:
             pass
         finally:
             feed.close()
             member.pool.close()
 
-    def _serve(self, link: CoordinatorLink, member: PoolMember, feed: Feed) -> None:
+    def _serve(self, link: CoordinatorLink, member: PoolMember, segment: _Segment, feed: Feed) -> None:
         report = FeedReport()
         while True:
             order = link.ask(CoordinatorApi.feed, member.index, report)
-            member.pool.release(order.released)
+            segment.free(order.released)
             if order.stop:
                 return
             if order.unit is not None:
@@ -122,6 +123,7 @@ class _Segment:
         self._limits = config.limits
         self._link = link
         self._member = member
+        self._more_users: Counter[int] = Counter()  # by address: users beside the first
 
     def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
         """See ``Shelf``."""
@@ -134,7 +136,7 @@ class _Segment:
                 room = self._member.pool.reserve(nbytes)
             except OutOfPoolMemory:
                 order = self._link.ask(CoordinatorApi.wait_for_room, self._member.index)
-                self._member.pool.release(order.released)
+                self.free(order.released)
                 if order.stop:
                     raise _Stopped from None
                 patience.tick()
@@ -144,9 +146,20 @@ class _Segment:
             _fill(room.views, arrays)
             return room.commit()
 
-    def free(self, extents: Sequence[Extent]) -> None:
+    def share(self, extents: Sequence[Extent]) -> None:
         """See ``Shelf``."""
-        self._member.pool.release(extents)
+        self._more_users.update(extent.gva for extent in extents)
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        """See ``Shelf``; also for what the coordinator has released, once for each part."""
+        self._member.pool.release([extent for extent in extents if not self._has_other_users(extent)])
+
+    def _has_other_users(self, extent: Extent) -> bool:
+        """Take one user from an extent; returns whether another is left."""
+        count = self._more_users.pop(extent.gva, 0)
+        if count > 1:
+            self._more_users[extent.gva] = count - 1
+        return count > 0
 
 
 def _fill(views: Sequence[np.ndarray], arrays: Sequence[np.ndarray]) -> None:

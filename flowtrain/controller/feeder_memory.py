@@ -70,9 +70,7 @@ def _held_nbytes(config: RunConfig, index: SourceIndex, num_feeders: int) -> int
     if config.data.shuffle == "rows" or not index.image_nbytes.any():
         return 0
     lanes = min(config.data.shuffle_blocks, index.num_blocks) if config.data.shuffle == "blocks" else 1
-    rows = index.first_rows[1:] - index.first_rows[:-1]
-    largest = int((index.image_nbytes + rows * config.pool.alignment).max())
-    return -(-lanes // num_feeders) * largest
+    return -(-lanes // num_feeders) * int(index.held_nbytes(config.pool.alignment).max())
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

@@ -48,6 +48,9 @@ class NoShelf:
         """See ``Shelf``."""
         return ()
 
+    def share(self, extents: Sequence[Extent]) -> None:
+        """See ``Shelf``."""
+
     def free(self, extents: Sequence[Extent]) -> None:
         """See ``Shelf``."""
 
@@ -71,6 +74,7 @@ class Feed:
     sampler: at the position where the feed starts.
     shelf: takes texts and encoded images.
     end: position at which the run ends.
+    alignment: of what the shelf takes, in bytes.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Feed:
         shelf: Shelf,
         place: FeederPlace = FeederPlace(),
         end: int = 1 << 62,
+        alignment: int = 256,
     ) -> None:
         self._sources = sources
         self._sampler = sampler
@@ -93,7 +98,7 @@ class Feed:
         self._blocks: OpenBlocks | None = None
         if config.shuffle != "rows":
             self._reader = ReadAhead(sources, sampler.copy(), place.owns, config.read_ahead_blocks, end)
-            self._blocks = OpenBlocks(sources, self._reader, shelf, sizer.load, open_blocks_of(sampler))
+            self._blocks = OpenBlocks(sources, self._reader, shelf, sizer.load, alignment, open_blocks_of(sampler))
 
     @classmethod
     def from_config(
@@ -117,7 +122,8 @@ class Feed:
         sizer = Sizer(family, family.tokenizer, config.data)
         num_steps, total = num_steps_of(config.training, sources.sizes)
         end = total if total is not None else num_steps * config.training.global_batch_size
-        return cls(config.data, sources, sampler, sizer, shelf if shelf is not None else NoShelf(), place, end)
+        shelf, alignment = shelf if shelf is not None else NoShelf(), config.pool.alignment
+        return cls(config.data, sources, sampler, sizer, shelf, place, end, alignment)
 
     def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> Share:
         """Size and put the feeder's samples of a unit.

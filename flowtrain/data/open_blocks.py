@@ -6,6 +6,7 @@ once: by default its writers make one page of a whole row group. So they are cou
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,6 +21,8 @@ from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.types.memory import Extent
 from flowtrain.types.samples import Rejection, SampleRef
 
+_KEY_NBYTES = 64
+"""Bytes at both ends by which images are told apart before they are compared."""
 _NO_POSITION = -1
 """Of a row before its turn."""
 
@@ -40,6 +43,9 @@ class Shelf(Protocol):
     def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
         """Put bytes, one piece after another; waits for room."""
 
+    def share(self, extents: Sequence[Extent]) -> None:
+        """Count one more user of bytes, which are free when all users have freed them."""
+
     def free(self, extents: Sequence[Extent]) -> None:
         """Free bytes that no process knows of."""
 
@@ -52,8 +58,14 @@ class HeldRow:
     extents: tuple[Extent, ...]
 
 
+class _Later(enum.Enum):
+    """A row for whose images the block has no room; it is read again at its turn."""
+
+    LATER = enum.auto()
+
+
 Row = HeldRow | RawSample | Rejection
-"""A row of an open block; a RawSample has no images, or they are files of their own."""
+"""A row of an open block; a RawSample has no images, or they are files of their own, or lie in memory for now."""
 
 
 class OpenBlocks:
@@ -61,6 +73,7 @@ class OpenBlocks:
 
     load: reads and measures the images of a row.
     shelf: takes the images.
+    alignment: of what the shelf takes, in bytes.
     rows_to_come: rows that are still to come of the blocks that are open at the start.
     """
 
@@ -70,6 +83,7 @@ class OpenBlocks:
         reader: ReadAhead,
         shelf: Shelf,
         load: Callable[[SampleRef, RawSample], LoadedSample | Rejection],
+        alignment: int,
         rows_to_come: Mapping[BlockKey, IntArray],
     ) -> None:
         self._sources = sources
@@ -77,7 +91,8 @@ class OpenBlocks:
         self._shelf = shelf
         self._load = load
         self._rows_to_come: dict[BlockKey, Iterable[int]] = dict(rows_to_come)
-        self._rows: dict[BlockKey, dict[int, Row]] = {}
+        self._alignment = alignment
+        self._rows: dict[BlockKey, dict[int, Row | _Later]] = {}
 
     def take(self, draw: Draw) -> Row:
         """Return a drawn row. The first draw of a block opens it. Raises as ``Source.read_block``."""
@@ -90,6 +105,8 @@ class OpenBlocks:
         if not rows:
             del self._rows[key]
             self._reader.forget(key)
+        if isinstance(row, _Later):
+            return sample_of(ref, self._sources.record(ref))
         return replace(row, ref=ref) if isinstance(row, Rejection) else row
 
     def skip(self, draw: Draw) -> None:
@@ -98,17 +115,18 @@ class OpenBlocks:
         if isinstance(row, HeldRow):
             self._shelf.free(row.extents)
 
-    def _open(self, key: BlockKey) -> dict[int, Row]:
+    def _open(self, key: BlockKey) -> dict[int, Row | _Later]:
         first, last = self._sources.rows_of(key.source, key.block)
         wanted = self._rows_to_come.pop(key, range(first, last))
         records = self._reader.take(key)
-        rows = {int(row): self._row(key, int(row), records[row - first]) for row in wanted}
+        room = _Room(self._shelf, self._sources.held_nbytes(key.source, key.block, self._alignment), self._alignment)
+        rows = {int(row): self._row(key, int(row), records[row - first], room) for row in wanted}
         # The block's images are on the shelf now: free its memory before another block takes as much.
-        del records
+        del records, room
         self._reader.read_more()
         return rows
 
-    def _row(self, key: BlockKey, row: int, record: Record) -> Row:
+    def _row(self, key: BlockKey, row: int, record: Record, room: _Room) -> Row | _Later:
         ref = SampleRef(_NO_POSITION, key.source, row, key.epoch)
         raw = sample_of(ref, record)
         if isinstance(raw, Rejection) or not raw.images or any(image.is_file for image in raw.images):
@@ -116,7 +134,38 @@ class OpenBlocks:
         loaded = self._load(ref, raw)
         if isinstance(loaded, Rejection):
             return loaded
-        return HeldRow(loaded.measured, self._shelf.put(loaded.images))
+        extents = room.put(loaded.images)
+        return HeldRow(loaded.measured, extents) if extents is not None else _Later.LATER
+
+
+class _Room:
+    """A block's room on the shelf while it is opened.
+
+    Images that are stored once for many rows could take more than what is stored of them, and a run that waits for
+    room that was not counted would never go on. So rows with the same images share them, and what still does not fit
+    is not put.
+    """
+
+    def __init__(self, shelf: Shelf, nbytes: int, alignment: int) -> None:
+        self._shelf = shelf
+        self._left_nbytes = nbytes
+        self._alignment = alignment
+        self._held: dict[tuple[object, ...], tuple[tuple[Buffer, ...], tuple[Extent, ...]]] = {}
+
+    def put(self, images: tuple[Buffer, ...]) -> tuple[Extent, ...] | None:
+        """Put a row's images, or share those of another row; None if there is no room left for them."""
+        key = (*map(len, images), bytes(images[0][:_KEY_NBYTES]), bytes(images[-1][-_KEY_NBYTES:]))
+        others, extents = self._held.get(key, ((), ()))
+        if others == images:
+            self._shelf.share(extents)
+            return extents
+        nbytes = -(-sum(map(len, images)) // self._alignment) * self._alignment
+        if nbytes > self._left_nbytes:
+            return None
+        self._left_nbytes -= nbytes
+        extents = self._shelf.put(images)
+        self._held[key] = images, extents
+        return extents
 
 
 def sample_of(ref: SampleRef, record: Record) -> RawSample | Rejection:

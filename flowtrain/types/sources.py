@@ -24,7 +24,8 @@ class SourceIndex:
     block_nbytes: npt.NDArray[np.int64]
     """``[num_blocks]``: bytes of the file that a block takes."""
     image_nbytes: npt.NDArray[np.int64]
-    """``[num_blocks]``: the most bytes that a block's encoded images take in memory; 0 where images are files."""
+    """``[num_blocks]``: bytes of a block's encoded images as they are stored; 0 where images are files. Images that
+    occur several times in a block may be stored once."""
     first_rows: npt.NDArray[np.int64]
     """``[num_blocks + 1]``: the first row of each block, and the number of rows."""
 
@@ -42,6 +43,11 @@ class SourceIndex:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_files)
+
+    def held_nbytes(self, alignment: int) -> npt.NDArray[np.int64]:
+        """Return the room in a segment that each block's images get, ``[num_blocks]``; every row's is aligned."""
+        rows: npt.NDArray[np.int64] = np.diff(self.first_rows) * alignment * (self.image_nbytes > 0)
+        return self.image_nbytes + rows
 
     def block_of(self, row: int) -> int:
         """Return the block that holds a row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 from tests.actors.conftest import BATCH, NUM_STEPS, OVERSIZED_ROW
 from tests.actors.scripted import INDEX, ScriptedLink, new_run_id, reader_of
+from tests.e2e.worlds import World as Rows
 
 STOP = FeedOrder(None, (), (), stop=True)
 NO_ROOM = RoomOrder((), stop=False)
@@ -163,6 +165,31 @@ def test_released_memory_is_free_again(config: RunConfig) -> None:
     world.link.answers("feed", *answers, STOP)
     *_, last = world.run()
     assert last.stats is not None and last.stats.used_nbytes == 0
+
+
+def test_memory_that_rows_share_is_free_after_the_last(tmp_path: Path, config: RunConfig) -> None:
+    world = Rows()
+    image = world.image()
+    for _ in range(BATCH):
+        world.add(1, images=[image])
+    source = world.write(tmp_path / "alike.parquet")
+    alike = override_config(config, [f"data.sources=[{{path: '{source}'}}]"])
+    run = World(alike)
+    half: list[int] = []
+
+    def release_text_and_most_images(owner: int, report: FeedReport) -> FeedOrder:
+        assert len({part.extents for part in report.images}) == 1 < len(report.images) == BATCH
+        parts = (*report.texts, *report.images[1:])
+        return FeedOrder(None, (), tuple(extent for part in parts for extent in part.extents), stop=False)
+
+    def release_the_last(owner: int, report: FeedReport) -> FeedOrder:
+        assert report.stats is not None
+        half.append(report.stats.used_nbytes)
+        return FeedOrder(None, (), run.link.said["feed"][1][1].images[0].extents, stop=False)
+
+    run.link.answers("feed", size(unit_of(1)), release_text_and_most_images, release_the_last, STOP)
+    *_, last = run.run()
+    assert last.stats is not None and half[0] >= len(image) and last.stats.used_nbytes == 0
 
 
 def narrow(config: RunConfig, expected: Expected) -> tuple[RunConfig, int]:

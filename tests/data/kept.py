@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,7 @@ class KeepingShelf:
 
     def __init__(self) -> None:
         self.held: dict[int, bytes] = {}
+        self.shared: Counter[int] = Counter()
         self._last = -1
 
     def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
@@ -32,11 +34,22 @@ class KeepingShelf:
     def free(self, extents: Sequence[Extent]) -> None:
         """See ``Shelf``."""
         for extent in extents:
-            del self.held[extent.gva]
+            self._take(extent)
+
+    def share(self, extents: Sequence[Extent]) -> None:
+        """See ``Shelf``."""
+        self.shared.update(extent.gva for extent in extents)
+
+    def _take(self, extent: Extent) -> bytes:
+        """Free an extent; returns its bytes."""
+        if self.shared[extent.gva]:
+            self.shared[extent.gva] -= 1
+            return self.held[extent.gva]
+        return self.held.pop(extent.gva)
 
     def outcomes(self, share: Share) -> dict[int, Outcome]:
         """Return what came of a share, by position; the share's bytes are freed."""
-        images = {part.position: self.held.pop(part.extents[0].gva) for part in share.images}
+        images = {part.position: self._take(part.extents[0]) for part in share.images}
         found: dict[int, Outcome] = {rejection.ref.position: rejection for rejection in share.rejections}
         for sample, text in zip(share.sized, share.texts, strict=True):
             assert sample.position == text.position

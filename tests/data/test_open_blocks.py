@@ -41,12 +41,21 @@ class FakeRecord:
 class FakeSources:
     tables: list[np.ndarray]
     reads: Counter[tuple[int, int]] = field(default_factory=Counter)
+    room: int = 1 << 20
+    again: list[int] = field(default_factory=list)
 
     def block_of(self, source: int, row: int) -> int:
         return int(np.searchsorted(self.tables[source], row, side="right")) - 1
 
     def rows_of(self, source: int, block: int) -> tuple[int, int]:
         return int(self.tables[source][block]), int(self.tables[source][block + 1])
+
+    def held_nbytes(self, source: int, block: int, alignment: int) -> int:
+        return self.room
+
+    def record(self, ref: SampleRef) -> FakeRecord:
+        self.again.append(ref.row)
+        return FakeRecord(ref.source, ref.row)
 
     def read_block(self, source: int, block: int) -> Sequence[FakeRecord]:
         self.reads[source, block] += 1
@@ -58,6 +67,7 @@ class FakeShelf:
 
     def __init__(self) -> None:
         self.held: dict[int, bytes] = {}
+        self.shared: Counter[int] = Counter()
         self.most = 0
         self._last = 0
 
@@ -67,9 +77,15 @@ class FakeShelf:
         self.most = max(self.most, len(self.held))
         return (Extent(self._last, 1),)
 
+    def share(self, extents: Sequence[Extent]) -> None:
+        self.shared.update(extent.gva for extent in extents)
+
     def free(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
-            del self.held[extent.gva]
+            if self.shared[extent.gva]:
+                self.shared[extent.gva] -= 1
+            else:
+                del self.held[extent.gva]
 
 
 def load(ref: SampleRef, raw: RawSample) -> LoadedSample:
@@ -95,7 +111,7 @@ class Reader:
         self.owns = lambda draw: draw.lane % num_feeders == feeder
         self.ahead = ReadAhead(self.sources, sampler.copy(), self.owns, num_blocks, end)  # type: ignore[arg-type]
         to_come = open_blocks_of(sampler)
-        self.blocks = OpenBlocks(self.sources, self.ahead, self.shelf, load, to_come)  # type: ignore[arg-type]
+        self.blocks = OpenBlocks(self.sources, self.ahead, self.shelf, load, 1, to_come)  # type: ignore[arg-type]
 
     def step(self, count: int, skipped: frozenset[int] = frozenset()) -> list[Draw]:
         """Draw, and check each of the own rows; returns their draws."""
@@ -222,3 +238,42 @@ def test_an_error_of_storage_reaches_the_feeder() -> None:
     with pytest.raises(OSError, match="the disk is gone"):
         ahead.take(BlockKey(0, 0, 0))
     ahead.close()
+
+
+def rows_of(reader: Reader, count: int) -> list[HeldRow | RawSample]:
+    """Take the next rows, and check their images."""
+    found = []
+    for draw in reader.sampler.take(count):
+        row = reader.blocks.take(draw)
+        assert not isinstance(row, Rejection)
+        if isinstance(row, HeldRow):
+            assert reader.shelf.held[row.extents[0].gva] == f"0/{draw.ref.row}".encode()
+        found.append(row)
+    return found
+
+
+def test_rows_without_room_are_read_again_at_their_turn() -> None:
+    """Images that a file stores once for several rows may take more memory than was counted for their block."""
+    tables = [np.array([0, 3])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    with closing([Reader(sampler, tables, 0, 1, 3)]) as (reader,):
+        reader.sources.room = 4  # for one image of three bytes
+        first, without, last = rows_of(reader, 3)
+        assert isinstance(first, HeldRow) and isinstance(without, RawSample) and not without.images
+        assert isinstance(last, RawSample) and last.images and reader.sources.again == [2]
+
+
+def test_rows_with_the_same_images_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [np.array([0, 10])]
+    sampler = Sampler(tables, [1.0], 0, "none", 1)
+    images = (RawImage(data=memoryview(b"one" * 50)), RawImage(data=b"two" * 50))
+    other = (*images[:1], RawImage(data=b"two" * 49 + b"TWO"))
+    monkeypatch.setattr(FakeRecord, "sample", lambda self: RawSample(other if self.row == 4 else images, ()))
+    with closing([Reader(sampler, tables, 0, 1, 10)]) as (reader,):
+        draws = sampler.take(10)
+        rows = [reader.blocks.take(draw) for draw in draws]
+        assert len(reader.shelf.held) == 2 and all(isinstance(row, HeldRow) for row in rows)
+        for row in rows[:-1]:
+            assert isinstance(row, HeldRow) and reader.shelf.held[row.extents[0].gva]
+            reader.shelf.free(row.extents)
+        assert len(reader.shelf.held) == 1, "the last user is left"

@@ -69,6 +69,10 @@ class SourceSet:
         first_rows = self.source(source).index.first_rows
         return int(first_rows[block]), int(first_rows[block + 1])
 
+    def held_nbytes(self, source: int, block: int, alignment: int) -> int:
+        """Return the room in a segment that a block's images get; every row's is aligned."""
+        return int(self.source(source).index.held_nbytes(alignment)[block])
+
     def read_block(self, source: int, block: int) -> Sequence[Record]:
         """Return all rows of a block in file order; raises as ``Source.read_block``."""
         return self.source(source).read_block(block)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.flow.capacity import check_capacity
@@ -71,7 +73,8 @@ def _held_nbytes(config: RunConfig, index: SourceIndex, num_feeders: int) -> int
         return 0
     lanes = min(config.data.shuffle_blocks, index.num_blocks) if config.data.shuffle == "blocks" else 1
     rows = index.first_rows[1:] - index.first_rows[:-1]
-    largest = int((index.image_nbytes + rows * config.pool.alignment).max())
+    # Each image has a byte or more.
+    largest = int((index.image_nbytes + np.minimum(rows, index.image_nbytes) * config.pool.alignment).max())
     return -(-lanes // num_feeders) * largest
 
 

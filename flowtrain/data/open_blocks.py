@@ -53,7 +53,8 @@ class HeldRow:
 
 
 Row = HeldRow | RawSample | Rejection
-"""A row of an open block; a RawSample has no images, or they are files of their own."""
+"""A row of an open block. A RawSample's images, if any, are put on the shelf at its turn: they are files, or more than
+the block is counted for."""
 
 
 class OpenBlocks:
@@ -86,6 +87,7 @@ class OpenBlocks:
         rows = self._rows.get(key)
         if rows is None:
             rows = self._rows[key] = self._open(key)
+            self._reader.read_more(ref.position)
         row = rows.pop(ref.row)
         if not rows:
             del self._rows[key]
@@ -102,13 +104,21 @@ class OpenBlocks:
         first, last = self._sources.rows_of(key.source, key.block)
         wanted = self._rows_to_come.pop(key, range(first, last))
         records = self._reader.take(key)
-        rows = {int(row): self._row(key, int(row), records[row - first]) for row in wanted}
-        # The block's images are on the shelf now: free its memory before another block takes as much.
-        del records
-        self._reader.read_more()
+        room = self._sources.image_nbytes_of(key.source, key.block)
+        rows: dict[int, Row] = {}
+        for row in wanted:
+            found = rows[int(row)] = self._row(key, int(row), records[row - first], room)
+            if isinstance(found, HeldRow):
+                room -= sum(found.measured.image_nbytes)
+        # The block's images are on the shelf now, and its memory is freed before another block takes as much.
         return rows
 
-    def _row(self, key: BlockKey, row: int, record: Record) -> Row:
+    def _row(self, key: BlockKey, row: int, record: Record, room: int) -> Row:
+        """Return a row; its images are put on the shelf if they have at most ``room`` bytes.
+
+        A block that stores an image once for many rows would need more of the shelf than it is counted for. The images
+        of its last rows stay where they were read, until their turn.
+        """
         ref = SampleRef(_NO_POSITION, key.source, row, key.epoch)
         raw = sample_of(ref, record)
         if isinstance(raw, Rejection) or not raw.images or any(image.is_file for image in raw.images):
@@ -116,6 +126,8 @@ class OpenBlocks:
         loaded = self._load(ref, raw)
         if isinstance(loaded, Rejection):
             return loaded
+        if sum(loaded.measured.image_nbytes) > room:
+            return raw
         return HeldRow(loaded.measured, self._shelf.put(loaded.images))
 
 

@@ -24,7 +24,8 @@ class SourceIndex:
     block_nbytes: npt.NDArray[np.int64]
     """``[num_blocks]``: bytes of the file that a block takes."""
     image_nbytes: npt.NDArray[np.int64]
-    """``[num_blocks]``: the most bytes that a block's encoded images take in memory; 0 where images are files."""
+    """``[num_blocks]``: bytes of a block's encoded images as they are stored, for which a feeder keeps room; 0 where
+    images are files. In memory they take more if the file stores an image once for many rows."""
     first_rows: npt.NDArray[np.int64]
     """``[num_blocks + 1]``: the first row of each block, and the number of rows."""
 

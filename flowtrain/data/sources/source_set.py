@@ -69,6 +69,10 @@ class SourceSet:
         first_rows = self.source(source).index.first_rows
         return int(first_rows[block]), int(first_rows[block + 1])
 
+    def image_nbytes_of(self, source: int, block: int) -> int:
+        """Return the bytes that the encoded images of a block are counted for."""
+        return int(self.source(source).index.image_nbytes[block])
+
     def read_block(self, source: int, block: int) -> Sequence[Record]:
         """Return all rows of a block in file order; raises as ``Source.read_block``."""
         return self.source(source).read_block(block)

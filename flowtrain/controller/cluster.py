@@ -86,7 +86,8 @@ def _connect(config: RunConfig) -> None:
 def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Network = "none") -> Strategy:
     """Return how the bundles may be spread: over several nodes only if the pool's network joins them.
 
-    pool_nbytes: all segments together. network: ``pool.network``. Raises ResourceError, with all counts, if the cluster lacks what the actors need.
+    pool_nbytes: all segments together. network: ``pool.network``. Raises ResourceError, with all counts, if the cluster
+    lacks what the actors need.
     """
     have, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     lacking = []

@@ -135,7 +135,7 @@ def test_a_header_between_two_spans(tmp_path: Path, open_rows: Open, monkeypatch
             tar.addfile(info, io.BytesIO(turns))
             if i < 3:
                 header = tarfile.TarInfo.create_pax_global_header({"comment": str(i)})
-                tar.fileobj.write(header)  # type: ignore[union-attr]
+                tar.fileobj.write(header)
                 tar.offset += len(header)
     rows = open_rows(tmp_path / "x.tar")
     assert rows.index.num_blocks == 2 and [rows.read(row).id for row in range(4)] == list("0123")

@@ -106,6 +106,7 @@ class Coordinator(CoordinatorApi):
     async def hand_in(self, owner: int, report: EncoderReport) -> HandInReply:
         """See ``CoordinatorApi``."""
         refused = self._flow.hand_in(owner, report)
+        self._room_signal.notify()  # images that only this lease has kept are free
         self._plan_signal.notify()  # in arrival order a step is planned from what is ready
         self._wake_backbone()
         self._event_signal.notify()

@@ -186,6 +186,8 @@ class Feed:
             ]
         else:
             draws = self._sampler.take(unit.num_positions)
+            if self._reader is not None:
+                self._reader.read_more(unit.first_position)
             first = draws[0].ref.position
             assert first == unit.first_position, (
                 f"unit {unit.index} starts at position {unit.first_position}, but the sampler was at {first}"

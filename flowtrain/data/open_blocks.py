@@ -101,6 +101,7 @@ class OpenBlocks:
         rows = self._rows.get(key)
         if rows is None:
             rows = self._rows[key] = self._open(key)
+            self._reader.read_more(ref.position)
         row = rows.pop(ref.row)
         if not rows:
             del self._rows[key]
@@ -120,11 +121,8 @@ class OpenBlocks:
         wanted = self._rows_to_come.pop(key, range(first, last))
         records = self._reader.take(key)
         room = _Room(self._shelf, self._sources.held_nbytes(key.source, key.block, self._alignment), self._alignment)
-        rows = {int(row): self._row(key, int(row), records[row - first], room) for row in wanted}
-        # The block's images are on the shelf now: free its memory before another block takes as much.
-        del records, room
-        self._reader.read_more()
-        return rows
+        # The block's images are on the shelf then, and its memory is freed before another block takes as much.
+        return {int(row): self._row(key, int(row), records[row - first], room) for row in wanted}
 
     def _row(self, key: BlockKey, row: int, record: Record, room: _Room) -> Row | _Later:
         ref = SampleRef(_NO_POSITION, key.source, row, key.epoch)

@@ -10,6 +10,9 @@ from flowtrain.data.sampler import Draw, Sampler
 from flowtrain.data.sources.base import Record
 from flowtrain.data.sources.source_set import SourceSet
 
+MOST_AHEAD = 1 << 16
+"""Positions that are searched for a feeder's next block: a feeder may have no draw for long, or none at all."""
+
 
 class BlockKey(NamedTuple):
     """A block in one epoch of its source."""
@@ -42,7 +45,7 @@ class ReadAhead:
         self._seen: set[BlockKey] = set()
         self._reads: dict[BlockKey, Future[Sequence[Record]]] = {}
         self._threads = ThreadPoolExecutor(num_blocks, thread_name_prefix="read")
-        self.read_more()
+        self.read_more(self._position)
 
     def take(self, key: BlockKey) -> Sequence[Record]:
         """Return the rows of a block, in file order. Raises as ``Source.read_block``."""
@@ -54,12 +57,16 @@ class ReadAhead:
         """Forget a block whose rows were all drawn."""
         self._seen.discard(key)
 
-    def read_more(self) -> None:
-        """Begin to read the next blocks, as far as there is room for them."""
-        while len(self._reads) < self._num_blocks and self._position < self._end:
+    def read_more(self, position: int) -> None:
+        """Begin to read the next blocks, as far as there is room for them.
+
+        position: where the feeder stands; blocks of earlier draws are open, or over.
+        """
+        end = min(self._end, position + MOST_AHEAD)
+        while len(self._reads) < self._num_blocks and self._position < end:
             (draw,) = self._scout.take(1)
             self._position += 1
-            if not self._owns(draw):
+            if draw.ref.position < position or not self._owns(draw):
                 continue
             ref = draw.ref
             key = BlockKey(ref.source, ref.epoch, self._sources.block_of(ref.source, ref.row))

@@ -9,7 +9,7 @@ from operator import attrgetter
 from flowtrain.flow.steps import Steps
 from flowtrain.types.messages import FeedReport
 from flowtrain.types.plan import Unit
-from flowtrain.types.samples import SamplerState, SizedSample
+from flowtrain.types.samples import Rejection, SamplerState, SizedSample
 
 _position = attrgetter("ref.position")
 
@@ -20,6 +20,8 @@ class SizedUnit:
 
     samples: list[SizedSample]
     """Without rejected ones, in the order of their positions."""
+    rejections: list[Rejection]
+    """In the order of their positions."""
     sampler_state: SamplerState
     """After the unit."""
 
@@ -30,6 +32,7 @@ class _Share:
 
     unit: Unit
     samples: list[SizedSample] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
     num_reports: int = 0
 
 
@@ -74,6 +77,7 @@ class Feeding:
             self._shares.append(_Share(unit))
         share = self._shares[number]
         share.samples += report.sized
+        share.rejections += report.rejections
         share.num_reports += 1
         self._num_ahead[feeder] += 1
         self._states[feeder] = report.sampler_state
@@ -84,4 +88,5 @@ class Feeding:
         self._num_ahead = [count - 1 for count in self._num_ahead]
         if len(self._states) > 1:
             share.samples.sort(key=_position)
-        return SizedUnit(share.samples, report.sampler_state)
+            share.rejections.sort(key=_position)
+        return SizedUnit(share.samples, share.rejections, report.sampler_state)

@@ -6,6 +6,8 @@ can drive the same class with virtual time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flowtrain.errors import StaleLeaseError
 from flowtrain.flow.eviction import make_room, may_evict
 from flowtrain.flow.feeding import Feeding
@@ -121,11 +123,13 @@ class Flow:
     def _take_sized(self, owner: int, unit: Unit, report: FeedReport) -> None:
         sized = self.feeding.report(owner, report)
         self.parts.add_sized(report.sized, owner, report.texts, report.images)
+        if sized is None:
+            return
+        # Counted by whole units: the share of rejected samples must not depend on which feeder is ahead.
         if unit.kind is UnitKind.TRAIN:
-            self.log.seen(len(report.sized) + len(report.rejections))
-        self._reject(report.rejections)
-        if sized is not None:
-            self._note_plan(self.steps.add_sized(unit, sized.samples, sized.sampler_state))
+            self.log.seen(len(sized.samples) + len(sized.rejections))
+        self._reject(sized.rejections)
+        self._note_plan(self.steps.add_sized(unit, sized.samples, sized.sampler_state))
 
     def room_order(self, owner: int) -> RoomOrder | None:
         """Return what a feeder without room may free, or stop; None while it must wait."""
@@ -242,7 +246,7 @@ class Flow:
         """Keep spans for the trace until its last step is done."""
         self.log.spans(spans, self.steps.num_done)
 
-    def _reject(self, rejections: tuple[Rejection, ...]) -> None:
+    def _reject(self, rejections: Iterable[Rejection]) -> None:
         # A batch that is encoded again has the same bad image again; it counts once.
         self.log.rejected([rejection for rejection in rejections if self.parts.reject(rejection)])
 

@@ -46,8 +46,9 @@ class SourceIndex:
 
     def held_nbytes(self, alignment: int) -> npt.NDArray[np.int64]:
         """Return the room in a segment that each block's images get, ``[num_blocks]``; every row's is aligned."""
-        rows: npt.NDArray[np.int64] = np.diff(self.first_rows) * alignment * (self.image_nbytes > 0)
-        return self.image_nbytes + rows
+        # No more rows have an image than there are bytes of images.
+        rows: npt.NDArray[np.int64] = np.minimum(np.diff(self.first_rows), self.image_nbytes)
+        return self.image_nbytes + rows * alignment
 
     def block_of(self, row: int) -> int:
         """Return the block that holds a row."""

@@ -88,6 +88,15 @@ def test_records_that_are_rejected(
     assert source.read(0).turns
 
 
+def test_one_empty_file_among_others(tmp_path: Path, open_rows: Open) -> None:
+    row = '{"conversations": [{"from": "gpt", "value": "x"}]}\n'
+    for name, content in {"a": row, "b": "", "c": "\ufeff\n" + row, ".d": row}.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        rows = open_rows(path)
+        assert [rows.read(row).turns[0].text for row in range(len(rows))] == ["x", "x"]
+
+
 def test_a_broken_line_is_one_bad_sample(tmp_path: Path, open_rows: Open) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"conversations": [{"from": "gpt", "value": "x"}]}\n{"conversations": [\n')
@@ -98,7 +107,7 @@ def test_a_broken_line_is_one_bad_sample(tmp_path: Path, open_rows: Open) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("[1, ", "not valid JSON at byte 4"), ("", "found b''"), ("id,image\n", "b'i'")]
+    ("content", "said"), [("[1, ", "not valid JSON at byte 4"), ("", "has no rows"), ("id,image\n", "b'i'")]
 )
 def test_files_that_are_not_llava(tmp_path: Path, open_rows: Open, content: str, said: str) -> None:
     file = tmp_path / "x.json"

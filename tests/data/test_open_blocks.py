@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.data import read_ahead
 from flowtrain.data.open_blocks import HeldRow, OpenBlocks, open_blocks_of
 from flowtrain.data.read_ahead import BlockKey, ReadAhead
 from flowtrain.data.sampler import Draw, Sampler
@@ -149,16 +151,20 @@ def orders(draw: st.DrawFn) -> tuple[list[np.ndarray], str, int, int]:
     return tables, draw(st.sampled_from(["blocks", "none"])), draw(st.integers(1, 5)), draw(st.integers(1, 4))
 
 
-@given(orders(), st.integers(0, 100), st.data())
+@given(orders(), st.integers(0, 100), st.integers(1, 60))
 def test_each_block_is_read_once_an_epoch_by_one_feeder(
-    order: tuple[list[np.ndarray], str, int, int], seed: int, data: st.DataObject
+    order: tuple[list[np.ndarray], str, int, int], seed: int, most_ahead: int
 ) -> None:
+    """However far a feeder looks ahead."""
     tables, shuffle, lanes, num_feeders = order
     # As many samples of each source as it has rows, so that all epochs end together.
     weights = [float(table[-1]) for table in tables]
     total = 2 * sum(int(table[-1]) for table in tables)
     samplers = [Sampler(tables, weights, seed, shuffle, lanes) for _ in range(num_feeders)]  # type: ignore[arg-type]
-    with closing([Reader(s, tables, i, num_feeders, total) for i, s in enumerate(samplers)]) as readers:
+    with (
+        patch.object(read_ahead, "MOST_AHEAD", most_ahead),
+        closing([Reader(s, tables, i, num_feeders, total) for i, s in enumerate(samplers)]) as readers,
+    ):
         drawn = [draw for reader in readers for draw in reader.step(total)]
     assert sorted(draw.ref.position for draw in drawn) == list(range(total))
     assert not any(reader.shelf.held for reader in readers)
@@ -223,6 +229,14 @@ def test_nothing_is_read_for_positions_after_the_end() -> None:
     with closing([Reader(sampler, tables, 0, 1, 4)]) as (reader,):
         reader.step(4)
     assert set(reader.sources.reads) == {(0, 0)}
+
+
+def test_a_feeder_without_a_lane_does_not_search_the_whole_run() -> None:
+    tables = [np.array([0, 4])]
+    sampler = Sampler(tables, [1.0], 0, "blocks", 64)
+    with closing([Reader(sampler, tables, 1, 2, 1 << 62)]) as (reader,):
+        assert not reader.step(4)
+        assert reader.ahead._scout.state().next_position == read_ahead.MOST_AHEAD
 
 
 def test_an_error_of_storage_reaches_the_feeder() -> None:

@@ -82,6 +82,9 @@ def test_images_by_path(tmp_path: Path, open_rows: Open, write_parquet: Write) -
     file = write_parquet(tmp_path / "x.parquet", [row])
     assert open_rows(file).read(0).images[0].path == str(tmp_path / "pictures/1.png")
     assert open_rows(file, image_root="/root").read(0).images[0].path == "/root/pictures/1.png"
+    pq.write_table(pa.Table.from_pylist([{"images": ["1.png"] * 3, "texts": TEXTS}]), tmp_path / "y.parquet")
+    rows = open_rows(tmp_path / "y.parquet")
+    assert rows.index.image_nbytes.tolist() == [0] and rows.read(0).images[2].path == str(tmp_path / "1.png")
 
 
 @pytest.mark.parametrize(

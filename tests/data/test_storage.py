@@ -181,6 +181,7 @@ def test_only_what_may_pass_is_tried_again(error: Exception, raised: type[Except
         ("../x.png", r"'\.\.'"),
         ("a/../../x.png", r"'\.\.'"),
         ("a\\..\\x.png", r"'\.\.'"),
+        ("a/%2e%2E/x.png", r"'\.\.'"),
         ("C:\\x.png", "drive letter"),
         ("http://host/x.png", "URL"),
         ("file:///etc/passwd", "URL"),

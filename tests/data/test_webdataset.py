@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def as_json(record: Any) -> bytes:
     return json.dumps(record).encode()
 
 
-def write_tar(path: Path, members: list[Member | tarfile.TarInfo], format: int = tarfile.PAX_FORMAT) -> Path:
+def write_tar(path: Path, members: Sequence[Member | tarfile.TarInfo], format: int = tarfile.PAX_FORMAT) -> Path:
     with tarfile.open(path, "w", format=format) as tar:
         for member in members:
             if isinstance(member, tarfile.TarInfo):
@@ -116,6 +116,37 @@ def test_what_is_no_file_is_passed_over(tmp_path: Path, open_rows: Open) -> None
     rows = open_rows(write_tar(tmp_path / "x.tar", [("a.json", turns), *members, ("b.json", turns)]))
     assert len(rows) == 2
     assert rows.read(0).images == () and rows.read(1).turns == (Turn("assistant", "A cat."),)
+
+
+def test_members_without_a_key_are_passed_over(tmp_path: Path, open_rows: Open) -> None:
+    turns = as_json({"conversations": ASK})
+    names = ["README", "d/._a.jpg", "d/a.jpg", "d/._a.json", "d/a.json", "d/.hidden"]
+    rows = open_rows(write_tar(tmp_path / "x.tar", [(name, turns) for name in names]))
+    assert len(rows) == 1 and rows.read(0).id == "d/a"
+
+
+def test_a_header_between_two_spans(tmp_path: Path, open_rows: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "SPAN_ROWS", 2)
+    turns = as_json({"conversations": ASK[1:]})
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for i in range(4):
+            info = tarfile.TarInfo(f"{i}.json")
+            info.size = len(turns)
+            tar.addfile(info, io.BytesIO(turns))
+            if i < 3:
+                header = tarfile.TarInfo.create_pax_global_header({"comment": str(i)})
+                tar.fileobj.write(header)
+                tar.offset += len(header)
+    rows = open_rows(tmp_path / "x.tar")
+    assert rows.index.num_blocks == 2 and [rows.read(row).id for row in range(4)] == list("0123")
+
+
+def test_archives_joined_in_the_wrong_way_are_refused(tmp_path: Path, open_rows: Open) -> None:
+    """Readers of tar stop at the end of the first one."""
+    one, two = (write_tar(tmp_path / name, numbered(1)).read_bytes() for name in ("1.tar", "2.tar"))
+    (tmp_path / "1.tar").write_bytes(one + two)
+    with pytest.raises(DataError, match="1.tar.*another archive comes after its end"):
+        open_rows(tmp_path / "1.tar")
 
 
 def test_a_large_shard_is_many_blocks(tmp_path: Path, open_rows: Open, monkeypatch: pytest.MonkeyPatch) -> None:

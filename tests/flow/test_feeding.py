@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from flowtrain.flow.flow import ASK_AGAIN, Flow
+from flowtrain.types.events import Rejected
 from flowtrain.types.messages import EncoderReport, FeedReport
 from flowtrain.types.samples import SamplerState
 from tests.flow.simulation import (
@@ -30,6 +31,10 @@ def joined(flow: Flow) -> list[SimulatedFeeder]:
 def join(flow: Flow, number: int) -> SimulatedFeeder:
     index = flow.join(f"feeder-{number}", "node", number).process_index
     return SimulatedFeeder(index, number=number, num_feeders=NUM_FEEDERS)
+
+
+def rejected(flow: Flow) -> list[Rejected]:
+    return [event for event in flow.log.take() if isinstance(event, Rejected)]
 
 
 def feed(flow: Flow, feeder: SimulatedFeeder) -> FeedReport:
@@ -66,6 +71,22 @@ def test_samples_come_in_the_order_of_their_positions() -> None:
     assert sized is not None
     assert [sample.position for sample in sized.samples] == list(range(BATCH))
     assert sized.sampler_state == SamplerState(BATCH)
+
+
+def test_rejections_are_counted_by_whole_units() -> None:
+    """Else a feeder that is ahead, with bad rows, could end a run that has few of them."""
+    flow = build_flow(num_feeders=NUM_FEEDERS, lookahead=2, dp_size=1)
+    feeders = joined(flow)
+    ahead, *others = sorted(feeders, key=lambda feeder: feeder.number != feeder_of(7, NUM_FEEDERS))
+    reports = [feed(flow, ahead) for _ in range(2)]
+    assert any(report.rejections for report in reports) and not rejected(flow)
+    for feeder in others:
+        reports += [feed(flow, feeder) for _ in range(2)]
+    events = rejected(flow)
+    assert [r for event in events for r in event.rejections] == sorted(
+        (r for report in reports for r in report.rejections), key=lambda r: r.ref.position
+    )
+    assert all(event.num_seen % BATCH == 0 for event in events)
 
 
 def test_a_feeder_runs_ahead_of_others_as_far_as_the_lookahead() -> None:

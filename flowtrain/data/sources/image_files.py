@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from typing import cast
+from urllib.parse import unquote
 
 from flowtrain.data.sources.bad_sample import BadSample
 from flowtrain.data.sources.retries import is_denied, is_missing, read_with_retries
@@ -29,7 +30,7 @@ def path_beneath(root: str, path: str, what: str) -> str:
         fault = "it is a URL or has a drive letter"
     elif path.startswith(("/", "\\")):
         fault = "it is absolute"
-    elif ".." in re.split(r"[/\\]", path):
+    elif ".." in re.split(r"[/\\]", unquote(path)):  # a web server takes %2e for a dot
         fault = "it has '..'"
     if fault is not None:
         raise BadSample(

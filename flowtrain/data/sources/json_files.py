@@ -90,6 +90,8 @@ def _find_blocks(path: str) -> list[Block]:
         while not first and (chunk := file.read(_HEAD_NBYTES)):
             first = chunk.lstrip()[:1]
         file.seek(start)
+        if not first:
+            return []  # writers of shards leave files without a row
         if first == b"[":
             ends = _array_ends(path, file)
         elif first == b"{":
@@ -124,7 +126,7 @@ def _line_ends(file: BinaryIO, position: int) -> Iterator[int]:
 def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
     start = 0
     for line in data.split(b"\n"):
-        if line and not line.isspace():
+        if (line if start else line.removeprefix(_BOM)).strip():
             yield start, line
         start += len(line) + 1
 

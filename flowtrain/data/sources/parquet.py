@@ -45,7 +45,9 @@ class ParquetFormat:
         """Return the row groups of a file; raises DataError if it has other columns, or cannot be read."""
         metadata = read_with_retries(lambda: _metadata(path), f"data file {path}")
         selection = select(path, metadata.schema.to_arrow_schema(), self._columns)
-        return [_block(metadata.row_group(index), index, selection) for index in range(metadata.num_row_groups)]
+        columns = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+        paths = {column.path for column in columns if column.logical_type.type == "STRING"}
+        return [_block(metadata.row_group(index), index, selection, paths) for index in range(metadata.num_row_groups)]
 
     def read_block(self, path: str, block: Block) -> Sequence[Record]:
         """Return the rows of a row group; their images are views of Arrow's memory, which live as long as they do."""
@@ -157,10 +159,11 @@ def _opened(path: str, pre_buffer: bool = False) -> Iterator[pq.ParquetFile]:
             ) from error
 
 
-def _block(group: pq.RowGroupMetaData, index: int, selection: Selection) -> Block:
+def _block(group: pq.RowGroupMetaData, index: int, selection: Selection, paths: set[str]) -> Block:
+    """paths: columns of text, which hold no image."""
     nbytes = sum(chunk.total_compressed_size for chunk in _column_chunks(group, selection.columns))
-    image_nbytes = sum(chunk.total_uncompressed_size for chunk in _column_chunks(group, (selection.images,)))
-    return Block(index, nbytes, image_nbytes, group.num_rows)
+    images = [chunk for chunk in _column_chunks(group, (selection.images,)) if chunk.path_in_schema not in paths]
+    return Block(index, nbytes, sum(chunk.total_uncompressed_size for chunk in images), group.num_rows)
 
 
 def _column_chunks(group: pq.RowGroupMetaData, columns: tuple[str, ...]) -> list[pq.ColumnChunkMetaData]:

@@ -111,6 +111,8 @@ def _list(path: str, endings: tuple[str, ...]) -> tuple[str, ...]:
         return (path if is_remote(path) else os.path.abspath(path),)
     elif has_magic(path):
         found = [name for name, info in fs.glob(path, detail=True).items() if info["type"] != "directory"]
+        if not _is_hidden(path.rpartition("/")[2]):
+            found = [name for name in found if not _is_hidden(name.rpartition("/")[2])]
     elif looks_like_hub_data(path):
         raise DataError(
             f"data source {path}: no such file or directory; for the hub's data set of this name write "

@@ -1,6 +1,7 @@
 """WebDataset: tar shards whose neighbouring members with the same key are a sample.
 
-A member's key is its name up to the first dot of its base name. A sample has its turns in a ``.json`` (as in a JSON
+A member's key is its name up to the first dot of its base name; members without a dot there, or with nothing before it,
+are passed over. A sample has its turns in a ``.json`` (as in a JSON
 file of samples) or a caption in a ``.txt``, and its images in members of their own, in the order in which the JSON
 names them, or else of their names. Nothing else is looked at, and nothing is unpickled.
 """
@@ -75,7 +76,7 @@ class _Sample:
     start: int
     """Where its first header starts."""
     end: int
-    """Where the next sample starts."""
+    """Where its last member ends. What lies between samples is in no span: a header alone could not be read there."""
     members: list[_Member]
 
 
@@ -158,9 +159,9 @@ def _samples(path: str, file: BinaryIO, offset: int) -> Iterator[_Sample]:
                     raise tarfile.ReadError(f"a member of {member.size} bytes")
                 if not member.isreg() or member.issparse():
                     continue
-                key = _key(member.name)
+                if (key := _key(member.name)) is None:
+                    continue
                 if sample is not None and sample.key != key:
-                    sample.end = member.offset
                     yield sample
                     sample = None
                 if sample is None:
@@ -179,10 +180,21 @@ def _samples(path: str, file: BinaryIO, offset: int) -> Iterator[_Sample]:
 
 
 def _check_end(file: BinaryIO, at: int) -> None:
-    """tarfile stops at a header that it cannot read as if it were the end, which is two blocks of zeros, or nothing."""
+    """tarfile stops at a header that it cannot read as if it were the end, which is blocks of zeros, or nothing.
+
+    It does not look behind them either, where another archive may lie.
+    """
     file.seek(at)
-    if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+    block = file.read(tarfile.BLOCKSIZE)
+    if block.strip(b"\0"):
         raise tarfile.ReadError("a header that cannot be read")
+    while block and not block.strip(b"\0"):
+        block = file.read(tarfile.BLOCKSIZE)
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return
+    raise tarfile.ReadError("another archive comes after its end: join archives with tar --concatenate, not with cat")
 
 
 class _Headers:
@@ -205,9 +217,11 @@ class _Headers:
         return self._file.tell()
 
 
-def _key(name: str) -> str:
+def _key(name: str) -> str | None:
+    """Return a member's key; None for a name like ``README`` or ``._photo.jpg``, as in the webdataset library."""
     directory, slash, base = name.rpartition("/")
-    return directory + slash + base.partition(".")[0]
+    stem, dot, _ = base.partition(".")
+    return directory + slash + stem if stem and dot else None
 
 
 def _is_image(name: str) -> bool:

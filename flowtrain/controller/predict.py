@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from math import isqrt
@@ -61,7 +62,6 @@ def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
 
 def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[SizedUnit]:
     """Yield a run's training units, of all steps or of the first ``num_steps``, sized as its feeder does."""
-    feed = Feed.from_config(run_spec.config, run_spec.indexes)
     units = unit_sequence(
         run_spec.num_steps,
         run_spec.config.training.global_batch_size,
@@ -70,9 +70,10 @@ def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[Siz
         run_spec.num_eval,
     )
     training = (unit for unit in units if unit.kind is UnitKind.TRAIN)
-    for unit in islice(training, num_steps):
-        share = feed.next_unit(unit)
-        yield SizedUnit(unit, tuple(share.sized), tuple(share.rejections))
+    with closing(Feed.from_config(run_spec.config, run_spec.indexes)) as feed:
+        for unit in islice(training, num_steps):
+            share = feed.next_unit(unit)
+            yield SizedUnit(unit, tuple(share.sized), tuple(share.rejections))
 
 
 def run_workload(config: RunConfig, num_steps: int | None = None, progress: Progress | None = None) -> Workload:

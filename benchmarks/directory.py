@@ -64,7 +64,6 @@ OVERRIDES = (
     "scheduler.microbatch_tokens=16384",
     f"encoders.vision.max_batch_patches={64 * NUM_PATCHES}",
     "encoders.vision.segment_nbytes=1073741824",
-    "pool.feeder_segment_nbytes=67108864",
 )
 """An encode batch of 64 images; a microbatch of 16384 tokens, about 45 samples."""
 

@@ -13,6 +13,7 @@ from flowtrain.types.sources import SourceIndex
 KNOB = "pool.feeder_segment_nbytes"
 _WAYS_OUT = "training.global_batch_size, data.max_seq_len, data.max_image_nbytes or data.shuffle_blocks"
 _LEAST_NBYTES = 1 << 16
+_MUCH_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,23 @@ class FeederNeed:
     """Samples of a worst-case step; all of them may belong to one feeder."""
     held_nbytes: int
     """Images of open blocks that wait for their turn."""
+    other_nbytes: int = 0
+    """What else of open blocks, as it is stored, waits in the process's own memory: mostly text."""
 
     @property
     def nbytes(self) -> int:
         """The least segment."""
         return max(_LEAST_NBYTES, self.held_nbytes + self.samples * self.sample_nbytes)
+
+    @property
+    def warning(self) -> str | None:
+        """What to know about memory outside the segment; None if it is little."""
+        if self.other_nbytes < _MUCH_NBYTES:
+            return None
+        return (
+            f"a feeder's open blocks hold {self.other_nbytes} bytes of text, as stored, beside its segment: lower "
+            "data.shuffle_blocks, raise data.num_feeders, or write the files with smaller row groups"
+        )
 
     def check(self, segment_nbytes: int, max_segment_nbytes: int) -> None:
         """Raise ConfigError, with the numbers, if a segment is too small, or larger than the address space allows."""
@@ -62,15 +75,24 @@ def feeder_need(config: RunConfig, indexes: Sequence[SourceIndex], num_eval: int
     text, images = 2 * 4 * config.data.max_seq_len, config.data.max_image_nbytes
     training = indexes[: len(config.data.sources)]
     held = sum(_held_nbytes(config, index, num_feeders) for index in training)
-    return FeederNeed(_aligned(text, alignment) + _aligned(images, alignment), samples, held)
+    other = sum(
+        _open_blocks(config, index, num_feeders) * int((index.block_nbytes - index.image_nbytes).max(initial=0))
+        for index in training
+    )
+    return FeederNeed(_aligned(text, alignment) + _aligned(images, alignment), samples, held, max(0, other))
 
 
 def _held_nbytes(config: RunConfig, index: SourceIndex, num_feeders: int) -> int:
     """Return the most bytes of one source that a feeder holds ahead of their turn."""
-    if config.data.shuffle == "rows" or not index.image_nbytes.any():
+    return _open_blocks(config, index, num_feeders) * int(index.held_nbytes(config.pool.alignment).max())
+
+
+def _open_blocks(config: RunConfig, index: SourceIndex, num_feeders: int) -> int:
+    """Return the most blocks of one source that a feeder has open."""
+    if config.data.shuffle == "rows":
         return 0
     lanes = min(config.data.shuffle_blocks, index.num_blocks) if config.data.shuffle == "blocks" else 1
-    return -(-lanes // num_feeders) * int(index.held_nbytes(config.pool.alignment).max())
+    return -(-lanes // num_feeders)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
 from flowtrain.types.run_plan import Plan
 from flowtrain.types.sources import SourceIndex
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)
     Sizer(family, family.tokenizer, config.data)  # refuses a chat template that cannot give exact labels
     need = feeder_need(config, indexes, num_eval, plan.feeder.data_parallel_size)
+    if need.warning is not None:
+        logger.warning(need.warning)
     if not plan.feeder.segment_nbytes:
         plan = replace(plan, feeder=replace(plan.feeder, segment_nbytes=need.nbytes))
     if check_pool:

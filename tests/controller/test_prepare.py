@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from flowtrain.allocator.candidates import PruneReason
 from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.feeder_memory import feeder_need
 from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
@@ -171,6 +173,15 @@ def test_each_feeder_holds_a_step_beside_its_open_blocks(data: Path) -> None:
     refused_below(data, 8 * (SAMPLE + 256), "data.shuffle=rows", f"data.max_image_nbytes={(1 << 17) + 1}")
     evaluation = f"data.eval.path={data / 'train.parquet'}"
     refused_below(data, NUM_ROWS * SAMPLE, "data.shuffle=rows", evaluation, "data.eval.max_samples=64")
+
+
+def test_much_text_in_open_blocks_is_warned_of(data: Path) -> None:
+    config = config_of(data)
+    index = replace(prepare(config).indexes[0], block_nbytes=np.array([1 << 30, 5]))
+    assert feeder_need(config, (index,), 0, 2).other_nbytes == (1 << 30) - int(index.image_nbytes[0])
+    warning = feeder_need(config, (index,), 0, 1).warning
+    assert warning is not None and "lower data.shuffle_blocks" in warning
+    assert feeder_need(config, prepare(config).indexes, 0, 1).warning is None
 
 
 def test_a_feeder_that_needs_more_than_the_address_space_is_refused(data: Path) -> None:

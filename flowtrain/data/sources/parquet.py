@@ -23,7 +23,8 @@ from flowtrain.data.sources.storage import directory_of, filesystem_of, is_remot
 from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns, paths_in
 from flowtrain.errors import DataError
 
-_BATCH_ROWS = 16
+_BATCH_ROWS, _MOST_BATCH_ROWS, _BATCH_NBYTES = 16, 4096, 4 << 20
+"""Rows that are decoded at once: as many as have these bytes on average, within the limits."""
 _BUFFER_NBYTES = 1 << 16
 _KEPT_NBYTES = 4 << 20
 """After so many bytes, Arrow gives back what it freed: it keeps a third more than it uses otherwise."""
@@ -76,7 +77,9 @@ class ParquetFormat:
             pool.release_unused()  # what the block before this one took
             # By a few rows: one array of a nested column cannot hold 2 GiB, and a value that is stored once for many
             # rows is seen before they fill the memory.
-            for batch in file.iter_batches(_BATCH_ROWS, [group], list(selection.columns), use_threads=False):
+            fitting = _BATCH_NBYTES * file.metadata.row_group(group).num_rows // max(1, stored_nbytes)
+            num_rows = min(max(fitting, _BATCH_ROWS), _MOST_BATCH_ROWS)
+            for batch in file.iter_batches(num_rows, [group], list(selection.columns), use_threads=False):
                 batches.append(batch)
                 nbytes += batch.nbytes
                 if nbytes - released_nbytes > _KEPT_NBYTES:

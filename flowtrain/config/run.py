@@ -17,7 +17,7 @@ from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
 from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import Plan
-from flowtrain.types.samples import TEXT_PART
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 
 
 class RunConfig(ConfigModel):
@@ -50,6 +50,7 @@ class RunConfig(ConfigModel):
             _batch_feeds_every_rank,
             _a_frozen_cost_is_given,
             _encoder_names,
+            _source_names,
             _not_yet_parallel,
             _split_encoders_have_a_place,
             _ranks_have_whole_devices,
@@ -109,11 +110,24 @@ def _a_frozen_cost_is_given(config: RunConfig) -> Iterator[Fault]:
 
 def _encoder_names(config: RunConfig) -> Iterator[Fault]:
     for name in config.encoders:
-        if name == TEXT_PART or not name.isidentifier():
+        if name in (TEXT_PART, IMAGES_PART) or not name.isidentifier():
             yield Fault(
                 f"encoders.{name}",
                 FaultCode.ENCODERS,
-                f"encoders: {name!r} is not a valid encoder name; use an identifier other than {TEXT_PART!r}",
+                f"encoders: {name!r} is not a valid encoder name; use an identifier other than {TEXT_PART!r} and "
+                f"{IMAGES_PART!r}",
+            )
+
+
+def _source_names(config: RunConfig) -> Iterator[Fault]:
+    names: dict[str, int] = {}
+    for index, source in enumerate(config.data.sources):
+        if source.name is not None and names.setdefault(source.name, index) != index:
+            yield Fault(
+                f"data.sources.{index}.name",
+                FaultCode.CONFLICT,
+                f"data.sources.{index}.name ({source.name!r}) is the name of data.sources.{names[source.name]} too, so "
+                "that ledger and quarantine could not tell them apart; give it another name",
             )
 
 

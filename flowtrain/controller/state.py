@@ -169,7 +169,8 @@ class RunState:
         return self._fail(
             DataError(
                 f"{num_rejected} of {num_seen} samples ({share:.1%}) were rejected, more than "
-                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; see quarantine.jsonl"
+                f"data.max_rejected_fraction ({self._max_rejected_fraction:.1%}) allows; see quarantine.jsonl "
+                "in the run's directory, or let `flowtrain data check` list all such rows"
             )
         )
 

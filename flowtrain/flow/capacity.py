@@ -34,7 +34,7 @@ def check_capacity(
         return
     least = reserved_nbytes + -(-parts_per_step // max(1, len(segments))) * largest_part_nbytes
     beside = f" beside {reserved_nbytes} bytes of {reserved_for}" if reserved_nbytes else ""
-    if segments and not room:
+    if segments and not room and not reserved_nbytes:
         raise ConfigError.of(
             knob,
             FaultCode.POOL,

@@ -65,6 +65,11 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
         ),
         (
+            ["data.sources=[{path: train.parquet, name: a}, {path: train.parquet, name: a}]"],
+            "data.sources.1.name ('a') is the name of data.sources.0 too, so that ledger and quarantine could not tell "
+            "them apart; give it another name",
+        ),
+        (
             ["pool.hbm_low_watermark=0.95"],
             "pool.hbm_low_watermark (0.95) is above pool.hbm_high_watermark (0.9); lower the first or raise the second",
         ),

@@ -120,7 +120,11 @@ def _rejected(report: DataReport, encoding: str) -> Table:
 def _line(report: DataReport, rejection: Rejection, encoding: str) -> str:
     name = one_line(report.sources[rejection.ref.source].name, 40, encoding)
     id_ = "" if rejection.id is None else f" (id {one_line(rejection.id, 40, encoding)})"
-    return f"{name} row {rejection.ref.row}{id_}: {one_line(rejection.detail, 200, encoding)}"
+    place = ""
+    if report.sources[rejection.ref.source].num_files > 1:
+        file, file_row = report.indexes[rejection.ref.source].place_of(rejection.ref.row)
+        place = f", {one_line(file.rpartition('/')[2], 60, encoding)} row {file_row}"
+    return f"{name} row {rejection.ref.row}{place}{id_}: {one_line(rejection.detail, 200, encoding)}"
 
 
 def _facts(report: DataReport) -> Iterator[tuple[str, str]]:

@@ -62,7 +62,7 @@ def _facts(sample: ShownSample) -> Iterator[tuple[str, str]]:
         "source",
         f"{sample.source} row {sample.row}" + ("" if sample.id is None else f", id {one_line(sample.id, 200)}"),
     )
-    yield "file", f"{sample.file}, block {sample.block}, its row {sample.row_in_block}"
+    yield "file", f"{sample.file} row {sample.file_row}; block {sample.block}, its row {sample.row_in_block}"
     if sample.reason is not None:
         yield "quarantined", f"{sample.reason}: {sample.detail}"
     else:

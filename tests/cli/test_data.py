@@ -104,6 +104,21 @@ def test_exit_codes_of_a_check(tmp_path: Path, world: World) -> None:
     assert damaged.exit_code == 1 and "rows.parquet" in damaged.stderr
 
 
+def test_files_of_rejected_rows_are_shown_where_there_are_several(tmp_path: Path, world: World) -> None:
+    add_bad(world)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a", "b"):
+        world.write(folder / f"{name}.parquet")
+    config = written(tmp_path, world, data={"sources": [{"path": str(folder), "name": "two files"}]})
+    text = " ".join(data("check", config, "--workers", "1").stdout.split())
+    assert "two files row 72, a.parquet row 72: image 2 of 2" in text
+    assert "two files row 146, b.parquet row 72: image 2 of 2" in text
+    (sample,) = record_of("show", config, "--row", "146")["samples"]
+    assert (sample["file"], sample["file_row"]) == (str(folder / "b.parquet"), 72)
+    assert "b.parquet row 72; block 9," in data("show", config, "--row", "146", columns=300).stdout
+
+
 def test_json_has_every_rejected_row(tmp_path: Path, world: World) -> None:
     for _ in range(9):
         world.add(0, answer="")

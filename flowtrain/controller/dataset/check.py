@@ -101,7 +101,7 @@ def check_data(
         else (checker.check(sources, task) for task in tasks)
     )
     with whole_files([sizes, rejected]) as (sizes_file, rejected_file), closing(results) as found_blocks:
-        files = FoundFiles(sizes_file, rejected_file, source_names(sources), len(sources.train))
+        files = FoundFiles(sizes_file, rejected_file, source_names(sources), indexes, len(sources.train))
         for found in found_blocks:
             tally.add(found)
             files.write(found)
@@ -159,6 +159,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
         run=config.name,
         is_decoded=decode,
         sources=reports,
+        indexes=tuple(source.index for source in all_sources(tally.sources)),
         rejected=tuple(tally.rejected),
         rejected_share=float(shares @ weights / weights.sum()),
         max_rejected_fraction=config.data.max_rejected_fraction,

@@ -43,6 +43,8 @@ class ShownSample:
     source: str
     row: int
     file: str
+    file_row: int
+    """The row's number in the file, from 0."""
     block: int
     row_in_block: int
     id: str | None = None
@@ -92,10 +94,12 @@ def show_rows(
     shown = []
     for row in rows:
         block = index.block_of(row)
+        file, file_row = index.place_of(row)
         place = ShownSample(
             source=names[chosen],
             row=row,
-            file=index.files[index.block_files[block]],
+            file=file,
+            file_row=file_row,
             block=block,
             row_in_block=row - int(index.first_rows[block]),
         )

@@ -190,8 +190,40 @@ def test_a_quarantined_row_is_shown_with_its_reason(tmp_path: Path, world: World
     assert result.exit_code == 0
     assert "quarantined" in result.stdout and "corrupt_image: image 2 of 2" in result.stdout
     assert "image 1" in result.stdout and "turn 1, user" in result.stdout
+    assert result.stdout.count("no known image format") == 1 and "image 2 6 B, at fault turn 1" in " ".join(
+        result.stdout.split()
+    )
     (late,) = record_of("show", config, "--row", "74")["samples"]
     assert late["reason"] == "corrupt_image" and late["segments"] == [] and late["images"][0]["nbytes"] > 0
+
+
+def test_a_row_that_is_no_sample_is_shown_as_it_is_stored(tmp_path: Path, world: World) -> None:
+    world.add(1, answer="the answer")
+    world.rows[-1]["texts"][0]["user"] = f"<image> and <image>{ESCAPES[:4]}"
+    image_nbytes = len(world.rows[-1]["images"][0]["bytes"])
+    lines = [
+        '{"conversations": [{"from": "nobody", "value": "who"}]}',
+        f'{{"conversations": "none", "more": {json.dumps(["x" * 900] * 90)}}}',
+        '{"conversations": \x1b broken',
+    ]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(lines))
+    parquet = data("show", written(tmp_path, world), "--row", str(NUM_GOOD))
+    assert parquet.exit_code == 0, parquet.output
+    for expected in (
+        "placeholder_mismatch: 1 images but 2",
+        f'"bytes": "{image_nbytes} bytes"',
+        '"user": "<image> and <image>\\u001b[31"',
+        '"assistant": "the answer"',
+    ):
+        assert expected in parquet.stdout, expected
+    config = written(tmp_path, world, data={"sources": [{"path": str(rows)}]})
+    roles, long, broken = (data("show", config, "--row", str(row)).stdout for row in range(3))
+    assert '"from": "nobody"' in roles
+    assert long.endswith("...\n") and long.count("xxx...\n") == 37, "cut to 40 lines, and each line"
+    assert broken.endswith('as it is stored\n{"conversations": \\x1b broken\n')
+    (sample,) = record_of("show", config, "--row", "0")["samples"]
+    assert json.loads(sample["stored"]) == json.loads(lines[0]) and sample["turns"] == []
 
 
 def test_text_cut_is_shown(tmp_path: Path, world: World) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowtrain.cli.app import app
-from flowtrain.cli.plain_text import one_line, plain
+from flowtrain.cli.plain_text import one_line, plain, short_paths
 from flowtrain.cli.work_progress import work_progress
 from flowtrain.config.load import dump_resolved
 from tests.e2e.worlds import World, tiny_config
@@ -117,6 +117,41 @@ def test_files_of_rejected_rows_are_shown_where_there_are_several(tmp_path: Path
     (sample,) = record_of("show", config, "--row", "146")["samples"]
     assert (sample["file"], sample["file_row"]) == (str(folder / "b.parquet"), 72)
     assert "b.parquet row 72; block 9," in data("show", config, "--row", "146", columns=300).stdout
+
+
+def test_long_paths_do_not_break_tables(tmp_path: Path, world: World) -> None:
+    add_bad(world)
+    folder = tmp_path / "a_rather_long_folder_name" / "and_another_one"
+    for name in ("one", "two"):
+        (folder / name).mkdir(parents=True)
+        world.write(folder / name / "train.parquet")
+    sources = [{"path": str(folder / name)} for name in ("one", "two")]
+    config = written(tmp_path, world, data={"sources": sources})
+    lines = data("check", config, "--workers", "1", columns=80).stdout.splitlines()
+    for name in (".../one", ".../two"):
+        assert sum(line.startswith(f" {name} ") for line in lines) == 1
+        assert sum(line.startswith(f" {name}: ") for line in lines) == 3, "a line for each spread"
+    record = record_of("check", config, "--workers", "1")
+    assert [source["name"] for source in record["sources"]] == [source["path"] for source in sources]
+
+
+def test_short_paths_can_be_told_apart() -> None:
+    long = "/data/of/somebody"
+    assert short_paths([f"{long}/cats/train", "short/cats/train", "eval"], 16) == [
+        ".../cats/train",
+        "short/cats/train",
+        "eval",
+    ]
+    assert short_paths([f"{long}/cats/{'x' * 30}"], 16) == [f".../{'x' * 30}"]
+    assert short_paths([f"{long}/a/train/data/", f"{long}/b/train/data/"], 16) == [
+        ".../a/train/data",
+        ".../b/train/data",
+    ]
+    assert short_paths([f"{long}/a/b/many/files", f"{long}/b/b/many/files"], 14) == [
+        ".../a/b/many/files",
+        ".../b/b/many/files",
+    ]
+    assert short_paths([f"{long}/a"] * 2, 10) == [".../a"] * 2, "nothing tells them apart"
 
 
 def test_json_has_every_rejected_row(tmp_path: Path, world: World) -> None:

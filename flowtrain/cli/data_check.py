@@ -22,8 +22,8 @@ from flowtrain.controller.dataset.report import DataReport
 from flowtrain.errors import ConfigError
 from flowtrain.types.samples import Rejection
 
-MAX_NAME = 20
-"""Characters of a source's name: a table must fit into 80 columns. Paths may need more to be told apart."""
+MAX_PATH = 20
+"""Characters of a source's path: a table must fit into 80 columns. Some need more to be told apart."""
 SHOWN_ROWS = 3
 """Rejected rows that the table shows of each reason, and groups of duplicates."""
 
@@ -63,7 +63,11 @@ def check(
 
 
 def _report(report: DataReport, encoding: str) -> Iterator[RenderableType]:
-    names = [one_line(name, 60, encoding) for name in short_paths([each.name for each in report.sources], MAX_NAME)]
+    short = short_paths([each.name for each in report.sources], MAX_PATH)
+    names = [
+        one_line(each.name if each.is_named else path, 60, encoding)
+        for each, path in zip(report.sources, short, strict=True)
+    ]
     yield _sources(report, names)
     yield _spreads(report, names)
     if report.rejected:

@@ -143,6 +143,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
     reports = tuple(
         _source_report(
             names[index],
+            index >= num_train or config.data.sources[index].name is not None,
             index >= num_train,
             source.index,
             rows[index],
@@ -171,6 +172,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
 
 def _source_report(
     name: str,
+    is_named: bool,
     is_eval: bool,
     index: SourceIndex,
     rows: npt.NDArray[np.void],
@@ -181,6 +183,7 @@ def _source_report(
     spreads = {field: Spread.of(rows[field]) for field in SPREADS}
     return SourceReport(
         name=name,
+        is_named=is_named,
         is_eval=is_eval,
         num_files=len(index.files),
         num_blocks=index.num_blocks,

@@ -42,6 +42,8 @@ class SourceReport:
     """What is known of a source."""
 
     name: str
+    is_named: bool
+    """Whether the configuration names it; if not, the name is its path."""
     is_eval: bool
     num_files: int
     num_blocks: int

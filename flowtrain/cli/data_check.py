@@ -15,13 +15,15 @@ from rich.text import Text
 
 from flowtrain import api
 from flowtrain.cli.output_path import check_output_path
-from flowtrain.cli.plain_text import one_line
+from flowtrain.cli.plain_text import one_line, short_paths
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.cli.work_progress import work_progress
 from flowtrain.controller.dataset.report import DataReport
 from flowtrain.errors import ConfigError
 from flowtrain.types.samples import Rejection
 
+MAX_PATH = 20
+"""Characters of a source's path: a table must fit into 80 columns. Some need more to be told apart."""
 SHOWN_ROWS = 3
 """Rejected rows that the table shows of each reason, and groups of duplicates."""
 
@@ -61,22 +63,27 @@ def check(
 
 
 def _report(report: DataReport, encoding: str) -> Iterator[RenderableType]:
-    yield _sources(report, encoding)
-    yield _spreads(report, encoding)
+    short = short_paths([each.name for each in report.sources], MAX_PATH)
+    names = [
+        one_line(each.name if each.is_named else path, 60, encoding)
+        for each, path in zip(report.sources, short, strict=True)
+    ]
+    yield _sources(report, names)
+    yield _spreads(report, names)
     if report.rejected:
-        yield _rejected(report, encoding)
-    yield facts_table([(name, one_line(text, 2000, encoding)) for name, text in _facts(report)])
+        yield _rejected(report, names, encoding)
+    yield facts_table([(name, one_line(text, 2000, encoding)) for name, text in _facts(report, names)])
 
 
-def _sources(report: DataReport, encoding: str) -> Table:
+def _sources(report: DataReport, names: Sequence[str]) -> Table:
     table = _table("source", "rows", "blocks", "stored", "images", "rejected", "text cut")
-    for source in report.sources:
+    for name, source in zip(names, report.sources, strict=True):
         rows = f"{source.num_rows:,}"
         if source.num_checked < source.num_rows:
             rows = f"{source.num_checked:,} of {rows}"
         cut = f"{source.num_cut / source.num_accepted:.1%}" if source.num_accepted else "-"
         table.add_row(
-            Text(one_line(source.name, 60, encoding)),
+            Text(name),
             rows,
             f"{source.num_blocks:,}",
             nbytes_text(source.nbytes),
@@ -87,12 +94,11 @@ def _sources(report: DataReport, encoding: str) -> Table:
     return table
 
 
-def _spreads(report: DataReport, encoding: str) -> Table:
+def _spreads(report: DataReport, names: Sequence[str]) -> Table:
     table = _table("in an accepted row", "mean", "median", "95 %", "max")
-    for source in report.sources:
+    for name, source in zip(names, report.sources, strict=True):
         if not source.num_accepted:
             continue
-        name = one_line(source.name, 40, encoding)
         for what, spread in (("tokens", source.tokens), ("images", source.images)):
             numbers = (f"{number:,}" for number in (spread.p50, spread.p95, spread.max))
             table.add_row(Text(f"{name}: {what}"), f"{spread.mean:,.1f}", *numbers)
@@ -102,7 +108,7 @@ def _spreads(report: DataReport, encoding: str) -> Table:
     return table
 
 
-def _rejected(report: DataReport, encoding: str) -> Table:
+def _rejected(report: DataReport, names: Sequence[str], encoding: str) -> Table:
     """The first rejected rows of each reason."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("reason", no_wrap=True)
@@ -112,18 +118,22 @@ def _rejected(report: DataReport, encoding: str) -> Table:
     for rejection in report.rejected:
         by_reason[rejection.reason.value].append(rejection)
     for reason, count in report.num_rejected_by_reason.items():
-        lines = [_line(report, rejection, encoding) for rejection in by_reason[reason][:SHOWN_ROWS]]
+        lines = [_line(report, names, rejection, encoding) for rejection in by_reason[reason][:SHOWN_ROWS]]
         table.add_row(reason, f"{count:,}", Text("\n".join(lines)))
     return table
 
 
-def _line(report: DataReport, rejection: Rejection, encoding: str) -> str:
-    name = one_line(report.sources[rejection.ref.source].name, 40, encoding)
+def _line(report: DataReport, names: Sequence[str], rejection: Rejection, encoding: str) -> str:
+    name = names[rejection.ref.source]
     id_ = "" if rejection.id is None else f" (id {one_line(rejection.id, 40, encoding)})"
-    return f"{name} row {rejection.ref.row}{id_}: {one_line(rejection.detail, 200, encoding)}"
+    place = ""
+    if report.sources[rejection.ref.source].num_files > 1:
+        file, file_row = report.indexes[rejection.ref.source].place_of(rejection.ref.row)
+        place = f", {one_line(file.rpartition('/')[2], 60, encoding)} row {file_row}"
+    return f"{name} row {rejection.ref.row}{place}{id_}: {one_line(rejection.detail, 200, encoding)}"
 
 
-def _facts(report: DataReport) -> Iterator[tuple[str, str]]:
+def _facts(report: DataReport, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     limit = f"data.max_rejected_fraction ({report.max_rejected_fraction:.1%})"
     share = f"{report.rejected_share:.1%} of the training samples"
     if report.would_end:
@@ -136,25 +146,25 @@ def _facts(report: DataReport) -> Iterator[tuple[str, str]]:
         yield "images", "by their headers alone; --decode also finds those that cannot be decoded"
     for fault in report.faults:
         yield "cannot be read", f"{fault.num_rows:,} rows of {fault.source}: {fault.detail}"
-    yield from _duplicates(report)
+    yield from _duplicates(report, names)
 
 
-def _duplicates(report: DataReport) -> Iterator[tuple[str, str]]:
+def _duplicates(report: DataReport, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     found, sources = report.duplicates, report.sources
     if not found.num_groups:
         yield "duplicates", "none"
         return
     yield "duplicates", f"{report.num_repeated:,} training rows have the turns and images of an earlier one"
     for source, count in found.within.items():
-        yield "", f"{count:,} rows of {sources[source].name} repeat a row of it"
+        yield "", f"{count:,} rows of {names[source]} repeat a row of it"
     for (source, earlier), count in found.across.items():
         if not sources[source].is_eval:
-            yield "", f"{count:,} rows of {sources[source].name} are in {sources[earlier].name}"
+            yield "", f"{count:,} rows of {names[source]} are in {names[earlier]}"
     for group in islice(found.groups, SHOWN_ROWS):
-        rows = ", ".join(f"{sources[source].name} {row}" for source, row in group[:6])
+        rows = ", ".join(f"{names[source]} {row}" for source, row in group[:6])
         yield "", f"the same: {rows}{', ...' if len(group) > 6 else ''}"
     if report.num_leaked:
-        pairs = [f"row {row} is {sources[source].name} {same}" for row, (source, same) in report.leaked[:SHOWN_ROWS]]
+        pairs = [f"row {row} is {names[source]} {same}" for row, (source, same) in report.leaked[:SHOWN_ROWS]]
         more = ", ..." if report.num_leaked > SHOWN_ROWS else ""
         yield "evaluation", f"{report.num_leaked:,} of its rows are also trained on: {', '.join(pairs)}{more}"
 

@@ -17,6 +17,8 @@ from flowtrain.controller.dataset.show import SHOW_SCHEMA, Segment, ShownSample
 
 MAX_TURN = 2000
 """Characters that are shown of a turn as it is in the data; the text below has them all."""
+MAX_STORED_LINES, MAX_STORED_LINE = 40, 400
+"""Lines that are shown of a row that is no sample, and characters of each."""
 
 
 def show(
@@ -49,6 +51,10 @@ def _show(console: Console, sample: ShownSample, in_colour: bool) -> None:
         console.print(Text(f"turn {number}, {role}", "bold"))
         left = f" ... {len(text) - MAX_TURN:,} more characters" if len(text) > MAX_TURN else ""
         console.print(Text(plain(text[:MAX_TURN], encoding) + left), soft_wrap=True)
+    if sample.stored:
+        console.print()
+        console.print(Text("as it is stored", "bold"))
+        console.print(Text(_stored(sample.stored, encoding)), soft_wrap=True)
     if not sample.segments:
         return
     console.print()
@@ -62,7 +68,7 @@ def _facts(sample: ShownSample) -> Iterator[tuple[str, str]]:
         "source",
         f"{sample.source} row {sample.row}" + ("" if sample.id is None else f", id {one_line(sample.id, 200)}"),
     )
-    yield "file", f"{sample.file}, block {sample.block}, its row {sample.row_in_block}"
+    yield "file", f"{sample.file} row {sample.file_row}; block {sample.block}, its row {sample.row_in_block}"
     if sample.reason is not None:
         yield "quarantined", f"{sample.reason}: {sample.detail}"
     else:
@@ -70,14 +76,23 @@ def _facts(sample: ShownSample) -> Iterator[tuple[str, str]]:
         cut = f"; {sample.num_cut:,} more are cut from its end" if sample.num_cut else ""
         yield "tokens", f"{sample.num_tokens:,}: {of_which}{cut}"
     for number, image in enumerate(sample.images, start=1):
-        yield f"image {number}", _image(image)
+        yield f"image {number}", _image(image, number == sample.image)
         for file in image.files:
             yield "", file
 
 
-def _image(image: ShownImage) -> str:
+def _stored(text: str, encoding: str) -> str:
+    lines = text.split("\n")
+    shown = [one_line(line, MAX_STORED_LINE, encoding) for line in lines[:MAX_STORED_LINES]]
+    return "\n".join([*shown, "..."] if len(lines) > MAX_STORED_LINES else shown)
+
+
+def _image(image: ShownImage, is_at_fault: bool) -> str:
+    """is_at_fault: the reason for the quarantine is this image; it has the path and the detail."""
     where = "" if image.path is None else f"; {image.path}"
     size = "" if image.nbytes is None else f"{nbytes_text(image.nbytes)}"
+    if is_at_fault:
+        return f"{size}, at fault".removeprefix(", ")
     if image.rejection is not None or image.size is None or image.tower_shape is None:
         fault = "" if image.rejection is None else image.rejection.detail
         return ", ".join(text for text in (size, fault) if text) + where

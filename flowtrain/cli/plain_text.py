@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 LOSS_OPEN, LOSS_CLOSE = "\u27e6", "\u27e7"
 """Brackets around text; in text from data they are escaped."""
@@ -26,3 +27,34 @@ def one_line(text: str, limit: int, encoding: str = "utf-8") -> str:
     """Return a safe text without line breaks, of at most ``limit`` characters."""
     text = plain(text[: limit + 1], encoding).replace("\n", "\\n").replace("\t", "\\t")
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def short_paths(names: Sequence[str], limit: int) -> list[str]:
+    """Return names for a table: of a longer path the last components that fit, but what tells it from the others."""
+    parts = [re.split("/+", name.rstrip("/")) for name in names]
+    counts = [
+        len(each) if len(name) <= limit else _fitting(each, limit) for name, each in zip(names, parts, strict=True)
+    ]
+    while True:
+        shown = [
+            name if count >= len(each) else "/".join(["...", *each[-count:]])
+            for name, each, count in zip(names, parts, counts, strict=True)
+        ]
+        alike = [
+            index
+            for index, text in enumerate(shown)
+            if counts[index] < len(parts[index])
+            and any(other == text and names[number] != names[index] for number, other in enumerate(shown))
+        ]
+        if not alike:
+            return shown
+        for index in alike:
+            counts[index] += 1
+
+
+def _fitting(parts: Sequence[str], limit: int) -> int:
+    """Return how many of the last components fit, with dots before them; at least one."""
+    count = 1
+    while count < len(parts) and len("/".join(["...", *parts[-count - 1 :]])) <= limit:
+        count += 1
+    return count

@@ -49,7 +49,7 @@ class Recorder:
         self._sink = sink
         self._metrics = MetricsWriter(files.metrics)
         self._ledger = LedgerWriter(files.ledger)
-        self._quarantine = QuarantineWriter(files.quarantine, run_spec.source_names)
+        self._quarantine = QuarantineWriter(files.quarantine, run_spec.source_names, run_spec.indexes)
         self._trace = TraceWriter(files.trace)
         self._held: StepMetrics | None = None
         self._held_bound_nbytes = 0

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowtrain.observability.files import JsonLines
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
+from flowtrain.types.sources import SourceIndex
 
 QUARANTINE_SCHEMA = 1
 
@@ -16,22 +17,27 @@ class QuarantineWriter:
     """Writes each rejected sample once: where it comes from, the reason, and a detail with the values.
 
     source_names: name of each training source; the source of evaluation samples is written as ``eval``.
+    indexes: of the training sources, then of the evaluation source.
     """
 
-    def __init__(self, path: Path, source_names: Sequence[str]) -> None:
+    def __init__(self, path: Path, source_names: Sequence[str], indexes: Sequence[SourceIndex]) -> None:
         self._lines = JsonLines(path)
         self._source_names = source_names
+        self._indexes = indexes
 
     def write(self, rejection: Rejection) -> None:
         """Append a rejected sample."""
         ref = rejection.ref
         evaluated = ref.position >= EVAL_POSITION_BASE
+        file, file_row = self._indexes[ref.source].place_of(ref.row)
         self._lines.append(
             {
                 "schema": QUARANTINE_SCHEMA,
                 "position": ref.position,
                 "source": "eval" if evaluated else self._source_names[ref.source],
                 "row": ref.row,
+                "file": file,
+                "file_row": file_row,
                 "epoch": ref.epoch,
                 "id": rejection.id,
                 "reason": rejection.reason.value,

@@ -53,3 +53,9 @@ class SourceIndex:
     def block_of(self, row: int) -> int:
         """Return the block that holds a row."""
         return int(np.searchsorted(self.first_rows, row, side="right")) - 1
+
+    def place_of(self, row: int) -> tuple[str, int]:
+        """Return the file that holds a row, and the row's number in it, from 0."""
+        file = self.block_files[self.block_of(row)]
+        first_block = int(np.searchsorted(self.block_files, file))
+        return self.files[file], row - int(self.first_rows[first_block])

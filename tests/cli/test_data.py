@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowtrain.cli.app import app
-from flowtrain.cli.plain_text import one_line, plain
+from flowtrain.cli.plain_text import one_line, plain, short_paths
 from flowtrain.cli.work_progress import work_progress
 from flowtrain.config.load import dump_resolved
 from tests.e2e.worlds import World, tiny_config
@@ -104,6 +104,56 @@ def test_exit_codes_of_a_check(tmp_path: Path, world: World) -> None:
     assert damaged.exit_code == 1 and "rows.parquet" in damaged.stderr
 
 
+def test_files_of_rejected_rows_are_shown_where_there_are_several(tmp_path: Path, world: World) -> None:
+    add_bad(world)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("a", "b"):
+        world.write(folder / f"{name}.parquet")
+    config = written(tmp_path, world, data={"sources": [{"path": str(folder), "name": "two files"}]})
+    text = " ".join(data("check", config, "--workers", "1").stdout.split())
+    assert "two files row 72, a.parquet row 72: image 2 of 2" in text
+    assert "two files row 146, b.parquet row 72: image 2 of 2" in text
+    (sample,) = record_of("show", config, "--row", "146")["samples"]
+    assert (sample["file"], sample["file_row"]) == (str(folder / "b.parquet"), 72)
+    assert "b.parquet row 72; block 9," in data("show", config, "--row", "146", columns=300).stdout
+
+
+def test_long_paths_do_not_break_tables(tmp_path: Path, world: World) -> None:
+    add_bad(world)
+    folder = tmp_path / "a_rather_long_folder_name" / "and_another_one"
+    for name in ("one", "two"):
+        (folder / name).mkdir(parents=True)
+        world.write(folder / name / "train.parquet")
+    sources = [{"path": str(folder / name)} for name in ("one", "two")]
+    config = written(tmp_path, world, data={"sources": sources})
+    lines = data("check", config, "--workers", "1", columns=80).stdout.splitlines()
+    for name in (".../one", ".../two"):
+        assert sum(line.startswith(f" {name} ") for line in lines) == 1
+        assert sum(line.startswith(f" {name}: ") for line in lines) == 3, "a line for each spread"
+    record = record_of("check", config, "--workers", "1")
+    assert [source["name"] for source in record["sources"]] == [source["path"] for source in sources]
+
+
+def test_short_paths_can_be_told_apart() -> None:
+    long = "/data/of/somebody"
+    assert short_paths([f"{long}/cats/train", "short/cats/train", "eval"], 16) == [
+        ".../cats/train",
+        "short/cats/train",
+        "eval",
+    ]
+    assert short_paths([f"{long}/cats/{'x' * 30}"], 16) == [f".../{'x' * 30}"]
+    assert short_paths([f"{long}/a/train/data/", f"{long}/b/train/data/"], 16) == [
+        ".../a/train/data",
+        ".../b/train/data",
+    ]
+    assert short_paths([f"{long}/a/b/many/files", f"{long}/b/b/many/files"], 14) == [
+        ".../a/b/many/files",
+        ".../b/b/many/files",
+    ]
+    assert short_paths([f"{long}/a"] * 2, 10) == [".../a"] * 2, "nothing tells them apart"
+
+
 def test_json_has_every_rejected_row(tmp_path: Path, world: World) -> None:
     for _ in range(9):
         world.add(0, answer="")
@@ -175,8 +225,40 @@ def test_a_quarantined_row_is_shown_with_its_reason(tmp_path: Path, world: World
     assert result.exit_code == 0
     assert "quarantined" in result.stdout and "corrupt_image: image 2 of 2" in result.stdout
     assert "image 1" in result.stdout and "turn 1, user" in result.stdout
+    assert result.stdout.count("no known image format") == 1 and "image 2 6 B, at fault turn 1" in " ".join(
+        result.stdout.split()
+    )
     (late,) = record_of("show", config, "--row", "74")["samples"]
     assert late["reason"] == "corrupt_image" and late["segments"] == [] and late["images"][0]["nbytes"] > 0
+
+
+def test_a_row_that_is_no_sample_is_shown_as_it_is_stored(tmp_path: Path, world: World) -> None:
+    world.add(1, answer="the answer")
+    world.rows[-1]["texts"][0]["user"] = f"<image> and <image>{ESCAPES[:4]}"
+    image_nbytes = len(world.rows[-1]["images"][0]["bytes"])
+    lines = [
+        '{"conversations": [{"from": "nobody", "value": "who"}]}',
+        f'{{"conversations": "none", "more": {json.dumps(["x" * 900] * 90)}}}',
+        '{"conversations": \x1b broken',
+    ]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(lines))
+    parquet = data("show", written(tmp_path, world), "--row", str(NUM_GOOD))
+    assert parquet.exit_code == 0, parquet.output
+    for expected in (
+        "placeholder_mismatch: 1 images but 2",
+        f'"bytes": "{image_nbytes} bytes"',
+        '"user": "<image> and <image>\\u001b[31"',
+        '"assistant": "the answer"',
+    ):
+        assert expected in parquet.stdout, expected
+    config = written(tmp_path, world, data={"sources": [{"path": str(rows)}]})
+    roles, long, broken = (data("show", config, "--row", str(row)).stdout for row in range(3))
+    assert '"from": "nobody"' in roles
+    assert long.endswith("...\n") and long.count("xxx...\n") == 37, "cut to 40 lines, and each line"
+    assert broken.endswith('as it is stored\n{"conversations": \\x1b broken\n')
+    (sample,) = record_of("show", config, "--row", "0")["samples"]
+    assert json.loads(sample["stored"]) == json.loads(lines[0]) and sample["turns"] == []
 
 
 def test_text_cut_is_shown(tmp_path: Path, world: World) -> None:

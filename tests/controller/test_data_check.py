@@ -191,6 +191,23 @@ def test_sizes_and_rejected_rows_are_written_whole_and_pack_reads_the_sizes(tmp_
     assert not list(tmp_path.glob(".*")), "a part of a file is left"
 
 
+def test_a_rejected_row_is_named_by_its_file_too(tmp_path: Path, world: World) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    bad = bad_rows(world)["empty_answer"]
+    world.rows[17:17] = [bad, bad]
+    files = [world.write(folder / f"{name}.parquet") for name in ("a", "b")]
+    config = tiny_config(tmp_path, folder, data={"eval": {"path": str(files[1]), "max_samples": 18}})
+    report = checked(config, rejected=tmp_path / "rejected.jsonl")
+    expected = [(17, "a", 17), (18, "a", 18), (NUM_GOOD + 19, "b", 17), (NUM_GOOD + 20, "b", 18), (17, "b", 17)]
+    for rows in (
+        report.as_record()["rejected"]["rows"],
+        [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()],
+    ):
+        assert [(row["row"], Path(row["file"]).stem, row["file_row"]) for row in rows] == expected
+        assert rows[0]["file"] == str(files[0])
+
+
 def test_texts_that_are_cut_are_counted(tmp_path: Path, world: World) -> None:
     world.add(0, answer="very long words " * 100)
     config = tiny_config(tmp_path, world.write(tmp_path / "rows.parquet"), data={"oversized": "truncate_text"})

@@ -34,9 +34,9 @@ STEP_S = 2.0
 
 
 def index_of(num_rows: int) -> SourceIndex:
-    """One block."""
-    one = np.zeros(1, np.int64)
-    return SourceIndex(("unused",), np.zeros(1, np.int32), one, one, one, np.array([0, num_rows]))
+    """Two files of one block each; the first has two rows."""
+    two = np.zeros(2, np.int64)
+    return SourceIndex(("one", "two"), np.arange(2, dtype=np.int32), two, two, two, np.array([0, 2, num_rows]))
 
 
 def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
@@ -52,7 +52,7 @@ def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
         plan=fixed_plan(config),
         model_spec=None,  # type: ignore[arg-type]  # the recorder does not look at it
         source_names=("cats", "dogs"),
-        indexes=(index_of(12), index_of(8)),
+        indexes=(index_of(12), index_of(8), *([index_of(NUM_EVAL)] if eval_every else [])),
         num_eval=NUM_EVAL if eval_every else 0,
         num_steps=10,
         total_positions=None,
@@ -113,7 +113,7 @@ def rejected(*positions: int, num_rejected: int = 1) -> Rejected:
 def rejection_of(position: int) -> Rejection:
     """An evaluation round takes the same rows as the one before."""
     is_evaluated = position >= EVAL_POSITION_BASE
-    source, row = (2, (position - EVAL_POSITION_BASE) % NUM_EVAL) if is_evaluated else (0, position)
+    source, row = (2, (position - EVAL_POSITION_BASE) % NUM_EVAL) if is_evaluated else (0, position % 12)
     return Rejection(SampleRef(position, source, row, 0), RejectReason.EMPTY_ANSWER, "")
 
 
@@ -278,6 +278,16 @@ def test_a_bad_evaluation_sample_is_quarantined_once(world: World) -> None:
     recorder.close()
     world.open(first_step=EVAL_EVERY).take(rejected(second_round))
     assert world.quarantined() == [first_round, 1, 5], "also behind a resume"
+
+
+def test_a_line_of_the_quarantine_has_the_file_and_the_row_in_it(world: World) -> None:
+    world.record(rejected(1, 5), rejected(EVAL_POSITION_BASE + 2))
+    lines = [json.loads(line) for line in world.files.quarantine.read_text().splitlines()]
+    assert [(line["source"], line["row"], line["file"], line["file_row"]) for line in lines] == [
+        ("cats", 1, "one", 1),
+        ("cats", 5, "two", 3),
+        ("eval", 2, "two", 0),
+    ]
 
 
 def test_spans_go_into_the_trace(world: World) -> None:

@@ -50,6 +50,17 @@ def texts(rows: Any) -> list[str]:
             for record in rows.source.read_block(block)]  # fmt: skip
 
 
+@given(st.lists(st.lists(st.integers(1, 5), max_size=3), max_size=4))
+def test_a_row_is_found_in_its_file(files: list[list[int]]) -> None:
+    """files: rows of each block; a file may have none."""
+    names = tuple(f"{number}.tar" for number in range(len(files)))
+    rows = np.array([rows for blocks in files for rows in blocks], np.int64)
+    block_files = np.repeat(np.arange(len(files), dtype=np.int32), [len(blocks) for blocks in files])
+    index = SourceIndex(names, block_files, rows, rows, rows, np.concatenate(([0], np.cumsum(rows))))
+    expected = [(name, row) for name, blocks in zip(names, files, strict=True) for row in range(sum(blocks))]
+    assert [index.place_of(row) for row in range(index.num_rows)] == expected
+
+
 @given(
     files=st.lists(st.lists(st.tuples(TEXT, SPACE, SPACE), max_size=12), min_size=1, max_size=3),
     is_array=st.booleans(),

@@ -38,6 +38,9 @@ class FakeRecord:
         images = () if self.row % 5 == 1 else (RawImage(data=f"{self.source}/{self.row}".encode()),)
         return RawSample(images, ())
 
+    def stored_text(self) -> str:
+        raise AssertionError("only people look at it")
+
 
 @dataclass
 class FakeSources:

@@ -101,7 +101,7 @@ def check_data(
         else (checker.check(sources, task) for task in tasks)
     )
     with whole_files([sizes, rejected]) as (sizes_file, rejected_file), closing(results) as found_blocks:
-        files = FoundFiles(sizes_file, rejected_file, source_names(sources), len(sources.train))
+        files = FoundFiles(sizes_file, rejected_file, source_names(sources), indexes, len(sources.train))
         for found in found_blocks:
             tally.add(found)
             files.write(found)
@@ -143,6 +143,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
     reports = tuple(
         _source_report(
             names[index],
+            index >= num_train or config.data.sources[index].name is not None,
             index >= num_train,
             source.index,
             rows[index],
@@ -159,6 +160,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
         run=config.name,
         is_decoded=decode,
         sources=reports,
+        indexes=tuple(source.index for source in all_sources(tally.sources)),
         rejected=tuple(tally.rejected),
         rejected_share=float(shares @ weights / weights.sum()),
         max_rejected_fraction=config.data.max_rejected_fraction,
@@ -170,6 +172,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
 
 def _source_report(
     name: str,
+    is_named: bool,
     is_eval: bool,
     index: SourceIndex,
     rows: npt.NDArray[np.void],
@@ -180,6 +183,7 @@ def _source_report(
     spreads = {field: Spread.of(rows[field]) for field in SPREADS}
     return SourceReport(
         name=name,
+        is_named=is_named,
         is_eval=is_eval,
         num_files=len(index.files),
         num_blocks=index.num_blocks,

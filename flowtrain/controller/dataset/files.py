@@ -13,6 +13,7 @@ from flowtrain.controller.dataset.blocks import BlockFound
 from flowtrain.controller.dataset.report import CHECK_SCHEMA, rejected_record
 from flowtrain.data.lengths_file import TILES, TOKENS
 from flowtrain.errors import ConfigError
+from flowtrain.types.sources import SourceIndex
 
 _SIZES = {
     TILES: "images",
@@ -28,13 +29,21 @@ _SIZES = {
 class FoundFiles:
     """Writes what is found; training rows' sizes as ``flowtrain pack --lengths`` reads them.
 
-    names: of the sources; the evaluation's index is ``num_train``, and its rows are left out of the sizes.
+    names, indexes: of the sources; the evaluation is number ``num_train``, and its rows are left out of the sizes.
     """
 
-    def __init__(self, sizes: TextIO | None, rejected: TextIO | None, names: list[str], num_train: int) -> None:
+    def __init__(
+        self,
+        sizes: TextIO | None,
+        rejected: TextIO | None,
+        names: list[str],
+        indexes: Sequence[SourceIndex],
+        num_train: int,
+    ) -> None:
         self._sizes = None if sizes is None else csv.writer(sizes, lineterminator="\n")
         self._rejected = rejected
         self._names = names
+        self._indexes = indexes
         self._num_train = num_train
         if self._sizes is not None:
             self._sizes.writerow([*_SIZES, "source"])
@@ -47,7 +56,8 @@ class FoundFiles:
             self._sizes.writerows([*row, self._names[source]] for row in zip(*columns, strict=True))
         if self._rejected is not None:
             for row in found.rejected:
-                self._rejected.write(json.dumps({"schema": CHECK_SCHEMA, **rejected_record(self._names, row)}) + "\n")
+                record = rejected_record(self._names, self._indexes, row)
+                self._rejected.write(json.dumps({"schema": CHECK_SCHEMA, **record}) + "\n")
 
 
 @contextmanager

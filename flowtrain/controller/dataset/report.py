@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flowtrain.controller.dataset.duplicates import Duplicates, Place
 from flowtrain.controller.state import MIN_SAMPLES_TO_JUDGE
 from flowtrain.types.samples import Rejection
+from flowtrain.types.sources import SourceIndex
 
 CHECK_SCHEMA = 1
 
@@ -41,6 +42,8 @@ class SourceReport:
     """What is known of a source."""
 
     name: str
+    is_named: bool
+    """Whether the configuration names it; if not, the name is its path."""
     is_eval: bool
     num_files: int
     num_blocks: int
@@ -94,6 +97,8 @@ class DataReport:
     """Whether images were decoded too; else damage behind a good header is not seen."""
     sources: tuple[SourceReport, ...]
     """The training sources, then the evaluation."""
+    indexes: tuple[SourceIndex, ...]
+    """Their files and blocks, in the same order."""
     rejected: tuple[Rejection, ...]
     """Rows that a run would quarantine; the first ``MAX_LISTED``."""
     rejected_share: float
@@ -167,7 +172,7 @@ class DataReport:
                 "share": self.rejected_share,
                 "max_share": self.max_rejected_fraction,
                 "would_end": self.would_end,
-                "rows": [rejected_record(names, row) for row in self.rejected],
+                "rows": [rejected_record(names, self.indexes, row) for row in self.rejected],
             },
             "duplicates": {
                 "repeated_rows": self.num_repeated,
@@ -190,11 +195,14 @@ class DataReport:
         }
 
 
-def rejected_record(names: Sequence[str], rejection: Rejection) -> dict[str, Any]:
-    """Return a rejected row as plain values, named as in the quarantine file; names: of the sources."""
+def rejected_record(names: Sequence[str], indexes: Sequence[SourceIndex], rejection: Rejection) -> dict[str, Any]:
+    """Return a rejected row as plain values, named as in the quarantine file; names and indexes: of the sources."""
+    file, file_row = indexes[rejection.ref.source].place_of(rejection.ref.row)
     return {
         "source": names[rejection.ref.source],
         "row": rejection.ref.row,
+        "file": file,
+        "file_row": file_row,
         "id": rejection.id,
         "reason": rejection.reason.value,
         "image": rejection.image,

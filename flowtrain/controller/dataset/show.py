@@ -23,6 +23,8 @@ from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.samples import Rejection, SampleRef
 
 SHOW_SCHEMA = 1
+MAX_STORED = 100_000
+"""Characters that are kept of a row that is no sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +45,20 @@ class ShownSample:
     source: str
     row: int
     file: str
+    file_row: int
+    """The row's number in the file, from 0."""
     block: int
     row_in_block: int
     id: str | None = None
     turns: tuple[tuple[str, str], ...] = ()
-    """(role, text) as in the data; empty if the row cannot be read at all."""
+    """(role, text) as in the data; empty if the row is no sample."""
+    stored: str | None = None
+    """What a row that is no sample holds, without the images' bytes; its first ``MAX_STORED`` characters."""
     reason: str | None = None
     """Why it is quarantined; None if it is trained on."""
     detail: str | None = None
+    image: int | None = None
+    """The number of the image at fault, from 1; None if it is no single one."""
     segments: tuple[Segment, ...] = ()
     """The whole sequence; empty if it is quarantined."""
     num_tokens: int | None = None
@@ -92,10 +100,12 @@ def show_rows(
     shown = []
     for row in rows:
         block = index.block_of(row)
+        file, file_row = index.place_of(row)
         place = ShownSample(
             source=names[chosen],
             row=row,
-            file=index.files[index.block_files[block]],
+            file=file,
+            file_row=file_row,
             block=block,
             row_in_block=row - int(index.first_rows[block]),
         )
@@ -127,10 +137,12 @@ class _Viewer:
 
     def show(self, place: ShownSample, sources: SourceSet, ref: SampleRef) -> ShownSample:
         """Fill in what becomes of the row at a place."""
+        record = sources.record(ref)
         try:
-            raw = sources.read(ref)
+            raw = record.sample()
         except BaseException as error:
-            return _quarantined(place, rejected(ref, error))
+            stored = record.stored_text()[:MAX_STORED]
+            return replace(_quarantined(place, rejected(ref, error)), stored=stored)
         stem = f"{re.sub('[^A-Za-z0-9-]+', '_', place.source)[-60:]}-row-{ref.row}"
         images = self._images.look(ref, raw.images, stem)
         turns = tuple([(turn.role, turn.text) for turn in raw.turns])
@@ -167,4 +179,4 @@ class _Viewer:
 
 
 def _quarantined(shown: ShownSample, rejection: Rejection) -> ShownSample:
-    return replace(shown, reason=rejection.reason.value, detail=rejection.detail)
+    return replace(shown, reason=rejection.reason.value, detail=rejection.detail, image=rejection.image)

@@ -85,6 +85,9 @@ class Record(Protocol):
     def sample(self) -> RawSample:
         """Return the sample; raises BadSample for whatever is wrong with this row."""
 
+    def stored_text(self) -> str:
+        """Return what the row holds, for people: as far as it can be read, without the images' bytes. Never raises."""
+
 
 class Source(Protocol):
     """Rows in blocks, each read at once; safe to read from several threads. It opens nothing until a block is read."""

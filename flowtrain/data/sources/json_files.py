@@ -19,6 +19,7 @@ from flowtrain.data.sources.image_files import path_beneath
 from flowtrain.data.sources.json_rows import parse_row
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, open_file, read_range
+from flowtrain.data.sources.stored_text import text_of_json
 from flowtrain.errors import DataError
 
 SPAN_ROWS = 128
@@ -73,6 +74,9 @@ class _JsonRecord:
             raise malformed(f"not valid JSON in the row at byte {self.place}: {what}"[:300]) from error
         return parse_row(record, lambda path, what: RawImage(path=path_beneath(self.root, path, what)))
 
+    def stored_text(self) -> str:
+        return text_of_json(self.text)
+
 
 @dataclass(frozen=True, slots=True)
 class _LongRow:
@@ -80,6 +84,9 @@ class _LongRow:
 
     def sample(self) -> RawSample:
         raise malformed(f"the row at byte {self.block.place} has {self.block.nbytes} bytes, more than {MAX_ROW_NBYTES}")
+
+    def stored_text(self) -> str:
+        return ""
 
 
 def _find_blocks(path: str) -> list[Block]:

@@ -20,6 +20,7 @@ from flowtrain.data.sources.parquet_images import ImageColumn
 from flowtrain.data.sources.parquet_schema import Selection, select
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, filesystem_of, is_remote
+from flowtrain.data.sources.stored_text import text_of_values
 from flowtrain.data.sources.turns import ImageItem, join_images, parse_turns, paths_in
 from flowtrain.errors import DataError
 
@@ -119,6 +120,17 @@ class _Batch:
             images = [RawImage(path=path) for path in paths]
         return join_images(images, turns, items, None if id is None else str(id))
 
+    def stored_text(self, row: int) -> str:
+        """Return the columns that are read."""
+        values: dict[str, object] = {}
+        for name in self._selection.columns:
+            try:
+                is_images = name == self._selection.images
+                values[name] = self._images.described(row) if is_images else self._batch.column(name)[row].as_py()
+            except (ValueError, pa.ArrowException) as error:  # text that is not UTF-8
+                values[name] = f"cannot be read: {error}"
+        return text_of_values(values)
+
 
 @dataclass(frozen=True, slots=True)
 class _ParquetRecord:
@@ -132,6 +144,9 @@ class _ParquetRecord:
             raise
         except (ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
             raise malformed(f"{type(error).__name__}: {error}"[:300]) from error
+
+    def stored_text(self) -> str:
+        return self.batch.stored_text(self.row)
 
 
 def _metadata(path: str) -> pq.FileMetaData:

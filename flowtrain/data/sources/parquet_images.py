@@ -47,6 +47,23 @@ class ImageColumn:
         start, end = int(self._starts[row]), int(self._starts[row + 1])
         return [self._image(item, item - start) for item in range(start, end)]
 
+    def described(self, row: int) -> list[dict[str, object]]:
+        """Return a row's images as plain values: the number of bytes, and the path; None for what is not there."""
+        if not self._row_valid[row]:
+            return []
+        return [
+            {
+                "bytes": self._nbytes(item) if self._item_valid[item] else None,
+                "path": self._paths[item].as_py() if self._item_valid[item] and self._paths is not None else None,
+            }
+            for item in range(int(self._starts[row]), int(self._starts[row + 1]))
+        ]
+
+    def _nbytes(self, item: int) -> str | None:
+        if self._data is None or not self._data_valid[item]:
+            return None
+        return f"{self._offsets[item + 1] - self._offsets[item]} bytes"
+
     def _image(self, item: int, index: int) -> RawImage:
         if self._item_valid[item]:
             if self._data is not None and self._data_valid[item]:

@@ -22,6 +22,7 @@ from flowtrain.data.sources.blocks import Block, spans_of
 from flowtrain.data.sources.json_rows import has_turns, parse_row
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import open_file, read_range
+from flowtrain.data.sources.stored_text import text_of_json
 from flowtrain.data.sources.turns import join_images
 from flowtrain.errors import DataError
 from flowtrain.types.samples import RejectReason
@@ -90,6 +91,9 @@ class _LargeSample:
             f"its members take {self.block.nbytes} bytes of the shard, more than {MAX_SAMPLE_NBYTES}",
         )
 
+    def stored_text(self) -> str:
+        return ""
+
 
 @dataclass(frozen=True, slots=True)
 class _TarRecord:
@@ -109,6 +113,13 @@ class _TarRecord:
         except UnicodeDecodeError as error:
             raise malformed(f"the .txt of sample {self.key[:200]!r} is not UTF-8: {error}") from error
         return join_images(_in_order(images), turns, [], self.key)
+
+    def stored_text(self) -> str:
+        """Return all members by name, with the content of those that are text."""
+        return "\n".join(
+            f"{name}: " + (text_of_json(data) if name.lower().endswith((".json", ".txt")) else f"{len(data)} bytes")
+            for name, data in self.members
+        )
 
     def _json(self) -> object:
         text = self._one(".json")

@@ -88,6 +88,20 @@ def test_records_that_are_rejected(
     assert source.read(0).turns
 
 
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_a_rejected_row_keeps_its_id(tmp_path: Path, open_rows: Open, write_json: WriteJson, name: str) -> None:
+    records = [
+        {"id": "cat-17", "conversations": [{"from": "bot", "value": "x"}]},
+        {"id": 18, "conversations": ASK},
+        {"id": "cat-19", "image": "/1.png", "conversations": ASK},
+    ]
+    rows = open_rows(write_json(tmp_path / name, records))
+    for row, (id, path) in enumerate([("cat-17", None), ("18", None), ("cat-19", "/1.png")]):
+        with pytest.raises(BadSample) as caught:
+            rows.read(row)
+        assert (caught.value.sample_id, caught.value.path) == (id, path)
+
+
 def test_one_empty_file_among_others(tmp_path: Path, open_rows: Open) -> None:
     row = '{"conversations": [{"from": "gpt", "value": "x"}]}\n'
     for name, content in {"a": row, "b": "", "c": "\ufeff\n" + row, ".d": row}.items():

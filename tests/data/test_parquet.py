@@ -112,6 +112,17 @@ def test_rows_that_are_rejected(
     assert source.read(1).turns
 
 
+def test_a_rejected_row_keeps_its_id(tmp_path: Path, open_rows: Open) -> None:
+    good = {"id": 7, "images": ["1.png"], "texts": TEXTS}
+    rows = [{**good, "texts": []}, {**good, "images": ["/1.png"]}, {**good, "images": [None]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    source = open_rows(tmp_path / "x.parquet")
+    for row, path in enumerate([None, "/1.png", None]):
+        with pytest.raises(BadSample) as caught:
+            source.read(row)
+        assert (caught.value.sample_id, caught.value.path) == ("7", path)
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [

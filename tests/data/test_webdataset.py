@@ -103,6 +103,7 @@ def test_captions_and_data_about_samples(tmp_path: Path, open_rows: Open) -> Non
         with pytest.raises(BadSample, match=detail) as caught:
             rows.read(row)
         assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
+        assert caught.value.sample_id == "abcdef"[row]
     assert rows.read(6).turns == (Turn("assistant", "A cat."),)
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from flowtrain.data.sources.bad_sample import malformed
-from flowtrain.data.sources.base import RawImage, RawSample, Record
+from flowtrain.data.sources.base import RawSample, Record, image_beneath
 from flowtrain.data.sources.blocks import Block, spans_of
-from flowtrain.data.sources.image_files import path_beneath
 from flowtrain.data.sources.json_rows import parse_row
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, open_file, read_range
@@ -71,7 +70,7 @@ class _JsonRecord:
         except (ValueError, RecursionError) as error:
             what = "nested too deep" if isinstance(error, RecursionError) else error
             raise malformed(f"not valid JSON in the row at byte {self.place}: {what}"[:300]) from error
-        return parse_row(record, lambda path, what: RawImage(path=path_beneath(self.root, path, what)))
+        return parse_row(record, lambda path, what: image_beneath(self.root, path, what))
 
 
 @dataclass(frozen=True, slots=True)

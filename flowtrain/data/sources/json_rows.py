@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowtrain.data.sources.bad_sample import malformed
+from flowtrain.data.sources.bad_sample import errors_of_row, malformed
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
 from flowtrain.data.sources.turns import join_images, parse_turns, paths_in
 
@@ -28,14 +28,16 @@ def parse_row(record: object, image_of: ImageOf, unnamed: Sequence[RawImage] = (
     """
     if not isinstance(record, dict):
         raise malformed(f"expected an object, found {type(record).__name__}")
-    turns, items = parse_turns(*_conversation(record))
-    if isinstance(system := record.get("system"), str) and system and turns[0].role != "system":
-        turns.insert(0, Turn("system", system))
-    paths, key = _image_paths(record)
-    if not paths:
-        paths, key = paths_in(items), "content"
-    images = [image_of(path, f"{key}[{index}]") for index, path in enumerate(paths)] if paths else unnamed
-    return join_images(images, turns, items, _id(record) or id)
+    id = _id(record) or id
+    with errors_of_row(id):
+        turns, items = parse_turns(*_conversation(record))
+        if isinstance(system := record.get("system"), str) and system and turns[0].role != "system":
+            turns.insert(0, Turn("system", system))
+        paths, key = _image_paths(record)
+        if not paths:
+            paths, key = paths_in(items), "content"
+        images = [image_of(path, f"{key}[{index}]") for index, path in enumerate(paths)] if paths else unnamed
+        return join_images(images, turns, items, id)
 
 
 def _conversation(record: dict[str, Any]) -> tuple[object, str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +15,7 @@ from flowtrain.config.data import ColumnsConfig
 from flowtrain.data.sources.bad_sample import BadSample, errors_of_row, malformed
 from flowtrain.data.sources.base import RawSample, Record, Turn, image_beneath
 from flowtrain.data.sources.blocks import Block
+from flowtrain.data.sources.json_rows import json_fault
 from flowtrain.data.sources.parquet_images import ImageColumn
 from flowtrain.data.sources.parquet_schema import Selection, select
 from flowtrain.data.sources.retries import read_with_retries
@@ -116,7 +117,8 @@ class _Batch:
         if selection.are_texts:
             turns = _turns_of_texts(value, selection.turns)
         else:
-            turns, items = parse_turns(json.loads(value) if isinstance(value, str) else value, selection.turns)
+            messages = _parsed(value, selection.turns) if isinstance(value, str) else value
+            turns, items = parse_turns(messages, selection.turns)
         if not images:
             paths = enumerate(paths_in(items))
             images = [image_beneath(self._root, path, f"content[{index}]") for index, path in paths]
@@ -181,6 +183,14 @@ def _column_chunks(group: pq.RowGroupMetaData, columns: tuple[str, ...]) -> list
     inside = tuple(f"{column}." for column in columns)
     chunks = (group.column(number) for number in range(group.num_columns))
     return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(inside)]
+
+
+def _parsed(text: str, key: str) -> object:
+    try:
+        return cast(object, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        found = f"{text[:80]!r} ({json_fault(error)})"
+        raise malformed(f"column {key!r}: expected turns as JSON text, found {found}") from error
 
 
 def _turns_of_texts(texts: list[dict[str, str | None] | None] | None, key: str) -> list[Turn]:

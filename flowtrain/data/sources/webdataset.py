@@ -142,6 +142,9 @@ class _TarRecord:
 
 def _find_blocks(path: str) -> list[Block]:
     with open_file(path) as file:
+        if not file.read(1):
+            raise DataError(f"{path}: is empty, not even a tar without members; restore the file or remove it")
+        file.seek(0)
         return list(spans_of(_rows(path, file), SPAN_ROWS, SPAN_NBYTES))
 
 

@@ -65,7 +65,8 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
                 return f"{dotted(path)} = {text!r}: must be a directory"
             holder[name] = str(candidate.resolve())
             return None
-    if path[0] == "data" and name == "path" and has_magic(text):
+    is_pattern = path[0] == "data" and name == "path" and has_magic(text)
+    if is_pattern:
         for candidate in [base / written for base in bases] or [written]:
             if next(iglob(str(candidate), recursive=True), None) is not None:
                 holder[name] = os.path.abspath(candidate)
@@ -76,7 +77,8 @@ def _resolve(holder: dict[str, Any], path: Path, config_dir: FilePath, may_be_hu
     hub = "; it is not a hub id (owner/name) either" if may_be_hub_id else ""
     if path[0] == "data" and name == "path" and looks_like_hub_data(text):
         hub = f"; for the hub's data set of this name, write hf://datasets/{text}"
-    return f"{dotted(path)} = {text!r}: no such file or directory{where}{hub}"
+    missing = "no file matches" if is_pattern else "no such file or directory"
+    return f"{dotted(path)} = {text!r}: {missing}{where}{hub}"
 
 
 def looks_like_hub_data(text: str) -> bool:

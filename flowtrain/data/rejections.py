@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flowtrain.config.secrets import without_queries
 from flowtrain.data.sources.base import BadSample
+from flowtrain.data.sources.image_files import shown_path
 from flowtrain.errors import FlowTrainError
 from flowtrain.types.samples import Rejection, RejectReason, SampleRef
 
@@ -22,13 +24,12 @@ _MAX_DETAIL, _MAX_PATH, _MAX_PATH_IN_DETAIL, _MAX_ID = 1000, 1000, 300, 200
 
 
 class BadImage(BadSample):
-    """Raised for one image of a sample: ``number`` from 1, and ``path`` if the image is a file."""
+    """Raised for one image of a sample: ``number`` from 1."""
 
     def __init__(self, reason: RejectReason, detail: str, number: int, path: str | None = None) -> None:
-        super().__init__(reason, detail)
+        super().__init__(reason, detail, path)
         self.args = (reason, detail, number, path)
         self.number = number
-        self.path = path
 
 
 def is_of_sample(error: BaseException) -> bool:
@@ -43,19 +44,21 @@ def is_of_sample(error: BaseException) -> bool:
 def rejected(ref: SampleRef, error: BaseException, sample_id: str | None = None) -> Rejection:
     """Return the rejection that an error of a sample becomes; raises the error itself if it must end the run.
 
-    sample_id: the row's own id, if the data has one.
+    sample_id: the row's own id, if the data has one; None: what the error knows of it.
     """
     if not is_of_sample(error):
         raise error
     reason, detail = _reason_of(error, RejectReason.MALFORMED_SAMPLE)
-    number, path = (error.number, error.path) if isinstance(error, BadImage) else (None, None)
+    path = None
+    if isinstance(error, BadSample):
+        path, sample_id = error.path, error.sample_id if sample_id is None else sample_id
     return Rejection(
         ref,
         reason,
-        _printable(detail, _MAX_DETAIL),
+        _printable(without_queries(detail), _MAX_DETAIL),
         id=None if sample_id is None else _printable(str(sample_id), _MAX_ID),
         path=None if path is None else _printable(path, _MAX_PATH),
-        image=number,
+        image=error.number if isinstance(error, BadImage) else None,
     )
 
 
@@ -68,6 +71,7 @@ def errors_of_image(number: int, count: int, path: str | None = None) -> Iterato
         if not is_of_sample(error):
             raise
         reason, detail = _reason_of(error, RejectReason.CORRUPT_IMAGE)
+        path = None if path is None else shown_path(path, _MAX_PATH + 1)
         where = "" if path is None else f" (path {_printable(path, _MAX_PATH_IN_DETAIL)!r})"
         raise BadImage(reason, f"image {number} of {count}{where}: {detail}", number, path) from error
 

@@ -68,8 +68,18 @@ def test_json_lines_with_blank_lines_and_wide_characters(tmp_path: Path, open_ro
         ({"conversations": ASK}, "placeholder_mismatch", "0 images but 1 "),
         ({"images": ["1", "2"], "conversations": ASK}, "placeholder_mismatch", "2 images but 1 "),
         ({"image": "1.png", "conversations": TALK[1:]}, "placeholder_mismatch", "no user turn"),
-        ({"image": "1.png"}, "malformed_sample", "conversations"),
-        ({"conversations": []}, "malformed_sample", "conversations"),
+        (
+            {"image": "1.png", "text": "x"},
+            "malformed_sample",
+            "neither .* nor messages is given; found keys: image, text$",
+        ),
+        ({"conversations": None}, "malformed_sample", "neither .* is given; found keys: conversations"),
+        ({}, "malformed_sample", "found keys: none"),
+        ({"conversations": []}, "malformed_sample", "conversations: expected a list of turns, found an empty one"),
+        ({"conversations": {}}, "malformed_sample", "conversations: expected a list of turns, found dict"),
+        ({"video": "1.mp4", "conversations": TALK}, "malformed_sample", "video: not supported"),
+        ({"videos": ["1.mp4"], "audios": ["1"], "conversations": TALK}, "malformed_sample", "videos and audios: not"),
+        ({"conversations": [TALK[0], {**TALK[1], "loss": False}]}, "malformed_sample", r"\[1\].loss = False: not supp"),
         ({"conversations": ["hi"]}, "malformed_sample", r"conversations\[0\]: expected an object, found str"),
         ({"conversations": [{"from": "bot", "value": "x"}]}, "malformed_sample", "assistant, gpt, found 'bot'"),
         ({"conversations": [{"from": "human", "value": 3}]}, "malformed_sample", r"\[0\].value: .* found int"),
@@ -88,6 +98,26 @@ def test_records_that_are_rejected(
     assert source.read(0).turns
 
 
+def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path, open_rows: Open, write_json: WriteJson) -> None:
+    turns = [{**TALK[0], "loss": False}, {**TALK[1], "loss": True}, TALK[0], {**TALK[1], "loss": None}]
+    record = {"videos": [], "video": None, "audios": [], "audio": "", "conversations": turns}
+    assert len(open_rows(write_json(tmp_path / "x.json", [record])).read(0).turns) == 4
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+def test_a_rejected_row_keeps_its_id(tmp_path: Path, open_rows: Open, write_json: WriteJson, name: str) -> None:
+    records = [
+        {"id": "cat-17", "conversations": [{"from": "bot", "value": "x"}]},
+        {"id": 18, "conversations": ASK},
+        {"id": "cat-19", "image": "/1.png", "conversations": ASK},
+    ]
+    rows = open_rows(write_json(tmp_path / name, records))
+    for row, (id, path) in enumerate([("cat-17", None), ("18", None), ("cat-19", "/1.png")]):
+        with pytest.raises(BadSample) as caught:
+            rows.read(row)
+        assert (caught.value.sample_id, caught.value.path) == (id, path)
+
+
 def test_one_empty_file_among_others(tmp_path: Path, open_rows: Open) -> None:
     row = '{"conversations": [{"from": "gpt", "value": "x"}]}\n'
     for name, content in {"a": row, "b": "", "c": "\ufeff\n" + row, ".d": row}.items():
@@ -102,12 +132,38 @@ def test_a_broken_line_is_one_bad_sample(tmp_path: Path, open_rows: Open) -> Non
     file.write_text('{"conversations": [{"from": "gpt", "value": "x"}]}\n{"conversations": [\n')
     source = open_rows(file)
     assert source.read(0).turns == (Turn("assistant", "x"),)
-    with pytest.raises(BadSample, match="row at byte 51"):
+    with pytest.raises(BadSample, match="row at byte 51 of the file: Expecting value at byte 70$"):
         source.read(1)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("[1, ", "not valid JSON at byte 4"), ("", "has no rows"), ("id,image\n", "b'i'")]
+    ("row", "detail"),
+    [
+        (
+            '{"é": "猫", 7}',
+            "not valid JSON in the row at byte {row} of the file: Expecting property name .* at byte {at}$",
+        ),
+        (
+            '{"é": "猫\t7"}',
+            "not valid JSON in the row at byte {row} of the file: Invalid control character at byte {at}$",
+        ),
+        ('{"é": "猫\udcff7"}', "not valid UTF-8 in the row at byte {row} of the file: .* at byte {at}$"),
+    ],
+)
+@pytest.mark.parametrize("before", ["", "\ufeff", "\ufeff{}\n", "{}\n"])
+def test_the_byte_of_a_fault_is_the_files(tmp_path: Path, open_rows: Open, before: str, row: str, detail: str) -> None:
+    content = (before + row).encode(errors="surrogateescape")
+    (tmp_path / "x.jsonl").write_bytes(content)
+    rows = open_rows(tmp_path / "x.jsonl")
+    start = content.rindex(b"\n") + 1 if b"\n" in content else 0
+    at = content.index(b"7") - (0 if "," in row else 1)
+    with pytest.raises(BadSample, match=detail.format(row=start, at=at)):
+        rows.read(len(rows) - 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("[1, ", "not valid JSON at byte 4"), ("", "is empty"), ("[]", "is empty"), ("id,image\n", "b'i'")],
 )
 def test_files_that_are_not_llava(tmp_path: Path, open_rows: Open, content: str, said: str) -> None:
     file = tmp_path / "x.json"
@@ -150,7 +206,7 @@ GOOD = b'{"conversations": [{"from": "gpt", "value": "x"}]}'
     ("row", "detail"),
     [
         (b'{"conversations": [{"from": "gpt", "value": "\\ud800"}]}', "no Unicode: surrogates not allowed at 0"),
-        (b'{"conversations": [{"from": "gpt", "value": "\xff"}]}', "utf-8"),
+        (b'{"conversations": [{"from": "gpt", "value": "\xff"}]}', "not valid UTF-8"),
         (b'{"conversations": [{"from": "gpt", "value": "a\tb"}]}', "control character"),
         (b'{"id": ' + b"9" * 10_000 + b"}", "limit"),
         (b'{"messages": [{"role": "tool", "content": "x"}]}', "found 'tool'"),
@@ -181,7 +237,7 @@ def test_a_row_nested_too_deep(tmp_path: Path, open_rows: Open) -> None:
     deep = b"[" * 100_000 + b"]" * 100_000
     (tmp_path / "x.jsonl").write_bytes(b"\n".join((GOOD, b'{"a":' + deep + b"}", GOOD)))
     rows = open_rows(tmp_path / "x.jsonl")
-    with pytest.raises(BadSample, match="row at byte 51: nested too deep"):
+    with pytest.raises(BadSample, match="row at byte 51 of the file: nested too deep"):
         rows.read(1)
     assert rows.read(2).turns
     (tmp_path / "x.json").write_bytes(b"[" + GOOD + b"," + deep + b"]")
@@ -212,7 +268,16 @@ def test_a_long_row_is_never_held(tmp_path: Path, open_rows: Open, monkeypatch: 
 )
 def test_a_damaged_array_is_named(tmp_path: Path, open_rows: Open, content: str) -> None:
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(DataError, match=r"x\.json: not valid JSON at byte \d+"):
+    with pytest.raises(
+        DataError, match=r"x\.json: not valid JSON at byte \d+ .*restore the file or remove it"
+    ) as caught:
+        open_rows(tmp_path / "x.json")
+    assert "line 1" not in str(caught.value)
+
+
+def test_a_damaged_array_names_the_byte(tmp_path: Path, open_rows: Open) -> None:
+    (tmp_path / "x.json").write_text('[{"é": 1}, {"b": x}]')
+    with pytest.raises(DataError, match=r"not valid JSON at byte 18 \(Expecting value\)"):
         open_rows(tmp_path / "x.json")
 
 

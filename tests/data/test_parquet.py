@@ -112,6 +112,17 @@ def test_rows_that_are_rejected(
     assert source.read(1).turns
 
 
+def test_a_rejected_row_keeps_its_id(tmp_path: Path, open_rows: Open) -> None:
+    good = {"id": 7, "images": ["1.png"], "texts": TEXTS}
+    rows = [{**good, "texts": []}, {**good, "images": ["/1.png"]}, {**good, "images": [None]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    source = open_rows(tmp_path / "x.parquet")
+    for row, path in enumerate([None, "/1.png", None]):
+        with pytest.raises(BadSample) as caught:
+            source.read(row)
+        assert (caught.value.sample_id, caught.value.path) == ("7", path)
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
@@ -187,7 +198,8 @@ def test_messages_as_json_text_and_other_names_of_columns(tmp_path: Path, open_r
     assert rows.read(0).turns == (Turn("user", "<image>\nq"), Turn("assistant", "a"))
     assert rows.read(1).turns == (Turn("user", "<image>q"),)
     assert rows.read(1).images == (RawImage(path="/root/x.png"),)
-    for row, detail in ((2, "RecursionError"), (3, "JSONDecodeError"), (4, "surrogates not allowed")):
+    said = r"column 'chat': expected turns as JSON text, found '\{\"a\": 1' \(Expecting .* at character 7\)"
+    for row, detail in ((2, r"'chat': .*\(nested too deep\)"), (3, said), (4, "surrogates not allowed")):
         with pytest.raises(BadSample, match=detail) as caught:
             rows.read(row)
         assert caught.value.reason is RejectReason.MALFORMED_SAMPLE

@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from flowtrain.data.rejections import BadImage, errors_of_image, rejected
+from flowtrain.data.sources.bad_sample import errors_of_row
 from flowtrain.data.sources.base import BadSample
 from flowtrain.errors import DataError, OutOfPoolMemory, SourceReadError
 from flowtrain.types.samples import Rejection, RejectReason, SampleRef
@@ -81,3 +82,20 @@ def test_what_comes_from_data_is_bounded_and_can_be_written() -> None:
     assert "no header" in rejection.detail, "the longest path leaves room for the reason"
     for text, longest in ((rejection.detail, 1000), (rejection.id, 200), (rejection.path, 1000)):
         assert len(text.encode("utf-8")) == longest and text.endswith("...")
+
+
+def test_an_error_brings_the_rows_id_and_the_path_at_fault() -> None:
+    with pytest.raises(BadSample) as caught, errors_of_row("outer"), errors_of_row("cat-17"):
+        raise BadSample(RejectReason.MALFORMED_SAMPLE, "it is absolute", "/x.png")
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert rejected(REF, error) == Rejection(REF, error.reason, "it is absolute", id="cat-17", path="/x.png")
+    assert rejected(REF, error, "given").id == "given"
+
+
+def test_no_signature_of_a_url_is_kept() -> None:
+    url = "https://host/x.png?Signature=abc"
+    assert rejected(REF, ValueError(f"cannot read {url}")).detail == "ValueError: cannot read https://host/x.png?..."
+    with pytest.raises(BadImage) as caught, errors_of_image(1, 1, "https://host/a cat.png?Signature=abc"):
+        raise BadSample(RejectReason.MISSING_IMAGE, f"no {url}")
+    rejection = rejected(REF, caught.value)
+    assert rejection.path == "https://host/a cat.png?..." and "Signature" not in rejection.detail

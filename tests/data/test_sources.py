@@ -42,8 +42,31 @@ def test_formats_are_told_from_the_path(
     with pytest.raises(DataError, match="no such file"):
         index_source(EvalConfig(path=str(tmp_path / "absent.parquet")))
     write_parquet(tmp_path / "empty.parquet", [])
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError, match=r"empty\.parquet: has no rows, it is empty"):
         index_source(SourceConfig(path=str(tmp_path / "empty.parquet")))
+    for name in ("1.jsonl", "2.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match="has no rows, its 2 files are empty"):
+        index_source(SourceConfig(path=str(tmp_path / "[12].jsonl")))
+
+
+def test_formats_that_are_left_out_are_named_once(
+    tmp_path: Path, write_parquet: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parquet(tmp_path / "x.parquet", ROWS)
+    for name in ("README.md", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    index_source(SourceConfig(path=str(tmp_path)))
+    assert not caplog.messages, "data about data are no samples"
+    for name in ("a.tar", "b.TAR", "c.json"):
+        (tmp_path / name).write_text("{}")
+    assert index_source(SourceConfig(path=str(tmp_path), format="parquet")).num_rows == 3
+    assert not caplog.messages, "the format was chosen"
+    assert index_source(SourceConfig(path=str(tmp_path))).num_rows == 3
+    assert caplog.messages == [
+        f"data source {tmp_path}: only its 1 files of format parquet are read, the others are left out (1 .json, "
+        "2 .tar); to choose, set the source's format; to read all, give a source for each format"
+    ]
 
 
 def test_the_evaluation_source_comes_last(

@@ -12,7 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from flowtrain.data.sources import storage
-from flowtrain.data.sources.base import BadSample, RawImage
+from flowtrain.data.sources.base import BadSample, RawImage, image_beneath
 from flowtrain.data.sources.image_files import path_beneath
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.errors import DataError, SourceReadError
@@ -195,6 +195,31 @@ def test_image_paths_stay_beneath_their_root(path: str, detail: str) -> None:
         with pytest.raises(BadSample, match=rf"images\[3\] = .*{detail}.*beneath image_root") as caught:
             path_beneath(root, path, "images[3]")
         assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "detail"),
+    [
+        ("/root", "/root/a/1.png", "absolute; .*: write 'a/1.png', relative to /root$"),
+        ("/root/", "file:///root/1.png", "write '1.png', relative to /root$"),
+        ("s3://bucket/b", "s3://bucket/b/1.png", "write '1.png', relative to s3://bucket/b$"),
+        ("/", "/1.png", "write '1.png', relative to /$"),
+        ("/root", "/rooted/1.png", "absolute; .*: write it relative to /root$"),
+        ("/root", "/root/../1.png", "absolute; .*: write it relative to /root$"),
+        ("/root", "https://host/1.png", "put the image there, and write its path relative to /root$"),
+        ("https://host", "https://host/a 1.png?Signature=abc", r"'https://host/a 1.png\?...': it is a URL"),
+    ],
+)
+def test_a_path_that_may_not_be_used_says_how_to_write_it(root: str, path: str, detail: str) -> None:
+    with pytest.raises(BadSample, match=detail) as caught:
+        path_beneath(root, path, "image")
+    assert caught.value.path in (path, "https://host/a 1.png?...")
+    assert "abc" not in str(caught.value)
+
+
+def test_a_missing_image_says_where_paths_start(tmp_path: Path) -> None:
+    with pytest.raises(BadSample, match=f"no image file: '{tmp_path}/1.png'; .*start from image_root = {tmp_path}$"):
+        image_beneath(str(tmp_path), "1.png", "image").read()
 
 
 def test_harmless_image_paths_are_kept() -> None:

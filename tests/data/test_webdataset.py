@@ -103,6 +103,7 @@ def test_captions_and_data_about_samples(tmp_path: Path, open_rows: Open) -> Non
         with pytest.raises(BadSample, match=detail) as caught:
             rows.read(row)
         assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
+        assert caught.value.sample_id == "abcdef"[row]
     assert rows.read(6).turns == (Turn("assistant", "A cat."),)
 
 
@@ -172,7 +173,8 @@ def test_a_large_shard_is_many_blocks(tmp_path: Path, open_rows: Open, monkeypat
         (lambda data: data[:5120] + b"\xff" * 512 + data[5632:], "a header that cannot be read"),
         (lambda data: b"no tar" * 1000, "damaged"),
         (gzip.compress, "compressed"),
-        (lambda data: b"", "damaged"),
+        (lambda data: b"", "is empty, not even"),
+        (lambda data: b"\0" * 10240, "has no rows, it is empty"),
     ],
 )
 def test_a_damaged_shard_is_named(

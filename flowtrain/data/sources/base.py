@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from flowtrain.data.sources.bad_sample import BadSample
-from flowtrain.data.sources.image_files import check_image_nbytes, read_image_file
+from flowtrain.data.sources.image_files import check_image_nbytes, path_beneath, read_image_file
 from flowtrain.types.samples import RejectReason
 from flowtrain.types.sources import SourceIndex
 
@@ -22,6 +22,7 @@ __all__ = [
     "Role",
     "Source",
     "Turn",
+    "image_beneath",
     "normalise",
 ]
 
@@ -40,6 +41,8 @@ class RawImage:
 
     data: Buffer | None = None
     path: str | Path | None = None
+    root: str | None = field(default=None, compare=False)
+    """Where the path that the row gives starts from, for messages."""
 
     def __post_init__(self) -> None:
         assert (self.data is None) != (self.path is None), "give either data or path"
@@ -56,7 +59,7 @@ class RawImage:
         Raises SourceReadError if the storage does not answer.
         """
         if self.data is None:
-            return read_image_file(str(self.path), max_nbytes)
+            return read_image_file(str(self.path), max_nbytes, self.root)
         check_image_nbytes(len(self.data), max_nbytes)
         return self.data
 
@@ -105,6 +108,11 @@ class Source(Protocol):
 
     def read_block(self, block: int) -> Sequence[Record]:
         """Return all rows of a block in file order; raises SourceReadError, or DataError for a damaged file."""
+
+
+def image_beneath(root: str, path: str, what: str) -> RawImage:
+    """Return the image of a path in a row; raises BadSample as ``path_beneath``."""
+    return RawImage(path=path_beneath(root, path, what), root=root)
 
 
 def normalise(images: Sequence[RawImage], turns: Sequence[Turn], id: str | None = None) -> RawSample:

@@ -15,6 +15,7 @@ from flowtrain.data.sources.storage import filesystem_of, is_remote
 from flowtrain.types.samples import RejectReason
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|[A-Za-z]:|(?:data|file|http|https):", re.IGNORECASE)
+_IS_URL, _IS_ABSOLUTE = "it is a URL or has a drive letter", "it is absolute"
 
 
 def path_beneath(root: str, path: str, what: str) -> str:
@@ -23,30 +24,36 @@ def path_beneath(root: str, path: str, what: str) -> str:
     what: names the image in the message. Raises BadSample (MALFORMED_SAMPLE) if the path could lead out of the root:
     absolute paths, ``..``, drive letters, URLs, NUL bytes.
     """
-    fault = None
-    if "\0" in path:
-        fault = "it has a NUL byte"
-    elif _SCHEME.match(path) or "://" in path or "::" in path:
-        fault = "it is a URL or has a drive letter"
-    elif path.startswith(("/", "\\")):
-        fault = "it is absolute"
-    elif ".." in re.split(r"[/\\]", unquote(path)):  # a web server takes %2e for a dot
-        fault = "it has '..'"
+    root = root.rstrip("/")
+    fault = _fault_of(path)
     if fault is not None:
-        raise BadSample(
-            RejectReason.MALFORMED_SAMPLE,
-            f"{what} = {path[:200]!r}: {fault}; image paths must stay beneath image_root",
-        )
-    return f"{root.rstrip('/')}/{path}"
+        shown = shown_path(path)
+        detail = f"{what} = {shown!r}: {fault}; image paths must stay beneath image_root: {_way_out(root, path, fault)}"
+        raise BadSample(RejectReason.MALFORMED_SAMPLE, detail, shown)
+    return f"{root}/{path}"
 
 
-def read_image_file(path: str, max_nbytes: int | None) -> bytes:
+def shown_path(path: str, limit: int = 200) -> str:
+    """Return a path from data as messages show it: not all of a long one, and a URL without what may be a signature."""
+    if "://" in path:
+        path, mark, _ = path.partition("?")
+        path = f"{path}?..." if mark else path
+    return path[:limit]
+
+
+def read_image_file(path: str, max_nbytes: int | None, root: str | None = None) -> bytes:
     """Return the bytes of an image file, of which never more than ``max_nbytes`` are read (None: all of them).
 
-    Raises BadSample: MISSING_IMAGE if it is no readable regular file, OVERSIZED_SAMPLE above ``max_nbytes``;
-    SourceReadError if the storage does not answer.
+    root: where the row's path starts from, for the message. Raises BadSample: MISSING_IMAGE if it is no readable
+    regular file, OVERSIZED_SAMPLE above ``max_nbytes``; SourceReadError if the storage does not answer.
     """
-    return read_with_retries(lambda: _read(path, max_nbytes), f"image {path}")
+    try:
+        return read_with_retries(lambda: _read(path, max_nbytes), f"image {shown_path(path)}")
+    except BadSample as error:
+        if root is None or error.reason is not RejectReason.MISSING_IMAGE:
+            raise
+        hint = f"; image paths start from image_root = {root}"
+        raise BadSample(error.reason, error.detail + hint, error.path) from error
 
 
 def check_image_nbytes(nbytes: int, max_nbytes: int | None) -> None:
@@ -94,4 +101,26 @@ def _read_remote(path: str, max_nbytes: int | None) -> bytes:
 
 
 def _missing(what: str, path: str) -> BadSample:
-    return BadSample(RejectReason.MISSING_IMAGE, f"{what} file: {path[:200]!r}")
+    return BadSample(RejectReason.MISSING_IMAGE, f"{what} file: {shown_path(path)!r}", shown_path(path))
+
+
+def _fault_of(path: str) -> str | None:
+    if "\0" in path:
+        return "it has a NUL byte"
+    if _SCHEME.match(path) or "://" in path or "::" in path:
+        return _IS_URL
+    if path.startswith(("/", "\\")):
+        return _IS_ABSOLUTE
+    if ".." in re.split(r"[/\\]", unquote(path)):  # a web server takes %2e for a dot
+        return "it has '..'"
+    return None
+
+
+def _way_out(root: str, path: str, fault: str) -> str:
+    plain = path.removeprefix("file://")
+    beneath = plain[len(root) :].lstrip("/")
+    if plain.startswith(f"{root}/") and path == shown_path(path) and _fault_of(beneath) is None:
+        return f"write {beneath!r}, relative to {root or '/'}"
+    if fault == _IS_URL:
+        return f"put the image there, and write its path relative to {root or '/'}"
+    return f"write it relative to {root or '/'}"

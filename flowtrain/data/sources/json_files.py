@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from flowtrain.data.sources.bad_sample import malformed
-from flowtrain.data.sources.base import RawImage, RawSample, Record
+from flowtrain.data.sources.base import RawSample, Record, image_beneath
 from flowtrain.data.sources.blocks import Block, spans_of
-from flowtrain.data.sources.image_files import path_beneath
-from flowtrain.data.sources.json_rows import parse_row
+from flowtrain.data.sources.json_rows import json_fault, parse_row
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import directory_of, open_file, read_range
 from flowtrain.data.sources.stored_text import text_of_json
@@ -67,12 +66,17 @@ class _JsonRecord:
     root: str
 
     def sample(self) -> RawSample:
+        text = self.text.removeprefix(_BOM)
+        place = self.place + len(self.text) - len(text)
         try:
-            record = json.loads(self.text.decode("utf-8-sig"))
+            record = json.loads(text.decode())
+        except UnicodeDecodeError as error:
+            what = f"{error.reason} at byte {place + error.start}"
+            raise malformed(f"not valid UTF-8 in the row at byte {self.place} of the file: {what}") from error
         except (ValueError, RecursionError) as error:
-            what = "nested too deep" if isinstance(error, RecursionError) else error
-            raise malformed(f"not valid JSON in the row at byte {self.place}: {what}"[:300]) from error
-        return parse_row(record, lambda path, what: RawImage(path=path_beneath(self.root, path, what)))
+            what = json_fault(error, place, "byte")
+            raise malformed(f"not valid JSON in the row at byte {self.place} of the file: {what}") from error
+        return parse_row(record, lambda path, what: image_beneath(self.root, path, what))
 
     def stored_text(self) -> str:
         return text_of_json(self.text)
@@ -219,9 +223,10 @@ class _Window:
                     return
             except RecursionError as error:
                 raise self.fault("nested too deep") from error
-            except ValueError as error:
+            except json.JSONDecodeError as error:
                 if self._is_last:
-                    raise self.fault(str(error)) from error
+                    self._at = error.pos
+                    raise self.fault(error.msg.removesuffix(" at")) from error
                 if len(self._text) - self._at > MAX_ROW_NBYTES:
                     raise self.fault(f"an element has more than {MAX_ROW_NBYTES} bytes, or is damaged") from error
             self._grow()
@@ -229,7 +234,8 @@ class _Window:
     def fault(self, detail: str) -> DataError:
         """Return the error of a file that is no array."""
         return DataError(
-            f"{self._path}: not valid JSON at byte {self.position} ({detail}); expected an array of samples"
+            f"{self._path}: not valid JSON at byte {self.position} ({detail}); expected an array of samples: restore "
+            "the file or remove it"
         )
 
     def _grow(self) -> None:

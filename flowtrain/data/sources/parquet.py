@@ -6,16 +6,16 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flowtrain.config.data import ColumnsConfig
-from flowtrain.data.sources.bad_sample import BadSample, malformed
-from flowtrain.data.sources.base import RawImage, RawSample, Record, Turn
+from flowtrain.data.sources.bad_sample import BadSample, errors_of_row, malformed
+from flowtrain.data.sources.base import RawSample, Record, Turn, image_beneath
 from flowtrain.data.sources.blocks import Block
-from flowtrain.data.sources.image_files import path_beneath
+from flowtrain.data.sources.json_rows import json_fault
 from flowtrain.data.sources.parquet_images import ImageColumn
 from flowtrain.data.sources.parquet_schema import Selection, select
 from flowtrain.data.sources.retries import read_with_retries
@@ -104,8 +104,13 @@ class _Batch:
         self._root = root
         self._images = ImageColumn(batch.column(selection.images), root)
 
-    def sample(self, row: int) -> RawSample:
-        """Return a row; raises BadSample, and other errors for text that is not UTF-8 or JSON that is none."""
+    def id_of(self, row: int) -> str | None:
+        """Return a row's own id, if there is one."""
+        id = self._batch.column(self._selection.id)[row].as_py() if self._selection.id is not None else None
+        return None if id is None else str(id)
+
+    def sample(self, row: int, id: str | None) -> RawSample:
+        """Return a row; raises BadSample, and other errors for text that is not UTF-8."""
         selection = self._selection
         images = self._images.of_row(row)
         value = self._batch.column(selection.turns)[row].as_py()
@@ -113,12 +118,12 @@ class _Batch:
         if selection.are_texts:
             turns = _turns_of_texts(value, selection.turns)
         else:
-            turns, items = parse_turns(json.loads(value) if isinstance(value, str) else value, selection.turns)
-        id = self._batch.column(selection.id)[row].as_py() if selection.id is not None else None
+            messages = _parsed(value, selection.turns) if isinstance(value, str) else value
+            turns, items = parse_turns(messages, selection.turns)
         if not images:
-            paths = [path_beneath(self._root, path, f"content[{index}]") for index, path in enumerate(paths_in(items))]
-            images = [RawImage(path=path) for path in paths]
-        return join_images(images, turns, items, None if id is None else str(id))
+            paths = enumerate(paths_in(items))
+            images = [image_beneath(self._root, path, f"content[{index}]") for index, path in paths]
+        return join_images(images, turns, items, id)
 
     def stored_text(self, row: int) -> str:
         """Return the columns that are read."""
@@ -138,12 +143,16 @@ class _ParquetRecord:
     row: int
 
     def sample(self) -> RawSample:
+        id = None
         try:
-            return self.batch.sample(self.row)
+            id = self.batch.id_of(self.row)
+            with errors_of_row(id):
+                return self.batch.sample(self.row, id)
         except BadSample:
             raise
         except (ValueError, TypeError, KeyError, RecursionError, pa.ArrowException) as error:
-            raise malformed(f"{type(error).__name__}: {error}"[:300]) from error
+            with errors_of_row(id):
+                raise malformed(f"{type(error).__name__}: {error}"[:300]) from error
 
     def stored_text(self) -> str:
         return self.batch.stored_text(self.row)
@@ -189,6 +198,14 @@ def _column_chunks(group: pq.RowGroupMetaData, columns: tuple[str, ...]) -> list
     inside = tuple(f"{column}." for column in columns)
     chunks = (group.column(number) for number in range(group.num_columns))
     return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(inside)]
+
+
+def _parsed(text: str, key: str) -> object:
+    try:
+        return cast(object, json.loads(text))
+    except (ValueError, RecursionError) as error:
+        found = f"{text[:80]!r} ({json_fault(error)})"
+        raise malformed(f"column {key!r}: expected turns as JSON text, found {found}") from error
 
 
 def _turns_of_texts(texts: list[dict[str, str | None] | None] | None, key: str) -> list[Turn]:

@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flowtrain.data.sources.bad_sample import BadSample
-from flowtrain.data.sources.base import RawImage
-from flowtrain.data.sources.image_files import path_beneath
+from flowtrain.data.sources.base import RawImage, image_beneath
 from flowtrain.types.samples import RejectReason
 
 
@@ -70,7 +69,7 @@ class ImageColumn:
                 return RawImage(data=self._content[self._offsets[item] : self._offsets[item + 1]])
             path = None if self._paths is None else self._paths[item].as_py()
             if path:
-                return RawImage(path=path_beneath(self._root, path, f"images[{index}]"))
+                return image_beneath(self._root, path, f"images[{index}]")
         raise BadSample(RejectReason.MISSING_IMAGE, f"images[{index}] has neither bytes nor a path")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 
 from flowtrain.config.data import EvalConfig, SourceConfig
 from flowtrain.data.sources.base import Source
@@ -14,8 +16,12 @@ from flowtrain.data.sources.webdataset import WebDatasetFormat
 from flowtrain.errors import DataError
 from flowtrain.types.sources import SourceIndex
 
+logger = logging.getLogger(__name__)
+
 _ENDINGS = {"parquet": (".parquet",), "webdataset": (".tar",), "json": (".jsonl", ".json")}
 """Endings of each format's files. A directory is taken in the first format of which it has files."""
+_DATA_ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that the datasets library writes beside its data."""
 
 
 def index_source(config: SourceConfig | EvalConfig) -> SourceIndex:
@@ -29,10 +35,13 @@ def index_source(config: SourceConfig | EvalConfig) -> SourceIndex:
     if config.format == "auto":
         found = {_format_name(config, file) for file in files}
         name = next(name for name in _ENDINGS if name in found)
+        left_out = [file for file in files if _format_name(config, file) != name]
         files = tuple(file for file in files if _format_name(config, file) == name)
+        _warn_of(left_out, config.path, len(files), name)
     index = index_files(files, _format(config, files[0]).find_blocks)
     if index.num_rows == 0:
-        raise DataError(f"data source {config.path}: has no rows")
+        which = "it is empty" if len(files) == 1 else f"its {len(files)} files are empty"
+        raise DataError(f"data source {config.path}: has no rows, {which}; restore its data, or remove the source")
     return index
 
 
@@ -40,6 +49,20 @@ def open_source(config: SourceConfig | EvalConfig, index: SourceIndex) -> Source
     """Return a source whose blocks are known; it opens no file before a block is read."""
     given_name = config.name if isinstance(config, SourceConfig) else None
     return StoredSource(given_name or config.path, index, _format(config, index.files[0]))
+
+
+def _warn_of(left_out: list[str], path: str, num_files: int, name: str) -> None:
+    """Warn once of files in other formats than the one that is taken, but for data about a data set."""
+    endings = Counter(
+        os.path.splitext(file)[1].lower() for file in left_out if os.path.basename(file) not in _DATA_ABOUT_DATA
+    )
+    if endings:
+        counts = ", ".join(f"{count} {ending}" for ending, count in sorted(endings.items()))
+        logger.warning(
+            "data source %s: only its %d files of format %s are read, the others are left out (%s); to choose, set the "
+            "source's format; to read all, give a source for each format",
+            path, num_files, name, counts,
+        )  # fmt: skip
 
 
 def _format(config: SourceConfig | EvalConfig, file: str) -> Format:

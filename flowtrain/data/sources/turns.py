@@ -25,7 +25,8 @@ ImageItem = int | str | None
 def parse_turns(value: object, key: str) -> tuple[list[Turn], list[ImageItem]]:
     """Return the turns and the images that their content lists; raises BadSample, which names ``key``."""
     if not isinstance(value, list) or not value:
-        raise malformed(f"{key}: expected a list of turns, found {type(value).__name__}")
+        found = "an empty one" if value == [] else type(value).__name__
+        raise malformed(f"{key}: expected a list of turns, found {found}")
     turns: list[Turn] = []
     items: list[ImageItem] = []
     for index, turn in enumerate(value):
@@ -37,6 +38,9 @@ def parse_turns(value: object, key: str) -> tuple[list[Turn], list[ImageItem]]:
         role = _ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             raise malformed(f"{where}.{role_key}: expected {', '.join(_ROLES)}, found {str(speaker)[:80]!r}")
+        # ms-swift's; a turn that is not the assistant's has no loss anyway.
+        if role == "assistant" and (loss := turn.get("loss")) is not None and not loss:
+            raise malformed(f"{where}.loss = {loss}: not supported, every assistant turn is trained; remove the row")
         turns.append(Turn(role, _text(content, f"{where}.{text_key}", items)))
     return turns, items
 

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from flowtrain.data.sources.bad_sample import BadSample, malformed
+from flowtrain.data.sources.bad_sample import BadSample, errors_of_row, malformed
 from flowtrain.data.sources.base import RawImage, RawSample, Record, Turn
 from flowtrain.data.sources.blocks import Block, spans_of
+from flowtrain.data.sources.image_files import shown_path
 from flowtrain.data.sources.json_rows import has_turns, parse_row
 from flowtrain.data.sources.retries import read_with_retries
 from flowtrain.data.sources.storage import open_file, read_range
@@ -101,6 +102,10 @@ class _TarRecord:
     members: list[tuple[str, memoryview]]
 
     def sample(self) -> RawSample:
+        with errors_of_row(self.key):
+            return self._sample()
+
+    def _sample(self) -> RawSample:
         images = {name: RawImage(data=data) for name, data in self.members if _is_image(name)}
         record = self._json()
         if has_turns(record):
@@ -142,11 +147,15 @@ class _TarRecord:
         for name, image in images.items():
             if path in (name, name.rpartition("/")[2], name[len(self.key) + 1 :]):
                 return image
-        raise BadSample(RejectReason.MISSING_IMAGE, f"{what} = {path[:200]!r}: no such member of the sample")
+        detail = f"{what} = {shown_path(path)!r}: no such member of the sample"
+        raise BadSample(RejectReason.MISSING_IMAGE, detail, shown_path(path))
 
 
 def _find_blocks(path: str) -> list[Block]:
     with open_file(path) as file:
+        if not file.read(1):
+            raise DataError(f"{path}: is empty, not even a tar without members; restore the file or remove it")
+        file.seek(0)
         return list(spans_of(_rows(path, file), SPAN_ROWS, SPAN_NBYTES))
 
 

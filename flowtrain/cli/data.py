@@ -27,7 +27,7 @@ def check(
         int | None, typer.Option("--workers", min=1, help="Number of processes; by default as many as cores.")
     ] = None,
     decode: Annotated[
-        bool, typer.Option("--decode", help="Decode every image too, to find damage behind a good header.")
+        bool, typer.Option("--decode", help="Decode every image too, to find damage after a good header.")
     ] = False,
     as_json: AsJson = False,
     sizes: Annotated[

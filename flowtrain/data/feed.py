@@ -197,7 +197,7 @@ class Feed:
     def _found(
         self, draws: Sequence[Draw], kind: UnitKind, consumed: Collection[int]
     ) -> Iterator[tuple[SampleRef, Found]]:
-        """Yield the draws' samples in order, while image files of those behind them are read."""
+        """Yield the draws' samples in order, while image files of those after them are read."""
         blocks = self._blocks if kind is UnitKind.TRAIN else None
         begun: deque[tuple[SampleRef, Found | Future[LoadedSample | Rejection]]] = deque()
         for draw in draws:

@@ -65,7 +65,7 @@ class _Later(enum.Enum):
 
 
 Row = HeldRow | RawSample | Rejection
-"""A row of an open block; a RawSample has no images, or they are files of their own, or lie in memory for now."""
+"""A row of an open block; a RawSample has no images, or they are files, or the block had no room for them."""
 
 
 class OpenBlocks:

@@ -1,4 +1,4 @@
-"""Open blocks and the feed over them: each block is read once, each row handed out once, and nothing stays behind."""
+"""Open blocks and the feed over them: each block is read once, each row handed out once, and nothing is left."""
 
 from __future__ import annotations
 

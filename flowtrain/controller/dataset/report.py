@@ -94,7 +94,7 @@ class DataReport:
     run: str
     """Name of the configuration's run."""
     is_decoded: bool
-    """Whether images were decoded too; else damage behind a good header is not seen."""
+    """Whether images were decoded too; else damage after a good header is not seen."""
     sources: tuple[SourceReport, ...]
     """The training sources, then the evaluation."""
     indexes: tuple[SourceIndex, ...]

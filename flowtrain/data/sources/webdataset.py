@@ -202,7 +202,7 @@ def _samples(path: str, file: BinaryIO, offset: int) -> Iterator[_Sample]:
 def _check_end(file: BinaryIO, at: int) -> None:
     """tarfile stops at a header that it cannot read as if it were the end, which is blocks of zeros, or nothing.
 
-    It does not look behind them either, where another archive may lie.
+    It does not look after them either, where another archive may lie.
     """
     file.seek(at)
     block = file.read(tarfile.BLOCKSIZE)

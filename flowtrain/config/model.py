@@ -83,14 +83,24 @@ class BackboneConfig(ConfigModel):
     context_parallel_size: int = Field(1, ge=1)
     attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
     """The kernel that runs packed sequences; ``auto`` chooses by device."""
-    activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
+    activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
     """What the backward pass recomputes: nothing, every layer, everything except matrix products and attention
-    (``selective``), or each ``checkpoint_every``-th layer (``every_n``)."""
+    (``selective``), or each ``checkpoint_every``-th layer (``every_n``). ``offload`` recomputes nothing: what layers
+    keep waits in pinned host memory until their backward pass."""
     checkpoint_every: int = Field(2, ge=2)
-    sharding: Literal["full", "gradients"] = "full"
+    sequence_parallel: bool = True
+    """Ranks of a tensor parallel group split norms and residuals by tokens, with the same amount of communication.
+    Without it every rank holds them whole."""
+    sharding: Literal["full", "gradients", "hybrid"] = "full"
     """What data-parallel ranks shard in addition to gradients and optimizer state. ``full``: parameters between uses
-    too. ``gradients``: parameters stay whole from a step's first forward on. With several microbatches a step,
-    gradients stay whole, in float32, until the last backward, either way."""
+    too. ``gradients``: parameters stay whole from a step's first forward on. ``hybrid``: as ``full`` among
+    ``hybrid_shard_size`` ranks, which hold a whole model together; groups of them are replicas, whose gradients are
+    summed with a step's last microbatch."""
+    hybrid_shard_size: int | None = Field(None, ge=2)
+    """Data-parallel ranks that share one set of shards under ``sharding: hybrid``; None: those on one node."""
+    gradient_reduction: Literal["auto", "microbatch", "step"] = "auto"
+    """When data-parallel ranks sum gradients. ``microbatch``: after each, so gradients stay in shards. ``step``: after
+    the last microbatch, so each rank holds whole float32 gradients until then. ``auto``: once a step if that fits."""
     pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
     """``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers."""
     chunks_per_rank: int = Field(1, ge=1)

@@ -40,6 +40,12 @@ _MAY_CHANGE = (
     "backbone.accelerator_type",
     "backbone.prefetch_microbatches",
     "backbone.activation_checkpointing",  # recomputation repeats the same operations
+    "backbone.sharding",  # these four change the order of sums
+    "backbone.hybrid_shard_size",
+    "backbone.gradient_reduction",
+    "backbone.sequence_parallel",
+    "training.on_nonfinite",
+    "training.max_skipped_steps",
 )
 _MAY_GROW = ("training.max_steps", "training.num_epochs")
 ABSENT = "(not given)"

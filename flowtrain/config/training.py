@@ -41,6 +41,11 @@ class TrainingConfig(ConfigModel):
     loss_normalization: Literal["token", "sample"] = "token"
     """``token``: the sum of token losses over the step's number of target tokens. ``sample``: the mean over samples of
     their mean token loss."""
+    on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
+    """What follows a step whose loss or gradients are not finite. ``skip``: the step makes no update. ``stop``: the run
+    ends with an error. ``rewind``: weights and optimizer go back to the last checkpoint, and the data goes on."""
+    max_skipped_steps: int = Field(10, ge=0)
+    """Steps in a row that may be skipped; one more ends the run with an error, or rewinds it."""
 
     @model_validator(mode="after")
     def _one_end(self) -> TrainingConfig:
@@ -60,3 +65,6 @@ class CheckpointConfig(ConfigModel):
 
     every_steps: int = Field(100, ge=1)
     keep: int = Field(2, ge=1)
+    background: Literal["auto"] | bool = "auto"
+    """Copy the state to host memory and write it while training goes on. ``auto``: where host memory can hold the
+    copy."""

@@ -30,8 +30,12 @@ class TrainingSetup:
     tp: int = 1
     """Tensor parallel degree."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    sharding: Literal["full", "gradients"] = "full"
-    activation_checkpointing: Literal["none", "full", "selective", "every_n"] = "none"
+    sharding: Literal["full", "gradients", "hybrid"] = "full"
+    shard_size: int | None = None
+    """DP ranks that share one set of shards; None: all."""
+    gradient_reduction: Literal["microbatch", "step"] = "step"
+    sequence_parallel: bool = True
+    activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
     checkpoint_every: int = 2
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"

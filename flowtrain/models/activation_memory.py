@@ -40,6 +40,7 @@ def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
         "full": MemoryStrategy.RECOMPUTE,
         "selective": MemoryStrategy.SELECTIVE,
         "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, every=config.checkpoint_every),
+        "offload": MemoryStrategy.OFFLOAD,
     }[config.activation_checkpointing]
 
 

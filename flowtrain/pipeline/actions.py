@@ -70,6 +70,7 @@ class MemoryKind(enum.StrEnum):
     KEEP = "keep"
     RECOMPUTE = "recompute"
     SELECTIVE = "selective"
+    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ class MemoryStrategy:
     - ``keep`` keeps all;
     - ``recompute`` runs every layer's forward again in the backward pass;
     - ``selective`` keeps the results that are costly to compute and recomputes the rest of each layer;
-    - ``recompute/n`` recomputes one layer in n and keeps the others.
+    - ``recompute/n`` recomputes one layer in n and keeps the others;
+    - ``offload`` keeps all in pinned host memory.
     """
 
     kind: MemoryKind
@@ -91,6 +93,7 @@ class MemoryStrategy:
     KEEP: ClassVar[MemoryStrategy]
     RECOMPUTE: ClassVar[MemoryStrategy]
     SELECTIVE: ClassVar[MemoryStrategy]
+    OFFLOAD: ClassVar[MemoryStrategy]
 
     def __post_init__(self) -> None:
         if self.every < 1 or (self.every > 1 and self.kind is not MemoryKind.RECOMPUTE):
@@ -103,6 +106,7 @@ class MemoryStrategy:
 MemoryStrategy.KEEP = MemoryStrategy(MemoryKind.KEEP)
 MemoryStrategy.RECOMPUTE = MemoryStrategy(MemoryKind.RECOMPUTE)
 MemoryStrategy.SELECTIVE = MemoryStrategy(MemoryKind.SELECTIVE)
+MemoryStrategy.OFFLOAD = MemoryStrategy(MemoryKind.OFFLOAD)
 
 
 class Payload(enum.StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -57,6 +57,12 @@ class Plan:
     backbone: ModulePlan
     feeder: ModulePlan
     """A segment of 0 bytes: as large as the run's data need."""
+    network: Literal["none", "auto", "nixl"] | None = None
+    """``pool.network``; None: as configured."""
+    gradient_reduction: Literal["microbatch", "step"] | None = None
+    """``backbone.gradient_reduction``; None: as configured."""
+    hybrid_shard_size: Annotated[int, Field(ge=2)] | None = None
+    """``backbone.hybrid_shard_size``; None: as configured."""
     schema: int = PLAN_SCHEMA
 
     @property
@@ -105,6 +111,12 @@ class Plan:
         found["data", "num_feeders"] = self.feeder.data_parallel_size
         if self.feeder.segment_nbytes:
             found["pool", "feeder_segment_nbytes"] = self.feeder.segment_nbytes
+        if self.network is not None:
+            found["pool", "network"] = self.network
+        if self.gradient_reduction is not None:
+            found["backbone", "gradient_reduction"] = self.gradient_reduction
+        if self.hybrid_shard_size is not None:
+            found["backbone", "hybrid_shard_size"] = self.hybrid_shard_size
         return found
 
     def _sections(self) -> Iterator[tuple[Key, ModulePlan]]:

@@ -27,6 +27,8 @@ class Committer:
         self._files = files
         self._recorder = recorder
         self._costs = costs
+        self.gradient_reduction: str | None = None
+        """As the ranks decided it; None until they have."""
 
     def commit(self, written: CheckpointWritten) -> None:
         """Make a checkpoint complete once ledger and metrics cover it; also write the measured costs."""
@@ -53,4 +55,5 @@ class Committer:
             num_chunks=self._config.backbone.chunks_per_rank,
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
+            gradient_reduction=self.gradient_reduction,
         )

@@ -22,7 +22,13 @@ from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import ResumePoint, changed_since, check_goes_on, find_resume_point
+from flowtrain.controller.resume import (
+    ResumePoint,
+    changed_since,
+    check_goes_on,
+    find_resume_point,
+    other_reduction,
+)
 from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
@@ -37,6 +43,7 @@ from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, 
 from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
+from flowtrain.types.plan import GradientReduction
 
 
 def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses | None = None) -> RunSummary:
@@ -173,13 +180,23 @@ class Controller:
         deadline_s = time.monotonic() + self._config.limits.start_timeout_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        peak = self._recorder.peak = worker_group.start_backbone(actors, checkpoint, self._run_spec.eval_every, results)
+        settings, eval_every = self._config.backbone, self._run_spec.eval_every
+        started = worker_group.start_backbone(actors, settings, checkpoint, eval_every, results)
+        peak = self._recorder.peak = started.peak
         self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
+        self._note_reduction(started.reduction)
         self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
         unit = first_unit(self._flow_settings())
         for name in actors.of_role(Role.BACKBONE):
             actors.run(name, unit, self._start.step, str(self._files.checkpoints))
+
+    def _note_reduction(self, reduction: GradientReduction) -> None:
+        self._display.note(f"gradient_reduction: {reduction.name} ({reduction.reason})")
+        self._committer.gradient_reduction = reduction.name
+        is_auto = self._config.backbone.gradient_reduction == "auto"
+        if is_auto and (line := other_reduction(self._start, reduction)) is not None:
+            self._display.note(line)
 
     def _flow_settings(self) -> FlowSettings:
         settings = first_flow_settings(self._run_spec)

@@ -47,6 +47,11 @@ class BackboneGroup:
         return self.mesh[DP_AXIS] if DP_AXIS in names else self.mesh[_REPLICATE_AXIS, _SHARD_AXIS]
 
     @property
+    def shard_size(self) -> int:
+        """Data parallel ranks that share one set of shards."""
+        return self.dp_mesh.size(-1)
+
+    @property
     def world_size(self) -> int:
         """Number of all ranks."""
         return self.degrees.world_size

@@ -15,7 +15,7 @@ def shard_size_of(backbone: BackboneConfig, addresses: Sequence[str]) -> int | N
     """Return how many neighbouring data parallel ranks share one set of shards; None: all of them.
 
     addresses: of each backbone rank's node, by rank. Raises ConfigError if the replicas on one node shall share shards,
-    and nodes have unequal numbers of them, or one each.
+    and nodes have unequal numbers of neighbouring ones, or none.
     """
     if backbone.sharding != "hybrid" or backbone.hybrid_shard_size is not None:
         return backbone.hybrid_shard_size
@@ -33,7 +33,7 @@ def shard_size_of(backbone: BackboneConfig, addresses: Sequence[str]) -> int | N
         raise _refused(degrees, f"neighbouring replicas share a node in groups of {found}, which must be equal")
     (size,) = runs
     if size == 1:
-        raise _refused(degrees, "each node has 1 of them, so that nothing would be sharded")
+        raise _refused(degrees, "no two neighbouring replicas share a node, so that nothing would be sharded")
     return size
 
 

@@ -1,7 +1,7 @@
 """Settings that change where tensors lie, not what is computed: combinations of them against a plain loop.
 
-Every row of `CASES` is a run of up to eight ranks. A row with a seed runs random legal action lists, whose stages follow
-a memory strategy each, so one row covers all strategies.
+Every row of `CASES` is a run of up to eight ranks. A row with a seed runs random legal action lists, with random memory
+strategies, so one row covers all strategies.
 """
 
 from __future__ import annotations
@@ -87,8 +87,12 @@ def test_rejected_samples_and_an_evaluation_change_nothing(backbone: dict[str, A
 
 @pytest.mark.parametrize(
     ("backbone", "reduces_each", "all_reduces"),
-    [(STEP | FULL, False, False), (MICROBATCH | FULL, True, False), (STEP | BY_TWO, False, True)]
-    + [(MICROBATCH | BY_TWO, True, True)],
+    [
+        (STEP | FULL, False, False),
+        (MICROBATCH | FULL, True, False),
+        (STEP | BY_TWO, False, True),
+        (MICROBATCH | BY_TWO, True, True),
+    ],
     ids=str,
 )
 def test_sums_over_ranks_are_as_many_as_the_settings_say(

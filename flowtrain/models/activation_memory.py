@@ -25,10 +25,12 @@ _COSTLY_OPERATORS = frozenset(
         "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_varlen_forward",
         "_c10d_functional::all_reduce",
+        "_c10d_functional::reduce_scatter_tensor",
     }
 )
 """What ``selective`` keeps: matrix products of linear layers, attention, and sums over tensor parallel ranks.
 
+Gathered tokens (sequence parallelism) are not among them: each rank would keep the tokens of all.
 Batched products are not among them: attention without a fused kernel would keep its scores, quadratic in the length.
 """
 

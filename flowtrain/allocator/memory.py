@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.memory import USABLE_SHARE, Chunk, MicrobatchSize, TrainingSetup, predict_step_memory
+from flowtrain.costs.memory import USABLE_SHARE, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk

@@ -17,8 +17,9 @@ from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.memory import TrainingSetup, encoder_peak_nbytes
+from flowtrain.costs.memory import encoder_peak_nbytes
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees

@@ -15,9 +15,9 @@ import numpy as np
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.costs.cluster import Cluster, DeviceType
 from flowtrain.costs.flops import FloatArray, IntArray
-from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.partition import layers_by_rank
 
@@ -108,7 +108,7 @@ class Surrogate:
         transfer = self._chunks * sent / self._link(device, pp * tp)
         parameters = self._stage_parameters(columns)
         shared, link = (dp - 1) / dp * parameters, self._link(device, columns.devices)
-        gathers = {"full": 2, "gradients": 1}[self._setup.sharding]
+        gathers = 1 if self._setup.sharding == "gradients" else 2
         gather = gathers * self._setup.dtype_nbytes * shared / link
         gathering = np.maximum(gather - stage - transfer, 0.0)
         slot = stage + transfer + gathering

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config
-from flowtrain.costs.memory import USABLE_SHARE, Chunk, MicrobatchSize, TrainingSetup, predict_step_memory
+from flowtrain.costs.memory import USABLE_SHARE, predict_step_memory
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
+from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.models.families.base import Family
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk

@@ -14,8 +14,8 @@ from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.memory import backbone_peak_nbytes
 from flowtrain.allocator.surrogate import Surrogate, blocked_share, starved_share
 from flowtrain.costs.cluster import Cluster, Links, data_sheet_device_type
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload

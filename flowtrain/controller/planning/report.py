@@ -21,11 +21,11 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.costs.cluster import Cluster, DeviceType, accelerator_type
 from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import Fault
 from flowtrain.types.run_plan import ModulePlan, Plan
 
@@ -140,6 +140,9 @@ def _setup(config: RunConfig, on_cpu: bool) -> TrainingSetup:
     return TrainingSetup(
         dtype=config.model.dtype,
         sharding=backbone.sharding,
+        shard_size=backbone.hybrid_shard_size,
+        gradient_reduction="step" if backbone.gradient_reduction == "auto" else backbone.gradient_reduction,
+        sequence_parallel=backbone.sequence_parallel,
         activation_checkpointing=backbone.activation_checkpointing,
         checkpoint_every=backbone.checkpoint_every,
         optimizer=config.training.optimizer,

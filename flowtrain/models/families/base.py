@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.memory import DTYPE_NBYTES
+from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types.samples import ImageLayout
 

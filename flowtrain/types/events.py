@@ -12,7 +12,7 @@ from flowtrain.types.wire import message
 
 METRICS_SCHEMA = 1
 LEDGER_SCHEMA = 1
-CHECKPOINT_SCHEMA = 1
+CHECKPOINT_SCHEMA = 2
 
 
 @message

@@ -173,6 +173,11 @@ class Coordinator(CoordinatorApi):
         self._flow.log.checkpoint_written(step, directory)
         self._event_signal.notify()
 
+    async def checkpoint_failed(self, step: int, reason: str) -> None:
+        """See ``CoordinatorApi``."""
+        self._flow.log.checkpoint_failed(step, reason)
+        self._event_signal.notify()
+
     async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         """See ``CoordinatorApi``."""
         return self._flow.describe_wait(unit, slot, dp_rank)

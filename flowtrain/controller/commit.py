@@ -30,7 +30,7 @@ class Committer:
 
     def commit(self, written: CheckpointWritten) -> None:
         """Make a checkpoint complete once ledger and metrics cover it; also write the measured costs."""
-        self._recorder.flush()
+        self._recorder.flush(written.step)
         self._costs.write()
         try:
             checkpoint_store.commit(Path(written.directory), self._meta(written.step), self._config.checkpoint.keep)

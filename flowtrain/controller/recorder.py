@@ -15,7 +15,7 @@ from flowtrain.observability.progress import ProgressDisplay, ProgressState
 from flowtrain.observability.quarantine import QuarantineWriter
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import TraceWriter
-from flowtrain.types.events import CheckpointWritten, CostFitted, Event, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.events import LedgerRow as RowMessage
 from flowtrain.types.plan import DevicePeak, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
@@ -88,11 +88,12 @@ class Recorder:
         elif isinstance(event, SpansRecorded):
             self._trace.write(event.spans)
         else:
-            assert isinstance(event, CheckpointWritten | CostFitted), event  # the controller's own
+            assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted), event  # the controller's own
 
-    def flush(self) -> None:
-        """Make ledger and metrics durable; called before a checkpoint becomes complete."""
-        self._release_held(None)
+    def flush(self, step: int) -> None:
+        """Make ledger and metrics durable up to ``step``; called before its checkpoint becomes complete."""
+        if self._held is not None and self._held.step <= step:  # a later step may still wait for its evaluation
+            self._release_held(None)
         self._flush_ledger()
         self._metrics.sync()
         self._quarantine.sync()

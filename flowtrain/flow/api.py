@@ -97,6 +97,10 @@ class CoordinatorApi(Protocol):
         """Report that all ranks have written their shares of a checkpoint; rank 0 reports it."""
         ...
 
+    async def checkpoint_failed(self, step: int, reason: str) -> None:
+        """Report that a checkpoint could not be written; rank 0 reports it for all."""
+        ...
+
     async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         """Return who waits for what, as text for a message."""
         ...

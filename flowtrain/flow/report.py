@@ -9,7 +9,7 @@ from operator import attrgetter
 from flowtrain.flow.steps import PlannedUnit
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.memory import PoolStats
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
@@ -82,6 +82,11 @@ class EventLog:
         self._events.extend(self._refitter.fitted(step))
         self.has_news = True
         self._events.append(CheckpointWritten(step, directory))
+
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        """Note that a checkpoint could not be written."""
+        self.has_news = True
+        self._events.append(CheckpointFailed(step, reason))
 
     def finished(self, members: Sequence[RankReport]) -> bool:
         """Note that a replica finished a unit; True once all replicas have, and then ``unit_done`` is due.

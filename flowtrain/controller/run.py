@@ -125,7 +125,7 @@ class Controller:
         self._display = display
         self._start = start
         self._stop = stop
-        self._committer = Committer(run_spec, files, recorder, costs)
+        self._committer = Committer(run_spec, files, recorder, costs, display.note)
         self._run_id = secrets.token_hex(4)
 
     def run(self, specs: list[ActorSpec], group: PlacementGroup | None, classes: ActorClasses) -> bool:
@@ -150,7 +150,9 @@ class Controller:
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})
                 self._start_loops(actors, watcher)
-                return watcher.until_end()
+                stopped = watcher.until_end()
+                self._committer.finish()
+                return stopped
             except StopRequested:
                 return True
             finally:

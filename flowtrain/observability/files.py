@@ -147,7 +147,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         record = _record(line)
         if record is None:
-            raise CheckpointError(f"{path}, line {number}: not a JSON object ({line[:60]!r}); move the file away")
+            raise CheckpointError(f"{path}, line {number}: not a JSON object ({line[:60]!r}); cut the file before it")
         yield record
     if (record := _record(torn)) is not None:
         yield record

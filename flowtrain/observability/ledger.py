@@ -6,8 +6,9 @@ reader reads the directory as one table.
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,6 +20,8 @@ import pyarrow.parquet as pq
 from flowtrain.errors import CheckpointError
 from flowtrain.observability.files import PRIVATE_DIRECTORY, replace_bytes, sync_directory
 from flowtrain.types.events import LEDGER_SCHEMA
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     [
@@ -135,6 +138,20 @@ def read_ledger(path: Path) -> pa.Table:
         raise CheckpointError(f"{path}: no ledger here; a run writes one at its first checkpoint")
     tables = [pq.read_table(part, schema=SCHEMA) for part, _, _ in _parts(path)]
     return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("position")
+
+
+def ledger_steps(path: Path) -> Iterator[int]:
+    """Yield each step of a ledger's part files, some more than once; a part that cannot be read has none.
+
+    Raises FileNotFoundError if there is no ledger.
+    """
+    for part, _, _ in _parts(path):
+        try:
+            steps = pq.read_table(part, columns=["step"])["step"]
+        except (OSError, ValueError) as error:  # torn: pyarrow's ArrowInvalid is a ValueError
+            logger.warning("%s is skipped: %s", part, error)
+        else:
+            yield from pc.unique(steps).to_pylist()
 
 
 def _parts(path: Path) -> list[tuple[Path, int, int]]:

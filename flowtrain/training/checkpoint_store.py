@@ -90,12 +90,17 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
 
 def latest_complete(checkpoints: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None; others are skipped with a line in the log."""
+    return next(complete_newest_first(checkpoints), None)
+
+
+def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
+    """Yield the complete checkpoints from the highest step down; others are skipped with a line in the log."""
     for path in _newest_first(checkpoints):
         problem = problem_of(path)
         if problem is None:
-            return path
-        logger.warning("checkpoint %s is skipped: %s", path, problem)
-    return None
+            yield path
+        else:
+            logger.warning("checkpoint %s is skipped: %s", path, problem)
 
 
 def read_meta(directory: Path) -> CheckpointMeta:

@@ -9,7 +9,15 @@ from operator import attrgetter
 from flowtrain.flow.steps import PlannedUnit
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.types.events import CheckpointFailed, CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    Event,
+    LedgerRow,
+    Rejected,
+    SpansRecorded,
+    UnitDone,
+)
 from flowtrain.types.memory import PoolStats
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState

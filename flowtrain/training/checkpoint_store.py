@@ -105,29 +105,32 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
 
 def latest_complete(checkpoints: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None; others are skipped with a line in the log."""
+    return next(complete_newest_first(checkpoints), None)
+
+
+def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
+    """Yield the complete checkpoints from the highest step down; others are skipped with a line in the log."""
     for path in _newest_first(checkpoints):
         problem = problem_of(path)
         if problem is None:
-            return path
-        logger.warning("checkpoint %s is skipped: %s", path, problem)
-    return None
+            yield path
+        else:
+            logger.warning("checkpoint %s is skipped: %s", path, problem)
 
 
-def latest_intact(checkpoints: Path, *, set_aside: bool = False) -> Path | None:
-    """The intact checkpoint of the highest step, or None; others are skipped with a line in the log.
+def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterator[Path]:
+    """Yield the intact checkpoints from the highest step down; others are skipped with a line in the log.
 
     set_aside: rename corrupt ones, so that they count for nothing from now on; call it only as the run's owner.
     """
-    for path in _newest_first(checkpoints):
-        if (problem := problem_of(path)) is not None:
-            logger.warning("checkpoint %s is skipped: %s", path, problem)
-        elif (problem := corruption_of(path)) is not None:
-            logger.warning("checkpoint %s is corrupt and is skipped: %s", path, problem)
-            if set_aside:
-                path.rename(path.with_name(f"{_CORRUPT_PREFIX}{path.name}-{secrets.token_hex(4)}"))
-        else:
-            return path
-    return None
+    for path in complete_newest_first(checkpoints):
+        problem = corruption_of(path)
+        if problem is None:
+            yield path
+            continue
+        logger.warning("checkpoint %s is corrupt and is not used: %s", path, problem)
+        if set_aside:
+            path.rename(path.with_name(f"{_CORRUPT_PREFIX}{path.name}-{secrets.token_hex(4)}"))
 
 
 def read_meta(directory: Path) -> CheckpointMeta:

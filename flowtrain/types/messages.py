@@ -125,6 +125,8 @@ class RankReport:
     """Seconds that its prefetch thread took to read and assemble the microbatches of the unit."""
     microbatch_s: tuple[float, ...] = ()
     """Seconds of each microbatch's forward and backward, by slot, without waits for data. Empty for an evaluation."""
+    rewound_to: int | None = None
+    """Step of the checkpoint to which weights and optimizer went back after the unit; None: they did not."""
 
 
 @dataclass(frozen=True, slots=True)

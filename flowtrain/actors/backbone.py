@@ -19,7 +19,7 @@ from flowtrain.actors.prefetch import Fetched, Prefetcher
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
@@ -32,6 +32,7 @@ from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.reduction import decide_reduction, with_reduction
+from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
@@ -66,7 +67,6 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
-        self._saved_step = 0
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class BackboneRank:
                 f"({self._config.runs_dir}) must lie on a file system that all nodes share"
             )
         self._link = link
-        self._saved_step = first_step
+        self._saver = self._make_saver(first_step)
         self._last_traced_step = first_step + self._config.observability.trace_steps
         device = self._group.device
         member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
@@ -153,7 +153,7 @@ class BackboneRank:
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
             prefetcher.close()
-            self._checkpoint(step, checkpoint_dir)
+            self._last_checkpoint(step, checkpoint_dir)
         finally:
             prefetcher.close()
             member.pool.close()
@@ -175,7 +175,6 @@ class BackboneRank:
         )
         return Prefetcher(
             name=self._name,
-            rank=self._rank,
             dp_rank=self._dp_rank,
             link=self._link,
             pool=pool,
@@ -253,7 +252,7 @@ class BackboneRank:
             microbatch_s=microbatch_s,
         )
         self._starved_s = self._fetch_s = 0.0
-        self._link.ask(CoordinatorApi.finish, report, self._spans.take())
+        self._link.ask(CoordinatorApi.finish, (report,), self._spans.take())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -261,10 +260,39 @@ class BackboneRank:
         return self._eval_every is not None and step % self._eval_every == 0
 
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
-        """Write this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
-        if step <= self._saved_step:
+        """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
+        if step > self._saver.step:
+            self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
+
+    def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
+        """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept."""
+        problem = None
+        for _ in range(2):
+            self._checkpoint(step, checkpoint_dir)
+            if (problem := self._saver.wait()) is None:
+                return
+        raise CheckpointError(
+            f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
+            "there, then go on from the checkpoint before with --resume"
+        )
+
+    def _make_saver(self, first_step: int) -> CheckpointSaver:
+        setting, trainer = self._config.checkpoint.background, self.trainer
+        return CheckpointSaver(
+            self._group,
+            trainer.snapshot,
+            trainer.write_snapshot,
+            self._report_saved,
+            self._spans.add,
+            background=writes_in_background(setting, trainer.copy_nbytes(), self._group),
+            saved_step=first_step,
+        )
+
+    def _report_saved(self, step: int, directory: Path, problem: str | None) -> None:
+        """Tell the driver how a save ended; called in the thread that wrote."""
+        if self._rank != 0:
             return
-        directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
-        self.trainer.save_checkpoint(directory)
-        self._saved_step = step
-        self._link.ask(CoordinatorApi.checkpoint_written, step, self._rank, str(directory))
+        if problem is None:
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory))
+        else:
+            self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

@@ -78,6 +78,8 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
         table.add_row(change.key, f"{change.old} -> {change.new}")
     if resumption.step is not None and not resumption.changes:
         table.add_row("changes", "none")
+    if resumption.older is not None:
+        table.add_row("older", resumption.older)
     for line in resumption.inexact:
         table.add_row("not exact", line)
     return table

@@ -41,7 +41,7 @@ from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
 from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
-from flowtrain.types.events import CheckpointWritten, CostFitted, Event
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction
 
@@ -132,7 +132,7 @@ class Controller:
         self._display = display
         self._start = start
         self._stop = stop
-        self._committer = Committer(run_spec, files, recorder, costs)
+        self._committer = Committer(run_spec, files, recorder, costs, display.note)
         self._run_id = secrets.token_hex(4)
 
     def run(self, specs: list[ActorSpec], group: PlacementGroup | None, classes: ActorClasses) -> bool:
@@ -157,7 +157,9 @@ class Controller:
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})
                 self._start_loops(actors, watcher)
-                return watcher.until_end()
+                stopped = watcher.until_end()
+                self._committer.finish()
+                return stopped
             except StopRequested:
                 return True
             finally:
@@ -226,6 +228,8 @@ class Controller:
             self._costs.take(event)
         elif isinstance(event, CheckpointWritten):
             self._committer.commit(event)
+        elif isinstance(event, CheckpointFailed):
+            self._committer.failed(event)
 
 
 def _with_devices(run_spec: RunSpec) -> RunSpec:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.controller.reach import usable_checkpoint
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.run_dir import run_dir
-from flowtrain.training import checkpoint_store
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class RunSummary:
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:
     """The summary of a run whose last step is checkpointed, so that Ray need not start; None for any other run."""
     files = run_dir(config)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
+    usable = usable_checkpoint(files)
+    if usable is None:
         return None
-    step = checkpoint_store.read_meta(checkpoint).step
+    checkpoint, step = usable.directory, usable.meta.step
     if step < run_spec.num_steps:
         return None
     logger.warning(

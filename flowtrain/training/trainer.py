@@ -8,18 +8,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.activation_memory import configured_strategy
+from flowtrain.models.parallel_layers import local_shard
 from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.executor import checked_schedule
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
+from flowtrain.training.checkpoint_writer import write_snapshot
 from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
+from flowtrain.training.frozen import describe_frozen
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.optimizer import (
@@ -31,6 +35,7 @@ from flowtrain.training.optimizer import (
     set_learning_rate,
     sum_of_squares,
 )
+from flowtrain.training.snapshot import HostBuffers, Snapshot, take_snapshot
 from flowtrain.training.stages import SpanRecorder, Stages
 from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.types.plan import StepPlan, UnitKind
@@ -65,7 +70,7 @@ class Trainer:
     record: gets the spans ``forward``, ``backward``, ``optimizer``. On an accelerator each span waits for the device,
         so set `record` to None once the trace is complete.
     before_optimizer: gets the model with its full, corrected gradients before clipping (for tests).
-    resume_from: a checkpoint's directory; the model's first weights are then not read.
+    resume_from: a checkpoint's directory; of the model's first weights only frozen ones are then read.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Trainer:
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
         torch.set_num_threads(config.backbone.num_threads)
         self.config, self.group, self.num_steps = config.training, group, num_steps
-        self._backbone_config = config.backbone
+        self._run_config, self._backbone_config = config, config.backbone
         self._before_optimizer = before_optimizer
         self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
@@ -100,6 +105,7 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
+        self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
 
@@ -176,13 +182,33 @@ class Trainer:
         dist.all_reduce(total, group=self.group.process_group)
         return float(total.sqrt())
 
+    def snapshot(self, buffers: HostBuffers | None) -> Snapshot:
+        """Take this rank's state; copied into ``buffers``, where they are given."""
+        return take_snapshot(self.model, self.optimizer, self.group, buffers)
+
+    def write_snapshot(self, directory: Path, snapshot: Snapshot) -> str | None:
+        """Write a snapshot into the temporary ``directory``, in any thread; collective.
+
+        Returns why the file system refused it, or None. See ``training/checkpoint_writer.py``.
+        """
+        if self._frozen is None:  # frozen weights stay as they are, so once is enough
+            self._frozen = describe_frozen(self.model, self._run_config, self.group)
+        return write_snapshot(directory, snapshot, self.model.tied, self._frozen, self.group)
+
     def save_checkpoint(self, directory: Path) -> None:
-        """Write this rank's share into the temporary ``directory``; collective. See `training.checkpoint`."""
-        checkpoint.save(directory, self.model, self.optimizer, self.group)
+        """Write this rank's share into the temporary ``directory``; collective. Raises CheckpointError on failure."""
+        if (problem := self.write_snapshot(directory, self.snapshot(None))) is not None:
+            raise CheckpointError(f"checkpoint {directory} could not be written: {problem}")
 
     def load_checkpoint(self, directory: Path) -> None:
         """Load weights, optimizer state and, at the same degrees, random state; collective."""
-        checkpoint.load(directory, self.model, self.optimizer, self.group)
+        checkpoint.load(directory, self.model, self.optimizer, self.group, self._run_config)
+
+    def copy_nbytes(self) -> int:
+        """Host memory that the copies of a snapshot take, once the optimizer has its state."""
+        adam = 2 if self.config.optimizer == "adamw" else 0
+        trained = [each for _, each in self.model.named_parameters() if each.requires_grad]
+        return sum(local_shard(parameter).nbytes * (1 + adam) for parameter in trained)
 
     def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
         """Count a microbatch; only one rank of its replica counts."""

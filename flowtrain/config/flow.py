@@ -34,10 +34,11 @@ class PoolConfig(ConfigModel):
     feeder_segment_nbytes: int | None = Field(None, ge=1 << 16)
     """Memory that each feeder gives for texts and encoded images; None: what a worst-case step and the open blocks
     need (docs/running.md). Pages that are not used take no memory."""
-    max_processes: int = Field(1024, ge=4)
-    """N of the address space (FlowTrain 3.2). Reserving addresses costs nothing."""
-    processes_per_node: int = Field(64, ge=4)
-    """Process indices that a node owns. A restarted process takes a new one."""
+    max_processes: int = Field(1 << 16, ge=4)
+    """N of the address space (FlowTrain 3.2): ``processes_per_node`` times the number of nodes. Reserving addresses
+    costs nothing."""
+    processes_per_node: int = Field(256, ge=4)
+    """Process indices that a node owns: encoders, ranks, feeders. A restarted process takes a new one."""
     max_segment_nbytes: int = Field(1 << 36, ge=1 << 20)
     """C of the address space (FlowTrain 3.2). Reserving addresses costs nothing."""
     alignment: int = Field(256, ge=64, multiple_of=64)

@@ -28,7 +28,7 @@ _MODEL_FILE_KEYS = re.compile(
     r"model\.(dtype|freeze)|training\.(global_batch_size|optimizer)|scheduler\.(microbatch_tokens|lookahead_steps)|"
     r"backbone\.(activation_checkpointing|checkpoint_every|sharding|attention|num_cpus|pipeline_schedule|"
     r"chunks_per_rank)|encoders\.\w+\.(max_batch_patches|segment_nbytes|num_cpus)|"
-    r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes)|data\.num_feeders"
+    r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes|network)|data\.num_feeders"
 )
 """Keys that decide a plan in addition to the shapes and samples in the file."""
 

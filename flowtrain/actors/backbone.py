@@ -96,9 +96,10 @@ class BackboneRank:
             host=host,
             port=port,
             listener=self._listener,
-            start_timeout_s=limits.start_timeout_s,
-            # Ranks that wait for a starved rank must not give up before it reports what it waits for.
-            collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
+            start_timeout_s=limits.start_limit_s,
+            # Ranks that wait for a starved rank must not give up before it reports what it waits for, nor before a
+            # rank that still reads its state.
+            collective_timeout_s=max(limits.stall_timeout_s, limits.start_limit_s) + COLLECTIVE_MARGIN_S,
         )
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return device_peak(device, self._dtype)

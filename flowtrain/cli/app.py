@@ -70,7 +70,8 @@ def train(
             report = api.dry_run(config, overrides or (), resume, plan=plan_file)
             resumption = report.resumption
             tables = [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
-            Console().print(*plan_tables(report.run, report.image_tokens), *tables, sep="\n")
+            resumes = resumption is not None and resumption.step is not None
+            Console().print(*plan_tables(report.run, report.image_tokens, resumes), *tables, sep="\n")
             return
         summary = api.train(config, overrides or (), resume, plan=plan_file, loading=_loading_shown)
         Console().print(summary_table(summary), soft_wrap=True)

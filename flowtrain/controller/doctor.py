@@ -94,8 +94,8 @@ def examine(config: RunConfig) -> DoctorReport:
     with cluster.connected(config):
         found = [node for node in ray.nodes() if node["Alive"]]
         with _probes(found, config.pool.network != "none") as probes:
-            nodes = _describe(found, probes, config.limits.start_timeout_s)
-            links = _measure(nodes, probes, config.limits.start_timeout_s)
+            nodes = _describe(found, probes, config.limits.start_limit_s)
+            links = _measure(nodes, probes, config.limits.start_limit_s)
         return judge(run_spec, nodes, links)
 
 

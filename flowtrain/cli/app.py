@@ -201,13 +201,17 @@ def doctor(
         list[str] | None,
         typer.Argument(help="Overrides, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Check it for a plan that flowtrain plan saved.", metavar="plan.yaml"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:
-    """Check the cluster for CONFIG: nodes, memory, measured transports, and whether its memory pool fits."""
+    """Check the cluster for CONFIG: nodes, measured transports, and everything that its start needs."""
     with errors_to_exit_codes():
         from flowtrain.cli.doctor import doctor as show_cluster
 
-        if not show_cluster(config, overrides or (), as_json):
+        if not show_cluster(config, overrides or (), as_json, plan_file):
             raise typer.Exit(EXIT_FAILED)
 
 

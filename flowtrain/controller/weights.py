@@ -90,7 +90,7 @@ def _watch(
     stop: threading.Event | None,
 ) -> dict[str, Mapping[str, str]]:
     """Wait for all downloads; returns each node's commits."""
-    running = {node.fetch.fetch.remote(): node for node in nodes}
+    running: dict[ray.ObjectRef[Any], _Node] = {node.fetch.fetch.remote(): node for node in nodes}
     commits: dict[str, Mapping[str, str]] = {}
     shown_s = 0.0
     while running:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import DryRunError, HfHubHTTPError
+from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ResourceError
@@ -77,6 +77,19 @@ class HubFetch:
         """Return the commit of each model, by its id. Raises ResourceError for one that cannot be had."""
         self._look()
         return {model.repo_id: self._fetch(model) for model in self._models}
+
+    def lacking(self) -> tuple[int, str | None]:
+        """Return how many bytes the cache lacks, and why models that it lacks cannot be had (None if they can)."""
+        self._look()
+        if self._is_known:
+            state = self.state()
+            return (state.total_nbytes or 0) - state.done_nbytes, None
+        try:
+            for model in self._models:
+                _download(model.repo_id, _patterns(model), local_files_only=True)
+        except LocalEntryNotFoundError as error:
+            return 0, f"{model.key}: {model.repo_id!r} is not in the cache, and the hub does not answer ({error})"
+        return 0, None
 
     def state(self) -> FetchState:
         """Return how far the download is, by the files' sizes on disk; other processes' parts of it count too."""

@@ -101,9 +101,10 @@ class BackboneRank:
             port=port,
             listener=self._listener,
             shard_size=shard_size,
-            start_timeout_s=limits.start_timeout_s,
-            # Ranks that wait for a starved rank must not give up before it reports what it waits for.
-            collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
+            start_timeout_s=limits.start_limit_s,
+            # Ranks that wait for a starved rank must not give up before it reports what it waits for, nor before a
+            # rank that still reads its state.
+            collective_timeout_s=max(limits.stall_timeout_s, limits.start_limit_s) + COLLECTIVE_MARGIN_S,
         )
         reduction = decide_reduction(self._config, self._family, self._group)
         self._config = with_reduction(self._config, reduction.name)

@@ -31,7 +31,7 @@ def join_replica(
         default_device(config.model.device),
         port=port,
         listener=listener,
-        start_timeout_s=config.limits.start_timeout_s,
+        start_timeout_s=config.limits.start_limit_s,
         stall_timeout_s=config.limits.stall_timeout_s,
     )
 

@@ -88,7 +88,7 @@ def encode(link: CoordinatorLink, name: str, base: int, pause_s: float = 0.0) ->
 
 
 def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
-    """Act as the only backbone rank; it asks for microbatches as fast as a rank whose training takes no time."""
+    """Act as the only replica; it asks for microbatches as fast as one whose training takes no time."""
     unit = 0
     while link.ask(CoordinatorApi.begin, unit):
         plan = None
@@ -105,5 +105,5 @@ def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
         tokens, targets = plan.num_tokens, plan.num_target_tokens
         step, count = plan.unit.step, plan.num_samples
         report = RankReport(unit, plan.unit.kind, step, 0, 1.0, 1.0, 0.1, count, tokens, targets, 0.0, 1.0, 0.0, 0.0)
-        link.ask(CoordinatorApi.finish, report, ())
+        link.ask(CoordinatorApi.finish, (report,), ())
         unit += 1

@@ -168,7 +168,6 @@ class BackboneRank:
         )
         return Prefetcher(
             name=self._name,
-            rank=self._rank,
             dp_rank=self._dp_rank,
             link=self._link,
             pool=pool,
@@ -246,7 +245,7 @@ class BackboneRank:
             microbatch_s=microbatch_s,
         )
         self._starved_s = self._fetch_s = 0.0
-        self._link.ask(CoordinatorApi.finish, report, self._spans.take())
+        self._link.ask(CoordinatorApi.finish, (report,), self._spans.take())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -260,4 +259,5 @@ class BackboneRank:
         directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
         self.trainer.save_checkpoint(directory)
         self._saved_step = step
-        self._link.ask(CoordinatorApi.checkpoint_written, step, self._rank, str(directory))
+        if self._rank == 0:
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory))

@@ -6,6 +6,7 @@ varying length. So each position has three parts: text, encoded image, features.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from flowtrain.actors.link import CoordinatorLink
@@ -63,17 +64,17 @@ def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
     )
 
 
-def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]]) -> None:
-    """Act as the only feeder. samples: those of each unit in turn. base: address of the first process's segment."""
-    joined = link.ask(CoordinatorApi.join, name, link.node_id, 0)
+def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]], feeder: int = 0) -> None:
+    """Act as a feeder. samples: its own of each unit in turn. base: address of the first process's segment."""
+    joined = link.ask(CoordinatorApi.join, name, link.node_id, feeder)
     base += joined.process_index * SEGMENT_NBYTES
     report = FeedReport()
     while not (order := link.ask(CoordinatorApi.feed, joined.process_index, report)).stop:
         report = feed_report(order.unit, next(samples), base) if order.unit is not None else FeedReport()
 
 
-def encode(link: CoordinatorLink, name: str, base: int) -> None:
-    """Act as an encoder."""
+def encode(link: CoordinatorLink, name: str, base: int, pause_s: float = 0.0) -> None:
+    """Act as an encoder. pause_s: seconds that a batch takes."""
     joined = link.ask(CoordinatorApi.join, name, link.node_id)
     index = joined.process_index
     base += index * SEGMENT_NBYTES
@@ -82,6 +83,7 @@ def encode(link: CoordinatorLink, name: str, base: int) -> None:
         if order.stop:
             return
         if order.lease is not None:
+            time.sleep(pause_s)
             link.ask(CoordinatorApi.hand_in, index, EncoderReport(ready_of(order.lease, base), stats=STATS))
 
 

@@ -13,6 +13,8 @@ from typing import Literal
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
 
 FLOAT32_NBYTES = 4
+USABLE_SHARE = 0.92
+"""Share of a device's memory that a process can use; driver, communication and fragmentation take the rest."""
 LOSS_CHUNK_TOKENS = 2048
 """Rows of logits that exist at once; the same value as in ``flowtrain.models.loss``."""
 

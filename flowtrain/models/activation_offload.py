@@ -5,10 +5,10 @@ Stored is every tensor that a layer's operators save, by its whole storage, exce
 - parameters and views of them, because FSDP2 frees and fills their memory itself;
 - storages of less than ``SMALL_NBYTES``.
 
-A storage is stored once in a call of the model, however many operators and layers save it (as they do rotary positions).
-The device keeps at most what two neighbouring layers saved: a layer's tensors leave it at the end of the next layer's
-forward, and come back when the backward pass begins with the layer after it. Tensors of the layer called last stay there
-until another layer is called, so a backward pass that follows at once does not wait for them.
+A storage is stored once in a call of the model, however many operators and layers save it (as they do rotary
+positions). The device keeps at most what two neighbouring layers saved: a layer's tensors leave it at the end of the
+next layer's forward, and come back when the backward pass begins with the layer after it. Tensors of the layer called
+last stay there until another layer is called, so a backward pass that follows at once does not wait for them.
 
 An accelerator copies on streams of its own, from and to pinned memory. On a CPU all is copied too, which saves nothing:
 it is there to be tested.
@@ -32,6 +32,9 @@ from flowtrain.models.parallel_layers import local_shard
 
 SMALL_NBYTES = 1024
 """Storages below this stay on the device."""
+
+_Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+"""Type, offset in the storage, size and strides (in elements) of a tensor."""
 
 
 class ActivationStore:
@@ -93,7 +96,8 @@ class HostCopy:
     """The copy of one storage in host memory; gives the memory back when no saved tensor needs it any more."""
 
     def __init__(self, store: ActivationStore, tensor: Tensor, source: StorageWeakRef) -> None:
-        self._store, self._source, self._saved = store, source, tensor
+        self._store, self._source = store, source
+        self._saved: Tensor | None = tensor
         self._version = tensor._version
         self.on_device: Tensor | None = _all_bytes(tensor)
         self.nbytes = len(self.on_device)
@@ -126,12 +130,13 @@ class HostCopy:
         if self.on_device is None:
             self._ready = self._store.fetch(self)
 
-    def view(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    def view(self, geometry: _Geometry) -> Tensor:
         """A tensor over the bytes, which are on the device when the calling thread's stream reaches it."""
         self.fetch()
         assert self.on_device is not None
         self._store.wait_for(self._ready)
         self._ready = None
+        dtype, offset, size, stride = geometry
         empty = torch.empty(0, dtype=dtype, device=self._store.device)
         return empty.set_(self.on_device.untyped_storage(), offset, size, stride)
 
@@ -178,11 +183,11 @@ class _SavedView:
 
     def __init__(self, layer: LayerCopies, copy: HostCopy, tensor: Tensor) -> None:
         self._layer, self._copy = layer, copy
-        self._geometry = (tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._geometry: _Geometry = (tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def restore(self) -> Tensor:
         self._layer.begin_backward()
-        return self._copy.view(*self._geometry)
+        return self._copy.view(self._geometry)
 
 
 class OffloadedCall:

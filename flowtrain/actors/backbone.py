@@ -31,9 +31,10 @@ from flowtrain.training.checkpoint_store import probe_directory, temporary_direc
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
+from flowtrain.training.reduction import decide_reduction, with_reduction
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
-from flowtrain.types.plan import Degrees, DevicePeak, StepPlan, UnitKind
+from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
 
 T = TypeVar("T")
 
@@ -78,9 +79,12 @@ class BackboneRank:
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
-    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
-        """Join the group, build the model, load a checkpoint; returns the peak of this rank's device.
+    def start(
+        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+    ) -> RankStart:
+        """Join the group, build the model, load a checkpoint.
 
+        shard_size: data parallel ranks that share one set of shards; None: all.
         eval_every: steps between evaluation rounds; None: there are none. A checkpoint that is due waits for the round.
         """
         # The pool's views are read-only on purpose; they are only copied from.
@@ -96,12 +100,15 @@ class BackboneRank:
             host=host,
             port=port,
             listener=self._listener,
+            shard_size=shard_size,
             start_timeout_s=limits.start_timeout_s,
             # Ranks that wait for a starved rank must not give up before it reports what it waits for.
             collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
         )
+        reduction = decide_reduction(self._config, self._family, self._group)
+        self._config = with_reduction(self._config, reduction.name)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
-        return device_peak(device, self._dtype)
+        return RankStart(device_peak(device, self._dtype), reduction)
 
     def make_trainer(self, checkpoint: Path | None) -> Trainer:
         """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""

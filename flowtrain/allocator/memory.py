@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.memory import StepMemory, predict_step_memory
+from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
@@ -20,8 +20,7 @@ from flowtrain.types.plan import Degrees
 class MemoryBudget:
     """The part of a device's memory that a module may use."""
 
-    usable: float = 0.92
-    """Share that a process can use; driver, communication libraries and fragmentation take the rest."""
+    usable: float = USABLE_SHARE
     pool_nbytes: int = 0
     """Bytes of an encoder's device that belong to the memory pool."""
 

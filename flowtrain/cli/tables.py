@@ -17,7 +17,7 @@ from flowtrain.types.plan import Degrees
 if TYPE_CHECKING:
     from flowtrain.controller.prepare import RunSpec
     from flowtrain.controller.resume import Resumption
-    from flowtrain.controller.run import RunSummary
+    from flowtrain.controller.summary import RunSummary
 
 
 def plan_tables(run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]]) -> tuple[Table, Table]:

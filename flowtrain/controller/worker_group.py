@@ -20,13 +20,15 @@ from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import RayLink
+from flowtrain.config.model import BackboneConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.actor_specs import ActorSpec, bundle_indices
+from flowtrain.controller.shard_groups import shard_size_of
 from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
 from flowtrain.flow.flow import Flow
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.types.plan import DevicePeak
+from flowtrain.types.plan import RankStart
 from flowtrain.types.sources import SourceIndex
 
 logger = logging.getLogger(__name__)
@@ -192,17 +194,19 @@ def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandl
 
 
 def start_backbone(
-    workers: WorkerGroup, checkpoint: str | None, eval_every: int | None, results: Results
-) -> DevicePeak:
-    """Join the ranks to one process group and load their state; returns the peak of the slowest rank's device.
+    workers: WorkerGroup, backbone: BackboneConfig, checkpoint: str | None, eval_every: int | None, results: Results
+) -> RankStart:
+    """Join the ranks to one process group and load their state; returns the answer of the rank with the slowest device.
 
     results: waits for calls, given by actor name; it raises if they fail or take too long.
     """
     ranks = workers.of_role(Role.BACKBONE)
     addresses = results({name: rank.node_address.remote() for name, rank in ranks.items()})
+    shard_size = shard_size_of(backbone, addresses)
     host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
     name, first = next(iter(ranks.items()))
     (port,) = results({name: first.open_rendezvous.remote(host)})
-    peaks = results({name: rank.start.remote(host, port, checkpoint, eval_every) for name, rank in ranks.items()})
-    slowest: DevicePeak = min(peaks, key=attrgetter("flops"))
+    args = (host, port, checkpoint, eval_every, shard_size)
+    starts = results({name: rank.start.remote(*args) for name, rank in ranks.items()})
+    slowest: RankStart = min(starts, key=attrgetter("peak.flops"))
     return slowest

@@ -20,6 +20,8 @@ from flowtrain.costs.activations import (
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
 
+USABLE_SHARE = 0.92
+"""Share of a device's memory that a process can use; driver, communication and fragmentation take the rest."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 

@@ -31,7 +31,8 @@ _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
 class CheckpointMeta:
     """Contents of ``meta.json``.
 
-    A resume is exact to the bit only with the same degrees, ``num_chunks``, ``num_threads`` and ``torch_version``.
+    A resume is exact to the bit only with the same degrees, ``num_chunks``, ``gradient_reduction``, ``num_threads`` and
+    ``torch_version``.
     """
 
     step: int
@@ -47,6 +48,8 @@ class CheckpointMeta:
     tp_size: int = 1
     num_chunks: int = 1
     """Slices of the layers on each pipeline rank."""
+    gradient_reduction: str | None = None
+    """``microbatch`` or ``step``, as the ranks decided; None in older checkpoints, which summed once a step."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of every other file by its name; `commit` fills it in."""
     schema: int = CHECKPOINT_SCHEMA

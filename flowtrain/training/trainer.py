@@ -93,6 +93,7 @@ class Trainer:
             group,
             hidden_size=next(iter(self.model.stages.values())).language_model.config.hidden_size,
             dtype=getattr(torch, config.model.dtype),
+            reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
             record=record,
         )

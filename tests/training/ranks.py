@@ -167,7 +167,10 @@ class Outcome:
 def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, job: Job) -> Outcome:
     """Body of one rank's process."""
     group = init_backbone_group(
-        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        *(rank, degrees, CPU),
+        **{"host": host, "port": port, "listener": listener},
+        shard_size=job.config.backbone.hybrid_shard_size,
+        **{"start_timeout_s": 60, "collective_timeout_s": 60},
     )
     outcome = Outcome()
     trainer = Trainer(

@@ -97,7 +97,7 @@ class Family(ABC):
 
     @abstractmethod
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise ConfigError, naming ``backbone.tensor_parallel_size``, if ``size`` ranks cannot share the layers."""
+        """Raise ConfigError, naming the key of ``backbone``, if ``size`` ranks cannot share the layers."""
 
     @abstractmethod
     def shallow(self, num_layers: int) -> Self:

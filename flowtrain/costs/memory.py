@@ -6,6 +6,7 @@ communication libraries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowtrain.costs.activations import (
@@ -22,6 +23,18 @@ from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize
 USABLE_SHARE = 0.92
 """Share of a device's memory that a process can use; driver, communication and fragmentation take the rest."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
+
+
+_ALWAYS = ("parameters", "optimizer_state")
+_COMPUTING = (*_ALWAYS, "accumulated", "gathered", "activations")
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "loss": (*_COMPUTING, "loss"),
+    "backward": (*_COMPUTING, "working"),
+    "reduction": (*_ALWAYS, "gradients", "gathered", "reduced"),
+}
+"""Moments of a step that can be the worst, and what of ``StepMemory`` a device holds then.
+
+They are the loss of a microbatch, its first layer's backward, and the last reduction, which the update follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +65,12 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """Device bytes at the worst moment: the loss, the backward of a layer, the last reduction, or the update."""
-        held = self.parameters + self.optimizer_state
-        computing = self.accumulated + self.gathered + self.activations + max(self.working, self.loss)
-        return held + max(computing, self.gradients + self.gathered + self.reduced)
+        """Device bytes at the worst of ``MOMENTS``."""
+        return max(map(self.at, MOMENTS))
+
+    def at(self, moment: str) -> int:
+        """Device bytes at one of ``MOMENTS``."""
+        return sum(getattr(self, name) for name in MOMENTS[moment])
 
 
 def predict_step_memory(

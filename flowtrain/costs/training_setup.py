@@ -12,7 +12,7 @@ LOSS_CHUNK_TOKENS = 2048
 DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
 """Bytes per number, by ``model.dtype``."""
 
-GradientReduction = Literal["microbatch", "step"]
+ReductionName = Literal["microbatch", "step"]
 """When data parallel ranks sum gradients: with each microbatch, or with a step's last one."""
 
 
@@ -28,7 +28,7 @@ class TrainingSetup:
     sharding: Literal["full", "gradients", "hybrid"] = "full"
     shard_size: int | None = None
     """DP ranks that share one set of shards under ``hybrid``; None: all."""
-    gradient_reduction: GradientReduction = "step"
+    gradient_reduction: ReductionName = "step"
     sequence_parallel: bool = True
     activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
     checkpoint_every: int = 2

@@ -32,7 +32,7 @@ from flowtrain.types.run_plan import ModulePlan, Plan
 
 PLANNING_SCHEMA = 2
 
-_OF_A_CHOICE = ("dp", "tp", "accumulates")
+_OF_A_CHOICE = ("dp", "tp", "accumulates", "shard_size", "gradient_reduction")
 """Fields of a ``TrainingSetup`` that each candidate configuration sets itself."""
 
 
@@ -115,7 +115,17 @@ def make_report(
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     chunks = config.backbone.chunks_per_rank
-    request = Request(cluster, planned.model, planned.workload, setup, budget, limits, chunks, planned.whole)
+    request = Request(
+        cluster,
+        planned.model,
+        planned.workload,
+        setup,
+        budget,
+        limits,
+        chunks,
+        planned.whole,
+        chooses_reduction=config.backbone.gradient_reduction == "auto",
+    )
     # A profile's links are measured, so they are reached in full.
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
@@ -185,7 +195,14 @@ def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
         feeder=feeder,
         encoders={each.encoder: module_plan(each, usual.encoders[each.encoder]) for each in encoders},
         backbone=module_plan(backbone, usual.backbone),
+        gradient_reduction=backbone.gradient_reduction,
+        hybrid_shard_size=_shard_size(planned.config, backbone),
     )
+
+
+def _shard_size(config: RunConfig, backbone: ModuleAllocation) -> int | None:
+    """None as well for a single replica, which has no groups."""
+    return backbone.num_shards if config.backbone.sharding == "hybrid" and backbone.degrees.dp > 1 else None
 
 
 def _part(amount: float, sharing: int) -> float:

@@ -29,6 +29,7 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import build_batch
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
+from flowtrain.training.health import TrainingHealth, Verdict
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.reduction import decide_reduction, with_reduction
@@ -67,6 +68,7 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
+        self._is_checkpoint_due = False
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -143,6 +145,7 @@ class BackboneRank:
             )
         self._link = link
         self._saver = self._make_saver(first_step)
+        self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
         device = self._group.device
         member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
@@ -154,6 +157,7 @@ class BackboneRank:
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
             prefetcher.close()
+            self._health.check_end(step)
             self._last_checkpoint(step, checkpoint_dir)
         finally:
             prefetcher.close()
@@ -206,10 +210,15 @@ class BackboneRank:
             partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
-        self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
-        if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
+        verdict = self._health.after_step(step, result) if is_training else Verdict()
+        self._report(plan, result, started, clock.times() if clock is not None else (), verdict.rewound_to)
+        self._health.raise_together(verdict.error)
+        self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
+        is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
+        if is_its_turn and self._health.may_save(step):
             self._checkpoint(step, checkpoint_dir)
+            self._is_checkpoint_due = False
         return step
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
@@ -234,7 +243,14 @@ class BackboneRank:
         self._starved_s += time.monotonic() - started
         return item
 
-    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
+    def _report(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        started: float,
+        microbatch_s: tuple[float, ...],
+        rewound_to: int | None,
+    ) -> None:
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -251,6 +267,7 @@ class BackboneRank:
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
             microbatch_s=microbatch_s,
+            rewound_to=rewound_to,
         )
         self._starved_s = self._fetch_s = 0.0
         self._link.ask(CoordinatorApi.finish, (report,), self._spans.take())
@@ -276,6 +293,11 @@ class BackboneRank:
             f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
             "there, then go on from the checkpoint before with --resume"
         )
+
+    def _wait_saved(self) -> int:
+        """Wait for the checkpoint that is being written; returns the step of the last one that was."""
+        self._saver.wait()
+        return self._saver.step
 
     def _make_saver(self, first_step: int) -> CheckpointSaver:
         setting, trainer = self._config.checkpoint.background, self.trainer

@@ -100,6 +100,8 @@ def summary_table(summary: RunSummary) -> Table:
             table.add_row(name, f"{loss:.4f}")
     if summary.num_rejected:
         table.add_row("quarantined", f"{summary.num_rejected} so far: {run.quarantine}")
+    if summary.num_skipped:
+        table.add_row("skipped", f"{summary.num_skipped} steps so far, which were not finite: {run.metrics}")
     if summary.cost_r2 is not None:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):

@@ -112,6 +112,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stopped=stopped and step < run_spec.num_steps,
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
+        num_skipped=recorder.num_skipped,
     )
 
 

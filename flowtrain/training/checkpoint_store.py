@@ -73,6 +73,11 @@ def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
     return checkpoints / f"{_TEMPORARY_PREFIX}{_name(step)}-{nonce}"
 
 
+def final_directory(checkpoints: Path, step: int) -> Path:
+    """Directory of the complete checkpoint of ``step``, whether it is there or not."""
+    return checkpoints / _name(step)
+
+
 def probe_directory(checkpoints: Path, nonce: str) -> Path:
     """Directory that the driver creates for the time of a run; ranks that see it share the driver's file system."""
     return checkpoints / f"{_TEMPORARY_PREFIX}probe-{nonce}"

@@ -20,8 +20,8 @@ class HubServer:
     def __init__(self, root: Path) -> None:
         self.downloads: Counter[str] = Counter()
         """Times that each file was sent, by ``owner/name/file``."""
-        self.is_open = threading.Event()
-        self.is_open.set()
+        self.broken: set[str] = set()
+        """Files that are refused, by the same names."""
         self._root = root
         app = Flask(__name__)
         app.add_url_rule("/api/models/<path:rest>", view_func=self._api)
@@ -35,7 +35,6 @@ class HubServer:
 
     def close(self) -> None:
         """End ``serve``."""
-        self.is_open.set()
         self._server.shutdown()
 
     def commit_of(self, repo_id: str) -> str:
@@ -72,9 +71,10 @@ class HubServer:
             response = Response(status=404)
             response.headers["X-Error-Code"] = "EntryNotFound"
             return response
+        if f"{owner}/{name}/{file}" in self.broken:
+            return Response(status=403)
         if request.method == "GET":
             self.downloads[f"{owner}/{name}/{file}"] += 1
-            self.is_open.wait()
         response = Response(path.read_bytes(), mimetype="application/octet-stream")
         response.headers["ETag"] = f'"{_etag(path)}"'
         response.headers["X-Repo-Commit"] = self.commit_of(f"{owner}/{name}")

@@ -24,7 +24,7 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
-from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.families.registry import unchecked_family
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import build_batch
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
@@ -93,7 +93,7 @@ class BackboneRank:
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._eval_every = eval_every
         device = default_device(self._config.model.device)
-        self._family = family_from_config(self._config)
+        self._family = unchecked_family(self._config)
         limits = self._config.limits
         self._group = init_backbone_group(
             self._rank,

@@ -20,7 +20,7 @@ from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
+from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import (
     ResumePoint,
@@ -33,13 +33,11 @@ from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
-from flowtrain.controller.weights import fetch_models, nodes_of
+from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
-from flowtrain.costs.start_limit import start_limit
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
-from flowtrain.models.hub import hub_models
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
 from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
@@ -84,7 +82,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         files = open_run_dir(config, resume)
         files.write_plan(asdict(run_spec.plan))
         start = find_resume_point(files, run_spec, changed) if resume else ResumePoint()
-        run_spec = _with_start_limit(run_spec, start)
+        run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None)
         display.expect(run_spec.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes a while
         has_device = any(spec.plan.num_devices for spec in specs)
@@ -146,8 +144,9 @@ class Controller:
         with stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
                 return True
+            resumes = self._start.checkpoint is not None
             try:
-                self._fetch_models(group)
+                fetch_weights(self._config, group, resumes, self._display.phase, self._stop)
             except StopRequested:
                 return True
             self._display.phase("starting actors, which load their models")
@@ -173,13 +172,6 @@ class Controller:
                 return True
             finally:
                 actors.kill()
-
-    def _fetch_models(self, group: PlacementGroup | None) -> None:
-        # A resume reads the first weights of frozen modules only.
-        with_backbone = self._start.checkpoint is None or bool(self._config.model.freeze)
-        models = hub_models(self._config, with_backbone)
-        stall_timeout_s = self._config.limits.stall_timeout_s
-        fetch_models(models, nodes_of(group), stall_timeout_s, self._display.phase, self._stop)
 
     def _watcher(self, actors: WorkerGroup, modules: dict[str, str]) -> Watcher:
         limits = self._config.limits
@@ -253,11 +245,3 @@ def _with_devices(run_spec: RunSpec) -> RunSpec:
     if ray.cluster_resources().get("GPU", 0) < 1:
         return replace(run_spec, plan=run_spec.plan.without_devices())
     return run_spec
-
-
-def _with_start_limit(run_spec: RunSpec, start: ResumePoint) -> RunSpec:
-    """Set ``limits.start_timeout_s`` for all actors, by the model's size if it is None."""
-    limits = run_spec.config.limits
-    limit = start_limit(limits.start_timeout_s, run_spec.model_spec, resumes=start.checkpoint is not None)
-    limits = limits.model_copy(update={"start_timeout_s": limit.seconds})
-    return replace(run_spec, config=run_spec.config.model_copy(update={"limits": limits}))

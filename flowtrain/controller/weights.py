@@ -14,9 +14,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.actors.link import node_address
+from flowtrain.config.run import RunConfig
 from flowtrain.controller.watch import StopRequested
 from flowtrain.errors import FlowTrainError, ResourceError, StallError
-from flowtrain.models.hub import FetchState, HubFetch, HubModel
+from flowtrain.models.hub import FetchState, HubFetch, HubModel, hub_models
 
 TICK_S = 1.0
 SHOWN_EVERY_S = 5.0
@@ -43,6 +44,21 @@ class _Node:
     state: FetchState = field(default_factory=lambda: FetchState(0, None))
     moved_s: float = 0.0
     """When it last had more bytes, on the monotonic clock."""
+
+
+def fetch_weights(
+    config: RunConfig,
+    group: PlacementGroup | None,
+    resumes: bool,
+    show: Callable[[str], None],
+    stop: threading.Event,
+) -> None:
+    """Fetch what a run's actors read from the hub to the nodes that they are placed on; raises as ``fetch_models``.
+
+    resumes: from a checkpoint, which has all weights but those of frozen modules.
+    """
+    models = hub_models(config, with_backbone=not resumes or bool(config.model.freeze))
+    fetch_models(models, nodes_of(group), config.limits.stall_timeout_s, show, stop)
 
 
 def nodes_of(group: PlacementGroup | None) -> list[str]:
@@ -73,7 +89,11 @@ def fetch_models(
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
             options = remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=there)
             actors.append(options.remote(models))
-        names = _answers([actor.address.remote() for actor in actors], node_ids)
+        addresses = _answers([actor.address.remote() for actor in actors], node_ids)
+        names = [
+            address if addresses.count(address) == 1 else f"{address} ({node_id[:6]})"
+            for address, node_id in zip(addresses, node_ids, strict=True)
+        ]
         now_s = time.monotonic()
         nodes = [_Node(actor, name, moved_s=now_s) for actor, name in zip(actors, names, strict=True)]
         _check_same(models, _watch(models, nodes, stall_timeout_s, show, stop))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ResourceError
@@ -59,7 +59,10 @@ def hub_models(config: RunConfig, with_backbone: bool = True) -> tuple[HubModel,
 
 def weights_snapshot(repo_id: str, local_files_only: bool = False) -> Path:
     """Return the cached folder with a model's weights; downloads what the cache lacks unless ``local_files_only``."""
-    return Path(_download(repo_id, WEIGHTS, local_files_only=local_files_only))
+    allowed, ignored = list(WEIGHTS), list(_NOT_READ)
+    return Path(
+        snapshot_download(repo_id, allow_patterns=allowed, ignore_patterns=ignored, local_files_only=local_files_only)
+    )
 
 
 class HubFetch:
@@ -70,7 +73,7 @@ class HubFetch:
 
     def __init__(self, models: Sequence[HubModel]) -> None:
         self._models = models
-        self._files: dict[Path, int] = {}
+        self._files: Mapping[Path, int] = {}
         self._is_known = False
 
     def fetch(self) -> dict[str, str]:
@@ -86,7 +89,7 @@ class HubFetch:
             return (state.total_nbytes or 0) - state.done_nbytes, None
         try:
             for model in self._models:
-                _download(model.repo_id, _patterns(model), local_files_only=True)
+                _download(model, local_files_only=True)
         except LocalEntryNotFoundError as error:
             return 0, f"{model.key}: {model.repo_id!r} is not in the cache, and the hub does not answer ({error})"
         return 0, None
@@ -102,28 +105,25 @@ class HubFetch:
     def _look(self) -> None:
         """Ask for the files and their sizes; without the hub the cache may still have everything."""
         try:
-            for model in self._models:
-                for file in _download(model.repo_id, _patterns(model), dry_run=True):
-                    self._files[Path(file.local_path)] = file.file_size or 0
-        except (OSError, DryRunError, HfHubHTTPError):
+            found = [file for model in self._models for file in _download(model, dry_run=True)]
+        except (OSError, HfHubHTTPError):
             return
+        # At once, since another thread may be reading it.
+        self._files = {Path(file.local_path): file.file_size or 0 for file in found}
         self._is_known = True
 
     def _fetch(self, model: HubModel) -> str:
         try:
-            folder: str = _download(model.repo_id, _patterns(model))
+            folder: str = _download(model)
         except (OSError, HfHubHTTPError) as error:
             raise ResourceError(f"{model.key}: {model.repo_id!r} cannot be fetched from the hub: {error}") from error
         return Path(folder).name
 
 
-def _download(repo_id: str, patterns: Sequence[str], **options: Any) -> Any:
-    """Call ``snapshot_download`` for a model's files."""
-    return snapshot_download(repo_id, allow_patterns=list(patterns), ignore_patterns=list(_NOT_READ), **options)
-
-
-def _patterns(model: HubModel) -> tuple[str, ...]:
-    return (*SETTINGS, *WEIGHTS) if model.has_weights else SETTINGS
+def _download(model: HubModel, **options: Any) -> Any:
+    """Call ``snapshot_download`` for all files that a model's readers open."""
+    patterns = (*SETTINGS, *WEIGHTS) if model.has_weights else SETTINGS
+    return snapshot_download(model.repo_id, allow_patterns=list(patterns), ignore_patterns=list(_NOT_READ), **options)
 
 
 def _size(file: Path) -> int:

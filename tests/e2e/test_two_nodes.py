@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -117,6 +118,15 @@ def test_a_plan_for_two_nodes_starts_by_the_printed_command(pair: NodePair, tmp_
         assert code == 0, said
     plan, printed = read_plan(saved), said.rstrip().splitlines()[-1]
     assert plan.network == "auto" and plan.backbone.num_actors + plan.encoders["vision"].num_actors > NODE_CPUS
+    doctor = [str(BIN / "flowtrain"), "doctor", str(file), "--plan", str(saved), "--json"]
+    code, said = pair.run(doctor, "doctor", RUN_LIMIT_S)
+    assert code == 0, said
+    whole = (pair.directory / "doctor.log").read_text()
+    report = json.loads(whole[whole.index('{"schema"') :])
+    found = {check["name"]: check["detail"] for check in report["checks"]}
+    assert report["fits"] and found["the network joins all nodes"].startswith("2 directions; slowest: ")
+    assert "on 2 of 2 nodes" in found["actors fit the nodes"]
+    assert "seen and writable on 2 nodes" in found["nodes share runs_dir"]
     code, said = pair.run(["sh", "-c", f'PATH="{BIN}:$PATH"; {printed}'], "planned", RUN_LIMIT_S)
     assert code == 0, said
     assert "the pool joins these by NIXL" in " ".join(said.split())

@@ -23,8 +23,8 @@ TEXT_ROOM = 1 << 14
 """An image lies so many bytes after the text of its position."""
 ALIGNMENT = 256
 SEGMENT_NBYTES = 1 << 36
-NETWORK_NBYTES = 1024
-"""About what the export of a segment over NIXL takes."""
+NETWORK_NBYTES = 431
+"""What the export of a segment over NIXL takes, by _startup_nixl.py."""
 STATS = PoolStats(SEGMENT_NBYTES, 0, SEGMENT_NBYTES, SEGMENT_NBYTES, 0)
 
 

@@ -324,6 +324,8 @@ class MeasuredCoordinator(Coordinator):
         events = await super().events()
         for event in events:
             if isinstance(event, UnitDone):
+                if [row.position for row in event.ledger] != list(event.unit.positions):
+                    raise RuntimeError(f"unit {event.unit.index} consumed other positions than its own")
                 self._note(event.unit.step)
         return events
 

@@ -8,6 +8,7 @@ process, imports, weights, process groups, bytes in the pool (every part is zero
 
 from __future__ import annotations
 
+import cProfile
 import json
 import math
 import os
@@ -44,6 +45,9 @@ from flowtrain.types.sources import SourceIndex
 
 RECORDS = "FLOWTRAIN_STARTUP_RECORDS"
 """Environment variable: the directory into which emulated actors and the coordinator write what they measured."""
+PROFILE = "FLOWTRAIN_STARTUP_PROFILE"
+"""Environment variable: a file into which the coordinator's calls are profiled, over ``PROFILED_STEPS``."""
+PROFILED_STEPS = (5, 25)
 STEP_S = 1.0
 ENCODE_S = 0.5
 """Seconds of an emulated encoder's batch: half of a step."""
@@ -187,14 +191,13 @@ class EmulatedRank:
                     first = False
                 time.sleep(0.9 * STEP_S / plan.num_slots)
             wait_for_step_end()
-            link.ask(CoordinatorApi.finish, self._report(plan, started), ())
+            link.ask(CoordinatorApi.finish, self._reports(plan, started), ())
             unit += 1
         prefetcher.close()
 
     def _prefetcher(self, link: RayLink, pool: ZerosPool, first_unit: int) -> Prefetcher:
         return Prefetcher(
             name=self._name,
-            rank=self._rank,
             dp_rank=self._dp_rank,
             link=link,
             pool=cast(Pool, pool),
@@ -208,12 +211,13 @@ class EmulatedRank:
             spans=SpanLog(self._name),
         )
 
-    def _report(self, plan: StepPlan, started: float) -> RankReport:
+    def _reports(self, plan: StepPlan, started: float) -> tuple[RankReport, ...]:
         unit, slots = plan.unit, plan.num_slots
         counts = plan.num_samples, plan.num_tokens, plan.num_target_tokens
         times = started, time.time(), 0.0, 0.0
         each = (STEP_S / slots,) * slots
-        return RankReport(unit.index, unit.kind, unit.step, self._dp_rank, 1.0, 1.0, 0.1, *counts, *times, each)
+        report = RankReport(unit.index, unit.kind, unit.step, self._dp_rank, 1.0, 1.0, 0.1, *counts, *times, each)
+        return (report,) * self._degrees.replica_size
 
 
 def wait_for_step_end() -> None:
@@ -312,6 +316,7 @@ class MeasuredCoordinator(Coordinator):
 
     def __init__(self, make_flow: Callable[[], Any], poll_s: float = 5.0) -> None:
         super().__init__(make_flow, poll_s)
+        self._profile = cProfile.Profile() if PROFILE in os.environ else None
         self._note(0)
 
     async def events(self) -> tuple[Event, ...]:
@@ -319,8 +324,16 @@ class MeasuredCoordinator(Coordinator):
         events = await super().events()
         for event in events:
             if isinstance(event, UnitDone):
+                if [row.position for row in event.ledger] != list(event.unit.positions):
+                    raise RuntimeError(f"unit {event.unit.index} consumed other positions than its own")
                 self._note(event.unit.step)
         return events
 
     def _note(self, step: int) -> None:
+        if self._profile is not None:
+            if step == PROFILED_STEPS[0]:
+                self._profile.enable()
+            elif step == PROFILED_STEPS[1]:
+                self._profile.disable()
+                self._profile.dump_stats(os.environ[PROFILE])
         note("coordinator", {"step": step, "at_s": time.time(), "cpu_s": time.process_time()})

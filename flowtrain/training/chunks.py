@@ -95,7 +95,7 @@ def build_chunks(
     for stage in range(group.pp_rank, len(layers), pp_size):
         module = whole if len(layers) == 1 else take_stage(whole, layers[stage])
         if group.degrees.tp > 1:
-            parallelize(module, group.mesh[TP_AXIS])
+            parallelize(module, group.mesh[TP_AXIS], sequence_parallel=config.backbone.sequence_parallel)
         _shard(module, config, group)
         materialize(module, group.device, weights, from_checkpoint=from_checkpoint)
         stages[stage] = module

@@ -137,7 +137,8 @@ class Stages:
         assert action.payload is not None
         if action.kind is ActionKind.ISEND:
             return self._outgoing.pop((_slot(action), action.payload)).contiguous()
-        return torch.empty(1, len(batch.input_ids), self._hidden_size, dtype=self._dtype, device=self._group.device)
+        num_tokens = self._model.stages[action.stage].hidden_tokens(len(batch.input_ids))
+        return torch.empty(1, num_tokens, self._hidden_size, dtype=self._dtype, device=self._group.device)
 
     def _span(self, name: str, start_s: float, action: Action, batch: PackedBatch) -> None:
         if self.record is None:

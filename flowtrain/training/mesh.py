@@ -123,7 +123,7 @@ def init_backbone_group(
             collective_timeout_s=collective_timeout_s,
         )
         checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
-        mesh = _mesh(degrees, device, shard_size)
+        mesh = device_mesh(degrees, device, shard_size)
     assert dist.group.WORLD is not None
     return BackboneGroup(rank, degrees, device, mesh, dist.group.WORLD, checkpoint_group)
 
@@ -171,7 +171,11 @@ def waiting_for_ranks(who: str, host: str, port: int, timeout_s: float) -> Itera
         ) from error
 
 
-def _mesh(degrees: Degrees, device: torch.device, shard_size: int | None) -> DeviceMesh:
+def device_mesh(degrees: Degrees, device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """Return the mesh of all ranks (see ``BackboneGroup``); collective.
+
+    shard_size: as for ``init_backbone_group``.
+    """
     ranks = torch.arange(degrees.world_size).view(degrees.dp, degrees.pp, degrees.tp)
     if shard_size is None or shard_size == degrees.dp:
         return DeviceMesh(device.type, ranks, mesh_dim_names=(DP_AXIS, PP_AXIS, TP_AXIS))

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flowtrain.config.run import RunConfig
@@ -28,9 +27,10 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import ModelChunks
-from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.training.mesh import BackboneGroup, device_mesh, init_backbone_group, open_listener
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from tests.models.operators import Operators
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 
 IMAGE_TOKEN, FEATURE_DIM, VOCAB = 3, 6, 32
@@ -154,7 +154,7 @@ class Job:
     load_from: Path | None = None
     save_to: Path | None = None
     schedule_seed: int | None = None
-    counts_collectives: bool = False
+    counts_operators: bool = False
 
 
 @dataclass
@@ -165,19 +165,25 @@ class Outcome:
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     spans: list[str] = field(default_factory=list)
-    collectives: Counter[str] = field(default_factory=Counter)
-    """How often the forward and backward passes of all units called each, if the job counts them."""
+    operators: Counter[str] = field(default_factory=Counter)
+    """How often the training steps called each (``c10d::allreduce_``), if the job counts them."""
     listening: set[str] = field(default_factory=set)
 
 
-def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, job: Job) -> Outcome:
-    """Body of one rank's process."""
+def run_jobs(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jobs: Sequence[Job]) -> list[Outcome]:
+    """Body of one rank's process: the jobs in turn, each with a model of its own."""
     group = init_backbone_group(
-        *(rank, degrees, CPU),
-        **{"host": host, "port": port, "listener": listener},
-        shard_size=job.config.backbone.hybrid_shard_size,
-        **{"start_timeout_s": 60, "collective_timeout_s": 60},
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
     )
+    shard_sizes = [job.config.backbone.hybrid_shard_size for job in jobs]
+    meshes = {size: device_mesh(degrees, CPU, size) for size in dict.fromkeys(shard_sizes)}
+    outcomes = [run_job(replace(group, mesh=meshes[size]), job) for size, job in zip(shard_sizes, jobs, strict=True)]
+    group.close()
+    return outcomes
+
+
+def run_job(group: BackboneGroup, job: Job) -> Outcome:
+    """What one rank does."""
     outcome = Outcome()
     trainer = Trainer(
         job.config,
@@ -189,39 +195,26 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
         resume_from=job.load_from,
     )
     outcome.listening = listening_addresses()
-    counting = CountingCollectives(outcome.collectives) if job.counts_collectives else None
-    for step, slots in enumerate(job.steps, start=job.first_step):
-        outcome.results.append(_run_unit(trainer, job, make_plan(slots, step), counting))
+    operators = Operators()
+    with operators if job.counts_operators else nullcontext():
+        for step, slots in enumerate(job.steps, start=job.first_step):
+            outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
+    outcome.operators = operators.counts
     if job.eval_slots is not None:
         outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
     outcome.weights = _full(trainer.model, gradients=False)
     if job.save_to is not None:
         trainer.save_checkpoint(job.save_to)
-    group.close()
     return outcome
 
 
-class CountingCollectives(TorchDispatchMode):
-    """Counts the collectives that run in the block, by their names in c10d."""
-
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator.namespace == "c10d":
-            self._counts[operator.overloadpacket.__name__] += 1
-        return operator(*args, **(kwargs or {}))
-
-
-def _run_unit(trainer: Trainer, job: Job, plan: StepPlan, counting: CountingCollectives | None = None) -> StepResult:
+def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     actions = trainer.begin_unit(plan)
     if job.schedule_seed is not None:
         actions = _random_lists(trainer.group.degrees.pp, job, plan)[trainer.group.pp_rank]
-    with counting if counting is not None else nullcontext():
-        execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config))
+    execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config))
     return trainer.finish_unit()
 
 
@@ -265,6 +258,12 @@ def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
 
 def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
     """Run a job in fresh processes; outcomes by rank. A number means that many data parallel ranks."""
+    (outcomes,) = run_jobs_on_ranks(degrees, [job])
+    return outcomes
+
+
+def run_jobs_on_ranks(degrees: Degrees | int, jobs: Sequence[Job]) -> list[list[Outcome]]:
+    """Run several jobs in the same fresh processes; outcomes by job and rank."""
     degrees = Degrees(dp=degrees) if isinstance(degrees, int) else degrees
     world_size = degrees.world_size
     context = multiprocessing.get_context("forkserver")
@@ -274,27 +273,27 @@ def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
     processes, ends = [], []
     for rank in range(world_size):
         end, other_end = context.Pipe(duplex=False)
-        arguments = (run_job, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
+        arguments = (run_jobs, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, jobs)
         processes.append(context.Process(target=_send_result, args=(other_end, *arguments)))
         processes[-1].start()
         other_end.close()
         ends.append(end)
     if listener is not None:
         listener.close()
-    outcomes = [_receive(end, rank) for rank, end in enumerate(ends)]
+    by_rank = [_receive(end, rank) for rank, end in enumerate(ends)]
     for process in processes:
         process.join()
-    return outcomes
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 
 def _send_result(end: Connection, function: Callable[..., Any], *arguments: Any) -> None:
     end.send(function(*arguments))
 
 
-def _receive(end: Connection, rank: int) -> Outcome:
+def _receive(end: Connection, rank: int) -> list[Outcome]:
     try:
-        outcome: Outcome = end.recv()
-        return outcome
+        outcomes: list[Outcome] = end.recv()
+        return outcomes
     except EOFError as error:
         raise AssertionError(f"rank {rank} died; its traceback is above") from error
 

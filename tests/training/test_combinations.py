@@ -1,13 +1,13 @@
-"""Settings that change where tensors lie, not what is computed: combinations of them against a plain loop.
+"""Settings that change where tensors lie and when they are summed, not what is computed: against a plain loop.
 
-Every row of `CASES` is a run of up to eight ranks. A row with a seed runs random legal action lists, with random memory
-strategies, so one row covers all strategies.
+A run's ranks train all its cases in turn, since starting them takes longer than a case.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from flowtrain.config.run import RunConfig
 from flowtrain.training.checkpoint import load_backbone_state
 from flowtrain.types.plan import Degrees
-from tests.training.ranks import Job, TinyFamily, run_oracle, run_ranks
+from tests.training.ranks import Job, Outcome, TinyFamily, run_jobs_on_ranks, run_oracle, run_ranks
 from tests.training.test_parallel import CONFIG, FAMILY, INTERLEAVED, merged, oracle_of, shape, steps_for
 from tests.training.test_trainer import assert_equal_training
 
@@ -26,87 +26,104 @@ pytestmark = pytest.mark.processes
 STEP, MICROBATCH = {"gradient_reduction": "step"}, {"gradient_reduction": "microbatch"}
 FULL, GRADIENTS = {"sharding": "full"}, {"sharding": "gradients"}
 BY_TWO, BY_FOUR = ({"sharding": "hybrid", "hybrid_shard_size": size} for size in (2, 4))
+KEPT, OFFLOADED = {"activation_checkpointing": "none"}, {"activation_checkpointing": "offload"}
+SPLIT, WHOLE = {"sequence_parallel": True}, {"sequence_parallel": False}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Degrees, keys of ``backbone``, the model, and the seed of random action lists."""
+    """Keys of ``backbone``, the model, and the seed of random action lists, with a memory strategy for each action."""
 
-    degrees: Degrees
     backbone: dict[str, Any]
     family: TinyFamily = FAMILY
     seed: int | None = None
 
-    def __str__(self) -> str:
-        values = [shape(self.degrees), *map(str, self.backbone.values())]
-        return "-".join(values if self.seed is None else [*values, f"seed{self.seed}"])
+
+def every(*settings: list[dict[str, Any]]) -> list[Case]:
+    """A case for each combination."""
+    return [Case(dict(chain.from_iterable(map(dict.items, chosen)))) for chosen in product(*settings)]
 
 
 UNTIED, FROZEN = replace(FAMILY, tied=False), replace(FAMILY, freeze=("connector",))
-CASES = [
-    Case(Degrees(), MICROBATCH | FULL),
-    Case(Degrees(dp=2), MICROBATCH | FULL, seed=1),
-    Case(Degrees(dp=3), MICROBATCH | GRADIENTS),
-    Case(Degrees(pp=2), MICROBATCH | FULL | INTERLEAVED),
-    Case(Degrees(dp=2, pp=2), MICROBATCH | FULL, seed=2),
-    Case(Degrees(dp=2, pp=2), MICROBATCH | GRADIENTS | INTERLEAVED, seed=3),
-    Case(Degrees(dp=2, tp=2), MICROBATCH | FULL, UNTIED),
-    Case(Degrees(dp=4), STEP | BY_TWO, seed=4),
-    Case(Degrees(dp=4), MICROBATCH | BY_TWO, FROZEN, seed=5),
-    Case(Degrees(dp=4, pp=2), MICROBATCH | BY_TWO),
-    Case(Degrees(dp=4, pp=2), STEP | BY_TWO | INTERLEAVED, seed=6),
-    Case(Degrees(dp=4, tp=2), MICROBATCH | BY_TWO),
-    Case(Degrees(dp=4, tp=2), STEP | BY_TWO, UNTIED, seed=7),
-    Case(Degrees(dp=2, pp=2, tp=2), MICROBATCH | FULL, seed=8),
-    Case(Degrees(dp=8), MICROBATCH | BY_FOUR),
-]
+REDUCTIONS, SHARDINGS, KEPT_OR_NOT = [STEP, MICROBATCH], [FULL, GRADIENTS, BY_TWO], [KEPT, OFFLOADED]
+RUNS = {
+    Degrees(dp=4, tp=2): [
+        *every(REDUCTIONS, SHARDINGS, KEPT_OR_NOT, [SPLIT, WHOLE]),
+        Case(STEP | BY_TWO, UNTIED, seed=1),
+    ],
+    Degrees(dp=4, pp=2): [
+        *every(REDUCTIONS, SHARDINGS, KEPT_OR_NOT),
+        Case(STEP | BY_TWO | INTERLEAVED, seed=2),
+        Case(MICROBATCH | BY_TWO | INTERLEAVED, UNTIED, seed=3),
+    ],
+    Degrees(dp=2, pp=2, tp=2): [
+        Case(MICROBATCH | FULL, seed=4),
+        Case(MICROBATCH | GRADIENTS | WHOLE | INTERLEAVED, UNTIED, seed=5),
+        Case(STEP | FULL | OFFLOADED | INTERLEAVED, FROZEN),
+    ],
+    Degrees(dp=8): [Case(MICROBATCH | BY_FOUR), Case(STEP | BY_TWO, seed=6)],
+    Degrees(dp=3): [Case(MICROBATCH | FULL, FROZEN, seed=7)],
+    Degrees(pp=2): [Case(MICROBATCH | FULL | INTERLEAVED)],
+    Degrees(): [Case(MICROBATCH | FULL, seed=8)],
+}
 
 
 def config_with(backbone: dict[str, Any], config: RunConfig = CONFIG) -> RunConfig:
     return config.model_copy(update={"backbone": config.backbone.model_copy(update=backbone)})
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_settings_equal_a_plain_loop(case: Case) -> None:
-    job = Job(config_with(case.backbone), steps_for(case.degrees.dp), case.family, schedule_seed=case.seed)
-    assert_equal_training(merged(run_ranks(case.degrees, job)), oracle_of(case.family), 1e-4)
+def two_steps(dp_size: int) -> tuple[Any, ...]:
+    """One of several microbatches on each rank, weightless ones among them, and one of fewer."""
+    steps = steps_for(dp_size)
+    return steps[2], steps[0]
 
 
-@pytest.mark.parametrize("backbone", [MICROBATCH | FULL, MICROBATCH | BY_TWO, STEP | BY_TWO], ids=shape)
-def test_rejected_samples_and_an_evaluation_change_nothing(backbone: dict[str, Any]) -> None:
+@cache
+def oracle_of_two_steps(family: TinyFamily) -> Outcome:
+    return run_oracle(Job(CONFIG, two_steps(1), family))
+
+
+@pytest.mark.parametrize("degrees", RUNS, ids=shape)
+def test_settings_equal_a_plain_loop(degrees: Degrees) -> None:
+    cases, steps = RUNS[degrees], two_steps(degrees.dp)
+    jobs = [Job(config_with(case.backbone), steps, case.family, schedule_seed=case.seed) for case in cases]
+    for case, outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
+        try:
+            assert_equal_training(merged(outcomes), oracle_of_two_steps(case.family), 1e-4)
+        except AssertionError as error:
+            raise AssertionError(f"under {case}") from error
+
+
+def test_rejected_samples_and_an_evaluation_change_nothing() -> None:
     """The correction for rejected samples comes after the sums; an evaluation does not touch what was summed."""
-    steps, rejected = steps_for(4), frozenset({0, 2, 9, 13})
-    job = Job(config_with(backbone), steps, FAMILY, rejected=rejected, eval_slots=steps[0])
-    whole = merged(run_ranks(4, job))
-    oracle = run_oracle(Job(CONFIG, (*steps_for(1), steps_for(1)[0]), FAMILY, rejected=rejected))
-    assert whole.results.pop().loss == pytest.approx(oracle.results.pop().loss, rel=1e-5)
-    oracle.gradients.pop()
-    oracle.weights = run_oracle(Job(CONFIG, steps_for(1), FAMILY, rejected=rejected)).weights
-    assert_equal_training(whole, oracle, 1e-4)
+    steps, rejected = two_steps(4), frozenset({0, 2, 10, 13})
+    settings = (MICROBATCH | FULL, MICROBATCH | BY_TWO, STEP | BY_TWO)
+    jobs = [Job(config_with(each), steps, FAMILY, rejected=rejected, eval_slots=steps[0]) for each in settings]
+    longer = run_oracle(Job(CONFIG, (*two_steps(1), two_steps(1)[0]), FAMILY, rejected=rejected))
+    oracle = run_oracle(Job(CONFIG, two_steps(1), FAMILY, rejected=rejected))
+    for outcomes in run_jobs_on_ranks(4, jobs):
+        whole = merged(outcomes)
+        assert whole.results.pop().loss == pytest.approx(longer.results[-1].loss, rel=1e-5)
+        assert_equal_training(whole, oracle, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("backbone", "reduces_each", "all_reduces"),
-    [
-        (STEP | FULL, False, False),
-        (MICROBATCH | FULL, True, False),
-        (STEP | BY_TWO, False, True),
-        (MICROBATCH | BY_TWO, True, True),
-    ],
-    ids=str,
-)
-def test_sums_over_ranks_are_as_many_as_the_settings_say(
-    backbone: dict[str, Any], reduces_each: bool, all_reduces: bool
-) -> None:
-    steps, num_groups = steps_for(4), FAMILY.num_layers + 1  # FSDP's: the layers and the root
-    num_microbatches = sum(map(len, steps))
-    assert num_microbatches > len(steps)
-    expected = Counter({"_reduce_scatter_base_": num_groups * (num_microbatches if reduces_each else len(steps))})
-    if all_reduces:
-        expected["allreduce_"] = num_groups * len(steps)
-    for outcome in run_ranks(4, Job(config_with(backbone), steps, FAMILY, counts_collectives=True)):
-        del outcome.collectives["_allgather_base_"]
-        assert outcome.collectives == expected
+def test_sums_over_ranks_are_as_many_as_the_settings_say() -> None:
+    """Gradients stay sharded between microbatches only if each of them is reduced."""
+    steps, num_groups = two_steps(4), FAMILY.num_layers + 1  # FSDP's: the layers and the root
+    num_steps, num_microbatches = len(steps), sum(map(len, steps))
+    assert num_microbatches > num_steps
+    expected = [
+        (STEP | FULL, num_steps, 0),
+        (MICROBATCH | FULL, num_microbatches, 0),
+        (STEP | BY_TWO, num_steps, num_steps),
+        (MICROBATCH | BY_TWO, num_microbatches, num_steps),
+    ]
+    jobs = [Job(config_with(backbone), steps, FAMILY, counts_operators=True) for backbone, _, _ in expected]
+    for (_, scattered, summed), outcomes in zip(expected, run_jobs_on_ranks(4, jobs), strict=True):
+        for outcome in outcomes:
+            assert outcome.operators["c10d::_reduce_scatter_base_"] == num_groups * scattered
+            # Each step also sums its totals and the gradients' norm.
+            assert outcome.operators["c10d::allreduce_"] == num_groups * summed + 2 * num_steps
 
 
 @pytest.mark.parametrize(
@@ -116,7 +133,7 @@ def test_sums_over_ranks_are_as_many_as_the_settings_say(
         (Degrees(dp=2, pp=2), GRADIENTS, Degrees(dp=4), BY_TWO),
         (Degrees(dp=4, tp=2), BY_TWO, Degrees(dp=4, pp=2), BY_TWO | MICROBATCH),
     ],
-    ids=shape,
+    ids=lambda value: shape(value) if isinstance(value, Degrees) else "-".join(map(str, value.values())),
 )
 def test_a_checkpoint_resumes_under_other_sharding(
     tmp_path: Path, saved: Degrees, before: dict[str, Any], resumed: Degrees, after: dict[str, Any]
@@ -130,13 +147,11 @@ def test_a_checkpoint_resumes_under_other_sharding(
 
 
 def test_replicas_of_a_shard_are_saved_once(tmp_path: Path) -> None:
-    nbytes = {}
-    for name, backbone in (("full", FULL), ("hybrid", BY_TWO)):
-        run_ranks(4, Job(config_with(backbone), steps_for(4)[:1], FAMILY, save_to=tmp_path / name))
-        nbytes[name] = sum(file.stat().st_size for file in (tmp_path / name).glob("*.distcp"))
-    # A shard's file entry has about a kilobyte of its own, and hybrid shards are half as many.
-    weights = load_backbone_state(tmp_path / "hybrid")
-    state_nbytes = 3 * sum(weight.nbytes for weight in {id(w): w for w in weights.values()}.values())
-    assert state_nbytes < nbytes["hybrid"] < nbytes["full"] < 2 * state_nbytes + 10**6
-    oracle = run_oracle(Job(CONFIG, steps_for(1)[:1], FAMILY)).weights
+    settings, steps = {"full": FULL, "hybrid": BY_TWO}, two_steps(4)
+    jobs = [Job(config_with(each), steps, FAMILY, save_to=tmp_path / name) for name, each in settings.items()]
+    run_jobs_on_ranks(4, jobs)
+    full, hybrid = (sum(file.stat().st_size for file in (tmp_path / name).glob("*.distcp")) for name in settings)
+    weights, oracle = load_backbone_state(tmp_path / "hybrid"), oracle_of_two_steps(FAMILY).weights
     assert all(np.allclose(weights[name].numpy(), oracle[name], rtol=1e-4, atol=1e-6) for name in oracle)
+    state_nbytes = 3 * sum(value.nbytes for value in oracle.values())  # a weight has two moments
+    assert state_nbytes < hybrid < full, "hybrid shards are fewer; each has some bytes of its own"

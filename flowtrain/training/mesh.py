@@ -49,7 +49,7 @@ class BackboneGroup:
     @property
     def shard_size(self) -> int:
         """Data parallel ranks that share one set of shards."""
-        return self.dp_mesh.size(-1)
+        return int(self.dp_mesh.shape[-1])
 
     @property
     def world_size(self) -> int:

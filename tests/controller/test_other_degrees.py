@@ -43,7 +43,7 @@ def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[ResumePoin
 
 def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     assert start_of(config, None)[0] == ResumePoint()
-    assert "has no complete checkpoint" in caplog.text
+    assert "has no usable checkpoint" in caplog.text
 
 
 def meta_of(**changes: object) -> CheckpointMeta:

@@ -63,8 +63,10 @@ RUNS = {
     ],
     Degrees(dp=8): [Case(MICROBATCH | BY_FOUR), Case(STEP | BY_TWO, seed=6)],
     Degrees(dp=3): [Case(MICROBATCH | FULL, FROZEN, seed=7)],
-    Degrees(pp=2): [Case(MICROBATCH | FULL | INTERLEAVED)],
-    Degrees(): [Case(MICROBATCH | FULL, seed=8)],
+    Degrees(pp=2, tp=2): [Case(MICROBATCH | WHOLE, seed=8), Case(STEP | OFFLOADED | INTERLEAVED, UNTIED)],
+    Degrees(tp=4): [Case(MICROBATCH | OFFLOADED)],
+    Degrees(pp=2): [Case(MICROBATCH | OFFLOADED | INTERLEAVED)],
+    Degrees(): [Case(MICROBATCH, seed=9)],
 }
 
 

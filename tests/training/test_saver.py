@@ -277,7 +277,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
         assert all(path.name.startswith("step-") for path in checkpoints.iterdir())
 
 
-# --- frozen modules ----------------------------------------------------------------------------------------------------
+# --- frozen modules ------------------------------------------------------------------------------------------------
 
 
 FROZEN = make_config(model={"freeze": ["backbone"]})

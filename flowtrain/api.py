@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
     from flowtrain.controller.dataset.report import DataReport
     from flowtrain.controller.dataset.show import ShownSample
-    from flowtrain.controller.doctor import DoctorReport
+    from flowtrain.controller.doctor.report import DoctorReport
     from flowtrain.controller.dry_run import DryRunReport
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning.report import PlanReport
@@ -231,13 +231,15 @@ def data_show(
     return show_rows(resolved, rows, source, evaluation, None if save_images is None else Path(save_images))
 
 
-def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
-    """Return what the cluster has for a run, its measured transports, and whether the run's pool fits; trains nothing.
+def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike | None = None) -> DoctorReport:
+    """Return what the cluster has for a run, its measured transports, and whether the run can start; trains nothing.
+
+    plan: sets degrees and resources, as in ``train``.
 
     Raises ConfigError or DataError if the run could not work anywhere, ResourceError if no cluster answers.
     """
-    resolved = resolve(config, overrides)
-    from flowtrain.controller.doctor import examine
+    resolved = resolve(config, overrides, plan=plan)
+    from flowtrain.controller.doctor.examine import examine
 
     return examine(resolved)
 

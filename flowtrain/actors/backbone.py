@@ -24,17 +24,19 @@ from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
-from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.families.registry import unchecked_family
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import build_batch
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
+from flowtrain.training.health import TrainingHealth, Verdict
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
+from flowtrain.training.reduction import decide_reduction, with_reduction
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
-from flowtrain.types.plan import Degrees, DevicePeak, StepPlan, UnitKind
+from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
 
 T = TypeVar("T")
 
@@ -66,6 +68,7 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
+        self._is_checkpoint_due = False
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -78,16 +81,19 @@ class BackboneRank:
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
-    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
-        """Join the group, build the model, load a checkpoint; returns the peak of this rank's device.
+    def start(
+        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+    ) -> RankStart:
+        """Join the group, build the model, load a checkpoint.
 
+        shard_size: data parallel ranks that share one set of shards; None: all.
         eval_every: steps between evaluation rounds; None: there are none. A checkpoint that is due waits for the round.
         """
         # The pool's views are read-only on purpose; they are only copied from.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._eval_every = eval_every
         device = default_device(self._config.model.device)
-        self._family = family_from_config(self._config)
+        self._family = unchecked_family(self._config)
         limits = self._config.limits
         self._group = init_backbone_group(
             self._rank,
@@ -96,12 +102,16 @@ class BackboneRank:
             host=host,
             port=port,
             listener=self._listener,
-            start_timeout_s=limits.start_timeout_s,
-            # Ranks that wait for a starved rank must not give up before it reports what it waits for.
-            collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
+            shard_size=shard_size,
+            start_timeout_s=limits.start_limit_s,
+            # Ranks that wait for a starved rank must not give up before it reports what it waits for, nor before a
+            # rank that still reads its state.
+            collective_timeout_s=max(limits.stall_timeout_s, limits.start_limit_s) + COLLECTIVE_MARGIN_S,
         )
+        reduction = decide_reduction(self._config, self._family, self._group)
+        self._config = with_reduction(self._config, reduction.name)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
-        return device_peak(device, self._dtype)
+        return RankStart(device_peak(device, self._dtype), reduction)
 
     def make_trainer(self, checkpoint: Path | None) -> Trainer:
         """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""
@@ -135,6 +145,7 @@ class BackboneRank:
             )
         self._link = link
         self._saver = self._make_saver(first_step)
+        self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
         device = self._group.device
         member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
@@ -146,6 +157,7 @@ class BackboneRank:
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
             prefetcher.close()
+            self._health.check_end(step)
             self._last_checkpoint(step, checkpoint_dir)
         finally:
             prefetcher.close()
@@ -198,10 +210,15 @@ class BackboneRank:
             partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
-        self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
-        if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
+        verdict = self._health.after_step(step, result) if is_training else Verdict()
+        self._report(plan, result, started, clock.times() if clock is not None else (), verdict.rewound_to)
+        self._health.raise_together(verdict.error)
+        self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
+        is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
+        if is_its_turn and self._health.may_save(step):
             self._checkpoint(step, checkpoint_dir)
+            self._is_checkpoint_due = False
         return step
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
@@ -226,7 +243,14 @@ class BackboneRank:
         self._starved_s += time.monotonic() - started
         return item
 
-    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
+    def _report(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        started: float,
+        microbatch_s: tuple[float, ...],
+        rewound_to: int | None,
+    ) -> None:
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -243,6 +267,7 @@ class BackboneRank:
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
             microbatch_s=microbatch_s,
+            rewound_to=rewound_to,
         )
         self._starved_s = self._fetch_s = 0.0
         self._link.ask(CoordinatorApi.finish, (report,), self._spans.take())
@@ -268,6 +293,11 @@ class BackboneRank:
             f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
             "there, then go on from the checkpoint before with --resume"
         )
+
+    def _wait_saved(self) -> int:
+        """Wait for the checkpoint that is being written; returns the step of the last one that was."""
+        self._saver.wait()
+        return self._saver.step
 
     def _make_saver(self, first_step: int) -> CheckpointSaver:
         setting, trainer = self._config.checkpoint.background, self.trainer

@@ -35,6 +35,8 @@ class Committer:
         self._files = files
         self._recorder = recorder
         self._costs = costs
+        self.gradient_reduction: str | None = None
+        """As the ranks decided it; None until they have."""
         self._note = note
         self._cost_file = Diagnostic(files.cost_profile.name, retries=True)
         self._incomplete: CheckpointWritten | None = None
@@ -99,4 +101,5 @@ class Committer:
             num_chunks=self._config.backbone.chunks_per_rank,
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
+            gradient_reduction=self.gradient_reduction,
         )

@@ -176,6 +176,10 @@ class Recorder:
         self._audit.attempt(self._metrics, self._metrics.write, metrics)
         self.last = metrics
         self.last_eval_loss = eval_loss if eval_loss is not None else self.last_eval_loss
+        if metrics.rewound_to is not None:
+            self._display.note(
+                f"step {metrics.step}: weights and optimizer went back to the checkpoint of step {metrics.rewound_to}"
+            )
         self._display.update(ProgressState(metrics, self._held_bound_nbytes, self._num_encoders))
         if self._sink is not None:
             self._shown_by_ray.attempt(self._sink, metrics)

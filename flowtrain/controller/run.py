@@ -20,13 +20,20 @@ from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
+from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import ResumePoint, changed_since, check_goes_on, find_resume_point
+from flowtrain.controller.resume import (
+    ResumePoint,
+    changed_since,
+    check_goes_on,
+    find_resume_point,
+    other_reduction,
+)
 from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
@@ -37,6 +44,7 @@ from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, 
 from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
+from flowtrain.types.plan import GradientReduction
 
 
 def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses | None = None) -> RunSummary:
@@ -74,6 +82,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         files = open_run_dir(config, resume)
         files.write_plan(asdict(run_spec.plan))
         start = find_resume_point(files, run_spec, changed) if resume else ResumePoint()
+        run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None)
         display.expect(run_spec.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes a while
         has_device = any(spec.plan.num_devices for spec in specs)
@@ -101,6 +110,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stopped=stopped and step < run_spec.num_steps,
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
+        num_skipped=recorder.num_skipped,
     )
 
 
@@ -133,6 +143,11 @@ class Controller:
         # Again, since Ray has replaced the handler of SIGTERM by its own.
         with stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
+                return True
+            resumes = self._start.checkpoint is not None
+            try:
+                fetch_weights(self._config, group, resumes, self._display.phase, self._stop)
+            except StopRequested:
                 return True
             self._display.phase("starting actors, which load their models")
             make_flow = partial(start_flow, self._config, self._run_spec.model_spec, self._flow_settings())
@@ -172,16 +187,26 @@ class Controller:
         for name, role in actors.roles.items():
             if role in (Role.FEEDER, Role.ENCODER):
                 actors.run(name)
-        deadline_s = time.monotonic() + self._config.limits.start_timeout_s
+        deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        peak = self._recorder.peak = worker_group.start_backbone(actors, checkpoint, self._run_spec.eval_every, results)
+        settings, eval_every = self._config.backbone, self._run_spec.eval_every
+        started = worker_group.start_backbone(actors, settings, checkpoint, eval_every, results)
+        peak = self._recorder.peak = started.peak
         self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
+        self._note_reduction(started.reduction)
         self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
         unit = first_unit(self._flow_settings())
         for name in actors.of_role(Role.BACKBONE):
             actors.run(name, unit, self._start.step, str(self._files.checkpoints))
+
+    def _note_reduction(self, reduction: GradientReduction) -> None:
+        self._display.note(f"gradient_reduction: {reduction.name} ({reduction.reason})")
+        self._committer.gradient_reduction = reduction.name
+        is_auto = self._config.backbone.gradient_reduction == "auto"
+        if is_auto and (line := other_reduction(self._start, reduction)) is not None:
+            self._display.note(line)
 
     def _flow_settings(self) -> FlowSettings:
         settings = first_flow_settings(self._run_spec)

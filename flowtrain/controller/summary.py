@@ -21,7 +21,8 @@ class RunSummary:
     """How a run ended.
 
     step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
-    fitted to this run's microbatches, None if too few were measured.
+    fitted to this run's microbatches, None if too few were measured. num_skipped: steps that made no update, since they
+    were not finite.
     """
 
     directory: Path
@@ -34,6 +35,7 @@ class RunSummary:
     stopped: bool
     duration_s: float
     cost_r2: float | None = None
+    num_skipped: int = 0
 
 
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:
@@ -61,4 +63,5 @@ def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> Run
         checkpoint=checkpoint,
         stopped=False,
         duration_s=time.monotonic() - started,
+        num_skipped=steps[-1].get("skipped_steps", 0) if steps else 0,
     )

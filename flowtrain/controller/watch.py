@@ -72,7 +72,8 @@ class Watcher:
             if pending and time.monotonic() > deadline_s:
                 raise StallError(
                     f"{what}: {', '.join(sorted(pending.values()))} did not answer within limits.start_timeout_s "
-                    f"({self._limits.start_timeout_s:g} s); their logs show how far they got"
+                    f"({self._limits.start_limit_s:.0f} s); their logs show how far they got; raise it where storage "
+                    "is slow"
                 )
         return ray.get(list(calls.values()))
 

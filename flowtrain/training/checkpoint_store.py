@@ -41,7 +41,8 @@ _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
 class CheckpointMeta:
     """Contents of ``meta.json``.
 
-    A resume is exact to the bit only with the same degrees, ``num_chunks``, ``num_threads`` and ``torch_version``.
+    A resume is exact to the bit only with the same degrees, ``num_chunks``, ``gradient_reduction``, ``num_threads`` and
+    ``torch_version``.
     """
 
     step: int
@@ -57,6 +58,8 @@ class CheckpointMeta:
     tp_size: int = 1
     num_chunks: int = 1
     """Slices of the layers on each pipeline rank."""
+    gradient_reduction: str | None = None
+    """``microbatch`` or ``step``, as the ranks decided; None in older checkpoints, which summed once a step."""
     files: dict[str, FileSum] = field(default_factory=dict)
     """Size and checksum of every other file by its name; `commit` fills it in."""
     schema: int = CHECKPOINT_SCHEMA
@@ -68,6 +71,11 @@ def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
     nonce: the same on all ranks, new in every run.
     """
     return checkpoints / f"{_TEMPORARY_PREFIX}{_name(step)}-{nonce}"
+
+
+def final_directory(checkpoints: Path, step: int) -> Path:
+    """Directory of the complete checkpoint of ``step``, whether it is there or not."""
+    return checkpoints / _name(step)
 
 
 def probe_directory(checkpoints: Path, nonce: str) -> Path:

@@ -26,6 +26,7 @@ from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
 from flowtrain.training.frozen import describe_frozen
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.nonfinite import state_is_finite
 from flowtrain.training.optimizer import (
     build_optimizer,
     clip_factor,
@@ -56,6 +57,11 @@ class StepResult:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite; a training step that is not makes no update."""
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
 
 
 class Trainer:
@@ -98,6 +104,7 @@ class Trainer:
             group,
             hidden_size=next(iter(self.model.stages.values())).language_model.config.hidden_size,
             dtype=getattr(torch, config.model.dtype),
+            reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
             record=record,
         )
@@ -143,7 +150,8 @@ class Trainer:
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
         grad_norm = 0.0
         if actual:
-            grad_norm = self._update(planned_denominator(plan, self.config.loss_normalization) / actual, factor)
+            correction = planned_denominator(plan, self.config.loss_normalization) / actual
+            grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
         else:
             logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -152,8 +160,8 @@ class Trainer:
             self.stages.record("optimizer", start_s, time.time())
         return _result(totals, actual, grad_norm, self.config.learning_rate * factor)
 
-    def _update(self, correction: float, lr_factor: float) -> float:
-        """One optimizer step; returns the norm of the gradients before clipping."""
+    def _update(self, correction: float, lr_factor: float, loss_is_finite: bool) -> float:
+        """One optimizer step, if loss and gradients are finite; returns the norm of the gradients before clipping."""
         self._tied.sum_gradients()
         gradients = gradients_of(self.optimizer)
         if correction != 1.0:
@@ -161,9 +169,8 @@ class Trainer:
         if self._before_optimizer is not None:
             self._before_optimizer(self.model)
         norm = self._gradient_norm()
-        if not math.isfinite(norm):
-            logger.warning("the norm of the gradients is %s: this step makes no update, the weights stay", norm)
-            return norm
+        if not (loss_is_finite and math.isfinite(norm)):
+            return norm  # see training/health.py
         if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:
             scale_gradients(gradients, clip)
         set_learning_rate(self.optimizer, lr_factor)
@@ -180,6 +187,10 @@ class Trainer:
         total = torch.tensor([sum_of_squares(counted)], dtype=torch.float64)
         dist.all_reduce(total, group=self.group.process_group)
         return float(total.sqrt())
+
+    def state_is_finite(self) -> bool:
+        """Whether the trained weights and their optimizer state are finite on all ranks; collective."""
+        return state_is_finite(self.optimizer, self.group)
 
     def snapshot(self, buffers: HostBuffers | None) -> Snapshot:
         """Take this rank's state; copied into ``buffers``, where they are given."""

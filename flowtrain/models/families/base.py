@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.memory import DTYPE_NBYTES
+from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.models.export import MAX_SHARD_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types.samples import ImageLayout
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Family(ABC):
     """Splits an HF vision-language model into encoders, connector and backbone, and joins them again.
 
-    An adapter is cheap to build: ``from_config`` reads HF configurations, the tokenizer and the image processor's
-    settings, never weights. Every process builds its own and loads only its module.
+    An adapter is cheap to build: it reads HF configurations, never weights. Tokenizer and image processor are read when
+    they are first used, so a process opens only what its module needs; ``check`` reads both.
     """
 
     name: ClassVar[str]
@@ -47,10 +47,9 @@ class Family(ABC):
         self.config = config
         self.encoder_names = tuple(config.encoders)
 
-    @classmethod
-    def from_config(cls, config: RunConfig) -> Self:
-        """Build the adapter; raises ConfigError if parts of the configuration do not fit together."""
-        return cls(config)
+    @abstractmethod
+    def check(self) -> None:
+        """Read tokenizer and image processor; raises ConfigError if parts of the configuration do not fit together."""
 
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
@@ -98,7 +97,7 @@ class Family(ABC):
 
     @abstractmethod
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise ConfigError, naming ``backbone.tensor_parallel_size``, if ``size`` ranks cannot share the layers."""
+        """Raise ConfigError, naming the key of ``backbone``, if ``size`` ranks cannot share the layers."""
 
     @abstractmethod
     def shallow(self, num_layers: int) -> Self:

@@ -23,7 +23,6 @@ from transformers import (
     LlavaProcessor,
     PreTrainedTokenizerBase,
 )
-from transformers.core_model_loading import revert_weight_conversion
 
 from flowtrain.errors import CheckpointError
 from flowtrain.models.initial_weights import LazyTensors
@@ -117,6 +116,7 @@ def write_export(
     weights: from ``joined_state``; each look-up may read the tensor. At most the tensors of one shard are in memory.
     Raises CheckpointError if weights of HF's class are missing.
     """
+    to.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         model = LlavaForConditionalGeneration._from_config(copy.deepcopy(llava_config), dtype=dtype)
     _write_weights(model, weights, to, dtype, max_shard_nbytes)
@@ -135,31 +135,20 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_nbytes: int,
 ) -> None:
-    """Write the weights of HF's class. model: on ``meta``, in the type that is written."""
+    """Write the weights under the names of HF's class in memory. model: on ``meta``, in the type that is written."""
     on_meta = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         on_meta.pop("lm_head.weight", None)
     if missing := sorted(on_meta.keys() - weights.keys()):
         raise CheckpointError(f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]!r} first")
-    names = _stored_names(model, on_meta)
-    stored = {names[name]: tensor for name, tensor in on_meta.items()}
-    plan = split_torch_state_dict_into_shards(stored, filename_pattern=_PATTERN, max_shard_size=max_shard_nbytes)
-    own_names = {stored_as: name for name, stored_as in names.items()}
-    for file, keys in plan.filename_to_tensors.items():
-        shard = {key: weights[own_names[key]].to(dtype).contiguous() for key in keys}
+    plan = split_torch_state_dict_into_shards(on_meta, filename_pattern=_PATTERN, max_shard_size=max_shard_nbytes)
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: weights[name].to(dtype).contiguous() for name in names}
         save_file(shard, to / file, metadata={"format": "pt"})
         del shard  # before the next one is read
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (to / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _stored_names(model: LlavaForConditionalGeneration, on_meta: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names under which HF stores the weights of its class; those in memory if HF would store other tensors."""
-    stored_as = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(on_meta)).items()}
-    if any(id(tensor) not in stored_as for tensor in on_meta.values()):
-        return {name: name for name in on_meta}
-    return {name: stored_as[id(tensor)] for name, tensor in on_meta.items()}
 
 
 def _give_one_mode(directory: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_corrupt_file_is_named_with_both_sums_and_the_one_before_is_used(tmp_p
     flip(second / "shard", 5)
     assert store.latest_complete(tmp_path) == second, "its sizes are right"
     assert next(store.intact_newest_first(tmp_path)) == first
-    assert "step-00000002 is corrupt and is not used: shard has CRC-32 4fafd2ae where ff41d912" in caplog.text
+    assert "step-00000002 is corrupt and is not used: shard has CRC-32 c70c9ff2 where ff41d912" in caplog.text
     assert second.exists()
     assert next(store.intact_newest_first(tmp_path, set_aside=True)) == first
     assert [path.name[:21] for path in tmp_path.iterdir() if path != first] == ["corrupt-step-00000002"]

@@ -231,10 +231,10 @@ def export(
         run_path = _find_run(run)
         from transformers.utils import logging as transformers_logging
 
-        from flowtrain.controller.export import export_run
+        from flowtrain import api
 
         transformers_logging.disable_progress_bar()
-        exported = export_run(run_path, to, dtype)
+        exported = api.export(run_path, to, dtype=dtype)
         later = "; the run is still training: export again for later steps" if exported.is_training else ""
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 

@@ -28,7 +28,7 @@ from flowtrain.training.checkpoint_format import (
     random_state_file,
 )
 from flowtrain.training.chunks import ModelChunks
-from flowtrain.training.frozen import check_frozen, describe_frozen
+from flowtrain.training.frozen import check_frozen, describe_frozen, frozen_parts
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.snapshot import model_state, optimizer_state
 
@@ -53,7 +53,7 @@ def load(
     except (OSError, dcp.CheckpointException) as error:
         raise CheckpointError(f"checkpoint {directory} could not be read by rank {group.rank}: {error}") from error
     if stored := stored_frozen(directory):
-        check_frozen(stored, describe_frozen(model, config, group), directory)
+        check_frozen(stored, describe_frozen(frozen_parts(model), config, group), directory)
     _read_random_state(directory, group)
 
 

@@ -296,7 +296,10 @@ def test_a_frozen_module_is_named_by_origin_and_digest_at_any_degrees(tmp_path):
         found.append(checkpoint.stored_frozen(directory))
         assert {key.split(".")[0] for key in checkpoint.load_backbone_state(directory)} == {"connector"}
     assert found[0]["backbone"]["origin"] == "backbone.path unused" and len(found[0]["backbone"]["digest"]) == 16
-    assert found == [found[0]] * 4
+    beside = checkpoint_store.temporary_directory(tmp_path / "e", 1, "nonce")
+    run_ranks(2, Job(FROZEN, STEPS_DP2, TinyFamily(freeze=("backbone",)), save_to=beside, save_after=1))
+    found.append(checkpoint.stored_frozen(beside))
+    assert found == [found[0]] * 5
 
 
 def test_a_resume_takes_frozen_weights_from_their_origin_and_compares_them(tmp_path, group):

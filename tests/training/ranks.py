@@ -29,6 +29,7 @@ from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
@@ -61,6 +62,7 @@ class TinyFamily:
     num_heads: int = 2
     num_kv_heads: int = 1
     compile_with: str | None = None
+    seed: int = 11
 
     def backbone_skeleton(self) -> Backbone:
         with torch.device("meta"):
@@ -73,7 +75,7 @@ class TinyFamily:
         return BuiltWeights(self.load_backbone)
 
     def load_backbone(self) -> Backbone:
-        torch.manual_seed(11)
+        torch.manual_seed(self.seed)
         config = Qwen3Config(
             vocab_size=VOCAB,
             hidden_size=self.hidden_size,
@@ -143,6 +145,7 @@ class Job:
     """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
 
     schedule_seed: run random legal action lists instead of those that the trainer gives.
+    save_after: the step after which ``save_to`` is written, beside the later ones; None: after all.
     """
 
     config: RunConfig
@@ -153,6 +156,7 @@ class Job:
     eval_slots: Slots | None = None
     load_from: Path | None = None
     save_to: Path | None = None
+    save_after: int | None = None
     schedule_seed: int | None = None
     counts_collectives: bool = False
 
@@ -192,13 +196,31 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
     counting = CountingCollectives(outcome.collectives) if job.counts_collectives else None
     for step, slots in enumerate(job.steps, start=job.first_step):
         outcome.results.append(_run_unit(trainer, job, make_plan(slots, step), counting))
+        if step == job.save_after:
+            assert job.save_to is not None
+            saver = _saver(trainer)
+            saver.save(step, job.save_to)
     if job.eval_slots is not None:
         outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
     outcome.weights = _full(trainer.model, gradients=False)
-    if job.save_to is not None:
+    if job.save_after is not None:
+        assert saver.wait() is None
+    elif job.save_to is not None:
         trainer.save_checkpoint(job.save_to)
     group.close()
     return outcome
+
+
+def _saver(trainer: Trainer) -> CheckpointSaver:
+    return CheckpointSaver(
+        trainer.group,
+        trainer.snapshot,
+        trainer.write_snapshot,
+        lambda step, directory, problem: None,
+        lambda *args, **kwargs: None,
+        background=True,
+        saved_step=0,
+    )
 
 
 class CountingCollectives(TorchDispatchMode):
@@ -263,7 +285,7 @@ def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
+def run_ranks(degrees: Degrees | int, job: Any, body: Callable[..., Any] = run_job) -> list[Any]:
     """Run a job in fresh processes; outcomes by rank. A number means that many data parallel ranks."""
     degrees = Degrees(dp=degrees) if isinstance(degrees, int) else degrees
     world_size = degrees.world_size
@@ -274,7 +296,7 @@ def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
     processes, ends = [], []
     for rank in range(world_size):
         end, other_end = context.Pipe(duplex=False)
-        arguments = (run_job, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
+        arguments = (body, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
         processes.append(context.Process(target=_send_result, args=(other_end, *arguments)))
         processes[-1].start()
         other_end.close()
@@ -291,10 +313,9 @@ def _send_result(end: Connection, function: Callable[..., Any], *arguments: Any)
     end.send(function(*arguments))
 
 
-def _receive(end: Connection, rank: int) -> Outcome:
+def _receive(end: Connection, rank: int) -> Any:
     try:
-        outcome: Outcome = end.recv()
-        return outcome
+        return end.recv()
     except EOFError as error:
         raise AssertionError(f"rank {rank} died; its traceback is above") from error
 

@@ -66,8 +66,8 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         ),
         (
             ["pool.max_processes=6", "backbone.data_parallel_size=4", "data.num_feeders=2"],
-            "pool.max_processes (6) is less than the 7 processes of the pool (backbone ranks, encoders, feeders); raise "
-            "it to at least pool.processes_per_node times the number of nodes",
+            "pool.max_processes (6) is less than the 7 processes of the pool (backbone ranks, encoders, feeders); "
+            "raise it to at least pool.processes_per_node times the number of nodes",
         ),
         (
             ["data.sources=[{path: train.parquet, name: a}, {path: train.parquet, name: a}]"],

@@ -26,8 +26,8 @@ from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.costs.cluster import Cluster, data_sheet_device_type
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.roofline import Roofline
+from flowtrain.costs.training_setup import TrainingSetup
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_DEVICES = (64, 256, 1024, 16384)

@@ -25,7 +25,8 @@ from shared.device_profile import profile_step
 from shared.memory_trace import held_by, peak_above_now
 
 from flowtrain.costs.flops import backbone_training_flops
-from flowtrain.costs.memory import Chunk, MicrobatchSize, StepMemory, TrainingSetup, predict_step_memory
+from flowtrain.costs.memory import StepMemory, predict_step_memory
+from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.models.attention import resolve_attention
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.peak import device_peak

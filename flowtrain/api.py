@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.profiling import ProfileReport
-    from flowtrain.controller.run import RunSummary
+    from flowtrain.controller.summary import RunSummary
 
 ConfigLike = RunConfig | str | PathLike[str]
 PlanLike = Plan | str | PathLike[str]

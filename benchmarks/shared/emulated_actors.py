@@ -205,6 +205,10 @@ class EmulatedTrainer:
         self.stages.device.compute(self._times.profile.steps.step_s)
         return StepResult(0.0, 0.0, 0.0, plan.num_samples, plan.num_tokens, plan.num_target_tokens)
 
+    def state_is_finite(self) -> bool:
+        """Nothing can diverge: there are no weights."""
+        return True
+
     def save_checkpoint(self, directory: object) -> None:
         """Do nothing: there are no weights."""
 

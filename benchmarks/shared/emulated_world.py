@@ -25,10 +25,10 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.costs.cluster import Cluster, DeviceType, Links
 from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts
 from flowtrain.costs.profiled_times import ProfileTimes
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]

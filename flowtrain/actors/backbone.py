@@ -19,7 +19,7 @@ from flowtrain.actors.prefetch import Fetched, Prefetcher
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
@@ -29,11 +29,14 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import build_batch
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
+from flowtrain.training.health import TrainingHealth, Verdict
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
+from flowtrain.training.reduction import decide_reduction, with_reduction
+from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
-from flowtrain.types.plan import Degrees, DevicePeak, StepPlan, UnitKind
+from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
 
 T = TypeVar("T")
 
@@ -65,7 +68,7 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
-        self._saved_step = 0
+        self._is_checkpoint_due = False
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -78,9 +81,12 @@ class BackboneRank:
         self._listener = open_listener(host)
         return int(self._listener.getsockname()[1])
 
-    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
-        """Join the group, build the model, load a checkpoint; returns the peak of this rank's device.
+    def start(
+        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+    ) -> RankStart:
+        """Join the group, build the model, load a checkpoint.
 
+        shard_size: data parallel ranks that share one set of shards; None: all.
         eval_every: steps between evaluation rounds; None: there are none. A checkpoint that is due waits for the round.
         """
         # The pool's views are read-only on purpose; they are only copied from.
@@ -96,13 +102,16 @@ class BackboneRank:
             host=host,
             port=port,
             listener=self._listener,
+            shard_size=shard_size,
             start_timeout_s=limits.start_limit_s,
             # Ranks that wait for a starved rank must not give up before it reports what it waits for, nor before a
             # rank that still reads its state.
             collective_timeout_s=max(limits.stall_timeout_s, limits.start_limit_s) + COLLECTIVE_MARGIN_S,
         )
+        reduction = decide_reduction(self._config, self._family, self._group)
+        self._config = with_reduction(self._config, reduction.name)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
-        return device_peak(device, self._dtype)
+        return RankStart(device_peak(device, self._dtype), reduction)
 
     def make_trainer(self, checkpoint: Path | None) -> Trainer:
         """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""
@@ -135,7 +144,8 @@ class BackboneRank:
                 f"({self._config.runs_dir}) must lie on a file system that all nodes share"
             )
         self._link = link
-        self._saved_step = first_step
+        self._saver = self._make_saver(first_step)
+        self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
         device = self._group.device
         member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
@@ -147,7 +157,8 @@ class BackboneRank:
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
             prefetcher.close()
-            self._checkpoint(step, checkpoint_dir)
+            self._health.check_end(step)
+            self._last_checkpoint(step, checkpoint_dir)
         finally:
             prefetcher.close()
             member.pool.close()
@@ -169,7 +180,6 @@ class BackboneRank:
         )
         return Prefetcher(
             name=self._name,
-            rank=self._rank,
             dp_rank=self._dp_rank,
             link=self._link,
             pool=pool,
@@ -200,10 +210,15 @@ class BackboneRank:
             partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
-        self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
-        if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
+        verdict = self._health.after_step(step, result) if is_training else Verdict()
+        self._report(plan, result, started, clock.times() if clock is not None else (), verdict.rewound_to)
+        self._health.raise_together(verdict.error)
+        self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
+        is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
+        if is_its_turn and self._health.may_save(step):
             self._checkpoint(step, checkpoint_dir)
+            self._is_checkpoint_due = False
         return step
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
@@ -228,7 +243,14 @@ class BackboneRank:
         self._starved_s += time.monotonic() - started
         return item
 
-    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
+    def _report(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        started: float,
+        microbatch_s: tuple[float, ...],
+        rewound_to: int | None,
+    ) -> None:
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -245,9 +267,10 @@ class BackboneRank:
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
             microbatch_s=microbatch_s,
+            rewound_to=rewound_to,
         )
         self._starved_s = self._fetch_s = 0.0
-        self._link.ask(CoordinatorApi.finish, report, self._spans.take())
+        self._link.ask(CoordinatorApi.finish, (report,), self._spans.take())
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -255,10 +278,44 @@ class BackboneRank:
         return self._eval_every is not None and step % self._eval_every == 0
 
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
-        """Write this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
-        if step <= self._saved_step:
+        """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
+        if step > self._saver.step:
+            self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
+
+    def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
+        """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept."""
+        problem = None
+        for _ in range(2):
+            self._checkpoint(step, checkpoint_dir)
+            if (problem := self._saver.wait()) is None:
+                return
+        raise CheckpointError(
+            f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
+            "there, then go on from the checkpoint before with --resume"
+        )
+
+    def _wait_saved(self) -> int:
+        """Wait for the checkpoint that is being written; returns the step of the last one that was."""
+        self._saver.wait()
+        return self._saver.step
+
+    def _make_saver(self, first_step: int) -> CheckpointSaver:
+        setting, trainer = self._config.checkpoint.background, self.trainer
+        return CheckpointSaver(
+            self._group,
+            trainer.snapshot,
+            trainer.write_snapshot,
+            self._report_saved,
+            self._spans.add,
+            background=writes_in_background(setting, trainer.copy_nbytes(), self._group),
+            saved_step=first_step,
+        )
+
+    def _report_saved(self, step: int, directory: Path, problem: str | None) -> None:
+        """Tell the driver how a save ended; called in the thread that wrote."""
+        if self._rank != 0:
             return
-        directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
-        self.trainer.save_checkpoint(directory)
-        self._saved_step = step
-        self._link.ask(CoordinatorApi.checkpoint_written, step, self._rank, str(directory))
+        if problem is None:
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory))
+        else:
+            self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

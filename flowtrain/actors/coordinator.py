@@ -141,42 +141,46 @@ class Coordinator(CoordinatorApi):
     async def next_plan(self, unit: int) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.plan_of(unit)
-        self._feed_signal.notify()  # in arrival order the window moves with the step that a rank asks for
+        self._feed_signal.notify()  # in arrival order the window moves with the step that a replica asks for
         return await self._plan_signal.until(lambda: self._flow.plan_reply(unit), self._poll_s) or NO_PLAN_YET
 
     async def locate(
-        self, unit: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
+        self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...] = (), limit: int = 1
     ) -> LocateReply:
         """See ``CoordinatorApi``."""
         if read:
-            await self.release(unit, read, rank)
+            await self.release(unit, read, dp_rank)
 
         def attempt() -> LocateReply | None:
-            return self._flow.locate_reply(unit, slot, rank, limit)
+            return self._flow.locate_reply(unit, slot, dp_rank, limit)
 
-        return await self._locate_signals[rank].until(attempt, self._poll_s) or NOT_READY_YET
+        return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or NOT_READY_YET
 
-    async def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
+    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
         """See ``CoordinatorApi``."""
-        if self._flow.microbatches.release(unit, slots, rank):
-            self._wake_backbone()  # ranks that are ahead may wait for the whole unit to be read
+        self._flow.microbatches.release(unit, slots, dp_rank)
         self._room_signal.notify()
         self._lease_signal.notify()
 
-    async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
+    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> None:
         """See ``CoordinatorApi``."""
-        if self._flow.finish(report, spans):
+        if self._flow.finish(reports, spans):
             self._wake_producers()
             self._event_signal.notify()
 
-    async def checkpoint_written(self, step: int, rank: int, directory: str) -> None:
+    async def checkpoint_written(self, step: int, directory: str) -> None:
         """See ``CoordinatorApi``."""
-        if self._flow.log.checkpoint_written(step, rank, directory):
-            self._event_signal.notify()
+        self._flow.log.checkpoint_written(step, directory)
+        self._event_signal.notify()
 
-    async def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
+    async def checkpoint_failed(self, step: int, reason: str) -> None:
         """See ``CoordinatorApi``."""
-        return self._flow.describe_wait(unit, slot, rank)
+        self._flow.log.checkpoint_failed(step, reason)
+        self._event_signal.notify()
+
+    async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
+        """See ``CoordinatorApi``."""
+        return self._flow.describe_wait(unit, slot, dp_rank)
 
     # --- driver -------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,6 @@ class Prefetcher:
     has been asked to read never waits for this rank's training, nor, while its owner lives, for another rank.
 
     name: of the rank's actor, for messages.
-    rank: index among all backbone ranks.
     dp_rank: replica whose microbatches it reads.
     build: assembles a microbatch from its samples' arrays. It copies them, so that nothing refers to the pool later.
     feature_dim, feature_dtype: width and type of a feature row in the pool.
@@ -81,7 +80,6 @@ class Prefetcher:
         self,
         *,
         name: str,
-        rank: int,
         dp_rank: int,
         link: CoordinatorLink,
         pool: Pool,
@@ -97,7 +95,6 @@ class Prefetcher:
         staging: DeviceStaging | None = None,
     ) -> None:
         self._name = name
-        self._rank = rank
         self._dp_rank = dp_rank
         self._link = link
         self._pool = pool
@@ -150,7 +147,7 @@ class Prefetcher:
 
     def _describe_wait(self) -> str:
         unit, slot = self._wanted
-        return self._link.ask(CoordinatorApi.describe_wait, unit, slot, self._rank)
+        return self._link.ask(CoordinatorApi.describe_wait, unit, slot, self._dp_rank)
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -181,7 +178,7 @@ class Prefetcher:
 
     def _hand_over(self, fetched: Fetched, unit: int, is_last: bool) -> None:
         if is_last or not self._num_free():  # a unit ends when all its microbatches are released
-            self._link.ask(CoordinatorApi.release, unit, self._unreleased, self._rank)
+            self._link.ask(CoordinatorApi.release, unit, self._unreleased, self._dp_rank)
             self._unreleased = ()
         self._offer(fetched)
 
@@ -221,7 +218,7 @@ class Prefetcher:
         """Ask where microbatches lie, and report which ones were read."""
         self._wanted = (unit, slot)
         read, self._unreleased = self._unreleased, ()
-        return self._link.ask(CoordinatorApi.locate, unit, slot, self._rank, read, limit)
+        return self._link.ask(CoordinatorApi.locate, unit, slot, self._dp_rank, read, limit)
 
     def _try_read(self, plan: StepPlan, location: MicrobatchLocation) -> Fetched | None:
         """Read a microbatch; None if an owner died since the answer."""

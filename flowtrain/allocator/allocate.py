@@ -95,10 +95,13 @@ def _modules(
             share=share,
             rate=candidate.rate,
             production=keeps_up_with,
-            peak_nbytes=request.peak_nbytes(candidate.module, candidate.degrees),
+            peak_nbytes=request.peak_nbytes(candidate),
             memory_nbytes=request.memory_nbytes(candidate.module, candidate.device_type),
             mfu=surrogate.mfu(candidate),
             waiting=starved_share(rate, consumed) if is_consumer else blocked_share(keeps_up_with, rate),
+            gradient_reduction=candidate.gradient_reduction if is_consumer else None,
+            num_shards=request.num_shards(candidate) if is_consumer else None,
+            memory=request.backbone_memory(candidate) if is_consumer else None,
         )
 
     encoders = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowtrain.costs.memory import StepMemory
+from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
 
 ALLOCATION_SCHEMA = 1
@@ -32,6 +34,12 @@ class ModuleAllocation:
     """Model FLOPs utilisation of its devices while it does not wait."""
     waiting: float
     """Expected share of its time that it waits, starved or blocked."""
+    gradient_reduction: ReductionName | None = None
+    """Of the backbone; None for an encoder, as the two below."""
+    num_shards: int | None = None
+    """Data parallel ranks that hold one set of shards."""
+    memory: StepMemory | None = None
+    """What ``peak_nbytes`` consists of."""
 
     @property
     def devices(self) -> int:

@@ -12,15 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
+from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
 
 FINE_GRAINED_DEVICES = 64
 
+BoolArray = NDArray[np.bool_]
 PeakMemory = Callable[[Degrees], int]
 """Predicted peak bytes on a module's fullest device; it must not grow with dp."""
 
@@ -36,6 +39,7 @@ class PruneReason(enum.StrEnum):
     CHUNKS = "no pipeline, which several chunks a rank need"
     FACTORS = "degrees do not factorise the module's devices"
     BATCH = "data parallel degree does not divide the global batch"
+    SHARDS = "hybrid shards do not divide the replicas evenly"
     MEMORY = "does not fit the device memory"
 
 
@@ -48,6 +52,8 @@ class Candidate:
     degrees: Degrees
     rate: float = float("nan")
     """Samples/s that it handles; for an encoder, samples that have images for it. NaN before it is predicted."""
+    gradient_reduction: ReductionName = "step"
+    """Of the backbone."""
 
     @property
     def devices(self) -> int:
@@ -64,6 +70,8 @@ class CandidateColumns:
     dp: IntArray
     pp: IntArray
     tp: IntArray
+    reduces_each: BoolArray | None = None
+    """Of the backbone: whether gradients are reduced with each microbatch, ``[C]``; None: none does."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -76,7 +84,8 @@ class CandidateColumns:
     def candidate(self, index: int, rate: float) -> Candidate:
         """Return one configuration with its rate."""
         degrees = Degrees(int(self.dp[index]), int(self.pp[index]), int(self.tp[index]))
-        return Candidate(self.module, self.device_type, degrees, rate)
+        reduces_each = self.reduces_each is not None and bool(self.reduces_each[index])
+        return Candidate(self.module, self.device_type, degrees, rate, "microbatch" if reduces_each else "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +117,16 @@ def enumerate_backbone(
     chunks_per_rank: int = 1,
     splits_tensors: bool = True,
     module: str = "backbone",
+    peak_of_step: PeakMemory | None = None,
+    splits_evenly: Callable[[IntArray, IntArray], BoolArray] | None = None,
 ) -> Enumeration:
     """Return all (dp, tp, pp) of the backbone.
 
     memory_nbytes: memory of a device that it may use.
     splits_tensors: whether its layers can be split by tensor parallelism.
+    peak_of_step: the peak if gradients are reduced once a step, which is chosen where it fits; ``peak_nbytes`` is then
+        that with a reduction each microbatch. None: there is no choice, and no ``reduces_each``.
+    splits_evenly: for replicas ``[C]`` of so many devices ``[C]``, whether they form equal groups; None: all do.
     """
     counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
@@ -134,6 +148,10 @@ def enumerate_backbone(
     divides = global_batch_size % dp == 0
     pruned[PruneReason.BATCH] += int(len(dp) - divides.sum())
     dp, which_shape = dp[divides], which_shape[divides]
+    if splits_evenly is not None:
+        in_groups = splits_evenly(dp, replica[which_shape])
+        pruned[PruneReason.SHARDS] += int(len(dp) - in_groups.sum())
+        dp, which_shape = dp[in_groups], which_shape[in_groups]
     # Some widths may be split unevenly by a single replica, but not by several.
     is_even_sharded = np.array([not degree_faults(Degrees(2, tp=tp), spec) for tp in shapes[:, 0].tolist()], dtype=bool)
     shards = (dp == 1) | is_even_sharded[which_shape]
@@ -143,7 +161,12 @@ def enumerate_backbone(
     fits = dp >= least_dp[which_shape]
     pruned[PruneReason.MEMORY] += int(len(dp) - fits.sum())
     dp, which_shape = dp[fits], which_shape[fits]
-    columns = CandidateColumns(module, device_type.name, dp, shapes[which_shape, 1], shapes[which_shape, 0])
+    reduces_each = None
+    if peak_of_step is not None:
+        least_of_step, _ = _least_data_degrees(shapes, which_shape, dp, peak_of_step, memory_nbytes)
+        reduces_each = dp < least_of_step[which_shape]
+    pp, tp = shapes[which_shape, 1], shapes[which_shape, 0]
+    columns = CandidateColumns(module, device_type.name, dp, pp, tp, reduces_each)
     return Enumeration(columns, _counted(pruned), None if len(columns) else least_peak)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from flowtrain.allocator.candidates import (
     FINE_GRAINED_DEVICES,
@@ -79,12 +80,14 @@ def _ways_out(request: Request, module: str, batch: Request | None) -> Iterator[
 
     batch: the request with the next larger feasible global batch; None if there is none.
     """
-    recomputed = replace(request, setup=replace(request.setup, activation_checkpointing="full"))
+    recomputed = _changed(request, activation_checkpointing="full")
     may_recompute = module == BACKBONE and request.setup.activation_checkpointing != "full"
     found = False
-    if may_recompute and _is_feasible(recomputed):
-        yield "backbone.activation_checkpointing=full"
-        found = True
+    if module == BACKBONE:
+        for key, changed in _leaner_settings(request):
+            if _is_feasible(changed):
+                yield f"backbone.{key}"
+                found = True
     if batch is not None:
         yield f"training.global_batch_size={batch.workload.global_batch_size}"
         found = True
@@ -101,6 +104,27 @@ def _ways_out(request: Request, module: str, batch: Request | None) -> Iterator[
     larger = _smallest_cluster(recomputed)
     if larger is not None:
         yield f"backbone.activation_checkpointing=full on {_named(larger)}"
+
+
+def _leaner_settings(request: Request) -> Iterator[tuple[str, Request]]:
+    """Settings of the backbone that take less memory than the present ones, one at a time."""
+    setup = request.setup
+    if setup.gradient_reduction == "step" and not request.chooses_reduction:
+        yield "gradient_reduction=microbatch", _changed(request, gradient_reduction="microbatch")
+    if setup.activation_checkpointing != "full":
+        yield "activation_checkpointing=full", _changed(request, activation_checkpointing="full")
+    if setup.activation_checkpointing != "offload":
+        yield "activation_checkpointing=offload", _changed(request, activation_checkpointing="offload")
+    if not setup.sequence_parallel:
+        yield "sequence_parallel=true", _changed(request, sequence_parallel=True)
+    if setup.sharding != "full":
+        yield "sharding=full", _changed(request, sharding="full", shard_size=None)
+    if setup.sharding == "gradients":
+        yield "sharding=hybrid", _changed(request, sharding="hybrid", shard_size=None)
+
+
+def _changed(request: Request, **settings: Any) -> Request:
+    return replace(request, setup=replace(request.setup, **settings))
 
 
 def _divisible_batches(request: Request, module: str) -> Iterator[Request]:

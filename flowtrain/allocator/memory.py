@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.memory import Chunk, MicrobatchSize, TrainingSetup, predict_step_memory
+from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
@@ -18,8 +20,7 @@ from flowtrain.types.plan import Degrees
 class MemoryBudget:
     """The part of a device's memory that a module may use."""
 
-    usable: float = 0.92
-    """Share that a process can use; driver, communication libraries and fragmentation take the rest."""
+    usable: float = USABLE_SHARE
     pool_nbytes: int = 0
     """Bytes of an encoder's device that belong to the memory pool."""
 
@@ -28,10 +29,21 @@ class MemoryBudget:
         return int(device_type.memory_nbytes * self.usable) - (self.pool_nbytes if is_encoder else 0)
 
 
-def backbone_peak_nbytes(
+def backbone_memory(
     model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, chunks_per_rank: int = 1
-) -> int:
-    """Return the predicted peak bytes on the fullest rank under 1F1B, interleaved if ranks hold several chunks."""
+) -> StepMemory:
+    """Return the predicted memory of the fullest rank under 1F1B, interleaved if ranks hold several chunks.
+
+    setup: its ``dp``, ``tp`` and ``accumulates`` are ignored.
+    """
+    each = _memory_of_ranks(model, workload, setup, degrees, chunks_per_rank)
+    return max(each, key=lambda memory: memory.peak)
+
+
+def _memory_of_ranks(
+    model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, chunks_per_rank: int
+) -> Iterator[StepMemory]:
+    """Of the first rank, which keeps most activations, the last, which has the loss, and one with most layers."""
     per_rank = workload.tokens_per_step / degrees.dp / (workload.microbatch_tokens * workload.fill)
     num_microbatches = max(1, math.ceil(per_rank - 1e-9))
     pp, num_stages = degrees.pp, degrees.pp * chunks_per_rank
@@ -40,8 +52,6 @@ def backbone_peak_nbytes(
     tokens = workload.microbatch_tokens
     size = MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
     at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
-    peak = 0
-    # The first rank keeps most activations, the last has the loss, the first of the longest has most parameters.
     for rank in sorted({0, layers.index(max(layers)), pp - 1}):
         held = tuple(
             Chunk(lengths[stage], stage == 0, stage == num_stages - 1, in_flight)
@@ -51,5 +61,4 @@ def backbone_peak_nbytes(
                 strict=True,
             )
         )
-        peak = max(peak, predict_step_memory(model.backbone, model.connector, held, at, size).peak)
-    return peak
+        yield predict_step_memory(model.backbone, model.connector, held, at, size)

@@ -63,7 +63,14 @@ def fixed_plan(config: RunConfig) -> Plan:
     feeder = ModulePlan(
         data_parallel_size=config.data.num_feeders or 1, segment_nbytes=config.pool.feeder_segment_nbytes or 0
     )
-    plan = Plan(encoders, backbone, feeder)
+    reduction = config.backbone.gradient_reduction
+    plan = Plan(
+        encoders,
+        backbone,
+        feeder,
+        gradient_reduction=None if reduction == "auto" else reduction,
+        hybrid_shard_size=config.backbone.hybrid_shard_size,
+    )
     return plan.without_devices() if config.model.device == "cpu" else plan
 
 

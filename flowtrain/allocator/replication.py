@@ -8,6 +8,7 @@ import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, device_counts
 from flowtrain.allocator.request import Request
+from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.flops import FloatArray
 from flowtrain.types.plan import Degrees
@@ -46,14 +47,19 @@ def replicate(request: Request, surrogate: Surrogate) -> Replication:
 
 def _on(request: Request, surrogate: Surrogate, device_type: str) -> Replication:
     batch, counts = request.workload.global_batch_size, device_counts(request.cluster[device_type])
-    dp = int(counts[batch % counts == 0].max())
+    counts = counts[batch % counts == 0]
+    if request.setup.sharding == "hybrid":
+        per_node = request.cluster[device_type].devices_per_node
+        counts = counts[num_shards(request.setup, counts, np.ones_like(counts), per_node) > 0]
+    dp = int(counts.max())
     # Encoders are unsharded on every device: dp shards only the backbone.
-    encoders = sum(request.peak_nbytes(name, Degrees()) for name in request.model.encoders)
-    peak = encoders + request.peak_nbytes(BACKBONE, Degrees(dp))
+    encoders = sum(request.peak_nbytes(Candidate(name, device_type, Degrees())) for name in request.model.encoders)
     memory = request.memory_nbytes(BACKBONE, device_type)
+    backbone = request.backbone(Degrees(dp), device_type, memory - encoders)
+    peak = encoders + request.peak_nbytes(backbone)
     if peak > memory:
         return Replication(device_type, dp, None, 0.0, peak, memory)
-    step = surrogate.step_time(Candidate(BACKBONE, device_type, Degrees(dp)))
+    step = surrogate.step_time(backbone)
     computing = float(step.computing[0])
     seconds = _sample_s(request, surrogate, device_type, computing * dp / batch)
     mean, slowest = _share_s(seconds, batch // dp, dp)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from flowtrain.allocator.candidates import (
+    BoolArray,
     Candidate,
     CandidateColumns,
     Enumeration,
     enumerate_backbone,
     enumerate_encoder,
 )
-from flowtrain.allocator.memory import MemoryBudget, backbone_peak_nbytes
+from flowtrain.allocator.memory import MemoryBudget, backbone_memory
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
+from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.memory import TrainingSetup, encoder_peak_nbytes
+from flowtrain.costs.flops import IntArray
+from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import ReductionName, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
@@ -36,7 +43,7 @@ class Request:
     model: ModelSpec
     workload: Workload
     setup: TrainingSetup
-    """Its dp and tp are ignored."""
+    """Its dp and tp are ignored; its ``shard_size`` is the configured one, None for the replicas of a node."""
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
     """Patches of an encoder's largest batch, by encoder."""
@@ -44,6 +51,9 @@ class Request:
     """Slices of the backbone's layers that each pipeline rank holds."""
     whole: frozenset[str] = frozenset()
     """Modules whose layers cannot be split by tensor parallelism."""
+    chooses_reduction: bool = False
+    """Each configuration of the backbone reduces gradients once a step if that fits, else with each microbatch; if
+    False all do as ``setup`` says."""
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
@@ -57,43 +67,81 @@ class Request:
         """Bytes that a module may use on each device."""
         return self.budget.module_nbytes(self.cluster[device_type], is_encoder=module != BACKBONE)
 
-    def peak_nbytes(self, module: str, degrees: Degrees) -> int:
+    def peak_nbytes(self, candidate: Candidate) -> int:
         """Predicted peak bytes on a module's fullest device."""
-        if module == BACKBONE:
-            return backbone_peak_nbytes(self.model, self.workload, self.setup, degrees, self.chunks_per_rank)
+        if candidate.module == BACKBONE:
+            return self.backbone_memory(candidate).peak
         return encoder_peak_nbytes(
-            self.model.encoders[module],
-            degrees.tp,
-            max_batch_patches=self.max_batch_patches[module],
+            self.model.encoders[candidate.module],
+            candidate.degrees.tp,
+            max_batch_patches=self.max_batch_patches[candidate.module],
             dtype_nbytes=self.setup.dtype_nbytes,
         )
+
+    def backbone_memory(self, candidate: Candidate) -> StepMemory:
+        """Predicted memory of the backbone's fullest rank."""
+        shards, reduction = self.num_shards(candidate), candidate.gradient_reduction
+        setup = replace(self.setup, shard_size=shards, gradient_reduction=reduction)
+        return backbone_memory(self.model, self.workload, setup, candidate.degrees, self.chunks_per_rank)
+
+    def num_shards(self, candidate: Candidate) -> int:
+        """DP ranks of the backbone that hold one set of shards."""
+        dp, pp, tp = (np.array([each]) for each in (candidate.degrees.dp, candidate.degrees.pp, candidate.degrees.tp))
+        per_node = self.cluster[candidate.device_type].devices_per_node
+        return int(num_shards(self.setup, dp, pp * tp, per_node)[0])
+
+    def backbone(self, degrees: Degrees, device_type: str, memory_nbytes: int) -> Candidate:
+        """Return a configuration of the backbone with the reduction of gradients that it has in so much memory."""
+        once = Candidate(BACKBONE, device_type, degrees, gradient_reduction=self.reduction("step", degrees))
+        if not self.chooses_reduction or degrees.dp == 1 or self.peak_nbytes(once) <= memory_nbytes:
+            return once
+        return replace(once, gradient_reduction="microbatch")
+
+    def reduction(self, chosen: ReductionName, degrees: Degrees) -> ReductionName:
+        """``chosen`` if there is a choice; a single replica has nothing to reduce."""
+        if degrees.dp == 1:
+            return "step"
+        return chosen if self.chooses_reduction else self.setup.gradient_reduction
 
 
 def enumerate_module(request: Request, module: str, device_type: DeviceType) -> Enumeration:
     """Return the feasible configurations of one module on one type of devices."""
-
-    def peak_nbytes(degrees: Degrees) -> int:
-        return request.peak_nbytes(module, degrees)
-
-    memory_nbytes = request.memory_nbytes(module, device_type.name)
     if module == BACKBONE:
-        return enumerate_backbone(
-            device_type,
-            request.model.backbone,
-            global_batch_size=request.workload.global_batch_size,
-            peak_nbytes=peak_nbytes,
-            memory_nbytes=memory_nbytes,
-            chunks_per_rank=request.chunks_per_rank,
-            splits_tensors=module not in request.whole,
-        )
+        return _enumerate_backbone(request, device_type)
     return enumerate_encoder(
         device_type,
         request.model.encoders[module],
         module=module,
-        peak_nbytes=peak_nbytes,
-        memory_nbytes=memory_nbytes,
+        peak_nbytes=lambda degrees: request.peak_nbytes(Candidate(module, device_type.name, degrees)),
+        memory_nbytes=request.memory_nbytes(module, device_type.name),
         splits_tensors=module not in request.whole,
     )
+
+
+def _enumerate_backbone(request: Request, device_type: DeviceType) -> Enumeration:
+    setup = request.setup
+
+    def peak_with(chosen: ReductionName, degrees: Degrees) -> int:
+        reduction = request.reduction(chosen, degrees)
+        return request.peak_nbytes(Candidate(BACKBONE, device_type.name, degrees, gradient_reduction=reduction))
+
+    def splits_evenly(dp: IntArray, replica_size: IntArray) -> BoolArray:
+        return num_shards(setup, dp, replica_size, device_type.devices_per_node) > 0
+
+    found = enumerate_backbone(
+        device_type,
+        request.model.backbone,
+        global_batch_size=request.workload.global_batch_size,
+        peak_nbytes=partial(peak_with, "microbatch"),
+        memory_nbytes=request.memory_nbytes(BACKBONE, device_type.name),
+        chunks_per_rank=request.chunks_per_rank,
+        splits_tensors=BACKBONE not in request.whole,
+        peak_of_step=partial(peak_with, "step") if request.chooses_reduction else None,
+        splits_evenly=splits_evenly if setup.sharding == "hybrid" else None,
+    )
+    if request.chooses_reduction or setup.gradient_reduction == "step":
+        return found
+    return replace(found, columns=replace(found.columns, reduces_each=found.columns.dp > 1))
 
 
 def enumerate_all(request: Request) -> dict[Key, Enumeration]:

@@ -59,4 +59,5 @@ def _memory_nbytes(request: Request) -> int:
 
 
 def _peaks(request: Request) -> dict[str, int]:
-    return {name: request.peak_nbytes(name, Degrees()) for name in (*request.model.encoders, BACKBONE)}
+    names = (*request.model.encoders, BACKBONE)
+    return {name: request.peak_nbytes(Candidate(name, _device_type(request), Degrees())) for name in names}

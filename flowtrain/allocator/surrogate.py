@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
+from flowtrain.allocator.shards import num_shards
+from flowtrain.costs.activations import layer_activation_nbytes
 from flowtrain.costs.cluster import Cluster, DeviceType
 from flowtrain.costs.flops import FloatArray, IntArray
-from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.partition import layers_by_rank
 
 BACKBONE = "backbone"
+_MANY_TOKENS = 1 << 16
+"""Bytes per token are taken from so many, since slices are whole tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +40,10 @@ class StepTime:
     """Gathers of parameters, without the part that overlaps with computing."""
     fill: FloatArray
     """Idle time while the pipeline fills and drains (``fill_slots``)."""
+    offloading: FloatArray
+    """Copies of activations to the host and back, without the part that overlaps with computing."""
     reducing: FloatArray
-    """Reduction of gradients, without the part that overlaps with the last backward."""
+    """Reduction of gradients, without the part that overlaps with the backward before it."""
     optimizer: FloatArray
     """Clipping and update."""
     num_microbatches: IntArray
@@ -46,7 +52,8 @@ class StepTime:
     @property
     def total(self) -> FloatArray:
         """Seconds of the step."""
-        return self.computing + self.transfers + self.gathering + self.fill + self.reducing + self.optimizer
+        slots = self.computing + self.transfers + self.gathering + self.offloading + self.fill
+        return slots + self.reducing + self.optimizer
 
 
 class Surrogate:
@@ -105,23 +112,69 @@ class Surrogate:
         tokens = tokens_per_rank / num_microbatches
         stage = self._stage_s(columns, tokens)
         sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
+        if self._setup.sequence_parallel:
+            sent = sent / tp
         transfer = self._chunks * sent / self._link(device, pp * tp)
-        parameters = self._stage_parameters(columns)
-        shared, link = (dp - 1) / dp * parameters, self._link(device, columns.devices)
-        gathers = {"full": 2, "gradients": 1}[self._setup.sharding]
+        parameters, shards = self._stage_parameters(columns), self._shards(columns)
+        shared, link = (shards - 1) / shards * parameters, self._link(device, shards * pp * tp)
+        gathers = 1 if self._setup.sharding == "gradients" else 2
         gather = gathers * self._setup.dtype_nbytes * shared / link
         gathering = np.maximum(gather - stage - transfer, 0.0)
-        slot = stage + transfer + gathering
-        last_backward = 2.0 / 3.0 * stage
+        offloading = self._offloading_s(columns, stage, tokens)
+        slot = stage + transfer + gathering + offloading
         return StepTime(
             computing=num_microbatches * stage,
             transfers=num_microbatches * transfer,
             gathering=num_microbatches * gathering,
+            offloading=num_microbatches * offloading,
             fill=fill_slots(pp, num_microbatches, self._chunks) * slot,
-            reducing=np.maximum(FLOAT32_NBYTES * shared / link - last_backward, 0.0),
-            optimizer=self._times[columns.device_type].step_s(parameters / dp),
+            reducing=self._reducing_s(columns, stage, num_microbatches, gather * (gathers - 1) / gathers),
+            optimizer=self._times[columns.device_type].step_s(parameters / shards),
             num_microbatches=num_microbatches.astype(np.int64),
         )
+
+    def _reducing_s(
+        self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, gather: FloatArray
+    ) -> FloatArray:
+        """Seconds of reductions that no backward hides. gather: seconds of the gathers in a backward.
+
+        Replicas under hybrid sharding sum their shards with the last microbatch only.
+        """
+        device, parameters, shards = (
+            self._cluster[columns.device_type],
+            self._stage_parameters(columns),
+            self._shards(columns),
+        )
+        inside = self._link(device, shards * columns.pp * columns.tp)
+        reduce = FLOAT32_NBYTES * (shards - 1) / shards * parameters / inside
+        replicas = columns.dp / shards
+        shard_nbytes = FLOAT32_NBYTES * parameters / shards
+        last = reduce + 2.0 * (replicas - 1) / replicas * shard_nbytes / self._link(device, columns.devices)
+        backward = 2.0 / 3.0 * stage
+        once = np.maximum(last - backward, 0.0)
+        if columns.reduces_each is None:
+            return once
+        # Here every backward also gathers over the same link.
+        free = np.maximum(backward - gather, 0.0)
+        each = (num_microbatches - 1) * np.maximum(reduce - free, 0.0) + np.maximum(last - free, 0.0)
+        return np.where(columns.reduces_each, each, once)
+
+    def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Seconds of a microbatch's copies that its forward and its backward do not hide."""
+        if self._setup.activation_checkpointing != "offload":
+            return np.zeros(len(columns))
+        host = self._cluster[columns.device_type].links.host * self._link_efficiency
+        longest, copying = self._stages[columns.pp].T[2], np.empty(len(columns))
+        for tp in np.unique(columns.tp).tolist():
+            at, setup = columns.tp == tp, replace(self._setup, tp=tp)
+            per_token = layer_activation_nbytes(self._model.backbone, setup, _MANY_TOKENS) / _MANY_TOKENS
+            copying[at] = longest[at] * per_token * tokens[at] / host
+        return np.maximum(copying - stage / 3.0, 0.0) + np.maximum(copying - 2.0 / 3.0 * stage, 0.0)
+
+    def _shards(self, columns: CandidateColumns) -> IntArray:
+        """Data parallel ranks that hold one set of shards; 1 where the configuration has none."""
+        per_node = self._cluster[columns.device_type].devices_per_node
+        return np.maximum(num_shards(self._setup, columns.dp, columns.pp * columns.tp, per_node), 1)
 
     def mfu(self, candidate: Candidate) -> float:
         """Return the share of the devices' peak that a module reaches while it does not wait, by model FLOPs."""
@@ -174,7 +227,8 @@ def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int)
 def _columns(candidate: Candidate) -> CandidateColumns:
     degrees = candidate.degrees
     dp, pp, tp = (np.array([degree], dtype=np.int64) for degree in (degrees.dp, degrees.pp, degrees.tp))
-    return CandidateColumns(candidate.module, candidate.device_type, dp, pp, tp)
+    reduces_each = np.array([candidate.gradient_reduction == "microbatch"])
+    return CandidateColumns(candidate.module, candidate.device_type, dp, pp, tp, reduces_each)
 
 
 def starved_share(production: float, consumption: float) -> float:

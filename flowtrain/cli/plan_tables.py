@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flowtrain.allocator.allocation import Allocation, Alternative
+from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.planning.report import PlanReport
 from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.memory import MOMENTS
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64
@@ -23,7 +25,7 @@ def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
     asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
     result = facts_table(_result_rows(report))
     rest = facts_table([*_assumption_rows(report), *_start_rows(report)])
-    tables = [asked, _modules(found), result, _left_out(found)]
+    tables = [asked, _modules(found), _memory(found.modules[-1]), result, _left_out(found)]
     if found.alternatives:
         tables.append(_alternatives(found))
     return *tables, rest
@@ -65,6 +67,27 @@ def _modules(found: Allocation) -> Table:
             f"{module.waiting:.1%}",
         )
     return table
+
+
+def _memory(backbone: ModuleAllocation) -> Table:
+    """What the backbone's fullest rank holds at each moment that can be the worst, and its share of host memory."""
+    assert backbone.memory is not None
+    table = _table("memory of a backbone rank, GiB", *(f"at the {moment}" for moment in MOMENTS))
+    for field in fields(backbone.memory):
+        if field.name == "host":
+            continue
+        nbytes = getattr(backbone.memory, field.name)
+        cells = (_gib(nbytes) if field.name in held else "" for held in MOMENTS.values())
+        table.add_row(field.name.replace("_", " "), *cells)
+    table.add_section()
+    table.add_row("device", *(_gib(backbone.memory.at(moment)) for moment in MOMENTS))
+    if backbone.memory.host:
+        table.add_row("host, pinned", *(_gib(backbone.memory.host) for _ in MOMENTS))
+    return table
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
 
 
 def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
@@ -152,7 +175,7 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield (
         "",
         f"{report.budget.usable:.0%} of the memory for a process; activation checkpointing "
-        f"{setup.activation_checkpointing}, attention {setup.attention}, sharding {setup.sharding}, {setup.optimizer}",
+        f"{setup.activation_checkpointing}, attention {setup.attention}, {_sharded(report)}, {setup.optimizer}",
     )
     times = found.timings
     yield (
@@ -161,6 +184,16 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}, "
         f"alternatives {1e3 * times.alternatives_s:.0f}",
     )
+
+
+def _sharded(report: PlanReport) -> str:
+    """How the backbone shards, and when it reduces gradients; nothing to choose for a single replica."""
+    backbone, sharding = report.allocation.modules[-1], report.setup.sharding
+    if backbone.degrees.dp == 1:
+        return f"sharding {sharding}"
+    among = f" among {backbone.num_shards}" if sharding == "hybrid" else ""
+    when = "once a step" if backbone.gradient_reduction == "step" else "with each microbatch"
+    return f"sharding {sharding}{among}, gradients reduced {when}"
 
 
 def _by_data_sheet(report: PlanReport) -> str:

@@ -18,7 +18,7 @@ from flowtrain.types.plan import Degrees
 if TYPE_CHECKING:
     from flowtrain.controller.prepare import RunSpec
     from flowtrain.controller.resume import Resumption
-    from flowtrain.controller.run import RunSummary
+    from flowtrain.controller.summary import RunSummary
 
 
 def plan_tables(
@@ -82,6 +82,8 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
         table.add_row(change.key, f"{change.old} -> {change.new}")
     if resumption.step is not None and not resumption.changes:
         table.add_row("changes", "none")
+    if resumption.older is not None:
+        table.add_row("older", resumption.older)
     for line in resumption.inexact:
         table.add_row("not exact", line)
     return table
@@ -98,6 +100,8 @@ def summary_table(summary: RunSummary) -> Table:
             table.add_row(name, f"{loss:.4f}")
     if summary.num_rejected:
         table.add_row("quarantined", f"{summary.num_rejected} so far: {run.quarantine}")
+    if summary.num_skipped:
+        table.add_row("skipped", f"{summary.num_skipped} steps so far, which were not finite: {run.metrics}")
     if summary.cost_r2 is not None:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):

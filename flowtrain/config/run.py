@@ -55,6 +55,7 @@ class RunConfig(ConfigModel):
             _split_encoders_have_a_place,
             _ranks_have_whole_devices,
             _schedule_has_its_chunks,
+            _shard_size_has_hybrid_sharding,
             _segments_fit_the_space,
             _processes_fit_the_space,
             _hbm_has_a_device,
@@ -189,6 +190,17 @@ def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
             FaultCode.CONFLICT,
             f"backbone.chunks_per_rank ({chunks}) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now "
             f"{schedule!r}); set that, or set chunks_per_rank to 1",
+        )
+
+
+def _shard_size_has_hybrid_sharding(config: RunConfig) -> Iterator[Fault]:
+    backbone = config.backbone
+    if backbone.hybrid_shard_size is not None and backbone.sharding != "hybrid":
+        yield Fault(
+            "backbone.hybrid_shard_size",
+            FaultCode.CONFLICT,
+            f"backbone.hybrid_shard_size ({backbone.hybrid_shard_size}) needs backbone.sharding 'hybrid' (now "
+            f"{backbone.sharding!r}); set that, or unset the size with =null",
         )
 
 

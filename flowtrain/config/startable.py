@@ -9,13 +9,21 @@ from flowtrain.errors import Fault, FaultCode
 
 def startable_faults(config: RunConfig) -> list[Fault]:
     """Return why a run with this configuration cannot start; empty if it can."""
-    if len(config.encoders) == 1:
-        return []
-    text = (
-        f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); family {config.model.family!r} "
-        "has exactly one encoder"
-    )
-    return [Fault("encoders", FaultCode.ENCODERS, text)]
+    faults = []
+    if len(config.encoders) > 1:
+        text = (
+            f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); family "
+            f"{config.model.family!r} has exactly one encoder"
+        )
+        faults.append(Fault("encoders", FaultCode.ENCODERS, text))
+    dp_size, shard_size = config.backbone.data_parallel_size, config.backbone.hybrid_shard_size
+    if shard_size is not None and dp_size % shard_size:
+        text = (
+            f"backbone.hybrid_shard_size ({shard_size}) does not divide backbone.data_parallel_size ({dp_size}); "
+            "change one of them, or unset the first with =null: then the replicas on one node share shards"
+        )
+        faults.append(Fault("backbone.hybrid_shard_size", FaultCode.DEGREES, text))
+    return faults
 
 
 def check_startable(config: RunConfig) -> None:

@@ -231,6 +231,5 @@ def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
         cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,
-        replica_size=degrees.replica_size,
         num_feeders=run_spec.plan.feeder.data_parallel_size,
     )

@@ -13,14 +13,17 @@ import torch
 from flowtrain.config.resume import Change, changes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.controller.reach import usable_checkpoint
 from flowtrain.errors import ConfigError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.training import checkpoint_store
-from flowtrain.types.plan import CostModel, Degrees
+from flowtrain.types.plan import CostModel, Degrees, GradientReduction
 from flowtrain.types.samples import SamplerState
 
 logger = logging.getLogger(__name__)
+
+_ORDER_SUMS = ("encoders.*.tensor_parallel_size", "backbone.hybrid_shard_size", "backbone.sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,20 @@ class ResumePoint:
     checkpoint: Path | None = None
     sampler_state: SamplerState | None = None
     cost: CostModel | None = None
+    gradient_reduction: str | None = None
+    """Of the run that wrote the checkpoint; None: no checkpoint."""
 
 
 def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
-    """Raise ConfigError if a run has steps left but its last step was partial.
+    """Raise ConfigError if metrics or ledger reach no checkpoint, or if the last step of a longer run was partial.
 
     Step k of any run trains the positions from (k - 1) * global_batch_size on. After a partial step, these would leave
     a gap after the trained positions.
     """
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
+    usable = usable_checkpoint(files)
+    if usable is None:
         return
-    meta = checkpoint_store.read_meta(checkpoint)
+    checkpoint, meta = usable.directory, usable.meta
     training = run_spec.config.training
     trained, whole = (
         len(ConsumedPositions.at(SamplerState.from_dict(meta.state["sampler"]))),
@@ -67,22 +72,38 @@ def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
 
 
 def find_resume_point(files: RunDir, run_spec: RunSpec, changed: Sequence[Change]) -> ResumePoint:
-    """Find the last complete checkpoint, and warn if losses will not be exact to the bit.
+    """Find the last checkpoint that metrics and ledger reach, and warn if losses will not be exact to the bit.
 
     changed: from ``changed_since``, called before the new configuration is written.
     """
     checkpoint_store.remove_temporaries(files.checkpoints)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
-        logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
+    usable = usable_checkpoint(files, set_aside=True)
+    if usable is None:
+        logger.warning("%s has no usable checkpoint; the run starts from the beginning", files.root)
         return ResumePoint()
-    meta = checkpoint_store.read_meta(checkpoint)
-    for line in (*_inexact(meta, run_spec), *_other_features(changed)):
+    checkpoint, meta = usable.directory, usable.meta
+    if usable.older is not None:
+        logger.warning("%s", usable.older)
+    for line in (*_inexact(meta, run_spec), *_other_sums(changed)):
         logger.warning("%s", line)
     cost = meta.state.get("cost")  # checkpoints of the first version have none
     return ResumePoint(
-        meta.step, checkpoint, SamplerState.from_dict(meta.state["sampler"]), CostModel(**cost) if cost else None
+        meta.step,
+        checkpoint,
+        SamplerState.from_dict(meta.state["sampler"]),
+        CostModel(**cost) if cost else None,
+        _reduction_of(meta),
     )
+
+
+def other_reduction(start: ResumePoint, now: GradientReduction) -> str | None:
+    """Why losses are not exact to the bit if the ranks decided otherwise than those that wrote the checkpoint.
+
+    ``find_resume_point`` warns of a configured reduction; only the ranks can decide about ``auto``.
+    """
+    if start.gradient_reduction in (None, now.name):
+        return None
+    return _differs("backbone.gradient_reduction", start.gradient_reduction, now.name)
 
 
 @dataclass(frozen=True)
@@ -97,6 +118,8 @@ class Resumption:
     """Changes of the configuration since the run was last started."""
     inexact: tuple[str, ...]
     """Why losses would not be the same to the bit."""
+    older: str | None = None
+    """Why it goes on from an older checkpoint than the newest; None if it does not."""
 
 
 def foresee_resume(run_spec: RunSpec) -> Resumption:
@@ -107,27 +130,38 @@ def foresee_resume(run_spec: RunSpec) -> Resumption:
     files = run_dir(run_spec.config)
     check_goes_on(files, run_spec)
     changed = changed_since(files, run_spec.config)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
+    usable = usable_checkpoint(files)
+    if usable is None:
         return Resumption(files.root, None, changed, ())
-    meta = checkpoint_store.read_meta(checkpoint)
-    return Resumption(files.root, meta.step, changed, (*_inexact(meta, run_spec), *_other_features(changed)))
+    inexact = (*_inexact(usable.meta, run_spec), *_other_sums(changed))
+    return Resumption(files.root, usable.meta.step, changed, inexact, usable.older)
 
 
 def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterator[str]:
     """Yield why losses after a checkpoint are not exact to the bit."""
+    reduction, configured = _reduction_of(meta), run_spec.config.backbone.gradient_reduction
     for name, then, now in (
         ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), run_spec.plan.backbone.degrees),
         ("backbone.chunks_per_rank", meta.num_chunks, run_spec.config.backbone.chunks_per_rank),
+        ("backbone.gradient_reduction", reduction, reduction if configured == "auto" else configured),
         ("backbone threads", meta.num_threads, run_spec.config.backbone.num_threads),
         ("torch", meta.torch_version, str(torch.__version__)),
     ):
         if then != now:
-            yield f"the checkpoint was written with {name} {then}, now {now}: losses agree only closely"
+            yield _differs(name, then, now)
 
 
-def _other_features(changed: Sequence[Change]) -> Iterator[str]:
-    """Yield changes that alter the last bits of encoders' features; a checkpoint does not record these settings."""
+def _differs(name: str, then: object, now: object) -> str:
+    return f"the checkpoint was written with {name} {then}, now {now}: losses agree only closely"
+
+
+def _reduction_of(meta: checkpoint_store.CheckpointMeta) -> str:
+    return meta.gradient_reduction or "step"
+
+
+def _other_sums(changed: Sequence[Change]) -> Iterator[str]:
+    """Yield changes that alter the order of sums, and so the last bits; a checkpoint does not record these settings."""
     for each in changed:
-        if fnmatchcase(each.key, "encoders.*.tensor_parallel_size"):
+        is_other = any(fnmatchcase(each.key, pattern) for pattern in _ORDER_SUMS)
+        if is_other or (each.key == "backbone.sharding" and "hybrid" in (each.old, each.new)):
             yield f"{each.key} was {each.old}, is now {each.new}: losses agree only closely"

@@ -2,70 +2,49 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from types import FrameType
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.coordinator import start_flow
 from flowtrain.actors.pooling import hbm_offer
-from flowtrain.config.resume import config_digest
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
+from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
-from flowtrain.controller.resume import ResumePoint, changed_since, check_goes_on, find_resume_point
+from flowtrain.controller.resume import (
+    ResumePoint,
+    changed_since,
+    check_goes_on,
+    find_resume_point,
+    other_reduction,
+)
+from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role, RunState
+from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
-from flowtrain.errors import CheckpointError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
-from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
 from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
-from flowtrain.training.checkpoint_store import CheckpointMeta
-from flowtrain.types.events import CheckpointWritten, CostFitted, Event
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """How a run ended.
-
-    step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
-    fitted to this run's microbatches, None if too few were measured.
-    """
-
-    directory: Path
-    step: int
-    num_steps: int
-    loss: float | None
-    eval_loss: float | None
-    num_rejected: int
-    checkpoint: Path | None
-    stopped: bool
-    duration_s: float
-    cost_r2: float | None = None
+from flowtrain.types.plan import GradientReduction
 
 
 def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses | None = None) -> RunSummary:
@@ -78,11 +57,11 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
     started = time.monotonic()
     stop = threading.Event()
     with ExitStack() as stack:
-        stack.enter_context(_stop_on_signals(stop))
+        stack.enter_context(stop_on_signals(stop))
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
         display.phase("looking at data and models")
         run_spec = prepare(config)
-        if resume and (done := _summary_if_done(config, run_spec, started)) is not None:
+        if resume and (done := summary_if_done(config, run_spec, started)) is not None:
             return done
         if resume:
             check_goes_on(run_dir(config), run_spec)
@@ -131,6 +110,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stopped=stopped and step < run_spec.num_steps,
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
+        num_skipped=recorder.num_skipped,
     )
 
 
@@ -155,12 +135,13 @@ class Controller:
         self._display = display
         self._start = start
         self._stop = stop
+        self._committer = Committer(run_spec, files, recorder, costs, display.note)
         self._run_id = secrets.token_hex(4)
 
     def run(self, specs: list[ActorSpec], group: PlacementGroup | None, classes: ActorClasses) -> bool:
         """Start the actors and watch them until they are done; returns whether the run was stopped early."""
         # Again, since Ray has replaced the handler of SIGTERM by its own.
-        with _stop_on_signals(self._stop), self._probe():
+        with stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
                 return True
             resumes = self._start.checkpoint is not None
@@ -184,7 +165,9 @@ class Controller:
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})
                 self._start_loops(actors, watcher)
-                return watcher.until_end()
+                stopped = watcher.until_end()
+                self._committer.finish()
+                return stopped
             except StopRequested:
                 return True
             finally:
@@ -207,13 +190,23 @@ class Controller:
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        peak = self._recorder.peak = worker_group.start_backbone(actors, checkpoint, self._run_spec.eval_every, results)
+        settings, eval_every = self._config.backbone, self._run_spec.eval_every
+        started = worker_group.start_backbone(actors, settings, checkpoint, eval_every, results)
+        peak = self._recorder.peak = started.peak
         self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
+        self._note_reduction(started.reduction)
         self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
         unit = first_unit(self._flow_settings())
         for name in actors.of_role(Role.BACKBONE):
             actors.run(name, unit, self._start.step, str(self._files.checkpoints))
+
+    def _note_reduction(self, reduction: GradientReduction) -> None:
+        self._display.note(f"gradient_reduction: {reduction.name} ({reduction.reason})")
+        self._committer.gradient_reduction = reduction.name
+        is_auto = self._config.backbone.gradient_reduction == "auto"
+        if is_auto and (line := other_reduction(self._start, reduction)) is not None:
+            self._display.note(line)
 
     def _flow_settings(self) -> FlowSettings:
         settings = first_flow_settings(self._run_spec)
@@ -242,60 +235,9 @@ class Controller:
         if isinstance(event, CostFitted):
             self._costs.take(event)
         elif isinstance(event, CheckpointWritten):
-            self._commit(event)
-
-    def _commit(self, written: CheckpointWritten) -> None:
-        """Make a checkpoint complete once ledger and metrics cover it; also write the measured costs."""
-        self._recorder.flush()
-        self._costs.write()
-        degrees = self._run_spec.plan.backbone.degrees
-        sampler = self._recorder.sampler_states[written.step]
-        meta = CheckpointMeta(
-            step=written.step,
-            state={"sampler": sampler.to_dict(), "cost": asdict(self._costs.in_use)},
-            config_digest=config_digest(self._config),
-            dp_size=degrees.dp,
-            pp_size=degrees.pp,
-            tp_size=degrees.tp,
-            num_chunks=self._config.backbone.chunks_per_rank,
-            num_threads=self._config.backbone.num_threads,
-            torch_version=str(torch.__version__),
-        )
-        try:
-            checkpoint_store.commit(Path(written.directory), meta, self._config.checkpoint.keep)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint {written.directory} of step {written.step} could not be made complete: {error}"
-            ) from error
-        self._recorder.forget_before(written.step)
-
-
-def _summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:
-    """The summary of a run whose last step is checkpointed, so that Ray need not start; None for any other run."""
-    files = run_dir(config)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
-        return None
-    step = checkpoint_store.read_meta(checkpoint).step
-    if step < run_spec.num_steps:
-        return None
-    logger.warning(
-        "%s is done: it has %d of %d steps; raise training.max_steps or training.num_epochs to go on",
-        *(files.root, step, run_spec.num_steps),
-    )
-    steps = list(read_metrics(files.metrics))
-    evaluated = [record["eval_loss"] for record in steps if record["eval_loss"] is not None]
-    return RunSummary(
-        directory=files.root,
-        step=step,
-        num_steps=run_spec.num_steps,
-        loss=steps[-1]["loss"] if steps else None,
-        eval_loss=evaluated[-1] if evaluated else None,
-        num_rejected=steps[-1]["rejected"] if steps else 0,
-        checkpoint=checkpoint,
-        stopped=False,
-        duration_s=time.monotonic() - started,
-    )
+            self._committer.commit(event)
+        elif isinstance(event, CheckpointFailed):
+            self._committer.failed(event)
 
 
 def _with_devices(run_spec: RunSpec) -> RunSpec:
@@ -303,23 +245,3 @@ def _with_devices(run_spec: RunSpec) -> RunSpec:
     if ray.cluster_resources().get("GPU", 0) < 1:
         return replace(run_spec, plan=run_spec.plan.without_devices())
     return run_spec
-
-
-@contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM ask for a clean end; a second one ends at once. Only the main thread can take signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()  # nothing else: the interrupted thread may be printing
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -170,10 +170,11 @@ class Watcher:
     def _check_draining(self, since_s: float) -> None:
         limit_s = self._limits.stop_timeout_s
         if time.monotonic() - since_s > limit_s:
-            raise StallError(
-                f"the backbone is done, but {', '.join(sorted(self._actors.runs.values()))} did not end within "
-                f"limits.stop_timeout_s ({limit_s:g} s)"
+            self._note(
+                f"{', '.join(sorted(self._actors.runs.values()))} did not end within limits.stop_timeout_s "
+                f"({limit_s:g} s) after the last step; the run is complete without them, and they are ended"
             )
+            self._perform(self._state.on_overdue())
 
 
 def _outcomes(

@@ -21,6 +21,8 @@ class Links:
     """To other nodes, in bytes/s."""
     source: str
     """Where the figures are from."""
+    host: float = 32 * _GB
+    """To its node's host memory, in bytes/s; PCIe 4.0 with 16 lanes if not stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +113,24 @@ def accelerator_type(name: str) -> str:
     return f"Ascend{chip}" if chip.startswith("910") else chip
 
 
-def _links(node: float, network_gbit: float, source: str) -> Links:
-    return Links(node * _GB, network_gbit / 8 * _GB, f"{source}; network: {network_gbit:g} Gb/s a device is assumed")
+def _links(node: float, network_gbit: float, source: str, host: float = 32) -> Links:
+    network = f"network: {network_gbit:g} Gb/s a device is assumed"
+    return Links(node * _GB, network_gbit / 8 * _GB, f"{source}; {network}", host * _GB)
 
 
 _NVLINK = "data sheet's NVLink figure, one direction"
 _PCIE = "data sheet's PCIe figure, one direction"
+_PCIE_5 = 64
+"""GB/s of 16 lanes in one direction."""
 _LINKS = {
-    "b200": _links(900, 400, _NVLINK),
-    "h200-nvl": _links(450, 400, _NVLINK),
-    "h200": _links(450, 400, _NVLINK),
-    "h100-nvl": _links(300, 400, _NVLINK),
-    "h100-pcie": _links(64, 200, _PCIE),
-    "h100": _links(450, 400, _NVLINK),
-    "h800": _links(200, 400, _NVLINK),
-    "h20": _links(450, 400, _NVLINK),
+    "b200": _links(900, 400, _NVLINK, _PCIE_5),
+    "h200-nvl": _links(450, 400, _NVLINK, _PCIE_5),
+    "h200": _links(450, 400, _NVLINK, _PCIE_5),
+    "h100-nvl": _links(300, 400, _NVLINK, _PCIE_5),
+    "h100-pcie": _links(64, 200, _PCIE, _PCIE_5),
+    "h100": _links(450, 400, _NVLINK, _PCIE_5),
+    "h800": _links(200, 400, _NVLINK, _PCIE_5),
+    "h20": _links(450, 400, _NVLINK, _PCIE_5),
     "a100-40gb": _links(300, 200, _NVLINK),
     "a100-pcie": _links(32, 200, _PCIE),
     "a100": _links(300, 200, _NVLINK),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.flops import FloatArray
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 
 
@@ -47,6 +47,7 @@ class TensorCommunication:
 
 
 def recomputed_share(setup: TrainingSetup) -> float:
-    """Return the share of layers whose forward runs twice; 0 for ``selective``, which repeats no matrix product."""
+    """Return the share of layers whose forward runs twice; 0 where no matrix product is repeated."""
     every_n = 1.0 / setup.checkpoint_every
-    return {"none": 0.0, "selective": 0.0, "full": 1.0, "every_n": every_n}[setup.activation_checkpointing]
+    shares = {"none": 0.0, "selective": 0.0, "offload": 0.0, "full": 1.0, "every_n": every_n}
+    return shares[setup.activation_checkpointing]

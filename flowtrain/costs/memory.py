@@ -1,79 +1,40 @@
 """Peak memory of a training step on one backbone rank, and of an encoder, predicted from shapes.
 
-Activations are listed tensor by tensor, as autograd keeps them for the decoder layer that HF's Qwen3, Qwen2, Llama and
-Mistral share (pre-norm, RMSNorm computed in float32, rotary positions, gated MLP, no dropout). Not modelled: tensors
-that ``backbone.compile`` fuses away, the caching allocator's fragmentation, buffers of communication libraries.
+Not modelled: tensors that ``backbone.compile`` fuses away, the caching allocator's fragmentation, buffers of
+communication libraries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from flowtrain.costs.activations import (
+    backward_nbytes,
+    chunk_activation_nbytes,
+    layer_activation_nbytes,
+    num_recomputed_layers,
+    offloaded_nbytes,
+    selective_activation_nbytes,
+)
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
 
-FLOAT32_NBYTES = 4
-LOSS_CHUNK_TOKENS = 2048
-"""Rows of logits that exist at once; the same value as in ``flowtrain.models.loss``."""
-
-DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
-"""Bytes per number, by ``model.dtype``."""
+USABLE_SHARE = 0.92
+"""Share of a device's memory that a process can use; driver, communication and fragmentation take the rest."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSetup:
-    """The settings of backbone training that memory depends on; names and values as in the configuration."""
+_ALWAYS = ("parameters", "optimizer_state")
+_COMPUTING = (*_ALWAYS, "accumulated", "gathered", "activations")
+MOMENTS: Mapping[str, tuple[str, ...]] = {
+    "loss": (*_COMPUTING, "loss"),
+    "backward": (*_COMPUTING, "working"),
+    "reduction": (*_ALWAYS, "gradients", "gathered", "reduced"),
+}
+"""Moments of a step that can be the worst, and what of ``StepMemory`` a device holds then.
 
-    dp: int = 1
-    """Data parallel degree."""
-    tp: int = 1
-    """Tensor parallel degree."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    sharding: Literal["full", "gradients", "hybrid"] = "full"
-    shard_size: int | None = None
-    """DP ranks that share one set of shards; None: all."""
-    gradient_reduction: Literal["microbatch", "step"] = "step"
-    sequence_parallel: bool = True
-    activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
-    checkpoint_every: int = 2
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
-    """``sdpa`` keeps its output twice, because it copies the sequences' outputs into one tensor."""
-    repeats_kv: bool = False
-    """The attention kernel needs as many heads of keys and values as of queries (an older ``varlen_attn``)."""
-    accumulates: bool = True
-    """Several microbatches per step: gradients are unsharded on every DP rank until the last one's backward."""
-    loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
-
-    @property
-    def dtype_nbytes(self) -> int:
-        """Bytes per number in the compute type."""
-        return DTYPE_NBYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A run of decoder layers that a rank holds."""
-
-    num_layers: int
-    is_first: bool = True
-    """It includes the embedding and the connector."""
-    is_last: bool = True
-    """It includes the final norm, the head and the loss."""
-    in_flight: int = 1
-    """Microbatches whose activations it keeps at once (1F1B: the pipeline ranks from this one to the last)."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicrobatchSize:
-    """Size of a packed microbatch."""
-
-    num_tokens: int
-    num_target_tokens: int
-    """Tokens that carry loss."""
-    num_rows: int = 0
-    """Feature rows from encoders."""
+They are the loss of a microbatch, its first layer's backward, and the last reduction, which the update follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +44,33 @@ class StepMemory:
     parameters: int
     """Float32 master weights, this rank's shard."""
     gradients: int
-    """Float32, this rank's shard."""
+    """Float32, this rank's shard, when all are reduced."""
     optimizer_state: int
     """Float32, this rank's shard."""
     accumulated: int
-    """Gradients of the step's earlier microbatches."""
+    """Float32 gradients of the step's earlier microbatches: whole, or this rank's shard."""
     gathered: int
     """Parameters that are unsharded at once, in the compute type."""
     activations: int
-    """Activations kept between forward and backward, over all microbatches in flight."""
+    """Activations kept on the device between forward and backward, over all microbatches in flight."""
     working: int
-    """In addition while one layer runs backward, with a recomputed layer and the head's gradient."""
+    """In addition while one layer runs backward: recomputed or offloaded tensors, gradients on their way, the head's
+    gradient."""
     loss: int
     """Logits of one chunk, and the tensors that the loss passes to the backward."""
     reduced: int
-    """Memory of one gradient reduction, in addition to the gradients."""
+    """Memory of a backward's last gradient reduction, in addition to the gradients."""
+    host: int = 0
+    """Pinned host memory with offloaded activations, over all microbatches in flight; no part of ``peak``."""
 
     @property
     def peak(self) -> int:
-        """Bytes at the worst moment: the loss or the first layer's backward, the last reduction, or the update."""
-        held = self.parameters + self.optimizer_state
-        computing = self.accumulated + self.gathered + self.activations + max(self.working, self.loss)
-        return held + max(computing, self.gradients + self.gathered + self.reduced)
+        """Device bytes at the worst of ``MOMENTS``."""
+        return max(map(self.at, MOMENTS))
+
+    def at(self, moment: str) -> int:
+        """Device bytes at one of ``MOMENTS``."""
+        return sum(getattr(self, name) for name in MOMENTS[moment])
 
 
 def predict_step_memory(
@@ -116,60 +82,33 @@ def predict_step_memory(
 ) -> StepMemory:
     """Return the memory of a rank with these chunks; microbatch: the largest one. All modules are trained."""
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
-    layer = layer_activation_nbytes(spec, setup) * tokens
     has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
     num_layers = sum(chunk.num_layers for chunk in chunks)
     per_layer, outer = _layer_parameters(spec, setup.tp), _outer_parameters(spec, connector, chunks, setup.tp)
     whole = num_layers * per_layer + outer
-    shard = -(-whole // setup.dp)
+    shard = -(-whole // setup.num_shards)
     # In each chunk, FSDP gathers the next layer while one computes, and keeps the root's own parameters gathered. A
     # single replica keeps all parameters.
-    shards_parameters = setup.sharding == "full" and setup.dp > 1
+    shards_parameters = setup.sharding != "gradients" and setup.dp > 1
     num_gathered = min(num_layers, 2 * len(chunks)) if shards_parameters else num_layers
-    whole_nbytes = FLOAT32_NBYTES if setup.accumulates else dtype  # per number of an unsharded gradient
+    reduces_each = setup.gradient_reduction == "microbatch"
+    accumulated = shard if reduces_each else whole
+    last_reduced = outer if has_first or has_last else per_layer
     head = dtype * -(-spec.vocab_size // setup.tp) * spec.hidden_size  # its gradient waits for the root's reduction
-    recomputed = 0 if setup.activation_checkpointing == "none" else layer
     return StepMemory(
         parameters=FLOAT32_NBYTES * shard,
         gradients=FLOAT32_NBYTES * shard,
         optimizer_state=FLOAT32_NBYTES * shard * _OPTIMIZER_STATES[setup.optimizer],
-        accumulated=FLOAT32_NBYTES * whole if setup.accumulates else 0,
+        accumulated=FLOAT32_NBYTES * accumulated if setup.accumulates else 0,
         gathered=dtype * (num_gathered * per_layer + outer),
         activations=sum(
             chunk.in_flight * chunk_activation_nbytes(spec, connector, chunk, setup, microbatch) for chunk in chunks
         ),
-        working=recomputed + _backward_nbytes(spec, setup) * tokens + (head if has_last else 0),
+        working=_working_nbytes(spec, chunks, setup, tokens, per_layer) + (head if has_last else 0),
         loss=_loss_nbytes(spec, setup, microbatch) if has_last else 0,
-        reduced=(FLOAT32_NBYTES + whole_nbytes) * (outer if has_first or has_last else per_layer),
+        reduced=_reduction_nbytes(setup, last_reduced),
+        host=sum(chunk.in_flight * offloaded_nbytes(spec, chunk, setup, tokens) for chunk in chunks),
     )
-
-
-def chunk_activation_nbytes(
-    spec: TransformerSpec, connector: ConnectorSpec, chunk: Chunk, setup: TrainingSetup, microbatch: MicrobatchSize
-) -> int:
-    """Return the bytes that one microbatch keeps on one chunk from forward to backward, without those of the loss."""
-    dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
-    num_recomputed = {
-        "none": 0,
-        "selective": 0,
-        "full": chunk.num_layers,
-        "every_n": -(-chunk.num_layers // setup.checkpoint_every),
-    }[setup.activation_checkpointing]
-    kept = layer_activation_nbytes(spec, setup)
-    if setup.activation_checkpointing == "selective":
-        kept = selective_activation_nbytes(spec, setup)
-    per_token = (chunk.num_layers - num_recomputed) * kept + num_recomputed * dtype * spec.hidden_size
-    per_token += 2 * dtype * spec.head_dim  # cosines and sines of the positions
-    if chunk.is_last:
-        per_token += _norm_nbytes(spec.hidden_size, 1, dtype)
-    else:
-        per_token += dtype * spec.hidden_size  # the output that is sent on, the root of the backward
-    if not chunk.is_first and dtype != FLOAT32_NBYTES:
-        per_token += dtype * spec.hidden_size  # the received input; in float32 the first norm keeps it anyway
-    rows_nbytes = 0
-    if chunk.is_first:
-        rows_nbytes = dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp))
-    return per_token * tokens + rows_nbytes * microbatch.num_rows
 
 
 def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dtype_nbytes: int) -> int:
@@ -184,91 +123,49 @@ def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dt
     return dtype_nbytes * (weights + per_patch * max_batch_patches)
 
 
-def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
-    """Return the bytes per token that autograd keeps for one decoder layer without recomputation.
+def _working_nbytes(
+    spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int, per_layer: int
+) -> int:
+    """The most that one layer's backward holds in addition to activations, with gradients of weights on their way.
 
-    Norms run on whole hidden states on every tensor parallel rank; heads and the MLP's width are split over the ranks.
+    FSDP reduces a layer's gradients once its activations are gone, and the buffer of that waits for the next
+    reduction, so it is there during the next layer's backward.
     """
-    return sum(_layer_tensors(spec, setup).values())
+    layer = layer_activation_nbytes(spec, setup, num_tokens)
+    restored = {"none": 0, "offload": 2 * layer}.get(setup.activation_checkpointing, layer)
+    # A float32 run adds each gradient to the accumulated one at once.
+    adds_at_once = _sums_whole(setup) and setup.dtype_nbytes == FLOAT32_NBYTES
+    of_weights = 0 if adds_at_once else setup.dtype_nbytes * per_layer
+    computing = restored + backward_nbytes(spec, setup, num_tokens) + of_weights
+    buffer = FLOAT32_NBYTES * per_layer - _freed_nbytes(spec, chunks, setup, num_tokens, layer)
+    if _sums_whole(setup):
+        # With the last microbatch the buffer takes the place of the layer's accumulated gradient.
+        return max(computing, buffer)
+    return computing + max(0, buffer)
 
 
-def selective_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
-    """Return the bytes per token of a layer that keeps only its input and the results of matmuls and attention."""
-    dtype, widths = setup.dtype_nbytes, _Widths.of(spec, setup.tp)
-    num_results = (
-        1 if setup.tp == 1 else 2
-    )  # the two products that are summed over ranks exist before and after the sum
-    projections = widths.query + 2 * widths.key + num_results * spec.hidden_size
-    mlp = (2 if spec.gated_mlp else 1) * widths.mlp + num_results * spec.hidden_size
-    attention = dtype * widths.query + FLOAT32_NBYTES * widths.num_heads
-    return dtype * (spec.hidden_size + projections + mlp) + attention
+def _freed_nbytes(
+    spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int, layer: int
+) -> int:
+    """Activations of one layer that its backward frees."""
+    if setup.activation_checkpointing == "selective":
+        return selective_activation_nbytes(spec, setup, num_tokens)
+    if setup.activation_checkpointing == "offload" or any(num_recomputed_layers(each, setup) for each in chunks):
+        return 0
+    return layer
 
 
-@dataclass(frozen=True, slots=True)
-class _Widths:
-    """One tensor parallel rank's share of a layer: widths of queries, keys and the MLP, and numbers of heads."""
-
-    query: int
-    key: int
-    mlp: int
-    num_heads: int
-    num_kv_heads: int
-
-    @classmethod
-    def of(cls, spec: TransformerSpec, tp: int) -> _Widths:
-        num_heads, num_kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
-        return cls(
-            num_heads * spec.head_dim,
-            num_kv_heads * spec.head_dim,
-            spec.intermediate_size // tp,
-            num_heads,
-            num_kv_heads,
-        )
+def _reduction_nbytes(setup: TrainingSetup, num_parameters: int) -> int:
+    """One unit's gradient, the buffer that the ranks reduce, and the result where it is added to a shard."""
+    gradient = FLOAT32_NBYTES if _sums_whole(setup) else setup.dtype_nbytes
+    adds = setup.accumulates and setup.gradient_reduction == "microbatch"
+    result = FLOAT32_NBYTES * -(-num_parameters // setup.num_shards) if adds else 0
+    return (FLOAT32_NBYTES + gradient) * num_parameters + result
 
 
-def _layer_tensors(spec: TransformerSpec, setup: TrainingSetup) -> dict[str, int]:
-    """Bytes per token of every tensor that autograd keeps of one layer, by name."""
-    dtype, hidden, widths = setup.dtype_nbytes, spec.hidden_size, _Widths.of(spec, setup.tp)
-    attended = widths.query if setup.repeats_kv else widths.key
-    tensors = {
-        "input_norm": _norm_nbytes(hidden, 1, dtype),
-        "attention_input": dtype * hidden,
-        "query": dtype * widths.query,
-        "key": dtype * attended,
-        "value": dtype * attended,
-        "attention_output": dtype * widths.query,
-        "log_sum_exp": FLOAT32_NBYTES * widths.num_heads,
-        "post_attention_norm": _norm_nbytes(hidden, 1, dtype),
-        "mlp_input": dtype * hidden,
-        "up": dtype * widths.mlp,
-        "activated": dtype * widths.mlp,
-    }
-    if spec.qk_norm:
-        tensors["query_norm"] = _norm_nbytes(widths.query, widths.num_heads, dtype)
-        tensors["key_norm"] = _norm_nbytes(widths.key, widths.num_kv_heads, dtype)
-    if setup.attention == "sdpa":
-        tensors["attention_output_joined"] = dtype * widths.query
-    if spec.gated_mlp:
-        tensors["gate"] = dtype * widths.mlp
-        tensors["gated"] = dtype * widths.mlp
-    return tensors
-
-
-def _norm_nbytes(width: int, num_rows: int, dtype_nbytes: int) -> int:
-    """Bytes that a norm keeps.
-
-    These are its input in float32, the normalised input in the compute type (for the weight's gradient), and one scale
-    per row.
-    """
-    return (FLOAT32_NBYTES + dtype_nbytes) * width + FLOAT32_NBYTES * num_rows
-
-
-def _backward_nbytes(spec: TransformerSpec, setup: TrainingSetup) -> int:
-    """Bytes per token of the gradients that exist at once in one layer's backward; the maximum is in MLP or norm."""
-    dtype, widths = setup.dtype_nbytes, _Widths.of(spec, setup.tp)
-    mlp = (3 if spec.gated_mlp else 2) * dtype * widths.mlp
-    norm = 3 * FLOAT32_NBYTES * spec.hidden_size
-    return dtype * spec.hidden_size + max(mlp, norm)
+def _sums_whole(setup: TrainingSetup) -> bool:
+    """Whether whole float32 gradients wait for a step's last microbatch."""
+    return setup.accumulates and setup.gradient_reduction == "step"
 
 
 def _loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from os import PathLike
@@ -190,11 +190,12 @@ class Profile:
         """Return ``count`` of the measured devices, for planning; links between nodes are not measured."""
         facts, spec = self.facts, device_spec(self.device)
         # Links of a device without data sheet are unknown. It is mostly a CPU, whose cores share its memory.
-        links = Links(facts.bandwidth, facts.bandwidth, "as fast as memory, not measured")
+        links = Links(facts.bandwidth, facts.bandwidth, "as fast as memory, not measured", facts.bandwidth)
         if spec is not None:
             links = data_sheet_device_type(spec.key, count).links
         if facts.link is not None:
-            links = Links(facts.link, min(links.network, facts.link), "inside a node as measured")
+            network = min(links.network, facts.link)
+            links = replace(links, node=facts.link, network=network, source="inside a node as measured")
         return DeviceType(
             self.device_type, count, facts.flops, facts.memory_nbytes, facts.bandwidth, links, devices_per_node
         )

@@ -9,8 +9,8 @@ import numpy as np
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.communication import TensorCommunication, recomputed_share
 from flowtrain.costs.flops import FloatArray
-from flowtrain.costs.memory import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 
 _OPTIMIZER_PASSES = {"adamw": 7, "sgd": 3}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flowtrain.config.model import BackboneConfig
+from flowtrain.models.activation_offload import OffloadedCall, store_for
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 
 _COSTLY_OPERATORS = frozenset(
@@ -25,10 +26,12 @@ _COSTLY_OPERATORS = frozenset(
         "torch_attn::_varlen_attn",
         "flash_attn::_flash_attn_varlen_forward",
         "_c10d_functional::all_reduce",
+        "_c10d_functional::reduce_scatter_tensor",
     }
 )
 """What ``selective`` keeps: matrix products of linear layers, attention, and sums over tensor parallel ranks.
 
+Gathered tokens (sequence parallelism) are not among them: each rank would keep the tokens of all.
 Batched products are not among them: attention without a fused kernel would keep its scores, quadratic in the length.
 """
 
@@ -55,9 +58,9 @@ def applied(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Iterator[N
         return
     wrapped = layers[:: strategy.every]
     own_forwards = [vars(layer).get("forward") for layer in wrapped]
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if strategy.kind is MemoryKind.SELECTIVE else {}
+    around = _around_forward(strategy, layers)
     for layer in wrapped:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        layer.forward = around(layer)
     try:
         yield
     finally:
@@ -65,6 +68,15 @@ def applied(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Iterator[N
             del layer.forward
             if own_forward is not None:
                 layer.forward = own_forward
+
+
+def _around_forward(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Return the function that gives a layer's new forward."""
+    if strategy.kind is MemoryKind.OFFLOAD:
+        call = OffloadedCall(store_for(next(layers[0].parameters()).device))
+        return lambda layer: partial(call.run, layer, layer.forward)
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if strategy.kind is MemoryKind.SELECTIVE else {}
+    return lambda layer: partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 def _selective_contexts() -> Any:

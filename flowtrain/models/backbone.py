@@ -8,12 +8,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import SegmentOffsets
 from flowtrain.models.connector import Connector
 from flowtrain.models.loss import weighted_nll_sum
+from flowtrain.models.token_split import join_tokens, slice_length, split_tokens
 from flowtrain.pipeline.actions import MemoryStrategy
 
 
@@ -29,6 +31,9 @@ class Backbone(nn.Module):
 
     memory: what decoder layers keep for the backward pass, unless a call gives its own strategy.
     """
+
+    token_mesh: DeviceMesh | None = None
+    """The ranks that split hidden states by tokens between regions (sequence parallelism); None: each has all."""
 
     def __init__(
         self,
@@ -56,6 +61,10 @@ class Backbone(nn.Module):
         """The language model's decoder layers in order, for wrapping."""
         return list(cast(nn.ModuleList, self.language_model.base_model.layers))
 
+    def hidden_tokens(self, num_tokens: int) -> int:
+        """Tokens of the hidden states that this rank takes from, and gives to, the neighbouring stages."""
+        return num_tokens if self.token_mesh is None else slice_length(num_tokens, self.token_mesh.size())
+
     def compile_layers(self, backend: str = "inductor") -> None:
         """Let torch.compile compile every decoder layer's forward at its first call, once for all lengths."""
         for layer in self.decoder_layers:
@@ -79,7 +88,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 
-        Any stage except the last returns the hidden states after its layers instead, ``[1, T, H]``.
+        Any stage except the last returns the hidden states after its layers instead, ``[1, T, H]``; with sequence
+        parallelism this rank's slice of them, ``[1, ceil(T / tp), H]``.
 
         input_ids: int64 ``[T]``.
         targets: int64 ``[T]``, already shifted (the token after t), -100 for none.
@@ -92,15 +102,20 @@ class Backbone(nn.Module):
         feature_index: int64 ``[R]``, the token that each row replaces, no token twice.
         sequence_lengths: host copy of the lengths in cu_seqlens. If None, the host waits for the device to read them.
         target_index: int64 ``[n]``, tokens that have a target. If None, the host waits for the device to find them.
-        hidden: the hidden states that the stage before returned, ``[1, T, H]``; None for a first stage.
+        hidden: what the stage before returned; None for a first stage.
         memory: what the decoder layers keep for the backward pass; None for the default.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
         offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]
         assert offsets[-1] == input_ids.shape[0], (offsets, input_ids.shape)
         assert (hidden is None) == self.is_first_stage, "every stage except the first takes hidden states"
+        num_tokens, mesh, options = len(input_ids), self.token_mesh, {}
         if hidden is None:
             hidden = self._embed(input_ids, features, feature_index)
+            if mesh is not None:
+                hidden = split_tokens(hidden, mesh)
+        if mesh is not None:
+            options["num_tokens"] = num_tokens  # attention gathers as many
         with applied(memory or self.memory, self.decoder_layers):
             output = self.language_model.base_model(
                 inputs_embeds=hidden,
@@ -109,11 +124,15 @@ class Backbone(nn.Module):
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
                 segment_offsets=SegmentOffsets(offsets),
+                **options,
             )
+        hidden = cast(Tensor, output.last_hidden_state)
         if not self.is_last_stage:
-            return output.last_hidden_state
+            return hidden
+        if mesh is not None:
+            hidden = join_tokens(hidden, mesh, num_tokens)
         head = self.language_model.get_output_embeddings()
-        return weighted_nll_sum(output.last_hidden_state[0], targets, weights, head, rows=target_index)
+        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index)
 
     def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> Tensor:
         """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens."""

@@ -38,7 +38,7 @@ def materialize(module: nn.Module, device: torch.device, weights: InitialWeights
     """Give a module on ``meta`` memory on ``device`` for what this rank holds, and fill in the first values.
 
     Parameters may be DTensors, and wrapped by FSDP2; shared ones stay shared. from_checkpoint: leave out the values
-    that a checkpoint has, since a checkpoint will be loaded afterwards.
+    that a checkpoint has, since a checkpoint will be loaded afterwards; it has no frozen parameters.
     """
     shared = _shared_parameters(module)
     module.to_empty(device=device)
@@ -46,7 +46,8 @@ def materialize(module: nn.Module, device: torch.device, weights: InitialWeights
         owner.register_parameter(name, first_owner.get_parameter(first_name))
     in_checkpoint = module.state_dict().keys() if from_checkpoint else frozenset()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if name not in in_checkpoint:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if name not in in_checkpoint or is_frozen:
             index = local_index(tensor)
             if all(part.start < part.stop for part in index):
                 local_shard(tensor).copy_(weights.read(name, index))

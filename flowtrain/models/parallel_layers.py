@@ -13,7 +13,9 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from flowtrain.models.token_split import leave_split_region
 
 
 def local_shard(parameter: Tensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -74,7 +76,7 @@ class ColwiseLinear(nn.Linear):
 
     tp_mesh: DeviceMesh
     enters_region = True
-    """False if the module around it calls ``enter_region`` on the input, once for several layers."""
+    """False if the module around it enters the region, once for several layers."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in]``, replicated, to ``[..., out / ranks]``."""
@@ -88,11 +90,18 @@ class RowwiseLinear(nn.Linear):
     """Has columns of the weight: the output's partial sums from a share of the input's features."""
 
     tp_mesh: DeviceMesh
+    splits_tokens = False
+    """Whether its output is this rank's slice of the tokens (sequence parallelism)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map ``[..., in / ranks]`` to ``[..., out]``, replicated."""
-        output = leave_region(nn.functional.linear(input, local_shard(self.weight)), self.tp_mesh)
-        return output if self.bias is None else output + local_shard(self.bias)
+        """Map ``[..., in / ranks]`` to ``[..., out]``, replicated; or ``[1, T, ...]`` to a slice of the tokens."""
+        partial = nn.functional.linear(input, local_shard(self.weight))
+        if not self.splits_tokens:
+            output = leave_region(partial, self.tp_mesh)
+            return output if self.bias is None else output + local_shard(self.bias)
+        output = leave_split_region(partial, self.tp_mesh)
+        # Each rank adds the bias to other tokens, so its gradient is a sum over the ranks.
+        return output if self.bias is None else output + local_shard(self.bias, [Partial()])
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
@@ -119,7 +128,7 @@ def with_local_parameters(
     """Derive a class whose forward sees this rank's part of its own parameters under the same names.
 
     For modules that compute the same on every rank. With other ``grad_placements``, for modules that each rank applies
-    to its own heads.
+    to its own heads or tokens.
     """
 
     class WithLocalParameters(module_class):  # type: ignore[misc, valid-type]

@@ -2,8 +2,9 @@
 
 Every parameter becomes a DTensor on the axis ``tp``: FSDP2, gradient clipping and checkpoints rely on that. Computation
 uses the local shards as plain tensors, because dispatching DTensors would take longer than a small layer on a GPU.
-Activations are plain tensors, the same on all ranks between layers. Attention and MLP are a *region* each: the gradient
-of its input is summed over the ranks once, and so is its output.
+Activations are plain tensors. Attention and MLP are a *region* each: the gradient of its input is summed over the ranks
+once, and so is its output. Between regions all ranks have the same activations, or with sequence parallelism
+(``flowtrain.models.token_split``) a slice of the tokens each.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
@@ -26,33 +27,41 @@ from flowtrain.models.parallel_layers import (
     enter_region,
     with_local_parameters,
 )
+from flowtrain.models.token_split import enter_split_region
 
 _SHARED_INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Layers of one module that all take the module's first input."""
 
 
-def parallelize(backbone: Backbone, mesh: DeviceMesh) -> None:
+def parallelize(backbone: Backbone, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> None:
     """Split a backbone, or a stage of one, over the ranks of ``mesh`` (the axis ``tp``), in place.
+
+    sequence_parallel: split norms and residuals by tokens; else every rank has them whole.
 
     Afterwards every parameter is a DTensor on ``mesh``; tied parameters stay tied, frozen ones stay frozen. The ranks
     must start from equal weights. FSDP2 can wrap the result, on another axis of the same parent mesh. Without FSDP2,
-    gradients of ``q_norm`` and ``k_norm`` stay ``Partial`` and must be summed when they are used. Raises ConfigError if
-    the model has no plan, or a plan with an unknown style.
+    gradients that are sums over the ranks (of ``q_norm``; with sequence parallelism of every norm) stay ``Partial`` and
+    must be summed when they are used. Raises ConfigError if the model has no plan, or a plan with an unknown style.
     """
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
     distribute = _Distributor(mesh)
-    for module, style in checked_styles(backbone, mesh.size()).items():
+    for module, style in checked_styles(backbone, mesh.size(), sequence_parallel=sequence_parallel).items():
         _APPLY[style](module, distribute)
-    _share_entrances(backbone, mesh)
+    if sequence_parallel:
+        _split_between_regions(backbone, mesh)
+    else:
+        _share_entrances(backbone, mesh)
 
 
-def checked_styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
+def checked_styles(backbone: Backbone, size: int, *, sequence_parallel: bool = True) -> dict[nn.Module, str]:
     """How each module that has parameters of its own is split over ``size`` ranks; needs neither ranks nor memory.
 
-    Raises ConfigError, naming ``backbone.tensor_parallel_size``, if `parallelize` cannot split the model.
+    Raises ConfigError, naming the key of ``backbone``, if `parallelize` cannot split the model.
     """
     _check_heads(backbone, size)
-    styles = _styles(backbone, size)
+    styles = _styles(backbone, size, sequence_parallel)
+    if sequence_parallel:
+        _check_entrances(backbone, styles)
     for module, style in styles.items():
         if style in _TAKES and type(module) is not _TAKES[style][0]:
             raise ConfigError(
@@ -112,7 +121,7 @@ def _replicate(module: nn.Module, distribute: _Distributor) -> None:
 
 
 def _replicate_inside(module: nn.Module, distribute: _Distributor) -> None:
-    """Replicate parameters that each rank applies to its own heads; their gradients add up over the ranks."""
+    """Replicate parameters that each rank applies to its own heads or tokens; gradients add up over the ranks."""
     distribute(module)
     module.__class__ = with_local_parameters(type(module), grad_placements=[Partial()])
 
@@ -145,14 +154,16 @@ def _take_class(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
 # --- which style for which module ------------------------------------------------------------------------------------
 
 
-def _styles(backbone: Backbone, size: int) -> dict[nn.Module, str]:
+def _styles(backbone: Backbone, size: int, sequence_parallel: bool) -> dict[nn.Module, str]:
     """The style of every module that has parameters of its own."""
     language_model = backbone.language_model
     plan = _plan_styles(cast(PreTrainedModel, language_model.base_model), size)
     styles: dict[nn.Module, str] = {}
+    # Without the split, what the plan does not name computes the same on all ranks.
+    default = "replicated_with_grad_allreduce" if sequence_parallel else "replicated"
     for module in backbone.modules():
         if any(True for _ in module.parameters(recurse=False)):
-            styles[module] = plan.get(module, "replicated")
+            styles[module] = plan.get(module, default)
     parts = {"embedding": language_model.get_input_embeddings(), "head": language_model.get_output_embeddings()}
     if backbone.connector is not None:
         parts |= {"colwise": backbone.connector.linear_1, "rowwise": backbone.connector.linear_2}
@@ -184,20 +195,42 @@ def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
 
 def _share_entrances(backbone: Backbone, mesh: DeviceMesh) -> None:
     """Let layers with the same input enter their region together: one sum in the backward pass instead of one each."""
+    for module in backbone.modules():
+        split = _column_layers(module)
+        if split.keys() in _SHARED_INPUTS:
+            _enter_at(module, split, lambda tensor, num_tokens: enter_region(tensor, mesh))
 
-    def enter(
+
+def _split_between_regions(backbone: Backbone, mesh: DeviceMesh) -> None:
+    """Let regions of the language model gather their input's tokens, and leave each rank its slice of the output."""
+    backbone.token_mesh = mesh
+    for module in backbone.language_model.base_model.modules():
+        if isinstance(module, RowwiseLinear):
+            module.splits_tokens = True
+        if split := _column_layers(module):
+            _enter_at(module, split, lambda tensor, num_tokens: enter_split_region(tensor, mesh, num_tokens))
+
+
+def _column_layers(module: nn.Module) -> dict[str, ColwiseLinear]:
+    return {name: child for name, child in module.named_children() if isinstance(child, ColwiseLinear)}
+
+
+def _enter_at(
+    module: nn.Module, split: Mapping[str, ColwiseLinear], enter: Callable[[Tensor, int | None], Tensor]
+) -> None:
+    """Let a module enter the region for its layers; they all take the module's first input."""
+
+    def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        num_tokens = kwargs.pop("num_tokens", None)
         if args:
-            return (enter_region(args[0], mesh), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": enter_region(kwargs["hidden_states"], mesh)}
+            return (enter(args[0], num_tokens), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], num_tokens)}
 
-    for module in backbone.modules():
-        split = {name: child for name, child in module.named_children() if isinstance(child, ColwiseLinear)}
-        if split.keys() in _SHARED_INPUTS:
-            module.register_forward_pre_hook(enter, with_kwargs=True)
-            for child in split.values():
-                child.enters_region = False
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    for child in split.values():
+        child.enters_region = False
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -217,3 +250,14 @@ def _check_vocabulary(module: nn.Module, size: int) -> None:
         raise ConfigError(
             f"backbone.tensor_parallel_size ({size}) leaves ranks without any of {num_rows} vocabulary rows; lower it"
         )
+
+
+def _check_entrances(backbone: Backbone, styles: Mapping[nn.Module, str]) -> None:
+    """A region gathers tokens where its module is entered, so all its first layers must take the module's input."""
+    for name, module in backbone.language_model.base_model.named_modules():
+        split = {name for name, child in module.named_children() if styles.get(child) == "colwise"}
+        if len(split) > 1 and split not in _SHARED_INPUTS:
+            raise ConfigError(
+                f"backbone.sequence_parallel: FlowTrain does not know that {', '.join(sorted(split))} of {name} in "
+                f"{backbone.language_model.config.model_type} have the same input; set it to false"
+            )

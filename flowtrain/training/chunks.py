@@ -15,7 +15,7 @@ from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.models.stage import take_stage, tied_names
 from flowtrain.models.tensor_parallel import parallelize
 from flowtrain.pipeline.partition import split_layers
-from flowtrain.training.mesh import DP_AXIS, TP_AXIS, BackboneGroup
+from flowtrain.training.mesh import TP_AXIS, BackboneGroup
 
 if TYPE_CHECKING:
     from flowtrain.models.backbone import Backbone
@@ -95,7 +95,7 @@ def build_chunks(
     for stage in range(group.pp_rank, len(layers), pp_size):
         module = whole if len(layers) == 1 else take_stage(whole, layers[stage])
         if group.degrees.tp > 1:
-            parallelize(module, group.mesh[TP_AXIS])
+            parallelize(module, group.mesh[TP_AXIS], sequence_parallel=config.backbone.sequence_parallel)
         _shard(module, config, group)
         materialize(module, group.device, weights, from_checkpoint=from_checkpoint)
         stages[stage] = module
@@ -104,7 +104,7 @@ def build_chunks(
 
 def _shards_parameters(config: RunConfig, group: BackboneGroup) -> bool:
     """False with a single replica: it saves no memory, and would copy all parameters again for every microbatch."""
-    return config.backbone.sharding == "full" and group.degrees.dp > 1
+    return config.backbone.sharding != "gradients" and group.degrees.dp > 1
 
 
 def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
@@ -113,7 +113,7 @@ def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if config.model.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, reshard = group.mesh[DP_AXIS], _shards_parameters(config, group)
+    mesh, reshard = group.dp_mesh, _shards_parameters(config, group)
     for layer in module.decoder_layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # FSDP keeps the root's own parameters whole, since the backward pass needs them first.

@@ -19,6 +19,7 @@ from flowtrain.errors import StallError
 from flowtrain.types.plan import Degrees
 
 DP_AXIS, PP_AXIS, TP_AXIS = "dp", "pp", "tp"
+_REPLICATE_AXIS, _SHARD_AXIS = "dp_replicate", "dp_shard"
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 
@@ -31,11 +32,24 @@ class BackboneGroup:
     degrees: Degrees
     device: torch.device
     mesh: DeviceMesh
-    """Device mesh with the axes ``dp``, ``pp`` and ``tp``, also if a degree is 1."""
+    """Device mesh with the axes ``dp``, ``pp`` and ``tp``, also if a degree is 1. Under hybrid sharding ``dp`` is two
+    axes: replicas of a set of shards, and the shards."""
     process_group: dist.ProcessGroup
     """All ranks; carries CPU tensors over gloo and device tensors over the device's own backend."""
     checkpoint_group: dist.ProcessGroup
     """All ranks over gloo, for checkpoints alone, so that writing never mixes with training."""
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """Mesh over which FSDP shards: ``[dp]``, or ``[replicas, shards]`` under hybrid sharding."""
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[DP_AXIS] if DP_AXIS in names else self.mesh[_REPLICATE_AXIS, _SHARD_AXIS]
+
+    @property
+    def shard_size(self) -> int:
+        """Data parallel ranks that share one set of shards."""
+        return self.dp_mesh.size(-1)
 
     @property
     def world_size(self) -> int:
@@ -83,6 +97,7 @@ def init_backbone_group(
     host: str = LOOPBACK,
     port: int = 0,
     listener: socket.socket | None = None,
+    shard_size: int | None = None,
     start_timeout_s: float = 300.0,
     collective_timeout_s: float = 900.0,
 ) -> BackboneGroup:
@@ -90,6 +105,7 @@ def init_backbone_group(
 
     host, port: address on which rank 0 listens.
     listener: on rank 0 the socket of `open_listener`; the group takes it over. None on other ranks.
+    shard_size: neighbouring data parallel ranks that share one set of shards (hybrid sharding); None: all.
     start_timeout_s: limit for all ranks to join.
     collective_timeout_s: limit of each collective.
 
@@ -107,7 +123,7 @@ def init_backbone_group(
             collective_timeout_s=collective_timeout_s,
         )
         checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
-        mesh = _mesh(degrees, device)
+        mesh = _mesh(degrees, device, shard_size)
     assert dist.group.WORLD is not None
     return BackboneGroup(rank, degrees, device, mesh, dist.group.WORLD, checkpoint_group)
 
@@ -155,9 +171,16 @@ def waiting_for_ranks(who: str, host: str, port: int, timeout_s: float) -> Itera
         ) from error
 
 
-def _mesh(degrees: Degrees, device: torch.device) -> DeviceMesh:
+def _mesh(degrees: Degrees, device: torch.device, shard_size: int | None) -> DeviceMesh:
     ranks = torch.arange(degrees.world_size).view(degrees.dp, degrees.pp, degrees.tp)
-    return DeviceMesh(device.type, ranks, mesh_dim_names=(DP_AXIS, PP_AXIS, TP_AXIS))
+    if shard_size is None or shard_size == degrees.dp:
+        return DeviceMesh(device.type, ranks, mesh_dim_names=(DP_AXIS, PP_AXIS, TP_AXIS))
+    assert degrees.dp % shard_size == 0, (degrees, shard_size)
+    return DeviceMesh(
+        device.type,
+        ranks.view(-1, shard_size, degrees.pp, degrees.tp),
+        mesh_dim_names=(_REPLICATE_AXIS, _SHARD_AXIS, PP_AXIS, TP_AXIS),
+    )
 
 
 def _store(world_size: int, host: str, port: int, listener: socket.socket | None, timeout_s: float) -> dist.Store:

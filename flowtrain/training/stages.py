@@ -29,6 +29,7 @@ class Stages:
     """The executor's ``StageRuntime`` over the modules of one rank.
 
     hidden_size, dtype: of the hidden states between stages.
+    reduces_each: sum gradients over the data parallel ranks with every microbatch; else with a unit's last one.
     take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient.
     record: gets the spans ``forward`` and ``backward``; on an accelerator each span waits for the device.
     """
@@ -40,13 +41,14 @@ class Stages:
         *,
         hidden_size: int,
         dtype: torch.dtype,
+        reduces_each: bool,
         take_loss: Callable[[PackedBatch, torch.Tensor], None],
         record: SpanRecorder | None = None,
     ) -> None:
         self._model = model
         self._group = group
         self._hidden_size, self._dtype = hidden_size, dtype
-        self._take_loss = take_loss
+        self._reduces_each, self._take_loss = reduces_each, take_loss
         self.record = record
         self._transfers = Transfers(group)
         self._loss_scale: float | None = None
@@ -82,13 +84,19 @@ class Stages:
         self._span("forward", start_s, action, microbatch)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
-        """Run a stage backward; its last backward also sums gradients over the data parallel ranks."""
+        """Run a stage backward; its last backward, or each one, also sums gradients over the data parallel ranks.
+
+        Under hybrid sharding a shard group sums with either of them, and the groups among each other with the last one.
+        """
         assert self._loss_scale is not None, "an evaluation has no backward"
         start_s, slot = time.time(), _slot(action)
         module = self._model.stages[action.stage]
         fsdp = as_fsdp(module)
-        fsdp.set_requires_gradient_sync(is_last)
-        fsdp.set_is_last_backward(is_last)
+        reduces = is_last or self._reduces_each
+        fsdp.set_requires_gradient_sync(reduces)
+        fsdp.set_requires_all_reduce(is_last)
+        # FSDP then frees the buffers of the reduction; otherwise they wait for the next backward.
+        fsdp.set_is_last_backward(reduces)
         fsdp.set_reshard_after_backward(is_last or self._model.shards_parameters)
         hidden, output = self._graphs.pop(slot)
         if module.is_last_stage:
@@ -129,7 +137,8 @@ class Stages:
         assert action.payload is not None
         if action.kind is ActionKind.ISEND:
             return self._outgoing.pop((_slot(action), action.payload)).contiguous()
-        return torch.empty(1, len(batch.input_ids), self._hidden_size, dtype=self._dtype, device=self._group.device)
+        num_tokens = self._model.stages[action.stage].hidden_tokens(len(batch.input_ids))
+        return torch.empty(1, num_tokens, self._hidden_size, dtype=self._dtype, device=self._group.device)
 
     def _span(self, name: str, start_s: float, action: Action, batch: PackedBatch) -> None:
         if self.record is None:

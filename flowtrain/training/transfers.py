@@ -14,7 +14,10 @@ _Key = tuple[bool, Payload, int, int, int | None, int | None]
 
 
 class Transfers:
-    """Starts and waits for an action list's transfers; each is a tensor of ``[1, tokens, hidden size]``."""
+    """Starts and waits for an action list's transfers; each is a tensor of ``[1, tokens, hidden size]``.
+
+    With sequence parallelism the tokens are this rank's slice.
+    """
 
     def __init__(self, group: BackboneGroup) -> None:
         self._group = group

@@ -62,7 +62,7 @@ class PartLocation:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLocation:
-    """Everything that a rank needs to read one microbatch."""
+    """Everything that a replica needs to read one microbatch."""
 
     unit: int
     """Index of its unit."""
@@ -73,7 +73,7 @@ class MicrobatchLocation:
     parts: tuple[PartLocation, ...]
     """All parts of its positions, without rejected positions."""
     rejected: tuple[int, ...]
-    """Planned positions that the rank leaves out."""
+    """Planned positions that the replica leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class RankReport:
     """Seconds that its prefetch thread took to read and assemble the microbatches of the unit."""
     microbatch_s: tuple[float, ...] = ()
     """Seconds of each microbatch's forward and backward, by slot, without waits for data. Empty for an evaluation."""
+    rewound_to: int | None = None
+    """Step of the checkpoint to which weights and optimizer went back after the unit; None: they did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +155,6 @@ class FlowSettings:
     """Training samples rejected so far."""
     num_seen: int
     """Training samples sized or rejected so far."""
-    replica_size: int = 1
-    """Ranks of each replica."""
     num_feeders: int = 1
     """Processes that read and size the samples."""
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 STEP_PLAN_SCHEMA = 2
 PLAN_SCHEMA = 1
@@ -101,6 +101,23 @@ class DevicePeak:
     """Dense FLOP/s."""
     source: str
     """Where the number is from: a data sheet, or a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """When a run's data parallel ranks sum gradients, as all of them decided."""
+
+    name: Literal["microbatch", "step"]
+    reason: str
+    """For the user, with the numbers that decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a backbone rank answers when it has started."""
+
+    peak: DevicePeak
+    reduction: GradientReduction
 
 
 class UnitKind(enum.StrEnum):

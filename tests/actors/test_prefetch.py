@@ -26,7 +26,7 @@ from flowtrain.types.samples import TEXT_PART
 from tests.flow.building import VISION, plan, sized
 
 DIM = 4
-RANK = 3
+REPLICA = 0
 TEXT_NBYTES = 80
 LIMIT_S = 20.0
 
@@ -119,8 +119,8 @@ class FakeCoordinator(CoordinatorLink):
         time.sleep(0.005)
         return PlanReply(None, is_past_end=False)
 
-    def locate(self, unit: int, slot: int | None, rank: int, read: tuple[int, ...], limit: int) -> LocateReply:
-        self.release(unit, read, rank)
+    def locate(self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...], limit: int) -> LocateReply:
+        self.release(unit, read, dp_rank)
         if unit >= self.ends_at:
             return LocateReply((), is_past_end=True)
         with self.changed:
@@ -133,8 +133,8 @@ class FakeCoordinator(CoordinatorLink):
         self.told += [(unit, found) for found in wanted]
         return LocateReply(tuple(self.location(unit, found) for found in wanted), is_past_end=False)
 
-    def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
-        assert rank == RANK and not set(self.released) & {(unit, slot) for slot in slots}
+    def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+        assert dp_rank == REPLICA and not set(self.released) & {(unit, slot) for slot in slots}
         self.released += [(unit, slot) for slot in slots]
 
     def location(self, unit: int, slot: int) -> MicrobatchLocation:
@@ -147,7 +147,7 @@ class FakeCoordinator(CoordinatorLink):
         ]
         return MicrobatchLocation(unit, slot, 0, tuple(parts), tuple(self.rejected & set(positions)))
 
-    def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
+    def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         return f"unit {unit}, slot {slot} waits for the moon"
 
     def num_located(self) -> int:
@@ -168,8 +168,7 @@ def prefetcher(
     """Return a prefetcher whose batches are the samples as they were read."""
     started = Prefetcher(
         name="rank",
-        rank=RANK,
-        dp_rank=0,
+        dp_rank=REPLICA,
         link=link,
         pool=link.pool,  # type: ignore[arg-type]  # what it needs of one
         limits=limits or LimitsConfig(),
@@ -403,7 +402,7 @@ def test_a_unit_is_released_before_its_last_microbatch_is_handed_over() -> None:
             assert {(unit, slot) for slot in range(4)} <= set(link.released)
         assert link.num_located() == 2, "all that are ready and have room come with one answer"
         assert [call for call in link.calls if call[0] == "release"] == [
-            ("release", unit, (0, 1, 2, 3), RANK) for unit in range(2)
+            ("release", unit, (0, 1, 2, 3), REPLICA) for unit in range(2)
         ]
 
 

@@ -65,7 +65,6 @@ class Rank:
         family = family_from_config(config)
         self._prefetcher = Prefetcher(
             name="backbone",
-            rank=0,
             dp_rank=0,
             link=link,
             pool=self._member.pool,
@@ -98,7 +97,7 @@ class Rank:
                 report = RankReport(
                     unit, plan.unit.kind, plan.unit.step, 0, 1.0, 0.1, 0.1, 4, 40, 8, 0.0, 1.0, 0.0, 0.0
                 )
-                self._link.ask(CoordinatorApi.finish, report, ())
+                self._link.ask(CoordinatorApi.finish, (report,), ())
                 unit += 1
                 self.num_done += 1
         finally:

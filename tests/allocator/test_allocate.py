@@ -14,6 +14,7 @@ import pytest
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import read_model_file
 from flowtrain.allocator.program.solvers import Solver, installed_solvers
@@ -147,8 +148,8 @@ def test_recomputation_is_suggested_where_it_helps() -> None:
     asked = request(cluster(a100=8), data=workload(microbatch_tokens=65536), setup=none)
     message = refused(asked)
     found = re.fullmatch(
-        r".*; feasible with backbone.activation_checkpointing=full; or with scheduler.microbatch_tokens=(\d+); or with "
-        r"(\d+) devices",
+        r".*; feasible with backbone.activation_checkpointing=full; or with "
+        r"backbone.activation_checkpointing=offload; or with scheduler.microbatch_tokens=(\d+); or with (\d+) devices",
         message,
     )
     assert found is not None, message
@@ -156,6 +157,7 @@ def test_recomputation_is_suggested_where_it_helps() -> None:
     # Each of them is enough alone, and the nearest of its kind.
     for changed in (
         replace(asked, setup=SETUP),
+        replace(asked, setup=replace(SETUP, activation_checkpointing="offload")),
         replace(asked, workload=workload(microbatch_tokens=tokens)),
         replace(asked, cluster=cluster(a100=devices)),
     ):
@@ -203,7 +205,7 @@ def test_a_batch_that_no_fitting_dp_divides_is_said_with_one_that_is_divided() -
     """A layer whose heads no degree divides is sharded by data parallelism alone."""
     odd = replace(MODEL.backbone, num_layers=1, num_heads=7, num_kv_heads=7, vocab_size=600_000)
     asked = request(cluster(a100=8), replace(MODEL, backbone=odd), workload(global_batch_size=7 * 31))
-    peaks = {dp: asked.peak_nbytes("backbone", Degrees(dp)) for dp in (1, 2, 4)}
+    peaks = {dp: asked.peak_nbytes(Candidate("backbone", "a100", Degrees(dp))) for dp in (1, 2, 4)}
     asked = replace(with_memory(replace(asked, cluster=cluster(a100=4)), peaks[2]), max_batch_patches={"vision": 256})
     message = refused(asked)
     assert "data parallel degree does not divide the global batch (217)" in message

@@ -62,6 +62,7 @@ def test_only_what_a_run_takes_is_a_candidate() -> None:
 def test_interleaving_keeps_more_in_memory() -> None:
     asked = request(cluster(h200=64))
     plain, interleaved = (
-        replace(asked, chunks_per_rank=chunks).peak_nbytes("backbone", Degrees(1, 4, 1)) for chunks in (1, 2)
+        replace(asked, chunks_per_rank=chunks).peak_nbytes(Candidate("backbone", "h200", Degrees(1, 4, 1)))
+        for chunks in (1, 2)
     )
     assert interleaved > plain

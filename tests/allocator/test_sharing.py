@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.sharing import shared_rate
@@ -53,7 +54,7 @@ def test_several_encoders_share_with_the_backbone() -> None:
 
 def test_what_fits_alone_but_not_together_is_refused() -> None:
     asked = request(cluster(h200=1), TINY)
-    peaks = [asked.peak_nbytes(name, Degrees()) for name in ("vision", "backbone")]
+    peaks = [asked.peak_nbytes(Candidate(name, "h200", Degrees())) for name in ("vision", "backbone")]
     assert allocated(with_memory(asked, sum(peaks))).shared
     asked = with_memory(asked, sum(peaks) - 1)
     message = r"\(1 h200\) holds each module alone but not all of them together \(vision .*: 1 h200 more$"
@@ -65,7 +66,9 @@ def test_what_fits_alone_but_not_together_is_refused() -> None:
 
 def test_what_the_encoder_gives_to_the_pool_is_taken_off_the_shared_device() -> None:
     asked = request(cluster(h200=1), TINY)
-    asked = with_memory(asked, sum(asked.peak_nbytes(name, Degrees()) for name in ("vision", "backbone")))
+    asked = with_memory(
+        asked, sum(asked.peak_nbytes(Candidate(name, "h200", Degrees())) for name in ("vision", "backbone"))
+    )
     assert allocated(asked).shared
     with pytest.raises(ConfigError, match="holds each module alone but not all of them together"):
         allocated(replace(asked, budget=MemoryBudget(usable=1.0, pool_nbytes=1)))
@@ -74,7 +77,7 @@ def test_what_the_encoder_gives_to_the_pool_is_taken_off_the_shared_device() -> 
 def test_what_makes_one_device_enough_is_suggested() -> None:
     asked = request(cluster(a100=1), TINY, workload(microbatch_tokens=1 << 16))
     kept = replace(asked, setup=replace(SETUP, activation_checkpointing="none"))
-    short = with_memory(kept, kept.peak_nbytes("backbone", Degrees()) - 1)
+    short = with_memory(kept, kept.peak_nbytes(Candidate("backbone", "a100", Degrees())) - 1)
     with pytest.raises(ConfigError, match=r"backbone has no .* feasible with backbone.activation_checkpointing=full"):
         allocated(short)
     assert allocated(replace(short, setup=SETUP)).shared

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
-from flowtrain.allocator.memory import backbone_peak_nbytes
+from flowtrain.allocator.memory import backbone_memory
 from flowtrain.allocator.surrogate import Surrogate, blocked_share, starved_share
 from flowtrain.costs.cluster import Cluster, Links, data_sheet_device_type
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
@@ -133,10 +133,10 @@ def test_memory_falls_with_dp_and_recomputation() -> None:
     """The search for the smallest dp that fits relies on this."""
     data = workload()
     for pp, tp in ((1, 1), (3, 2), (8, 8)):
-        peaks = [backbone_peak_nbytes(MODEL, data, SETUP, Degrees(dp, pp, tp)) for dp in (1, 2, 4, 8, 64, 256)]
+        peaks = [backbone_memory(MODEL, data, SETUP, Degrees(dp, pp, tp)).peak for dp in (1, 2, 4, 8, 64, 256)]
         assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]
-    kept = backbone_peak_nbytes(MODEL, data, replace(SETUP, activation_checkpointing="none"), Degrees(8))
-    assert kept > backbone_peak_nbytes(MODEL, data, SETUP, Degrees(8))
+    kept = backbone_memory(MODEL, data, replace(SETUP, activation_checkpointing="none"), Degrees(8))
+    assert kept.peak > backbone_memory(MODEL, data, SETUP, Degrees(8)).peak
 
 
 def test_waiting_shares() -> None:

@@ -13,9 +13,9 @@ from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.costs.cluster import Cluster, data_sheet_device_type
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec, VisionSpec
 from flowtrain.costs.roofline import Roofline
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

@@ -107,7 +107,7 @@ def test_settings_of_a_model_file_can_be_changed() -> None:
 
 def test_a_run_is_planned_and_takes_the_plan_that_was_saved(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
-    devices = ("--devices", "6", "--nodes", "3")
+    devices = ("--devices", "4", "--nodes", "2")
     record = record_of(QUICKSTART, *devices, "scheduler.lookahead_steps=1", "--save", str(saved))
     assert record["devices"][0]["devices_per_node"] == 2
     assert record["source"] == "run quickstart: the first 50 of 240 steps"

@@ -130,6 +130,11 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "set that, or set chunks_per_rank to 1",
         ),
         (
+            ["backbone.hybrid_shard_size=4", "backbone.data_parallel_size=8"],
+            "backbone.hybrid_shard_size (4) needs backbone.sharding 'hybrid' (now 'full'); set that, or unset the size "
+            "with =null",
+        ),
+        (
             ["backbone.path=Qwen/Qwen3-1.7B"],
             "backbone.path and backbone.config are both given; keep one of them",
         ),

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec, prepare
-from flowtrain.controller.resume import ResumePoint, find_resume_point
+from flowtrain.controller.resume import ResumePoint, find_resume_point, other_reduction
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
+from flowtrain.types.plan import GradientReduction
 from flowtrain.types.samples import SamplerState
 from tests.e2e.worlds import World, tiny_config
 
@@ -41,7 +43,7 @@ def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[ResumePoin
 
 def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     assert start_of(config, None)[0] == ResumePoint()
-    assert "has no complete checkpoint" in caplog.text
+    assert "has no usable checkpoint" in caplog.text
 
 
 def meta_of(**changes: object) -> CheckpointMeta:
@@ -65,13 +67,26 @@ def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
         ({"dp_size": 2, "pp_size": 1, "tp_size": 2}, "degrees dp=2 pp=1 tp=2, now dp=1 pp=2 tp=1"),
         ({"num_chunks": 2}, "backbone.chunks_per_rank 2, now 1"),
         ({"num_threads": 3}, "backbone threads 3, now 1"),
+        ({"gradient_reduction": "step"}, "backbone.gradient_reduction step, now microbatch"),
+        ({"gradient_reduction": None}, "backbone.gradient_reduction step, now microbatch"),
         ({"torch_version": "1.0"}, f"torch 1.0, now {torch.__version__}"),
     ],
 )
 def test_what_keeps_a_resume_from_being_exact_is_said(
     config: RunConfig, caplog: pytest.LogCaptureFixture, changes: dict[str, object], said: str
 ) -> None:
-    start, _ = start_of(config, meta_of(**changes))
+    config = override_config(config, ["backbone.gradient_reduction=microbatch"])
+    start, _ = start_of(config, meta_of(**{"gradient_reduction": "microbatch", **changes}))
     assert start.step == 3
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert said in warning and warning.endswith("losses agree only closely")
+
+
+def test_what_the_ranks_decide_is_compared_with_the_checkpoint(config: RunConfig) -> None:
+    now = GradientReduction("microbatch", "auto: it does not fit")
+    start, _ = start_of(config, meta_of(gradient_reduction="step"))
+    assert other_reduction(start, now) == (
+        "the checkpoint was written with backbone.gradient_reduction step, now microbatch: losses agree only closely"
+    )
+    assert other_reduction(start, GradientReduction("step", "")) is None
+    assert other_reduction(ResumePoint(), now) is None, "a run from the beginning"

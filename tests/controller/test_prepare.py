@@ -124,6 +124,14 @@ def test_all_that_speaks_against_the_degrees_is_said_before_anything_starts(data
     ]
 
 
+def test_a_shard_size_divides_the_replicas_at_a_start_but_can_be_planned_with_any(data: Path) -> None:
+    config = config_of(
+        data, "backbone.sharding=hybrid", "backbone.hybrid_shard_size=3", "backbone.data_parallel_size=4"
+    )
+    with pytest.raises(ConfigError, match=r"hybrid_shard_size \(3\) does not divide backbone.data_parallel_size \(4\)"):
+        prepare(config)
+
+
 def test_heads_that_do_not_divide_a_tower_are_refused(data: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare(config_of(data, "encoders.vision.tensor_parallel_size=3"))

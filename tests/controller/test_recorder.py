@@ -205,12 +205,20 @@ def test_a_line_without_its_evaluation_is_written_when_the_run_ends(world: World
 def test_a_checkpoint_finds_ledger_and_metrics_on_disk(world: World) -> None:
     recorder = world.record(done(train_unit(1)), done(train_unit(2)), done(eval_unit(2)), CheckpointWritten(2, "x"))
     assert not world.ledger_steps()
-    recorder.flush()
+    recorder.flush(2)
     assert world.steps() == world.ledger_steps() == [1, 2]
     rows = read_ledger(world.files.ledger).to_pylist()
     assert [row["position"] for row in rows] == list(range(2 * BATCH)), "evaluation samples are not in the ledger"
     assert rows[0]["source"] == "cats" and rows[0]["dp_rank"] is None and rows[0]["microbatch"] is None
     assert rows[1]["source"] == "dogs" and rows[1]["dp_rank"] == 0 and rows[1]["microbatch"] == 1
+
+
+def test_a_checkpoint_that_comes_late_leaves_a_later_line_to_its_evaluation(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)), CheckpointWritten(1, "x"))
+    recorder.flush(1)
+    assert world.steps() == [1]
+    recorder.take(done(eval_unit(2)))
+    assert [line["eval_loss"] for line in world.metrics()] == [None, 1.0]
 
 
 def test_sampler_states_are_kept_until_a_checkpoint_passes_them(world: World) -> None:
@@ -224,7 +232,7 @@ def test_rows_do_not_pile_up_between_checkpoints(world: World, monkeypatch: pyte
     monkeypatch.setattr(recorder_module, "MAX_BUFFERED_ROWS", 2 * BATCH)
     recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
     assert world.ledger_steps() == [1, 2]
-    recorder.flush()
+    recorder.flush(2)
     assert world.ledger_steps() == [1, 2, 3]
 
 
@@ -238,7 +246,7 @@ def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
         done(eval_unit(2)),
         done(train_unit(3)),
     )
-    first.flush()
+    first.flush(99)
     first.close()
     second = world.open(first_step=2)
     assert world.steps() == world.ledger_steps() == [1, 2]
@@ -246,7 +254,7 @@ def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
     assert second.num_rejected == 1 and second.num_seen == 2 * BATCH
     for event in (rejected(3 * BATCH, num_rejected=2), done(train_unit(3)), done(train_unit(4)), done(eval_unit(4))):
         second.take(event)
-    second.flush()
+    second.flush(99)
     assert world.steps() == world.ledger_steps() == [1, 2, 3, 4]
     assert world.quarantined() == [1, EVAL_POSITION_BASE + 1, 3 * BATCH]
 
@@ -259,7 +267,7 @@ def test_by_arrival_a_resume_keeps_of_the_quarantine_what_ran(world: World) -> N
     """Step 1 took the positions 0, 2, 3 and 5, among which 2 and 5 were bad; 1 and 6 were found bad as well."""
     unit = replace(train_unit(1), chosen=(0, 2, 3, 5))
     first = world.record(*(rejected(position) for position in (5, 1, 2, 6)), done(unit))
-    first.flush()
+    first.flush(99)
     first.close()
     assert world.metrics()[0]["epoch"] == BATCH / 20
     consumed = ConsumedPositions()

@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.model import BackboneConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import worker_group as worker_group_module
 from flowtrain.controller.actor_specs import actor_specs_of
@@ -21,7 +22,7 @@ from flowtrain.controller.worker_group import (
     start_coordinator,
 )
 from flowtrain.errors import ResourceError
-from flowtrain.types.plan import Degrees, DevicePeak
+from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart
 from tests.training.ranks import make_config
 
 
@@ -152,14 +153,19 @@ def test_a_run_that_is_running_already_is_said(config: RunConfig, actors: FakeAc
         start_coordinator(config, ActorClasses(), lambda: None)  # type: ignore[arg-type, return-value]  # never called
 
 
+REDUCTION = GradientReduction("step", "as configured")
+
+
 class FakeRank:
     """A backbone rank on a node."""
 
-    def __init__(self, name: str, node: str, log: list[str], peak: DevicePeak | None = None) -> None:
+    def __init__(self, name: str, node: str, log: list[str], peak: DevicePeak) -> None:
         self.node_address = SimpleNamespace(remote=lambda: node)
         self.open_rendezvous = SimpleNamespace(remote=lambda host: log.append(f"{name} listens on {host}") or 77)
         self.start = SimpleNamespace(
-            remote=lambda host, port, checkpoint, every: log.append(f"{name} joins {host}:{port}") or peak
+            remote=lambda host, port, checkpoint, every, shard_size: (
+                log.append(f"{name} joins {host}:{port}, shards over {shard_size}") or RankStart(peak, REDUCTION)
+            )
         )
 
 
@@ -178,6 +184,8 @@ def test_ranks_meet_on_the_loopback_only_if_they_share_a_node(nodes: tuple[str, 
         waited.append(list(calls))
         return list(calls.values())
 
-    assert start_backbone(workers, None, None, results).flops == 2.0, "the slowest device counts"
-    assert log == [f"rank 0 listens on {host}", f"rank 0 joins {host}:77", f"rank 1 joins {host}:77"]
+    settings = BackboneConfig(sharding="hybrid", hybrid_shard_size=2, data_parallel_size=2)
+    assert start_backbone(workers, settings, None, None, results).peak.flops == 2.0, "the slowest device counts"
+    joined = [f"rank {index} joins {host}:77, shards over 2" for index in range(2)]
+    assert log == [f"rank 0 listens on {host}", *joined]
     assert waited == [["rank 0", "rank 1"], ["rank 0"], ["rank 0", "rank 1"]]

@@ -14,19 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flowtrain.costs.activations import chunk_activation_nbytes, layer_activation_nbytes
 from flowtrain.costs.hf_config import from_hf_text_config
-from flowtrain.costs.memory import (
-    LOSS_CHUNK_TOKENS,
-    Chunk,
-    MicrobatchSize,
-    StepMemory,
-    TrainingSetup,
-    chunk_activation_nbytes,
-    encoder_peak_nbytes,
-    layer_activation_nbytes,
-    predict_step_memory,
-)
+from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes, predict_step_memory
 from flowtrain.costs.model_spec import ConnectorSpec
+from flowtrain.costs.training_setup import LOSS_CHUNK_TOKENS, Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
@@ -171,7 +163,7 @@ def test_a_layer_is_what_autograd_saves_for_it(family: str) -> None:
         saved.append(sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own))
         del result
     spec = from_hf_text_config(make_backbone(family, torch.bfloat16).language_model.config.to_dict())
-    predicted = layer_activation_nbytes(spec, setup_of(torch.bfloat16)) * MICROBATCH.num_tokens
+    predicted = layer_activation_nbytes(spec, setup_of(torch.bfloat16), MICROBATCH.num_tokens)
     assert predicted == pytest.approx(saved[1] - saved[0], rel=0.02)
 
 

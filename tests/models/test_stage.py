@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from flowtrain.costs.memory import LOSS_CHUNK_TOKENS
+from flowtrain.costs.training_setup import LOSS_CHUNK_TOKENS
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector

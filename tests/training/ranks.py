@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flowtrain.config.run import RunConfig
@@ -151,6 +154,7 @@ class Job:
     load_from: Path | None = None
     save_to: Path | None = None
     schedule_seed: int | None = None
+    counts_collectives: bool = False
 
 
 @dataclass
@@ -161,13 +165,18 @@ class Outcome:
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     spans: list[str] = field(default_factory=list)
+    collectives: Counter[str] = field(default_factory=Counter)
+    """How often the forward and backward passes of all units called each, if the job counts them."""
     listening: set[str] = field(default_factory=set)
 
 
 def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, job: Job) -> Outcome:
     """Body of one rank's process."""
     group = init_backbone_group(
-        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
+        *(rank, degrees, CPU),
+        **{"host": host, "port": port, "listener": listener},
+        shard_size=job.config.backbone.hybrid_shard_size,
+        **{"start_timeout_s": 60, "collective_timeout_s": 60},
     )
     outcome = Outcome()
     trainer = Trainer(
@@ -180,8 +189,9 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
         resume_from=job.load_from,
     )
     outcome.listening = listening_addresses()
+    counting = CountingCollectives(outcome.collectives) if job.counts_collectives else None
     for step, slots in enumerate(job.steps, start=job.first_step):
-        outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
+        outcome.results.append(_run_unit(trainer, job, make_plan(slots, step), counting))
     if job.eval_slots is not None:
         outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
     outcome.weights = _full(trainer.model, gradients=False)
@@ -191,13 +201,27 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
     return outcome
 
 
-def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
+class CountingCollectives(TorchDispatchMode):
+    """Counts the collectives that run in the block, by their names in c10d."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "c10d":
+            self._counts[operator.overloadpacket.__name__] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def _run_unit(trainer: Trainer, job: Job, plan: StepPlan, counting: CountingCollectives | None = None) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     actions = trainer.begin_unit(plan)
     if job.schedule_seed is not None:
         actions = _random_lists(trainer.group.degrees.pp, job, plan)[trainer.group.pp_rank]
-    execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config))
+    with counting if counting is not None else nullcontext():
+        execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config))
     return trainer.finish_unit()
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flowtrain.controller.planning.planned import Planned
-from flowtrain.costs.memory import DTYPE_NBYTES
+from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import Plan
 

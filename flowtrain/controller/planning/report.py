@@ -22,17 +22,17 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.costs.cluster import Cluster, DeviceType, accelerator_type
 from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.memory import TrainingSetup
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import Fault
 from flowtrain.types.run_plan import ModulePlan, Plan
 
 PLANNING_SCHEMA = 2
 
-_OF_A_CHOICE = ("dp", "tp", "accumulates")
+_OF_A_CHOICE = ("dp", "tp", "accumulates", "shard_size", "gradient_reduction")
 """Fields of a ``TrainingSetup`` that each candidate configuration sets itself."""
 
 
@@ -115,7 +115,17 @@ def make_report(
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     chunks = config.backbone.chunks_per_rank
-    request = Request(cluster, planned.model, planned.workload, setup, budget, limits, chunks, planned.whole)
+    request = Request(
+        cluster,
+        planned.model,
+        planned.workload,
+        setup,
+        budget,
+        limits,
+        chunks,
+        planned.whole,
+        chooses_reduction=config.backbone.gradient_reduction == "auto",
+    )
     # A profile's links are measured, so they are reached in full.
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
@@ -149,6 +159,9 @@ def _setup(config: RunConfig, on_cpu: bool) -> TrainingSetup:
     return TrainingSetup(
         dtype=config.model.dtype,
         sharding=backbone.sharding,
+        shard_size=backbone.hybrid_shard_size,
+        gradient_reduction="step" if backbone.gradient_reduction == "auto" else backbone.gradient_reduction,
+        sequence_parallel=backbone.sequence_parallel,
         activation_checkpointing=backbone.activation_checkpointing,
         checkpoint_every=backbone.checkpoint_every,
         optimizer=config.training.optimizer,
@@ -182,7 +195,14 @@ def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
         feeder=feeder,
         encoders={each.encoder: module_plan(each, usual.encoders[each.encoder]) for each in encoders},
         backbone=module_plan(backbone, usual.backbone),
+        gradient_reduction=backbone.gradient_reduction,
+        hybrid_shard_size=_shard_size(planned.config, backbone),
     )
+
+
+def _shard_size(config: RunConfig, backbone: ModuleAllocation) -> int | None:
+    """None as well for a single replica, which has no groups."""
+    return backbone.num_shards if config.backbone.sharding == "hybrid" and backbone.degrees.dp > 1 else None
 
 
 def _part(amount: float, sharing: int) -> float:

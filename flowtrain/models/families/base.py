@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.memory import DTYPE_NBYTES
+from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types.samples import ImageLayout
 
@@ -96,7 +96,7 @@ class Family(ABC):
 
     @abstractmethod
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise ConfigError, naming ``backbone.tensor_parallel_size``, if ``size`` ranks cannot share the layers."""
+        """Raise ConfigError, naming the key of ``backbone``, if ``size`` ranks cannot share the layers."""
 
     @abstractmethod
     def shallow(self, num_layers: int) -> Self:

@@ -198,7 +198,8 @@ class LlavaFamily(Family):
 
     def check_tensor_parallel(self, size: int) -> None:
         """See ``Family``; uses transformers' plan for the language model's type."""
-        checked_styles(self._skeleton(implementation_name("sdpa")), size)
+        skeleton = self._skeleton(implementation_name("sdpa"))
+        checked_styles(skeleton, size, sequence_parallel=self.config.backbone.sequence_parallel)
 
     def shallow(self, num_layers: int) -> Self:
         """See ``Family``; repeats the model's kinds of layers in turn."""

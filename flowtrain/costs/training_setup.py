@@ -1,0 +1,80 @@
+"""What the memory and the time of a training step depend on, besides the model: settings, chunks, microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FLOAT32_NBYTES = 4
+LOSS_CHUNK_TOKENS = 2048
+"""Rows of logits that exist at once; the same value as in ``flowtrain.models.loss``."""
+
+DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
+"""Bytes per number, by ``model.dtype``."""
+
+ReductionName = Literal["microbatch", "step"]
+"""When data parallel ranks sum gradients: with each microbatch, or with a step's last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """The settings of backbone training that memory depends on; names and values as in the configuration."""
+
+    dp: int = 1
+    """Data parallel degree."""
+    tp: int = 1
+    """Tensor parallel degree."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    sharding: Literal["full", "gradients", "hybrid"] = "full"
+    shard_size: int | None = None
+    """DP ranks that share one set of shards under ``hybrid``; None: all."""
+    gradient_reduction: ReductionName = "step"
+    sequence_parallel: bool = True
+    activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
+    checkpoint_every: int = 2
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
+    """``sdpa`` keeps its output twice, because it copies the sequences' outputs into one tensor."""
+    repeats_kv: bool = False
+    """The attention kernel needs as many heads of keys and values as of queries (an older ``varlen_attn``)."""
+    accumulates: bool = True
+    """Several microbatches per step: gradients of the earlier ones exist during each later one."""
+    loss_chunk_tokens: int = LOSS_CHUNK_TOKENS
+
+    @property
+    def dtype_nbytes(self) -> int:
+        """Bytes per number in the compute type."""
+        return DTYPE_NBYTES[self.dtype]
+
+    @property
+    def num_shards(self) -> int:
+        """DP ranks that hold one set of parameters, gradients and optimizer state together."""
+        return self.shard_size or self.dp if self.sharding == "hybrid" else self.dp
+
+    def sliced(self, num_tokens: int) -> int:
+        """Tokens that a rank has of each tensor between the tensor parallel regions: norms, residuals, transfers."""
+        return -(-num_tokens // self.tp) if self.sequence_parallel else num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of decoder layers that a rank holds."""
+
+    num_layers: int
+    is_first: bool = True
+    """It includes the embedding and the connector."""
+    is_last: bool = True
+    """It includes the final norm, the head and the loss."""
+    in_flight: int = 1
+    """Microbatches whose activations it keeps at once (1F1B: the pipeline ranks from this one to the last)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchSize:
+    """Size of a packed microbatch."""
+
+    num_tokens: int
+    num_target_tokens: int
+    """Tokens that carry loss."""
+    num_rows: int = 0
+    """Feature rows from encoders."""

@@ -68,6 +68,11 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
         ),
         (
+            ["pool.max_processes=6", "backbone.data_parallel_size=4", "data.num_feeders=2"],
+            "pool.max_processes (6) is less than the 7 processes of the pool (backbone ranks, encoders, feeders); "
+            "raise it to at least pool.processes_per_node times the number of nodes",
+        ),
+        (
             ["data.sources=[{path: train.parquet, name: a}, {path: train.parquet, name: a}]"],
             "data.sources.1.name ('a') is the name of data.sources.0 too, so that ledger and quarantine could not tell "
             "them apart; give it another name",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flowtrain.allocator.plan import read_plan
 from flowtrain.config.load import load_config, override_config
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flowtrain.controller.dataset.show import ShownSample
     from flowtrain.controller.doctor.report import DoctorReport
     from flowtrain.controller.dry_run import DryRunReport
+    from flowtrain.controller.export import Exported
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.profiling import ProfileReport
@@ -242,6 +243,24 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike 
     from flowtrain.controller.doctor.examine import examine
 
     return examine(resolved)
+
+
+def export(
+    run: str | PathLike[str],
+    to: str | PathLike[str] | None = None,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Exported:
+    """Write the last intact checkpoint of a run's directory as a Hugging Face directory, shard by shard.
+
+    to: an empty or absent directory; by default ``export`` in the run's, which is replaced.
+    dtype: of the weights; float32 is what was trained.
+
+    Raises ConfigError, or CheckpointError if there is nothing to export.
+    """
+    from flowtrain.controller.export import export_run
+
+    return export_run(Path(run), None if to is None else Path(to), dtype)
 
 
 def resolve(

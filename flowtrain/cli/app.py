@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -221,16 +221,20 @@ def export(
     to: Annotated[
         Path | None, typer.Option("--to", help="Where to write; by default RUN/export.", metavar="DIR")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option("--dtype", help="Type of the weights; float32 is what was trained."),
+    ] = "float32",
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with errors_to_exit_codes():
         run_path = _find_run(run)
         from transformers.utils import logging as transformers_logging
 
-        from flowtrain.controller.export import export_run
+        from flowtrain import api
 
         transformers_logging.disable_progress_bar()
-        exported = export_run(run_path, to)
+        exported = api.export(run_path, to, dtype=dtype)
         later = "; the run is still training: export again for later steps" if exported.is_training else ""
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 

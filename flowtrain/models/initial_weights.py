@@ -7,7 +7,7 @@ that is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Protocol
@@ -74,6 +74,32 @@ def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Modul
                 shared.append((owner, name, *first[parameter]))
             first.setdefault(parameter, (owner, name))
     return shared
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name. ``read`` gets a name and reads its tensor, anew at each look-up; nothing else reads."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def whole_tensors(weights: InitialWeights, shapes: Mapping[str, torch.Size]) -> LazyTensors:
+    """Whole tensors of these names and shapes."""
+    return LazyTensors(shapes, lambda name: weights.read(name, tuple(slice(0, size) for size in shapes[name])))
 
 
 class BuiltWeights:

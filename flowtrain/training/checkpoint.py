@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError
+from flowtrain.models.initial_weights import LazyTensors
 from flowtrain.training.checkpoint_format import (
     FROZEN_FILE,
     MODEL,
@@ -28,7 +28,7 @@ from flowtrain.training.checkpoint_format import (
     random_state_file,
 )
 from flowtrain.training.chunks import ModelChunks
-from flowtrain.training.frozen import check_frozen, describe_frozen
+from flowtrain.training.frozen import check_frozen, describe_frozen, frozen_parts
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.snapshot import model_state, optimizer_state
 
@@ -53,7 +53,7 @@ def load(
     except (OSError, dcp.CheckpointException) as error:
         raise CheckpointError(f"checkpoint {directory} could not be read by rank {group.rank}: {error}") from error
     if stored := stored_frozen(directory):
-        check_frozen(stored, describe_frozen(model, config, group), directory)
+        check_frozen(stored, describe_frozen(frozen_parts(model), config, group), directory)
     _read_random_state(directory, group)
 
 
@@ -62,52 +62,42 @@ def stored_frozen(directory: Path) -> dict[str, Any]:
     return _read_json(directory / FROZEN_FILE) if (directory / FROZEN_FILE).exists() else {}
 
 
-class StoredWeights(Mapping[str, torch.Tensor]):
-    """The weights in a checkpoint under the names of ``Backbone.state_dict()``; each look-up reads a whole tensor.
+def stored_state(directory: Path) -> LazyTensors:
+    """The weights in a checkpoint under the names of ``Backbone.state_dict()``, without those that were frozen.
 
-    Needs no process group. Weights that were frozen are not in it.
+    A look-up reads a whole tensor; it needs no process group. Raises CheckpointError.
     """
+    reader = TensorReader(directory)
+    entries = {
+        name.removeprefix(MODEL): entry
+        for name, entry in reader.index.state_dict_metadata.items()
+        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+    stored_as = {name: name for name in entries} | tied_names_of(directory)
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._reader = directory, TensorReader(directory)
-        entries = self._reader.index.state_dict_metadata
-        self._entries = {
-            name.removeprefix(MODEL): entry
-            for name, entry in entries.items()
-            if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
-        }
-        tied = _read_json(directory / TIED_FILE)
-        self._stored_as = {name: name for name in self._entries}
-        self._stored_as |= {name: first for name, first in tied.items() if first in self._entries}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        stored_as = self._stored_as[name]
-        entry = self._entries[stored_as]
+    def read(name: str) -> torch.Tensor:
+        entry = entries[stored_as[name]]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         try:
             with warnings.catch_warnings(category=UserWarning, action="ignore"):  # torch warns of the missing group
-                dcp.load({MODEL + stored_as: tensor}, storage_reader=self._reader, no_dist=True)
+                dcp.load({MODEL + stored_as[name]: tensor}, storage_reader=reader, no_dist=True)
         except (OSError, ValueError, dcp.CheckpointException) as error:
-            raise CheckpointError(f"checkpoint {self._directory} could not be read: {error}") from error
+            raise CheckpointError(f"checkpoint {directory} could not be read: {error}") from error
         return tensor
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored_as)
+    return LazyTensors((name for name, first in stored_as.items() if first in entries), read)
 
-    def __len__(self) -> int:
-        return len(self._stored_as)
 
-    def tied(self) -> dict[str, str]:
-        """Names that share the values of another: {name: first name}."""
-        return {name: first for name, first in self._stored_as.items() if name != first}
+def tied_names_of(directory: Path) -> dict[str, str]:
+    """Names that share a stored weight of a checkpoint: {name: name it is stored under}."""
+    return _read_json(directory / TIED_FILE)
 
 
 def load_backbone_state(directory: Path) -> dict[str, torch.Tensor]:
-    """All of ``StoredWeights`` at once; tied names share a tensor."""
-    stored = StoredWeights(directory)
-    tied = stored.tied()
+    """All of ``stored_state`` at once; tied names share a tensor."""
+    stored, tied = stored_state(directory), tied_names_of(directory)
     weights = {name: stored[name] for name in stored if name not in tied}
-    return weights | {name: weights[first] for name, first in tied.items()}
+    return weights | {name: weights[first] for name, first in tied.items() if first in weights}
 
 
 def _allocate_optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer, index: Metadata) -> None:

@@ -30,15 +30,31 @@ _CHUNK_ELEMENTS = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def describe_frozen(model: ModelChunks, config: RunConfig, group: BackboneGroup) -> dict[str, dict[str, Any]]:
-    """Origin and digest of each frozen module; collective over the checkpoint group, unless nothing is frozen."""
-    if not config.model.freeze:
-        return {}
-    own = digests_of(
-        (model.stored_name(name), local_shard(parameter), local_index(parameter))
+Part = tuple[str, torch.Tensor, Index]
+"""Part of a tensor: the tensor's name in the whole model, the values, and which part of the tensor they are."""
+
+
+def frozen_parts(model: ModelChunks) -> list[Part]:
+    """The frozen values for which this rank answers; all ranks' are disjoint.
+
+    Call it between units: while modules run, FSDP puts whole parameters in the place of shards. The values may be read
+    at any time.
+    """
+    return [
+        (name, local_shard(parameter), local_index(parameter))
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad and name == model.stored_name(name) and _counts(parameter)
-    )
+    ]
+
+
+def describe_frozen(parts: Iterable[Part], config: RunConfig, group: BackboneGroup) -> dict[str, dict[str, Any]]:
+    """Origin and digest of each frozen module; collective over the checkpoint group, unless nothing is frozen.
+
+    parts: from ``frozen_parts`` of this rank.
+    """
+    if not config.model.freeze:
+        return {}
+    own = digests_of(parts)
     every: list[dict[str, int]] = [{}] * group.world_size
     dist.all_gather_object(every, own, group=group.checkpoint_group)
     return frozen_entries(add_digests(every), config)
@@ -62,8 +78,8 @@ def check_frozen(stored: Mapping[str, Any], found: Mapping[str, Any], directory:
             )
 
 
-def digests_of(parts: Iterable[tuple[str, torch.Tensor, Index]]) -> dict[str, int]:
-    """Digest by module of parts of tensors: name in the whole model, values, and which part of the tensor they are."""
+def digests_of(parts: Iterable[Part]) -> dict[str, int]:
+    """Digest of parts of tensors, by module."""
     digests: dict[str, int] = {}
     for name, values, index in parts:
         module = module_of(name)

@@ -23,7 +23,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.checkpoint_writer import write_snapshot
 from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
-from flowtrain.training.frozen import describe_frozen
+from flowtrain.training.frozen import describe_frozen, frozen_parts
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.nonfinite import state_is_finite
@@ -111,6 +111,7 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
+        self._frozen_parts = frozen_parts(self.model)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
@@ -202,7 +203,7 @@ class Trainer:
         Returns why the file system refused it, or None. See ``training/checkpoint_writer.py``.
         """
         if self._frozen is None:  # frozen weights stay as they are, so once is enough
-            self._frozen = describe_frozen(self.model, self._run_config, self.group)
+            self._frozen = describe_frozen(self._frozen_parts, self._run_config, self.group)
         return write_snapshot(directory, snapshot, self.model.tied, self._frozen, self.group)
 
     def save_checkpoint(self, directory: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flowtrain.actors.backbone import BackboneRank
-from flowtrain.actors.prefetch import Fetched
+from flowtrain.actors.reading import Fetched
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.export import export_run

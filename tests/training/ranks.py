@@ -28,6 +28,7 @@ from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import BackboneGroup, device_mesh, init_backbone_group, open_listener
+from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.models.operators import Operators
@@ -61,6 +62,7 @@ class TinyFamily:
     num_heads: int = 2
     num_kv_heads: int = 1
     compile_with: str | None = None
+    seed: int = 11
 
     def backbone_skeleton(self) -> Backbone:
         with torch.device("meta"):
@@ -73,7 +75,7 @@ class TinyFamily:
         return BuiltWeights(self.load_backbone)
 
     def load_backbone(self) -> Backbone:
-        torch.manual_seed(11)
+        torch.manual_seed(self.seed)
         config = Qwen3Config(
             vocab_size=VOCAB,
             hidden_size=self.hidden_size,
@@ -143,6 +145,7 @@ class Job:
     """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
 
     schedule_seed: run random legal action lists instead of those that the trainer gives.
+    save_after: the step after which ``save_to`` is written, beside the later ones; None: after all.
     """
 
     config: RunConfig
@@ -153,6 +156,7 @@ class Job:
     eval_slots: Slots | None = None
     load_from: Path | None = None
     save_to: Path | None = None
+    save_after: int | None = None
     schedule_seed: int | None = None
     counts_operators: bool = False
 
@@ -170,6 +174,12 @@ class Outcome:
     listening: set[str] = field(default_factory=set)
 
 
+def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, job: Job) -> Outcome:
+    """Body of one rank's process."""
+    (outcome,) = run_jobs(rank, degrees, host, port, listener, [job])
+    return outcome
+
+
 def run_jobs(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jobs: Sequence[Job]) -> list[Outcome]:
     """Body of one rank's process: the jobs in turn, each with a model of its own."""
     group = init_backbone_group(
@@ -177,13 +187,12 @@ def run_jobs(rank: int, degrees: Degrees, host: str, port: int, listener: Any, j
     )
     shard_sizes = [job.config.backbone.hybrid_shard_size for job in jobs]
     meshes = {size: device_mesh(degrees, CPU, size) for size in dict.fromkeys(shard_sizes)}
-    outcomes = [run_job(replace(group, mesh=meshes[size]), job) for size, job in zip(shard_sizes, jobs, strict=True)]
+    outcomes = [_run_job(replace(group, mesh=meshes[size]), job) for size, job in zip(shard_sizes, jobs, strict=True)]
     group.close()
     return outcomes
 
 
-def run_job(group: BackboneGroup, job: Job) -> Outcome:
-    """What one rank does."""
+def _run_job(group: BackboneGroup, job: Job) -> Outcome:
     outcome = Outcome()
     trainer = Trainer(
         job.config,
@@ -195,17 +204,35 @@ def run_job(group: BackboneGroup, job: Job) -> Outcome:
         resume_from=job.load_from,
     )
     outcome.listening = listening_addresses()
-    operators = Operators()
-    with operators if job.counts_operators else nullcontext():
-        for step, slots in enumerate(job.steps, start=job.first_step):
+    for step, slots in enumerate(job.steps, start=job.first_step):
+        with Operators() if job.counts_operators else nullcontext() as operators:
             outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
-    outcome.operators = operators.counts
+        if operators is not None:
+            outcome.operators += operators.counts
+        if step == job.save_after:
+            assert job.save_to is not None
+            saver = _saver(trainer)
+            saver.save(step, job.save_to)
     if job.eval_slots is not None:
         outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
     outcome.weights = _full(trainer.model, gradients=False)
-    if job.save_to is not None:
+    if job.save_after is not None:
+        assert saver.wait() is None
+    elif job.save_to is not None:
         trainer.save_checkpoint(job.save_to)
     return outcome
+
+
+def _saver(trainer: Trainer) -> CheckpointSaver:
+    return CheckpointSaver(
+        trainer.group,
+        trainer.snapshot,
+        trainer.write_snapshot,
+        lambda step, directory, problem: None,
+        lambda *args, **kwargs: None,
+        background=True,
+        saved_step=0,
+    )
 
 
 def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
@@ -256,14 +283,8 @@ def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
+def run_ranks(degrees: Degrees | int, job: Any, body: Callable[..., Any] = run_job) -> list[Any]:
     """Run a job in fresh processes; outcomes by rank. A number means that many data parallel ranks."""
-    (outcomes,) = run_jobs_on_ranks(degrees, [job])
-    return outcomes
-
-
-def run_jobs_on_ranks(degrees: Degrees | int, jobs: Sequence[Job]) -> list[list[Outcome]]:
-    """Run several jobs in the same fresh processes; outcomes by job and rank."""
     degrees = Degrees(dp=degrees) if isinstance(degrees, int) else degrees
     world_size = degrees.world_size
     context = multiprocessing.get_context("forkserver")
@@ -273,27 +294,31 @@ def run_jobs_on_ranks(degrees: Degrees | int, jobs: Sequence[Job]) -> list[list[
     processes, ends = [], []
     for rank in range(world_size):
         end, other_end = context.Pipe(duplex=False)
-        arguments = (run_jobs, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, jobs)
+        arguments = (body, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
         processes.append(context.Process(target=_send_result, args=(other_end, *arguments)))
         processes[-1].start()
         other_end.close()
         ends.append(end)
     if listener is not None:
         listener.close()
-    by_rank = [_receive(end, rank) for rank, end in enumerate(ends)]
+    outcomes = [_receive(end, rank) for rank, end in enumerate(ends)]
     for process in processes:
         process.join()
-    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+    return outcomes
+
+
+def run_jobs_on_ranks(degrees: Degrees | int, jobs: Sequence[Job]) -> list[list[Outcome]]:
+    """Run several jobs in the same fresh processes; outcomes by job and rank."""
+    return [list(outcomes) for outcomes in zip(*run_ranks(degrees, jobs, run_jobs), strict=True)]
 
 
 def _send_result(end: Connection, function: Callable[..., Any], *arguments: Any) -> None:
     end.send(function(*arguments))
 
 
-def _receive(end: Connection, rank: int) -> list[Outcome]:
+def _receive(end: Connection, rank: int) -> Any:
     try:
-        outcomes: list[Outcome] = end.recv()
-        return outcomes
+        return end.recv()
     except EOFError as error:
         raise AssertionError(f"rank {rank} died; its traceback is above") from error
 

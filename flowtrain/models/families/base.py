@@ -13,6 +13,7 @@ from PIL import Image
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.training_setup import DTYPE_NBYTES
+from flowtrain.models.export import MAX_SHARD_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types.samples import ImageLayout
 
@@ -107,8 +108,19 @@ class Family(ABC):
         """The whole model as its HF class in float32, with these backbone weights or the initial ones."""
 
     @abstractmethod
-    def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
-        """Write an HF directory (float32 safetensors, processor, tokenizer) with these backbone weights.
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the backbone's weights under the names of ``Backbone.state_dict()``; nothing is loaded."""
 
-        backbone_state: full tensors under the names of ``Backbone.state_dict()``.
+    @abstractmethod
+    def export(
+        self,
+        backbone_state: Mapping[str, Tensor],
+        to: Path,
+        dtype: torch.dtype = torch.float32,
+        max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    ) -> None:
+        """Write an HF directory (safetensors, processor, tokenizer) with these backbone weights.
+
+        backbone_state: full tensors under the names of ``Backbone.state_dict()``; each is looked up once, just before
+        it is written.
         """

@@ -20,7 +20,14 @@ from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
-from flowtrain.models.export import build_processor, generation_config, join_model, write_export
+from flowtrain.models.export import (
+    MAX_SHARD_NBYTES,
+    build_processor,
+    generation_config,
+    join_model,
+    joined_state,
+    write_export,
+)
 from flowtrain.models.families.base import Family
 from flowtrain.models.image_processing import (
     fixed_output_size,
@@ -33,6 +40,7 @@ from flowtrain.models.initial_weights import (
     DrawnWeights,
     InitialWeights,
     JoinedWeights,
+    whole_tensors,
 )
 from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
 from flowtrain.models.stored_weights import StoredWeights
@@ -191,7 +199,8 @@ class LlavaFamily(Family):
             if memory.kind is MemoryKind.SELECTIVE:
                 raise ConfigError(
                     "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
-                    "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile to false"
+                    "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile "
+                    "to false"
                 )
             backbone.compile_layers()
         return backbone.train()
@@ -263,7 +272,18 @@ class LlavaFamily(Family):
             language_class(self.text_config).base_model_prefix,
         )
 
-    def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """See ``Family``."""
+        skeleton = self._skeleton(implementation_name("sdpa"))
+        return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+
+    def export(
+        self,
+        backbone_state: Mapping[str, Tensor],
+        to: Path,
+        dtype: torch.dtype = torch.float32,
+        max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    ) -> None:
         """See ``Family``; ``LlavaForConditionalGeneration`` and ``AutoProcessor`` load it with ``from_pretrained``."""
         processor = build_processor(
             self.llava_config,
@@ -274,7 +294,33 @@ class LlavaFamily(Family):
             image_token=self.config.model.image_token,
         )
         generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
-        write_export(self.load_joined(backbone_state), processor, generation, to)
+        weights = joined_state(backbone_state, self._tower_state(), language_class(self.text_config).base_model_prefix)
+        write_export(
+            self.llava_config,
+            weights,
+            processor,
+            generation,
+            to,
+            dtype=dtype,
+            max_shard_nbytes=max_shard_nbytes,
+        )
+
+    def _tower_state(self) -> Mapping[str, Tensor]:
+        """The whole tower in float32, read tensor by tensor; a random tower is built whole."""
+        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
+        source = origin.path or origin.checkpoint
+        if source is None:
+            return self._load_tower().state_dict()
+        with torch.device("meta"):
+            skeleton = tower_class(self.vision_config)._from_config(copy.deepcopy(self.vision_config))
+        weights = StoredWeights(
+            partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
+            skeleton,
+            None,
+            file_vocab_size=None,
+            module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
+        )
+        return whole_tensors(weights, {name: tensor.shape for name, tensor in skeleton.state_dict().items()})
 
     def _origin(self, module: str, key: str, path: str | None) -> Origin:
         return Origin(module, self.config.seed, key, path=path, checkpoint=self.config.model.path)

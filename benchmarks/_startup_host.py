@@ -38,7 +38,7 @@ from flowtrain.controller.worker_group import Launcher
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.types.events import Event, UnitDone
-from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.memory import Extent, SegmentExport, Tier
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, DevicePeak, StepPlan
 from flowtrain.types.sources import SourceIndex

@@ -281,11 +281,12 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
 
 
 FROZEN = make_config(model={"freeze": ["backbone"]})
+WITH_TWO_HEADS = TinyFamily(freeze=("backbone",), num_kv_heads=2)
 
 
 def save_frozen(checkpoints, degrees):
     temporary = checkpoint_store.temporary_directory(checkpoints, 0, "nonce")
-    run_ranks(degrees, Job(FROZEN, (), TinyFamily(freeze=("backbone",)), save_to=temporary))
+    run_ranks(degrees, Job(FROZEN, (), WITH_TWO_HEADS, save_to=temporary))
     return temporary
 
 
@@ -297,7 +298,7 @@ def test_a_frozen_module_is_named_by_origin_and_digest_at_any_degrees(tmp_path):
         assert {key.split(".")[0] for key in checkpoint.load_backbone_state(directory)} == {"connector"}
     assert found[0]["backbone"]["origin"] == "backbone.path unused" and len(found[0]["backbone"]["digest"]) == 16
     beside = checkpoint_store.temporary_directory(tmp_path / "e", 1, "nonce")
-    run_ranks(2, Job(FROZEN, STEPS_DP2, TinyFamily(freeze=("backbone",)), save_to=beside, save_after=1))
+    run_ranks(2, Job(FROZEN, STEPS_DP2, WITH_TWO_HEADS, save_to=beside, save_after=1))
     found.append(checkpoint.stored_frozen(beside))
     assert found == [found[0]] * 5
 

@@ -84,10 +84,10 @@ class NodeLink(RayLink):
         super().__init__(coordinator)
         self._node = node
 
-    def start(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:
+    def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """See ``RayLink``."""
         self.calls[question.__name__] += 1
-        return super().start(question, *args, **kwargs)
+        return super().ask(question, *args, **kwargs)
 
     @property
     def node_id(self) -> str:

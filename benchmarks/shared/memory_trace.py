@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def peak_above_now(run: Callable[[], object], device: torch.device) -> int:
@@ -38,3 +43,44 @@ def held_by(module_tensors: list[torch.Tensor]) -> int:
         storage = local.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+class LivePeak(TorchDispatchMode):
+    """Counts the bytes of storages that operators allocate inside and that are alive, after every new one.
+
+    It sees what other threads free, which the profiler does not, and storages that FSDP resizes. It does not see what
+    an operator needs for itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.counts = True
+        """If False, storages are noted but not counted, which takes time."""
+        self.peak_nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        new = {storage._cdata: StorageWeakRef(storage) for storage in _storages(out) if storage._cdata not in given}
+        self._storages |= new
+        if new and self.counts:
+            self._count()
+        return out
+
+    def _count(self) -> None:
+        nbytes = 0
+        for pointer, reference in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._storages[pointer]
+            else:
+                nbytes += storage.nbytes()
+        self.peak_nbytes = max(self.peak_nbytes, nbytes)
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """Of all tensors in nested values; of a DTensor this rank's part."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            yield (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()

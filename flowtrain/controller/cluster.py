@@ -112,7 +112,7 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
     if network == "nixl" and why_one is not None:
         lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
-        if not os.environ.get("RAY_ADDRESS"):
+        if len(nodes) == 1 and not os.environ.get("RAY_ADDRESS"):
             lacking.append("RAY_ADDRESS is not set, so only this machine is used: set it (auto on a cluster's node)")
         raise ResourceError(
             "the cluster lacks resources: " + "; ".join(lacking) + ". Lower data_parallel_size, "

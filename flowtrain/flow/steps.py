@@ -129,7 +129,7 @@ class Steps:
 
     def begin(self, unit_index: int) -> bool:
         """Let a replica run a unit; False: stop."""
-        if unit_index <= self._begun:
+        if self.has_begun(unit_index):
             return True
         # An evaluation round belongs to the step before it: a resumed run starts after both.
         if self._stop_requested and self._stop_at is None and self._kind_of(unit_index) is not UnitKind.EVAL:
@@ -138,6 +138,10 @@ class Steps:
             return False
         self._begun = unit_index
         return True
+
+    def has_begun(self, unit_index: int) -> bool:
+        """Whether a replica runs a unit, or a later one."""
+        return unit_index <= self._begun
 
     def is_past_end(self, unit_index: int) -> bool:
         """Whether a unit that no replica began will never come: the run was stopped, or has no more units."""

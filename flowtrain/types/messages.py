@@ -77,6 +77,15 @@ class MicrobatchLocation:
 
 
 @dataclass(frozen=True, slots=True)
+class LocatedTexts:
+    """A microbatch that all ranks of a replica read now, as the replica's leader sends it to them."""
+
+    location: MicrobatchLocation
+    texts: tuple[bytes, ...] | None
+    """Bytes of its text parts, in the order of the location; None: their owner died, so nothing is read now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """A timed piece of one actor's work, for the trace."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.signals import Signal
+from flowtrain.errors import PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.types.events import UnitDone
@@ -397,6 +399,35 @@ def test_a_signal_between_two_attempts_is_not_lost(num_waiters: int) -> None:
         assert counts[:-1] == [5] * num_waiters
 
     asyncio.run(whole())
+
+
+def test_a_packed_question_has_the_answer_of_its_method() -> None:
+    async def scenario(world: World) -> None:
+        async def ask(name: str, *args: Any, **kwargs: Any) -> Any:
+            return pickle.loads(await soon(world.coordinator.answer(pickle.dumps((name, args, kwargs)))))
+
+        assert await ask("next_plan", 7) == PlanReply(None, is_past_end=False)
+        for _ in range(2):
+            await world.size_next()
+        for unit in (0, 1, 0):
+            assert await ask("next_plan", unit) == await world.coordinator.next_plan(unit)
+        assert await ask("begin", unit=0) is True
+        with pytest.raises(PoolError, match="cannot be released"):
+            await ask("release", 0, (0,), 0)
+
+    play(scenario, poll_s=0.05)
+
+
+def test_only_the_first_that_begins_a_unit_wakes_producers() -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(2):
+            await world.size_next()
+        woken = []
+        world.coordinator._wake_producers = lambda: woken.append(1)
+        assert [await world.coordinator.begin(unit) for unit in (0, 0, 1, 0, 1)] == [True] * 5
+        assert len(woken) == 2
+
+    play(scenario)
 
 
 def test_every_question_has_its_answer() -> None:

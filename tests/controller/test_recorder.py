@@ -15,6 +15,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import recorder as recorder_module
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
+from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import StepMetrics
@@ -27,6 +28,7 @@ from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 from flowtrain.types.sources import SourceIndex
+from tests.disk import full_from
 from tests.training.ranks import make_config
 
 BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2
@@ -306,3 +308,76 @@ def test_spans_go_into_the_trace(world: World) -> None:
 def test_without_evaluation_no_line_is_held(world: World) -> None:
     world.record(*(done(train_unit(step)) for step in (1, 2)), run_spec=make_prepared(eval_every=None))
     assert world.steps() == [1, 2]
+
+
+# --- a disk that is full ---------------------------------------------------------------------------------------------
+
+
+def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), run_spec=make_prepared(eval_every=None))
+    recorder.flush()
+    with full_from(100):
+        for event in (done(train_unit(2)), rejected(5), SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))):
+            recorder.take(event)
+        with pytest.raises(RunFileError, match=r"ledger.parquet cannot be written: File too large; \d+ bytes wait"):
+            recorder.flush()
+        recorder.take(done(train_unit(3)))
+        assert world.steps() == world.ledger_steps() == [1], "no line is torn"
+    assert [metrics.step for metrics in world.shown] == [1, 2, 3], "what shows the run goes on"
+    recorder.take(done(train_unit(4)))
+    recorder.flush()
+    assert world.steps() == world.ledger_steps() == [1, 2, 3, 4] and world.quarantined() == [5]
+    assert read_spans(world.files.trace) == [], "the trace is off"
+    recorder.close()
+
+
+def test_what_waits_for_the_disk_has_a_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.observability.metrics.MAX_WAITING_NBYTES", 1500)
+    recorder = world.open(run_spec=make_prepared(eval_every=None))
+    with full_from(0), pytest.raises(RunFileError, match=r"metrics.jsonl cannot be written.* bytes are free"):
+        for step in range(1, 5):
+            recorder.take(done(train_unit(step)))
+    with full_from(0):
+        recorder.close()
+
+
+def test_closing_says_what_is_lost_and_raises_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = world.open()
+    with full_from(0):
+        for event in (done(train_unit(1)), done(train_unit(2))):  # the second waits for its evaluation
+            recorder.take(event)
+        recorder.close()
+    assert "metrics.jsonl lacks its last lines" in caplog.text
+
+
+def test_a_sink_that_fails_is_left_out(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = world.open(run_spec=make_prepared(eval_every=None))
+
+    def fail(metrics: StepMetrics) -> None:
+        raise RuntimeError("Ray is gone")
+
+    recorder._sink = fail
+    for step in (1, 2):
+        recorder.take(done(train_unit(step)))
+    assert world.steps() == [1, 2] and caplog.text.count("Ray is gone") == 1
+
+
+def test_steps_that_were_skipped_are_counted_over_a_resume(world: World) -> None:
+    def skipped(step: int, **changes: Any) -> UnitDone:
+        event = done(train_unit(step))
+        return replace(event, reports=tuple(replace(report, **changes) for report in event.reports))
+
+    spec = make_prepared(eval_every=None)
+    first = world.record(
+        skipped(1, loss=float("nan")),
+        done(train_unit(2)),
+        skipped(3, grad_norm=float("inf"), rewound_to=2),
+        run_spec=spec,
+    )
+    first.flush()
+    first.close()
+    lines = world.metrics()
+    assert [(line["skipped"], line["skipped_steps"]) for line in lines] == [(True, 1), (False, 1), (True, 2)]
+    assert [line["rewound_to"] for line in lines] == [None, None, 2]
+    assert lines[0]["loss"] is None and lines[2]["grad_norm"] is None
+    assert world.open(2, run_spec=spec).num_skipped == 1

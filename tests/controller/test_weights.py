@@ -59,7 +59,7 @@ def get(ref: Ref) -> Any:
 
 def follow(monkeypatch: pytest.MonkeyPatch, *nodes: FakeNode, **options: Any) -> list[str]:
     """Follow downloads; a second passes with each look. Returns what was shown."""
-    left, shown, now = list(nodes), [], [0.0]
+    left, shown, now = list(nodes), [], [1e3]
 
     def wait(refs: list[Ref], num_returns: int, timeout: float) -> Any:
         now[0] += timeout

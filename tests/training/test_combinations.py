@@ -1,7 +1,7 @@
 """Settings that change where tensors lie, not what is computed: combinations of them against a plain loop.
 
-Every row of `CASES` is a run of up to eight ranks. A row with a seed runs random legal action lists, whose stages follow
-a memory strategy each, so one row covers all strategies.
+Every row of `CASES` is a run of up to eight ranks. A row with a seed runs random legal action lists, with random memory
+strategies, so one row covers all strategies.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.processes
 STEP, MICROBATCH = {"gradient_reduction": "step"}, {"gradient_reduction": "microbatch"}
 FULL, GRADIENTS = {"sharding": "full"}, {"sharding": "gradients"}
 BY_TWO, BY_FOUR = ({"sharding": "hybrid", "hybrid_shard_size": size} for size in (2, 4))
+OFFLOAD, WHOLE = {"activation_checkpointing": "offload"}, {"sequence_parallel": False}
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,20 @@ CASES = [
     Case(Degrees(), MICROBATCH | FULL),
     Case(Degrees(dp=2), MICROBATCH | FULL, seed=1),
     Case(Degrees(dp=3), MICROBATCH | GRADIENTS),
-    Case(Degrees(pp=2), MICROBATCH | FULL | INTERLEAVED),
+    Case(Degrees(pp=2), MICROBATCH | FULL | INTERLEAVED | OFFLOAD),
     Case(Degrees(dp=2, pp=2), MICROBATCH | FULL, seed=2),
     Case(Degrees(dp=2, pp=2), MICROBATCH | GRADIENTS | INTERLEAVED, seed=3),
-    Case(Degrees(dp=2, tp=2), MICROBATCH | FULL, UNTIED),
+    Case(Degrees(dp=2, tp=2), MICROBATCH | FULL | OFFLOAD, UNTIED),
+    Case(Degrees(dp=2, tp=2), STEP | GRADIENTS | WHOLE | OFFLOAD),
+    Case(Degrees(pp=2, tp=2), MICROBATCH | FULL | WHOLE, seed=9),
+    Case(Degrees(pp=2, tp=2), STEP | FULL | OFFLOAD | INTERLEAVED, UNTIED),
+    Case(Degrees(tp=4), MICROBATCH | FULL | OFFLOAD),
     Case(Degrees(dp=4), STEP | BY_TWO, seed=4),
     Case(Degrees(dp=4), MICROBATCH | BY_TWO, FROZEN, seed=5),
-    Case(Degrees(dp=4, pp=2), MICROBATCH | BY_TWO),
+    Case(Degrees(dp=4, pp=2), MICROBATCH | BY_TWO | OFFLOAD),
     Case(Degrees(dp=4, pp=2), STEP | BY_TWO | INTERLEAVED, seed=6),
     Case(Degrees(dp=4, tp=2), MICROBATCH | BY_TWO),
-    Case(Degrees(dp=4, tp=2), STEP | BY_TWO, UNTIED, seed=7),
+    Case(Degrees(dp=4, tp=2), STEP | BY_TWO | WHOLE, UNTIED, seed=7),
     Case(Degrees(dp=2, pp=2, tp=2), MICROBATCH | FULL, seed=8),
     Case(Degrees(dp=8), MICROBATCH | BY_FOUR),
 ]
@@ -87,8 +92,12 @@ def test_rejected_samples_and_an_evaluation_change_nothing(backbone: dict[str, A
 
 @pytest.mark.parametrize(
     ("backbone", "reduces_each", "all_reduces"),
-    [(STEP | FULL, False, False), (MICROBATCH | FULL, True, False), (STEP | BY_TWO, False, True)]
-    + [(MICROBATCH | BY_TWO, True, True)],
+    [
+        (STEP | FULL, False, False),
+        (MICROBATCH | FULL, True, False),
+        (STEP | BY_TWO, False, True),
+        (MICROBATCH | BY_TWO, True, True),
+    ],
     ids=str,
 )
 def test_sums_over_ranks_are_as_many_as_the_settings_say(

@@ -199,7 +199,8 @@ class LlavaFamily(Family):
             if memory.kind is MemoryKind.SELECTIVE:
                 raise ConfigError(
                     "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
-                    "(these recompute cheap operations anyway); set it to none, full or every_n, or compile to false"
+                    "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile "
+                    "to false"
                 )
             backbone.compile_layers()
         return backbone.train()

@@ -20,6 +20,7 @@ from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training import checkpoint, checkpoint_store, saver
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
+from flowtrain.training.snapshot import HostBuffers
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.memory import HostMemory
 from flowtrain.types.plan import Degrees
@@ -109,6 +110,25 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory_again(tmp_path, tra
     assert not any(overlap) and seen[0] == seen[1] == seen[2] and len(seen[0]) > 5
     live = {local_shard(tensor).data_ptr() for tensor in trainer.snapshot(None).tensors.values()}
     assert not live & set(seen[0].values())
+
+
+def test_the_memory_of_the_first_save_is_there_before_it(tmp_path, trainer, monkeypatch):
+    def write(directory, snapshot):
+        seen.append({name: tensor.data_ptr() for name, tensor in snapshot.copies.items()})
+
+    seen, reserved = [], []
+    reserve = HostBuffers.reserve
+    monkeypatch.setattr(HostBuffers, "reserve", lambda self, tensors: (reserve(self, tensors), reserved.append(self)))
+    beside = make_saver(trainer, write=write)
+    for _ in range(2):
+        beside.prepare()
+    assert beside.step == 0
+    beside.save(1, tmp_path)
+    assert beside.wait() is None and len(reserved) == 1
+    kept = reserved[0].copy(trainer.snapshot(None).tensors)
+    assert seen == [{name: tensor.data_ptr() for name, tensor in kept.items()}]
+    make_saver(trainer, background=False).prepare()
+    assert len(reserved) == 1, "nothing is copied"
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -222,6 +222,8 @@ class BackboneRank:
         verdict = self._health.after_step(step, result) if is_training else Verdict()
         self._report(plan, result, started, clock.times() if clock is not None else (), verdict.rewound_to)
         self._health.raise_together(verdict.error)
+        if is_training:
+            self._saver.prepare()
         self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
         is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
         if is_its_turn and self._health.may_save(step):

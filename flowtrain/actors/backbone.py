@@ -137,10 +137,9 @@ class BackboneRank:
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
-            unit = first_unit
-            while self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, unit)):
-                step = self._run_unit(prefetcher, checkpoint_dir)
-                unit += 1
+            goes_on = self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, first_unit))
+            while goes_on:
+                step, goes_on = self._run_unit(prefetcher, checkpoint_dir)
             prefetcher.close()
             self._checkpoint(step, checkpoint_dir)
         finally:
@@ -191,7 +190,8 @@ class BackboneRank:
             first_unit=first_unit,
         )
 
-    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
+    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
+        """Run a unit; returns its step, and whether another unit follows."""
         started = time.time()
         plan = self._starving(prefetcher.next_plan)
         if plan.unit.step > self._last_traced_step:
@@ -206,11 +206,11 @@ class BackboneRank:
             partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
-        self._report(plan, result, started, clock.times() if clock is not None else ())
+        goes_on = self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
         if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
             self._checkpoint(step, checkpoint_dir)
-        return step
+        return step, goes_on
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
         """Return a function that gives a unit's microbatches; all ranks of a replica get the same one for a number."""
@@ -234,7 +234,8 @@ class BackboneRank:
         self._starved_s += time.monotonic() - started
         return item
 
-    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
+    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> bool:
+        """Report a unit; returns whether another one follows."""
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -254,9 +255,13 @@ class BackboneRank:
         )
         self._starved_s = self._fetch_s = 0.0
         members = self._replica.collect((report, self._spans.take()))
-        if members is not None:
+
+        def finish() -> bool:
+            assert members is not None, "the leader has them all"
             reports, spans = zip(*members, strict=True)
-            self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))
+            return self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))
+
+        return self._replica.lead(finish)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

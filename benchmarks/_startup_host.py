@@ -303,6 +303,7 @@ class EmulatedNodes(Launcher):
     """Starts the coordinator as a Ray actor, and all others as emulated actors."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
         self._cluster = cluster
         self._processes: dict[int, ActorHandle] = {}
         self._numbers: defaultdict[type, int] = defaultdict(int)

@@ -172,18 +172,21 @@ class Coordinator(CoordinatorApi):
 
         return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or NOT_READY_YET
 
-    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int, ends: bool = False) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.microbatches.release(unit, slots, dp_rank)
         self._room_signal.notify()
         if self._flow.parts.leases.has_line:  # otherwise encoders wait for batches, not for memory
             self._lease_signal.notify()
+        plan = self._flow.steps.plan_of(unit + 1) if ends else None
+        return PlanReply(plan, is_past_end=False) if plan is not None else NO_PLAN_YET
 
-    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> None:
+    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
         """See ``CoordinatorApi``."""
         if self._flow.finish(reports, spans):
             self._wake_producers()
             self._event_signal.notify()
+        return await self.begin(reports[0].unit + 1)
 
     async def checkpoint_written(self, step: int, directory: str) -> None:
         """See ``CoordinatorApi``."""

@@ -6,11 +6,12 @@ varying length. So each position has three parts: text, encoded image, features.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.flow.api import CoordinatorApi
-from flowtrain.types.memory import Extent, PoolStats
+from flowtrain.types.memory import Extent, PoolStats, SegmentExport, Tier
 from flowtrain.types.messages import EncoderReport, FeedReport, Lease, PartReady, RankReport
 from flowtrain.types.plan import Unit
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, PartSize, SampleRef, SamplerState, SizedSample
@@ -22,6 +23,8 @@ TEXT_ROOM = 1 << 14
 """An image lies so many bytes after the text of its position."""
 ALIGNMENT = 256
 SEGMENT_NBYTES = 1 << 36
+NETWORK_NBYTES = 431
+"""What the export of a segment over NIXL takes, by _startup_nixl.py."""
 STATS = PoolStats(SEGMENT_NBYTES, 0, SEGMENT_NBYTES, SEGMENT_NBYTES, 0)
 
 
@@ -63,30 +66,40 @@ def ready_of(lease: Lease, base: int) -> tuple[PartReady, ...]:
     )
 
 
-def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]]) -> None:
-    """Act as the only feeder. samples: those of each unit in turn. base: address of the first process's segment."""
-    joined = link.ask(CoordinatorApi.join, name, link.node_id, 0)
+def publish(link: CoordinatorLink, index: int) -> None:
+    """Publish a segment, as a process that offers it over the network."""
+    network = bytes(NETWORK_NBYTES)
+    export = SegmentExport(index, link.node_id, Tier.DRAM, 1, 0, SEGMENT_NBYTES, network)
+    link.ask(CoordinatorApi.publish, export)
+
+
+def feed(link: CoordinatorLink, name: str, base: int, samples: Iterator[list[SizedSample]], feeder: int = 0) -> None:
+    """Act as a feeder. samples: its own of each unit in turn. base: address of the first process's segment."""
+    joined = link.ask(CoordinatorApi.join, name, link.node_id, feeder)
     base += joined.process_index * SEGMENT_NBYTES
+    publish(link, joined.process_index)
     report = FeedReport()
     while not (order := link.ask(CoordinatorApi.feed, joined.process_index, report)).stop:
         report = feed_report(order.unit, next(samples), base) if order.unit is not None else FeedReport()
 
 
-def encode(link: CoordinatorLink, name: str, base: int) -> None:
-    """Act as an encoder."""
+def encode(link: CoordinatorLink, name: str, base: int, pause_s: float = 0.0) -> None:
+    """Act as an encoder. pause_s: seconds that a batch takes."""
     joined = link.ask(CoordinatorApi.join, name, link.node_id)
     index = joined.process_index
     base += index * SEGMENT_NBYTES
+    publish(link, index)
     while True:
         order = link.ask(CoordinatorApi.lease, index, VISION, SEGMENT_NBYTES)
         if order.stop:
             return
         if order.lease is not None:
+            time.sleep(pause_s)
             link.ask(CoordinatorApi.hand_in, index, EncoderReport(ready_of(order.lease, base), stats=STATS))
 
 
 def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
-    """Act as the only backbone rank; it asks for microbatches as fast as a rank whose training takes no time."""
+    """Act as the only replica; it asks for microbatches as fast as one whose training takes no time."""
     unit = 0
     while link.ask(CoordinatorApi.begin, unit):
         plan = None
@@ -103,5 +116,5 @@ def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
         tokens, targets = plan.num_tokens, plan.num_target_tokens
         step, count = plan.unit.step, plan.num_samples
         report = RankReport(unit, plan.unit.kind, step, 0, 1.0, 1.0, 0.1, count, tokens, targets, 0.0, 1.0, 0.0, 0.0)
-        link.ask(CoordinatorApi.finish, report, ())
+        link.ask(CoordinatorApi.finish, (report,), ())
         unit += 1

@@ -286,7 +286,7 @@ class Soak:
             rank.located = found[0] if found else None
             return rank.located is not None
         else:
-            flow.finish(report(plan.unit, rank.number), ())
+            flow.finish((report(plan.unit, rank.number),), ())
             self._take_events()
             rank.unit, rank.slot, rank.running = rank.unit + 1, 0, False
             rank.pool.close()

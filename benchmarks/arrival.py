@@ -22,7 +22,7 @@ from _report import Figure, at_most, emit
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
-from flowtrain.actors.prefetch import Fetched
+from flowtrain.actors.reading import Fetched
 from flowtrain.config.load import load_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.run import run_training

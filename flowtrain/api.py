@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flowtrain.allocator.plan import read_plan
 from flowtrain.config.load import load_config, override_config
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
     from flowtrain.controller.dataset.report import DataReport
     from flowtrain.controller.dataset.show import ShownSample
-    from flowtrain.controller.doctor import DoctorReport
+    from flowtrain.controller.doctor.report import DoctorReport
     from flowtrain.controller.dry_run import DryRunReport
+    from flowtrain.controller.export import Exported
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.profiling import ProfileReport
@@ -231,15 +232,35 @@ def data_show(
     return show_rows(resolved, rows, source, evaluation, None if save_images is None else Path(save_images))
 
 
-def doctor(config: ConfigLike, overrides: Sequence[str] = ()) -> DoctorReport:
-    """Return what the cluster has for a run, its measured transports, and whether the run's pool fits; trains nothing.
+def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike | None = None) -> DoctorReport:
+    """Return what the cluster has for a run, its measured transports, and whether the run can start; trains nothing.
+
+    plan: sets degrees and resources, as in ``train``.
 
     Raises ConfigError or DataError if the run could not work anywhere, ResourceError if no cluster answers.
     """
-    resolved = resolve(config, overrides)
-    from flowtrain.controller.doctor import examine
+    resolved = resolve(config, overrides, plan=plan)
+    from flowtrain.controller.doctor.examine import examine
 
     return examine(resolved)
+
+
+def export(
+    run: str | PathLike[str],
+    to: str | PathLike[str] | None = None,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Exported:
+    """Write the last intact checkpoint of a run's directory as a Hugging Face directory, shard by shard.
+
+    to: an empty or absent directory; by default ``export`` in the run's, which is replaced.
+    dtype: of the weights; float32 is what was trained.
+
+    Raises ConfigError, or CheckpointError if there is nothing to export.
+    """
+    from flowtrain.controller.export import export_run
+
+    return export_run(Path(run), None if to is None else Path(to), dtype)
 
 
 def resolve(

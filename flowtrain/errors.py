@@ -101,6 +101,14 @@ class CheckpointError(FlowTrainError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not belong to this configuration."""
 
 
+class RunFileError(FlowTrainError, OSError):
+    """A file of the run's directory cannot be written. The message names it and the room on its disk."""
+
+
+class NonFiniteError(FlowTrainError, ArithmeticError):
+    """Training has diverged: losses, gradients or weights are not finite. The message names the last checkpoint."""
+
+
 class StallError(FlowTrainError, TimeoutError):
     """A wait passed its limit. The message names who waited, for what, and for how long."""
 

@@ -64,7 +64,7 @@ def test_importing_flowtrain_is_light_and_offers_what_the_commands_do() -> None:
 
 
 def test_dir_shows_what_flowtrain_offers() -> None:
-    assert {"doctor", "dry_run", "pack", "plan", "profile", "train", "__version__"} <= set(dir(flowtrain))
+    assert {"doctor", "dry_run", "export", "pack", "plan", "profile", "train", "__version__"} <= set(dir(flowtrain))
 
 
 def test_the_check_itself_sees_what_is_imported() -> None:

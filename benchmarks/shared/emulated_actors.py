@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -29,6 +28,7 @@ from flowtrain.training.batch import PackedBatch
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, StepPlan, UnitKind
+from shared.thread_replica import ThreadChannel, ThreadReplica
 
 LIMIT_S = 60.0
 FORWARD_SHARE = 1.0 / 3.0
@@ -102,11 +102,21 @@ class Meetings:
     degrees: Degrees
     stages: list[threading.Barrier] = field(init=False)
     world: threading.Barrier = field(init=False)
+    replicas: list[tuple[ThreadReplica, ThreadReplica, list[ThreadReplica]]] = field(init=False)
+    """For each replica: its training threads, its prefetch threads, and the training threads of each stage."""
 
     def __post_init__(self) -> None:
         degrees = self.degrees
         self.stages = [threading.Barrier(degrees.dp * degrees.tp, timeout=LIMIT_S) for _ in range(degrees.pp)]
         self.world = threading.Barrier(degrees.world_size, timeout=LIMIT_S)
+        self.replicas = [
+            (
+                ThreadReplica(degrees.replica_size, LIMIT_S),
+                ThreadReplica(degrees.replica_size, LIMIT_S),
+                [ThreadReplica(degrees.tp, LIMIT_S) for _ in range(degrees.pp)],
+            )
+            for _ in range(degrees.dp)
+        ]
         self._arrived: set[tuple[object, ...]] = set()
         self._changed = threading.Condition()
 
@@ -127,6 +137,9 @@ class Meetings:
         """Stop all waits for a rank that failed."""
         for barrier in (*self.stages, self.world):
             barrier.abort()
+        for training, reading, stages in self.replicas:
+            for meeting in (training, reading, *stages):
+                meeting.abort()
 
 
 class EmulatedStages:
@@ -205,14 +218,25 @@ class EmulatedTrainer:
         self.stages.device.compute(self._times.profile.steps.step_s)
         return StepResult(0.0, 0.0, 0.0, plan.num_samples, plan.num_tokens, plan.num_target_tokens)
 
+    def state_is_finite(self) -> bool:
+        """Nothing can diverge: there are no weights."""
+        return True
+
     def save_checkpoint(self, directory: object) -> None:
         """Do nothing: there are no weights."""
 
 
 class EmulatedGroup:
-    """Stands in for a rank's process group."""
+    """Stands in for a rank's process group. stage: the ranks that hold its stage."""
 
     device = torch.device("cpu")
+
+    def __init__(self, tp_rank: int, stage: ThreadReplica) -> None:
+        self._tp_rank, self._stage = tp_rank, stage
+
+    def gather_shares(self, share: torch.Tensor) -> torch.Tensor:
+        """See ``BackboneGroup``."""
+        return self._stage.gather(self._tp_rank, share)
 
     def close(self) -> None:
         """Do nothing: no group was opened."""
@@ -223,9 +247,12 @@ class EmulatedRank(BackboneRank):
 
     def prepare(self, family: Family, meetings: Meetings, times: EmulatedTimes) -> None:
         """Stands in for ``start``; builds no process group and no model."""
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._eval_every = None
-        self._family, self._group = family, cast(BackboneGroup, EmulatedGroup())
+        replica, reading, stages_of = meetings.replicas[self._dp_rank]
+        member = self._rank % self._degrees.replica_size
+        self._replica, self._reading = ThreadChannel(member, replica), ThreadChannel(member, reading)
+        self._family = family
+        self._group = cast(BackboneGroup, EmulatedGroup(self._tp_rank, stages_of[self._pp_rank]))
         num_layers = family.text_config.num_hidden_layers
         stages = EmulatedStages(self._rank, num_layers, meetings, times)
         self.trainer = cast(Trainer, EmulatedTrainer(self._config, stages, self._pp_rank, meetings, times))

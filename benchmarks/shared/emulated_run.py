@@ -144,7 +144,7 @@ def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
 
 def settings_of(run_spec: RunSpec, split: Split) -> FlowSettings:
     """Settings of the run's flow."""
-    return replace(first_flow_settings(run_spec), dp_size=split.backbone.dp, replica_size=split.backbone.replica_size)
+    return replace(first_flow_settings(run_spec), dp_size=split.backbone.dp)
 
 
 @contextmanager

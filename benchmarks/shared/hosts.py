@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair (``ip netns``, Debian's iproute2).
+"""Hosts on one machine: network namespaces joined by veth pairs (``ip netns``, Debian's iproute2).
 
 Tests use them too.
 """
@@ -11,12 +11,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 DEVICE = "ft0"
 """The end of the link on each host."""
+_SWITCH = "switch"
 
 _TCP_SETTINGS = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 """Settings of both hosts, so that figures do not depend on the machine's defaults. With a congestion control that paces
@@ -36,7 +37,7 @@ class NoHosts(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, and the address at which the other one reaches it."""
+    """A namespace, and the address at which the others reach it."""
 
     namespace: str
     address: str
@@ -83,26 +84,55 @@ class Host:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts and the link between them, until the block ends. Raises NoHosts."""
+    with _made_hosts(2) as hosts:
+        first, second = (host.namespace for host in hosts)
+        _set_up(f"ip link add {DEVICE} netns {first} type veth peer name {DEVICE} netns {second}".split())
+        _configure(hosts)
+        yield hosts[0], hosts[1]
+
+
+@contextmanager
+def switched_hosts(count: int) -> Iterator[tuple[Host, ...]]:
+    """``count`` hosts, each with a link to one switch, until the block ends. Raises NoHosts."""
+    with _made_hosts(count + 1) as (*hosts, switch):
+        _set_up(f"ip -n {switch.namespace} link add {_SWITCH} type bridge".split())
+        for number, host in enumerate(hosts):
+            port, end = f"port{number}", switch.namespace
+            _set_up(f"ip link add {DEVICE} netns {host.namespace} type veth peer name {port} netns {end}".split())
+            _set_up(f"ip -n {end} link set {port} master {_SWITCH} up".split())
+        _set_up(f"ip -n {switch.namespace} link set {_SWITCH} up".split())
+        _configure(hosts)
+        yield tuple(hosts)
+
+
+@contextmanager
+def _made_hosts(count: int) -> Iterator[tuple[Host, ...]]:
+    """``count`` hosts without a link."""
     if shutil.which("ip") is None:
         raise NoHosts("there is no `ip` command here (Debian's iproute2)")
-    prefix = f"ft{os.getpid()}"
-    hosts = Host(f"{prefix}a", f"{_PREFIX}1"), Host(f"{prefix}b", f"{_PREFIX}2")
+    hosts = [Host(f"ft{os.getpid()}-{number}", f"{_PREFIX}{number + 1}") for number in range(count)]
     with ExitStack() as stack:
-        try:
-            for host in hosts:
-                _run(["ip", "netns", "add", host.namespace])
-                stack.callback(host.end)
-            first, second = (host.namespace for host in hosts)
-            _run(f"ip link add {DEVICE} netns {first} type veth peer name {DEVICE} netns {second}".split())
-            for host in hosts:
-                _run(f"ip -n {host.namespace} address add {host.address}/24 dev {DEVICE}".split())
-                for device in ("lo", DEVICE):
-                    _run(f"ip -n {host.namespace} link set {device} up".split())
-                for name, value in _TCP_SETTINGS.items():
-                    _run(host.command(["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}"]))
-        except RuntimeError as error:
-            raise NoHosts(f"this machine forbids network namespaces: {error}") from error
-        yield hosts
+        for host in hosts:
+            _set_up(["ip", "netns", "add", host.namespace])
+            stack.callback(host.end)
+        yield tuple(hosts)
+
+
+def _configure(hosts: Sequence[Host]) -> None:
+    for host in hosts:
+        _set_up(f"ip -n {host.namespace} address add {host.address}/24 dev {DEVICE}".split())
+        for device in ("lo", DEVICE):
+            _set_up(f"ip -n {host.namespace} link set {device} up".split())
+        for name, value in _TCP_SETTINGS.items():
+            _set_up(host.command(["sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{name}"]))
+
+
+def _set_up(command: list[str]) -> None:
+    """Run a command that only a machine without namespaces refuses. Raises NoHosts."""
+    try:
+        _run(command)
+    except RuntimeError as error:
+        raise NoHosts(f"this machine forbids network namespaces: {error}") from error
 
 
 def _run(command: list[str]) -> str:

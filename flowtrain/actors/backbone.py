@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,38 +14,39 @@ import torch
 
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
-from flowtrain.actors.prefetch import Fetched, Prefetcher
+from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.actors.reading import Fetched, MicrobatchReader
+from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
-from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.families.registry import unchecked_family
 from flowtrain.pipeline.executor import execute
-from flowtrain.training.batch import build_batch
+from flowtrain.training.batch import pack_texts
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
+from flowtrain.training.health import TrainingHealth, Verdict
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.reduction import decide_reduction, with_reduction
+from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
 
 T = TypeVar("T")
 
-COLLECTIVE_MARGIN_S = 60.0
-"""Ranks wait this much longer for each other than for data."""
-
 
 class BackboneRank:
     """One rank of the backbone's (dp, pp, tp) group: a thin shell round ``Trainer``.
 
-    Each rank reads its replica's microbatches from the pool by itself: text and labels on every rank, features on ranks
-    of the first stage only. Nothing is broadcast, and every rank knows every shape.
+    The first rank of each replica, its leader, talks to the coordinator for all of them. Texts are read by the leader,
+    features by the first stage, each rank its share. Every rank knows every shape.
 
     rank: index among all backbone ranks.
     name: of the actor.
@@ -58,7 +58,7 @@ class BackboneRank:
         self._config = config
         self._rank = rank
         self._degrees = degrees
-        self._dp_rank, self._pp_rank, _ = degrees.coordinates(rank)
+        self._dp_rank, self._pp_rank, self._tp_rank = degrees.coordinates(rank)
         self._name = name
         self._num_steps = num_steps
         self._run_id = run_id
@@ -66,7 +66,7 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
-        self._saved_step = 0
+        self._is_checkpoint_due = False
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -87,11 +87,9 @@ class BackboneRank:
         shard_size: data parallel ranks that share one set of shards; None: all.
         eval_every: steps between evaluation rounds; None: there are none. A checkpoint that is due waits for the round.
         """
-        # The pool's views are read-only on purpose; they are only copied from.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
         self._eval_every = eval_every
         device = default_device(self._config.model.device)
-        self._family = family_from_config(self._config)
+        self._family = unchecked_family(self._config)
         limits = self._config.limits
         self._group = init_backbone_group(
             self._rank,
@@ -101,12 +99,14 @@ class BackboneRank:
             port=port,
             listener=self._listener,
             shard_size=shard_size,
-            start_timeout_s=limits.start_timeout_s,
-            # Ranks that wait for a starved rank must not give up before it reports what it waits for.
-            collective_timeout_s=limits.stall_timeout_s + COLLECTIVE_MARGIN_S,
+            start_timeout_s=limits.start_limit_s,
+            # Ranks that wait for a starved rank must not give up before it reports what it waits for, nor before a
+            # rank that still reads its state.
+            collective_timeout_s=max(limits.stall_timeout_s, limits.start_limit_s) + COLLECTIVE_MARGIN_S,
         )
         reduction = decide_reduction(self._config, self._family, self._group)
         self._config = with_reduction(self._config, reduction.name)
+        self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return RankStart(device_peak(device, self._dtype), reduction)
 
@@ -141,54 +141,66 @@ class BackboneRank:
                 f"({self._config.runs_dir}) must lie on a file system that all nodes share"
             )
         self._link = link
-        self._saved_step = first_step
+        self._saver = self._make_saver(first_step)
+        self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
-        device = self._group.device
-        member = join_pool(self._link, self._config.pool, self._run_id, self._name, 0, "backbone", device)
-        prefetcher = self._prefetcher(member.pool, first_unit)
+        pool = self._join_pool() if self._pp_rank == 0 else None
+        prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
             unit = first_unit
-            while self._link.ask(CoordinatorApi.begin, unit):
+            while self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, unit)):
                 step = self._run_unit(prefetcher, checkpoint_dir)
                 unit += 1
             prefetcher.close()
-            self._checkpoint(step, checkpoint_dir)
+            self._health.check_end(step)
+            self._last_checkpoint(step, checkpoint_dir)
         finally:
-            prefetcher.close()
-            member.pool.close()
+            prefetcher.close(failed=True)
+            if pool is not None:
+                pool.close()
         # Not after an error: this would wait for what other ranks never send, and delay the error.
         self._group.close()
 
-    def _prefetcher(self, pool: Pool, first_unit: int) -> Prefetcher:
+    def _join_pool(self) -> Pool:
+        return join_pool(
+            self._link, self._config.pool, self._run_id, self._name, 0, "backbone", self._group.device
+        ).pool
+
+    def _prefetcher(self, pool: Pool | None, first_unit: int) -> Prefetcher:
         device = self._group.device
         feature_dim = self._family.feature_dim(self._family.encoder_names[0])
-        is_first_stage = self._pp_rank == 0
-        build = partial(
-            build_batch,
+        pack = partial(
+            pack_texts,
             image_token_id=self._family.image_token_id,
             feature_dim=feature_dim,
             dtype=self._dtype,
             loss_normalization=self._config.training.loss_normalization,
             device=device,
-            with_features=is_first_stage,
+            with_features=pool is not None,
+        )
+        reader = MicrobatchReader(
+            dp_rank=self._dp_rank,
+            pool=pool,
+            pack=pack,
+            feature_dim=feature_dim,
+            feature_dtype=self._dtype,
+            spans=self._spans,
+            tp_rank=self._tp_rank,
+            tp_size=self._degrees.tp,
+            staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
+            gather=self._group.gather_shares,
         )
         return Prefetcher(
             name=self._name,
-            rank=self._rank,
-            dp_rank=self._dp_rank,
             link=self._link,
-            pool=pool,
+            channel=self._reading,
+            dp_rank=self._dp_rank,
+            reader=reader,
             limits=self._config.limits,
-            build=build,
-            feature_dim=feature_dim,
-            feature_dtype=self._dtype,
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
-            spans=self._spans,
-            text_only=not is_first_stage,
-            staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
         )
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
@@ -206,10 +218,15 @@ class BackboneRank:
             partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
-        self._report(plan, result, started, clock.times() if clock is not None else ())
         step = plan.unit.step
-        if step % self._config.checkpoint.every_steps == 0 and (not is_training or not self._eval_follows(step)):
+        verdict = self._health.after_step(step, result) if is_training else Verdict()
+        self._report(plan, result, started, clock.times() if clock is not None else (), verdict.rewound_to)
+        self._health.raise_together(verdict.error)
+        self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
+        is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
+        if is_its_turn and self._health.may_save(step):
             self._checkpoint(step, checkpoint_dir)
+            self._is_checkpoint_due = False
         return step
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
@@ -234,7 +251,14 @@ class BackboneRank:
         self._starved_s += time.monotonic() - started
         return item
 
-    def _report(self, plan: StepPlan, result: StepResult, started: float, microbatch_s: tuple[float, ...]) -> None:
+    def _report(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        started: float,
+        microbatch_s: tuple[float, ...],
+        rewound_to: int | None,
+    ) -> None:
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -251,9 +275,13 @@ class BackboneRank:
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
             microbatch_s=microbatch_s,
+            rewound_to=rewound_to,
         )
         self._starved_s = self._fetch_s = 0.0
-        self._link.ask(CoordinatorApi.finish, report, self._spans.take())
+        members = self._replica.collect((report, self._spans.take()))
+        if members is not None:
+            reports, spans = zip(*members, strict=True)
+            self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -261,10 +289,44 @@ class BackboneRank:
         return self._eval_every is not None and step % self._eval_every == 0
 
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
-        """Write this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
-        if step <= self._saved_step:
+        """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
+        if step > self._saver.step:
+            self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
+
+    def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
+        """Save the state at the end of the run; once more if that fails, since nothing of the run would be kept."""
+        problem = None
+        for _ in range(2):
+            self._checkpoint(step, checkpoint_dir)
+            if (problem := self._saver.wait()) is None:
+                return
+        raise CheckpointError(
+            f"the last checkpoint, of step {step}, could not be written, also at a second try: {problem}; make room "
+            "there, then go on from the checkpoint before with --resume"
+        )
+
+    def _wait_saved(self) -> int:
+        """Wait for the checkpoint that is being written; returns the step of the last one that was."""
+        self._saver.wait()
+        return self._saver.step
+
+    def _make_saver(self, first_step: int) -> CheckpointSaver:
+        setting, trainer = self._config.checkpoint.background, self.trainer
+        return CheckpointSaver(
+            self._group,
+            trainer.snapshot,
+            trainer.write_snapshot,
+            self._report_saved,
+            self._spans.add,
+            background=writes_in_background(setting, trainer.copy_nbytes(), self._group),
+            saved_step=first_step,
+        )
+
+    def _report_saved(self, step: int, directory: Path, problem: str | None) -> None:
+        """Tell the driver how a save ended; called in the thread that wrote."""
+        if self._rank != 0:
             return
-        directory = temporary_directory(Path(checkpoint_dir), step, self._run_id)
-        self.trainer.save_checkpoint(directory)
-        self._saved_step = step
-        self._link.ask(CoordinatorApi.checkpoint_written, step, self._rank, str(directory))
+        if problem is None:
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory))
+        else:
+            self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

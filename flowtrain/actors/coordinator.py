@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
 from flowtrain.actors.garbage import expect_many_objects, keep_imports
+from flowtrain.actors.link import PICKLE_PROTOCOL
 from flowtrain.actors.signals import Signal
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
@@ -29,6 +31,7 @@ from flowtrain.types.messages import (
     RoomOrder,
     Span,
 )
+from flowtrain.types.plan import StepPlan
 
 NOTHING_TO_LEASE = LeaseOrder(None, (), stop=False)
 NOTHING_TO_FEED = FeedOrder(None, (), (), stop=False)
@@ -64,6 +67,17 @@ class Coordinator(CoordinatorApi):
         self._event_signal = Signal()
         self._events_ended = False
         self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
+        self._packed_plan: tuple[StepPlan | None, bytes] = None, b""
+
+    async def answer(self, question: bytes) -> bytes:
+        """Answer a packed question: its name in ``CoordinatorApi`` and its arguments. Returns the packed answer."""
+        name, args, kwargs = pickle.loads(question)
+        reply = await getattr(self, name)(*args, **kwargs)
+        if not isinstance(reply, PlanReply) or reply.plan is None:
+            return pickle.dumps(reply, PICKLE_PROTOCOL)
+        if reply.plan is not self._packed_plan[0]:  # it goes to every replica, and is the largest answer
+            self._packed_plan = reply.plan, pickle.dumps(reply, PICKLE_PROTOCOL)
+        return self._packed_plan[1]
 
     # --- pool processes -----------------------------------------------------------------------------------------
 
@@ -131,8 +145,10 @@ class Coordinator(CoordinatorApi):
 
     async def begin(self, unit: int) -> bool:
         """See ``CoordinatorApi``."""
+        is_first = not self._flow.steps.has_begun(unit)
         go = self._flow.steps.begin(unit)
-        self._wake_producers()  # a stopping run sizes only units that were begun
+        if is_first:
+            self._wake_producers()  # a stopping run sizes only units that were begun
         if not go:
             self._plan_signal.notify()
             self._wake_backbone()
@@ -141,42 +157,47 @@ class Coordinator(CoordinatorApi):
     async def next_plan(self, unit: int) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.plan_of(unit)
-        self._feed_signal.notify()  # in arrival order the window moves with the step that a rank asks for
+        self._feed_signal.notify()  # in arrival order the window moves with the step that a replica asks for
         return await self._plan_signal.until(lambda: self._flow.plan_reply(unit), self._poll_s) or NO_PLAN_YET
 
     async def locate(
-        self, unit: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
+        self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...] = (), limit: int = 1
     ) -> LocateReply:
         """See ``CoordinatorApi``."""
         if read:
-            await self.release(unit, read, rank)
+            await self.release(unit, read, dp_rank)
 
         def attempt() -> LocateReply | None:
-            return self._flow.locate_reply(unit, slot, rank, limit)
+            return self._flow.locate_reply(unit, slot, dp_rank, limit)
 
-        return await self._locate_signals[rank].until(attempt, self._poll_s) or NOT_READY_YET
+        return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or NOT_READY_YET
 
-    async def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
+    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
         """See ``CoordinatorApi``."""
-        if self._flow.microbatches.release(unit, slots, rank):
-            self._wake_backbone()  # ranks that are ahead may wait for the whole unit to be read
+        self._flow.microbatches.release(unit, slots, dp_rank)
         self._room_signal.notify()
-        self._lease_signal.notify()
+        if self._flow.parts.leases.has_line:  # otherwise encoders wait for batches, not for memory
+            self._lease_signal.notify()
 
-    async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
+    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> None:
         """See ``CoordinatorApi``."""
-        if self._flow.finish(report, spans):
+        if self._flow.finish(reports, spans):
             self._wake_producers()
             self._event_signal.notify()
 
-    async def checkpoint_written(self, step: int, rank: int, directory: str) -> None:
+    async def checkpoint_written(self, step: int, directory: str) -> None:
         """See ``CoordinatorApi``."""
-        if self._flow.log.checkpoint_written(step, rank, directory):
-            self._event_signal.notify()
+        self._flow.log.checkpoint_written(step, directory)
+        self._event_signal.notify()
 
-    async def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
+    async def checkpoint_failed(self, step: int, reason: str) -> None:
         """See ``CoordinatorApi``."""
-        return self._flow.describe_wait(unit, slot, rank)
+        self._flow.log.checkpoint_failed(step, reason)
+        self._event_signal.notify()
+
+    async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
+        """See ``CoordinatorApi``."""
+        return self._flow.describe_wait(unit, slot, dp_rank)
 
     # --- driver -------------------------------------------------------------------------------------------------
 

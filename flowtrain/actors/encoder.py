@@ -28,7 +28,7 @@ from flowtrain.mempool.arena import Hold
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
-from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.families.registry import unchecked_family
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
 from flowtrain.types.memory import Extent
@@ -93,7 +93,7 @@ class Encoder:
         """Encode until the coordinator sends stop."""
         self._link = link
         torch.set_num_threads(self._settings.num_threads)
-        self._family = family_from_config(self._config)
+        self._family = unchecked_family(self._config)
         device = default_device(self._config.model.device)
         self._module = self._load_tower().to(device)
         member = join_pool(

@@ -10,7 +10,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.base import Family
-from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.families.registry import unchecked_family
 from flowtrain.models.tower_plans import parallelize_tower
 from flowtrain.training.tower_group import TowerGroup
 
@@ -31,7 +31,7 @@ def join_replica(
         default_device(config.model.device),
         port=port,
         listener=listener,
-        start_timeout_s=config.limits.start_timeout_s,
+        start_timeout_s=config.limits.start_limit_s,
         stall_timeout_s=config.limits.stall_timeout_s,
     )
 
@@ -66,7 +66,7 @@ class EncoderRank:
         Raises ReplicaLostError when another rank is gone, StallError when ranks do not come.
         """
         torch.set_num_threads(self._config.encoders[self._encoder].num_threads)
-        family = family_from_config(self._config)
+        family = unchecked_family(self._config)
         group = join_replica(self._config, self._encoder, self._leader, self._rank, port)
         module = load_split(family, self._encoder, group).to(default_device(self._config.model.device))
         while (batch := group.receive(module.tower.dtype)) is not None:

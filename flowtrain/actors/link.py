@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 ANSWER_MARGIN_S = 120.0
 """The coordinator counts as unreachable when an answer takes longer than this (machines may be loaded)."""
 
+PICKLE_PROTOCOL = 5
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,8 +54,11 @@ class RayLink(CoordinatorLink):
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
+        # Ray serializes each argument by itself, which costs more than the rest of a small call.
+        reference = self._coordinator.answer.remote(pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL))
         try:
-            return ray.get(self.start(question, *args, **kwargs), timeout=ANSWER_MARGIN_S)
+            reply: R = pickle.loads(ray.get(reference, timeout=ANSWER_MARGIN_S))
+            return reply
         except ray.exceptions.GetTimeoutError as error:
             name = question.__name__
             raise StallError(f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s") from error
@@ -67,7 +72,7 @@ class RayLink(CoordinatorLink):
             ) from error
 
     def start(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:
-        """Ask without waiting; returns a reference for ``ray.get``."""
+        """Ask without waiting; returns a reference for ``ray.get`` and ``ray.wait``."""
         reference: ray.ObjectRef[R] = getattr(self._coordinator, question.__name__).remote(*args, **kwargs)
         return reference
 

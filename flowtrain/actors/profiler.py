@@ -62,7 +62,7 @@ class Profiler:
             host=host,
             port=port,
             listener=self._listener,
-            start_timeout_s=limits.start_timeout_s,
+            start_timeout_s=limits.start_limit_s,
             collective_timeout_s=limits.stall_timeout_s,
         )
         return DeviceReport(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from flowtrain.actors.prefetch import Fetched
+from flowtrain.actors.reading import Fetched
 from flowtrain.pipeline.actions import Action
 from flowtrain.pipeline.executor import StageRuntime
 from flowtrain.training.batch import PackedBatch

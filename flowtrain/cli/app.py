@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -70,7 +70,8 @@ def train(
             report = api.dry_run(config, overrides or (), resume, plan=plan_file)
             resumption = report.resumption
             tables = [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
-            Console().print(*plan_tables(report.run, report.image_tokens), *tables, sep="\n")
+            resumes = resumption is not None and resumption.step is not None
+            Console().print(*plan_tables(report.run, report.image_tokens, resumes), *tables, sep="\n")
             return
         summary = api.train(config, overrides or (), resume, plan=plan_file, loading=_loading_shown)
         Console().print(summary_table(summary), soft_wrap=True)
@@ -200,13 +201,17 @@ def doctor(
         list[str] | None,
         typer.Argument(help="Overrides, e.g. pool.network=nixl", metavar="SECTION.KEY=VALUE", show_default=False),
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Check it for a plan that flowtrain plan saved.", metavar="plan.yaml"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:
-    """Check the cluster for CONFIG: nodes, memory, measured transports, and whether its memory pool fits."""
+    """Check the cluster for CONFIG: nodes, measured transports, and everything that its start needs."""
     with errors_to_exit_codes():
         from flowtrain.cli.doctor import doctor as show_cluster
 
-        if not show_cluster(config, overrides or (), as_json):
+        if not show_cluster(config, overrides or (), as_json, plan_file):
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -216,16 +221,20 @@ def export(
     to: Annotated[
         Path | None, typer.Option("--to", help="Where to write; by default RUN/export.", metavar="DIR")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option("--dtype", help="Type of the weights; float32 is what was trained."),
+    ] = "float32",
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with errors_to_exit_codes():
         run_path = _find_run(run)
         from transformers.utils import logging as transformers_logging
 
-        from flowtrain.controller.export import export_run
+        from flowtrain import api
 
         transformers_logging.disable_progress_bar()
-        exported = export_run(run_path, to)
+        exported = api.export(run_path, to, dtype=dtype)
         later = "; the run is still training: export again for later steps" if exported.is_training else ""
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,9 @@ import typer
 from flowtrain.errors import ConfigError, FlowTrainError
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+"""A disk that is full or broken can fail any write, so that no traceback helps."""
 
 
 @contextmanager
@@ -20,6 +24,11 @@ def errors_to_exit_codes() -> Iterator[None]:
     except FlowTrainError as error:
         typer.echo(f"flowtrain: {error}", err=True)
         raise typer.Exit(EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED) from error
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        typer.echo(f"flowtrain: {error}: the disk takes no more data; make room on it, or write elsewhere", err=True)
+        raise typer.Exit(EXIT_FAILED) from error
     except KeyboardInterrupt as error:
         typer.echo("flowtrain: interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -51,21 +52,26 @@ def plan(
         Console().print(*plan_report_tables(report), sep="\n")
         if save is not None:
             print(f"\nsaved; {'first fix what the notes name, then ' if report.faults else ''}start it with")
-            print(shlex.join(_start(config, overrides, report, save)))  # a line that can be copied, however long
+            print(_start(config, overrides, report, save))  # a line that can be copied, however long
     if plot is not None:
         _draw(report, plot)
         print(f"plot: {plot}", file=sys.stderr)
 
 
-def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> list[str]:
-    """The command that trains with the plan, without overrides of its keys, since these would undo it."""
+def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> str:
+    """The command that trains with the plan, without overrides of its keys, since these would undo it.
+
+    Without ``RAY_ADDRESS`` a run has this machine alone, so a plan for several nodes names its cluster.
+    """
     decided = {dotted(key) for key in report.plan.settings()}
     sections = {dotted(key[:length]) for key in report.plan.settings() for length in range(1, len(key))}
     keys = {text: text.partition("=")[0].strip() for text in overrides}
     others = [text for text, key in keys.items() if key not in decided]
     if sections & set(keys.values()):  # an override of a whole section would undo the plan's part of it
         others += plan_overrides(report.plan)
-    return ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
+    command = ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
+    address = shlex.quote(os.environ.get("RAY_ADDRESS") or "auto")
+    return f"RAY_ADDRESS={address} {shlex.join(command)}" if report.num_nodes > 1 else shlex.join(command)
 
 
 def _save(report: PlanReport, path: Path) -> None:

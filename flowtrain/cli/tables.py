@@ -10,6 +10,7 @@ from rich.text import Text
 
 from flowtrain.allocator.plan import requirements
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.start_limit import start_limit
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.scheduler.run_cost import cost_label
 from flowtrain.types.plan import Degrees
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from flowtrain.controller.summary import RunSummary
 
 
-def plan_tables(run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]]) -> tuple[Table, Table]:
+def plan_tables(
+    run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]], resumes: bool = False
+) -> tuple[Table, Table]:
     """The settings of a run, and its actors.
 
-    image_tokens: the fewest and the most tokens of an image, by encoder.
+    image_tokens: the fewest and the most tokens of an image, by encoder. resumes: the run starts from a checkpoint.
     """
     config, needs = run_spec.config, requirements(run_spec.plan)
     run = Table(title=f"run {config.name}", title_justify="left", show_header=False)
@@ -52,6 +55,7 @@ def plan_tables(run_spec: RunSpec, image_tokens: Mapping[str, tuple[int, int]]) 
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
     run.add_row("feeders", _feeders(run_spec))
     run.add_row("memory pool", f"{nbytes_text(needs.pool_nbytes)} at most; unused pages take no memory")
+    run.add_row("start", f"within {start_limit(config.limits.start_timeout_s, run_spec.model_spec, resumes).text}")
 
     actors = Table(title="actors", title_justify="left")
     for heading in ("module", "actors", "CPUs each", "devices each", "pool segment each"):
@@ -78,6 +82,8 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
         table.add_row(change.key, f"{change.old} -> {change.new}")
     if resumption.step is not None and not resumption.changes:
         table.add_row("changes", "none")
+    if resumption.older is not None:
+        table.add_row("older", resumption.older)
     for line in resumption.inexact:
         table.add_row("not exact", line)
     return table
@@ -94,6 +100,8 @@ def summary_table(summary: RunSummary) -> Table:
             table.add_row(name, f"{loss:.4f}")
     if summary.num_rejected:
         table.add_row("quarantined", f"{summary.num_rejected} so far: {run.quarantine}")
+    if summary.num_skipped:
+        table.add_row("skipped", f"{summary.num_skipped} steps so far, which were not finite: {run.metrics}")
     if summary.cost_r2 is not None:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):

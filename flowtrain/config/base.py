@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ConfigModel(BaseModel):
-    """A configuration section; unknown keys are errors, values never change after loading."""
+    """A configuration section; unknown keys and infinite numbers are errors, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), hide_input_in_errors=True, allow_inf_nan=False
+    )

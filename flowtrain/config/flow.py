@@ -8,6 +8,9 @@ from pydantic import Field
 
 from flowtrain.config.base import ConfigModel
 
+START_BASE_S = 300.0
+"""Limit of a start that reads no weights: processes start, import, and meet."""
+
 
 class SchedulerConfig(ConfigModel):
     """Packing and dispatch. docs/scheduling.md describes the methods of ``packing``, ``cost`` and ``dispatch``."""
@@ -34,10 +37,11 @@ class PoolConfig(ConfigModel):
     feeder_segment_nbytes: int | None = Field(None, ge=1 << 16)
     """Memory that each feeder gives for texts and encoded images; None: what a worst-case step and the open blocks
     need (docs/running.md). Pages that are not used take no memory."""
-    max_processes: int = Field(1024, ge=4)
-    """N of the address space (FlowTrain 3.2). Reserving addresses costs nothing."""
-    processes_per_node: int = Field(64, ge=4)
-    """Process indices that a node owns. A restarted process takes a new one."""
+    max_processes: int = Field(1 << 16, ge=4)
+    """N of the address space (FlowTrain 3.2): ``processes_per_node`` times the number of nodes. Reserving addresses
+    costs nothing."""
+    processes_per_node: int = Field(256, ge=4)
+    """Process indices that a node owns: encoders, ranks, feeders. A restarted process takes a new one."""
     max_segment_nbytes: int = Field(1 << 36, ge=1 << 20)
     """C of the address space (FlowTrain 3.2). Reserving addresses costs nothing."""
     alignment: int = Field(256, ge=64, multiple_of=64)
@@ -60,12 +64,18 @@ class LimitsConfig(ConfigModel):
     """Limits on waiting, in seconds. When one passes, a message names who waits for what."""
 
     placement_timeout_s: float = Field(120.0, gt=0)
-    start_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: float | None = Field(None, gt=0)
+    """For all backbone ranks to load and join their group; None: by the model's size (docs/running.md)."""
     stall_warning_s: float = Field(60.0, gt=0)
     stall_timeout_s: float = Field(900.0, gt=0)
     lease_timeout_s: float = Field(600.0, gt=0)
     stop_timeout_s: float = Field(60.0, gt=0)
     max_encoder_restarts: int = Field(10, ge=0)
+
+    @property
+    def start_limit_s(self) -> float:
+        """``start_timeout_s``. The driver of a run sets it by the model's size if it is None; others use the base."""
+        return START_BASE_S if self.start_timeout_s is None else self.start_timeout_s
 
 
 class ObservabilityConfig(ConfigModel):

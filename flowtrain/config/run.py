@@ -57,6 +57,7 @@ class RunConfig(ConfigModel):
             _schedule_has_its_chunks,
             _shard_size_has_hybrid_sharding,
             _segments_fit_the_space,
+            _processes_fit_the_space,
             _hbm_has_a_device,
             _modules_have_an_origin,
         )
@@ -217,6 +218,20 @@ def _segments_fit_the_space(config: RunConfig) -> Iterator[Fault]:
                 FaultCode.POOL,
                 f"{key} ({nbytes}) is larger than pool.max_segment_nbytes ({limit}); raise the second",
             )
+
+
+def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
+    backbone, limit = config.backbone, config.pool.max_processes
+    ranks = backbone.data_parallel_size * backbone.pipeline_parallel_size * backbone.tensor_parallel_size
+    encoders = sum(encoder.data_parallel_size for encoder in config.encoders.values())
+    needed = ranks + encoders + (config.data.num_feeders or 1)
+    if needed > limit:
+        yield Fault(
+            "pool.max_processes",
+            FaultCode.POOL,
+            f"pool.max_processes ({limit}) is less than the {needed} processes of the pool (backbone ranks, encoders, "
+            "feeders); raise it to at least pool.processes_per_node times the number of nodes",
+        )
 
 
 def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:

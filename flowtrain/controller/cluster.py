@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -36,8 +36,9 @@ POOL_WAYS_OUT = (
     "data.shuffle_blocks, training.global_batch_size, data.num_feeders or encoders.*.segment_nbytes (docs/running.md)"
 )
 
-PROBE_TIMEOUT_S = 60.0
-"""How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker."""
+PROBE_TIMEOUT_S = 180.0
+"""How long a node may take to answer whether it has NIXL; most of it is the start of a Ray worker, from a shared file
+system perhaps."""
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
         for bundle in bundles if why_one is None else [_total(bundles)]:
             if not any(_fits(bundle, node["Resources"]) for node in nodes):
                 reason = "" if why_one is None else f", and all actors must share one: {why_one}"
-                lacking.append(f"no single node has {_counts(bundle)}{reason}")
+                lacking.append(f"no single node has {counts_text(bundle)}{reason}")
                 break
     memory, where = have.get("memory", 0.0), "in the cluster"
     if why_one is not None:
@@ -111,12 +112,30 @@ def check_resources(bundles: Sequence[Bundle], pool_nbytes: int, network: Networ
     if network == "nixl" and why_one is not None:
         lacking.append(f"pool.network is nixl, but {why_one}")
     if lacking:
+        if len(nodes) == 1 and not os.environ.get("RAY_ADDRESS"):
+            lacking.append("RAY_ADDRESS is not set, so only this machine is used: set it (auto on a cluster's node)")
         raise ResourceError(
             "the cluster lacks resources: " + "; ".join(lacking) + ". Lower data_parallel_size, "
             "tensor_parallel_size (whose ranks share a node) or pipeline_parallel_size of encoders.* or backbone, "
             "or their num_cpus, or use a larger node"
         )
     return "PACK" if why_one is None else "STRICT_PACK"
+
+
+def place(bundles: Sequence[Bundle], nodes: Mapping[str, Bundle]) -> tuple[dict[str, int], Bundle | None]:
+    """Put bundles on as few nodes as possible, the largest first; returns the bundles of each node in use.
+
+    nodes: what each node has, by id. Also returns a bundle that no node has room for, or None. Pure.
+    """
+    left, placed = {node: dict(has) for node, has in nodes.items()}, dict.fromkeys(nodes, 0)
+    for bundle in sorted(bundles, key=lambda each: sum(each.values()), reverse=True):
+        node = next((node for node, has in left.items() if _fits(bundle, has)), None)
+        if node is None:
+            return {node: count for node, count in placed.items() if count}, bundle
+        placed[node] += 1
+        for name, amount in bundle.items():
+            left[node][name] -= amount
+    return {node: count for node, count in placed.items() if count}, None
 
 
 def with_network(config: RunConfig, group: PlacementGroup | None) -> RunConfig:
@@ -148,7 +167,8 @@ def placed(bundles: Sequence[Bundle], timeout_s: float, strategy: Strategy = "ST
             left = {name: free.get(name, 0.0) for name in needed}
             raise ResourceError(
                 f"no placement for {len(bundles)} groups of actors within limits.placement_timeout_s "
-                f"({timeout_s:g} s): {_counts(needed)} needed, {_counts(left)} free now; another job may hold the rest"
+                f"({timeout_s:g} s): {counts_text(needed)} needed, {counts_text(left)} free now; another job may hold "
+                "the rest"
             )
         yield group
     finally:
@@ -167,10 +187,17 @@ def _why_one_node(nodes: Sequence[dict[str, Any]], network: Network) -> str | No
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         answers[node["NodeID"]] = probe.options(num_cpus=0, scheduling_strategy=there).remote()
     ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=PROBE_TIMEOUT_S)
-    lacking = [node_id for node_id, answer in answers.items() if answer not in ready or not _has_nixl(answer)]
-    if not lacking:
-        return None
-    return f"NIXL ({NIXL_INSTALL}) is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}"
+    silent = [node_id for node_id, answer in answers.items() if answer not in ready]
+    lacking = [node_id for node_id, answer in answers.items() if answer in ready and not _has_nixl(answer)]
+    found = []
+    if lacking:
+        found.append(f"NIXL ({NIXL_INSTALL}) is missing on {len(lacking)} of {len(nodes)} nodes: {', '.join(lacking)}")
+    if silent:
+        found.append(
+            f"{len(silent)} of {len(nodes)} nodes did not answer within {PROBE_TIMEOUT_S:g} s whether they have NIXL "
+            f"(a node that is busy, or whose file system is slow; try again): {', '.join(silent)}"
+        )
+    return "; ".join(found) or None
 
 
 def _has_nixl(answer: Any) -> bool:
@@ -207,5 +234,6 @@ def _fits(bundle: Bundle, node: Bundle) -> bool:
     return all(amount <= node.get(name, 0.0) + 1e-9 for name, amount in bundle.items())
 
 
-def _counts(amounts: Bundle) -> str:
+def counts_text(amounts: Bundle) -> str:
+    """Return amounts of resources as a message has them."""
     return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,16 +14,22 @@ from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
 from flowtrain.errors import CheckpointError
+from flowtrain.observability.diagnostics import Diagnostic
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
-from flowtrain.types.events import CheckpointWritten
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten
 
 
 class Committer:
-    """Commits a run's checkpoints."""
+    """Commits a run's checkpoints. One that cannot become complete does not end training: the next one is tried.
 
-    def __init__(self, run_spec: RunSpec, files: RunDir, recorder: Recorder, costs: CostKeeper) -> None:
+    note: shows a line to the user.
+    """
+
+    def __init__(
+        self, run_spec: RunSpec, files: RunDir, recorder: Recorder, costs: CostKeeper, note: Callable[[str], None]
+    ) -> None:
         self._run_spec = run_spec
         self._config = run_spec.config
         self._files = files
@@ -29,18 +37,56 @@ class Committer:
         self._costs = costs
         self.gradient_reduction: str | None = None
         """As the ranks decided it; None until they have."""
+        self._note = note
+        self._cost_file = Diagnostic(files.cost_profile.name, retries=True)
+        self._incomplete: CheckpointWritten | None = None
 
     def commit(self, written: CheckpointWritten) -> None:
         """Make a checkpoint complete once ledger and metrics cover it; also write the measured costs."""
-        self._recorder.flush()
-        self._costs.write()
+        self._cost_file.attempt(self._costs.write)
+        if self._incomplete is not None and self._incomplete.directory != written.directory:
+            self._drop_incomplete()  # this one replaces it, and needs the room
         try:
-            checkpoint_store.commit(Path(written.directory), self._meta(written.step), self._config.checkpoint.keep)
+            self._complete(written)
         except OSError as error:
+            self._incomplete = written
+            self._note(
+                f"the checkpoint of step {written.step} is not complete: {error}; training goes on, and the next "
+                "checkpoint tries again"
+            )
+
+    def failed(self, failure: CheckpointFailed) -> None:
+        """Tell the user that ranks could not write a checkpoint, and make room for the next try."""
+        self._drop_incomplete()
+        self._note(
+            f"the checkpoint of step {failure.step} was not written: {failure.reason}; training goes on, and the next "
+            "checkpoint tries again"
+        )
+
+    def _drop_incomplete(self) -> None:
+        if self._incomplete is not None:
+            shutil.rmtree(self._incomplete.directory, ignore_errors=True)
+        self._incomplete = None
+
+    def finish(self) -> None:
+        """Complete the last checkpoint if that failed before; raises CheckpointError if it fails again."""
+        written = self._incomplete
+        if written is None:
+            return
+        try:
+            self._complete(written)
+        except OSError as error:
+            last = checkpoint_store.latest_complete(self._files.checkpoints)
             raise CheckpointError(
-                f"checkpoint {written.directory} of step {written.step} could not be made complete: {error}"
+                f"the last checkpoint, of step {written.step}, could not be made complete: {error}. With --resume the "
+                f"run goes on {f'from {last}' if last else 'from the beginning, since it has no other checkpoint'}"
             ) from error
+
+    def _complete(self, written: CheckpointWritten) -> None:
+        self._recorder.flush(written.step)
+        checkpoint_store.commit(Path(written.directory), self._meta(written.step), self._config.checkpoint.keep)
         self._recorder.forget_before(written.step)
+        self._incomplete = None
 
     def _meta(self, step: int) -> CheckpointMeta:
         degrees = self._run_spec.plan.backbone.degrees

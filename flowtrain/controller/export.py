@@ -7,14 +7,23 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.models.export import MAX_SHARD_NBYTES
+from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.initial_weights import LazyTensors, whole_tensors
 from flowtrain.observability.files import sync_directory
 from flowtrain.observability.run_dir import RunDir
-from flowtrain.training.checkpoint import load_backbone_state
-from flowtrain.training.checkpoint_store import latest_complete, read_meta
+from flowtrain.training.checkpoint import stored_frozen, stored_state
+from flowtrain.training.checkpoint_store import intact_newest_first, read_meta
+from flowtrain.training.frozen import add_digests, check_frozen, digests_of, frozen_entries
+
+ExportDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +38,43 @@ class Exported:
     """A process still trains the run, so later checkpoints may follow."""
 
 
-def export_run(run_dir: Path, to: Path | None = None) -> Exported:
-    """Write the run's last complete checkpoint as a Hugging Face directory.
+def export_run(
+    run_dir: Path,
+    to: Path | None = None,
+    dtype: ExportDtype = "float32",
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+) -> Exported:
+    """Write the run's last intact checkpoint as a Hugging Face directory, shard by shard.
 
     to: by default ``<run_dir>/export``, which is replaced; any other directory must be empty or absent. The export
-    appears whole or not at all. Raises ConfigError or CheckpointError if there is nothing to export.
+    appears whole or not at all. dtype: of the weights; float32 is what was trained. max_shard_nbytes: size of a file of
+    weights, and about the memory that the export takes. Raises ConfigError or CheckpointError if there is nothing to
+    export.
     """
     run = RunDir(run_dir.expanduser().absolute())
     config = run.load_config()
     target = run.export if to is None else to.expanduser().absolute()
     if target != run.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name another directory with --to, or remove it")
-    checkpoint = latest_complete(run.checkpoints)
+    checkpoint = next(intact_newest_first(run.checkpoints), None)
     if checkpoint is None:
         raise CheckpointError(
             f"{run.checkpoints}: no complete checkpoint yet; the run writes one every checkpoint.every_steps steps"
         )
     step = read_meta(checkpoint).step
-    _write(config, checkpoint, target)
+    _write(config, checkpoint, target, getattr(torch, dtype), max_shard_nbytes)
     return Exported(target, step, run.is_held())
 
 
-def _write(config: RunConfig, checkpoint: Path, target: Path) -> None:
+def _write(config: RunConfig, checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_nbytes: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     staging.mkdir()
     try:
-        family_from_config(config).export(load_backbone_state(checkpoint), staging)
+        family = family_from_config(config)
+        weights = CheckpointedWeights(family, config, checkpoint)
+        family.export(weights.state, staging, dtype, max_shard_nbytes)
+        weights.check_frozen()
         if target.exists():
             shutil.rmtree(target)
         os.rename(staging, target)
@@ -63,3 +82,28 @@ def _write(config: RunConfig, checkpoint: Path, target: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     sync_directory(target.parent)
+
+
+class CheckpointedWeights:
+    """The backbone's weights at a checkpoint: trained ones from it, frozen ones from their origin."""
+
+    def __init__(self, family: Family, config: RunConfig, checkpoint: Path) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._trained = stored_state(checkpoint)
+        self._frozen = whole_tensors(family.backbone_weights(), family.weight_shapes())
+        self._stored_frozen = stored_frozen(checkpoint)
+        self._digests: dict[str, dict[str, int]] = {}
+        self.state = LazyTensors(self._frozen if self._stored_frozen else self._trained, self._read)
+        """Under the names of ``Backbone.state_dict()``; each tensor is read when it is looked up."""
+
+    def _read(self, name: str) -> torch.Tensor:
+        if name in self._trained:
+            return self._trained[name]
+        tensor = self._frozen[name]
+        self._digests[name] = digests_of([(name, tensor, tuple(slice(0, size) for size in tensor.shape))])
+        return tensor
+
+    def check_frozen(self) -> None:
+        """Raise CheckpointError if the frozen weights that were read are not those of the training."""
+        found = frozen_entries(add_digests(self._digests.values()), self._config)
+        check_frozen(self._stored_frozen, found, self._checkpoint)

@@ -16,6 +16,7 @@ from flowtrain.config.startable import check_startable
 from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.costs.start_limit import start_limit
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
@@ -186,6 +187,17 @@ def check_memory(
             check_scattered_capacity(segments, batch_nbytes, held_nbytes, knob)
 
 
+def with_start_limit(run_spec: RunSpec, resumes: bool) -> RunSpec:
+    """Set ``limits.start_timeout_s``, which actors read, by the model's size if it is None.
+
+    resumes: from a checkpoint.
+    """
+    limits = run_spec.config.limits
+    limit = start_limit(limits.start_timeout_s, run_spec.model_spec, resumes)
+    limits = limits.model_copy(update={"start_timeout_s": limit.seconds})
+    return replace(run_spec, config=run_spec.config.model_copy(update={"limits": limits}))
+
+
 def memory_shortage(run_spec: RunSpec, encoders: Sequence[str]) -> str | None:
     """Describe what the pool cannot hold if only these encoders live; None if it suffices.
 
@@ -219,6 +231,5 @@ def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
         cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,
-        replica_size=degrees.replica_size,
         num_feeders=run_spec.plan.feeder.data_parallel_size,
     )

@@ -209,7 +209,7 @@ class _Measured:
         """Wait for actors. Raises ResourceError if one does not answer, otherwise the error that it raised."""
         limits = self._config.limits
         key = "start_timeout_s" if limit_s is None else "stall_timeout_s"
-        limit_s = limits.start_timeout_s if limit_s is None else limit_s
+        limit_s = limits.start_limit_s if limit_s is None else limit_s
         try:
             return ray.get(list(calls), timeout=limit_s)
         except ray.exceptions.GetTimeoutError as error:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
+from flowtrain.controller.audit import AuditFiles
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.observability.diagnostics import Diagnostic
 from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
-from flowtrain.observability.metrics import MetricsWriter, StepMetrics
+from flowtrain.observability.metrics import MetricsWriter, StepMetrics, read_metrics
 from flowtrain.observability.progress import ProgressDisplay, ProgressState
 from flowtrain.observability.quarantine import QuarantineWriter
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.trace import TraceWriter
-from flowtrain.types.events import CheckpointWritten, CostFitted, Event, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    CostFitted,
+    Event,
+    Rejected,
+    SpansRecorded,
+    UnitDone,
+)
 from flowtrain.types.events import LedgerRow as RowMessage
 from flowtrain.types.plan import DevicePeak, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
+
+logger = logging.getLogger(__name__)
 
 MetricsSink = Callable[[StepMetrics], None]
 
@@ -45,12 +61,16 @@ class Recorder:
         sink: MetricsSink | None,
     ) -> None:
         self._run_spec = run_spec
+        self._files = files
         self._display = display
         self._sink = sink
         self._metrics = MetricsWriter(files.metrics)
         self._ledger = LedgerWriter(files.ledger)
         self._quarantine = QuarantineWriter(files.quarantine, run_spec.source_names, run_spec.indexes)
-        self._trace = TraceWriter(files.trace)
+        self._audit = AuditFiles(display.note)
+        self._traced, self._shown_by_ray = Diagnostic("trace.json"), Diagnostic("Ray's metrics")
+        self._trace: TraceWriter | None = None
+        self._traced.attempt(self._open_trace, files.trace)
         self._held: StepMetrics | None = None
         self._held_bound_nbytes = 0
         self._num_buffered_rows = 0
@@ -62,6 +82,7 @@ class Recorder:
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
+        self.num_skipped = 0
         self.sampler_states: dict[int, SamplerState] = {}
         self.num_rejected = self._cut_back(first_step, consumed)
         self._known_eval_rows = {
@@ -71,6 +92,7 @@ class Recorder:
 
     def _cut_back(self, first_step: int, consumed: ConsumedPositions) -> int:
         self._metrics.truncate_after(first_step)
+        self.num_skipped = sum(record.get("skipped", False) for record in read_metrics(self._files.metrics))
         self._ledger.truncate_after(first_step)
         every = self._run_spec.eval_every
         rounds = first_step // every if every else 0
@@ -79,6 +101,9 @@ class Recorder:
             lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
         )
 
+    def _open_trace(self, path: Path) -> None:
+        self._trace = TraceWriter(path)
+
     def take(self, event: Event) -> None:
         """Record one event."""
         if isinstance(event, UnitDone):
@@ -86,30 +111,44 @@ class Recorder:
         elif isinstance(event, Rejected):
             self._take_rejections(event)
         elif isinstance(event, SpansRecorded):
-            self._trace.write(event.spans)
+            if self._trace is not None:
+                self._traced.attempt(self._trace.write, event.spans)
         else:
-            assert isinstance(event, CheckpointWritten | CostFitted), event  # the controller's own
+            assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted), event  # the controller's own
 
-    def flush(self) -> None:
-        """Make ledger and metrics durable; called before a checkpoint becomes complete."""
-        self._release_held(None)
+    def flush(self, step: int) -> None:
+        """Make ledger, metrics and quarantine durable up to ``step``; called before its checkpoint becomes complete.
+
+        Raises RunFileError if one of them cannot be written now; its lines then stay in memory.
+        """
+        if self._held is not None and self._held.step <= step:  # a later step may still wait for its evaluation
+            self._release_held(None)
         self._flush_ledger()
-        self._metrics.sync()
-        self._quarantine.sync()
+        self._audit.attempt(self._metrics, self._metrics.sync)
+        self._audit.attempt(self._quarantine, self._quarantine.sync)
+        self._audit.check_written(self._ledger, self._metrics, self._quarantine)
 
     def _flush_ledger(self) -> None:
-        self._ledger.flush()
         self._num_buffered_rows = 0
+        self._audit.attempt(self._ledger, self._ledger.flush)
 
     def forget_before(self, step: int) -> None:
         """Drop the sampler states of steps up to ``step``; no later checkpoint needs them."""
         self.sampler_states = {known: state for known, state in self.sampler_states.items() if known > step}
 
     def close(self) -> None:
-        """Write the held line and close the files; ledger rows after the last flush are dropped."""
-        self._release_held(None)
-        for writer in (self._metrics, self._quarantine, self._trace):
-            writer.close()
+        """Write the held line and close the files; ledger rows after the last flush are dropped.
+
+        Errors are logged, since they must not replace the one that ended the run.
+        """
+        try:
+            self._release_held(None)
+        except RunFileError as error:
+            logger.warning("%s", error)
+        for writer in (self._metrics, self._quarantine):
+            self._audit.close(writer, writer.close)
+        if self._trace is not None:
+            self._traced.close(self._trace.close)
 
     def _take_unit(self, done: UnitDone) -> None:
         step = done.unit.step
@@ -134,12 +173,16 @@ class Recorder:
         if self._held is None:
             return
         metrics, self._held = replace(self._held, eval_loss=eval_loss), None
-        self._metrics.write(metrics)
+        self._audit.attempt(self._metrics, self._metrics.write, metrics)
         self.last = metrics
         self.last_eval_loss = eval_loss if eval_loss is not None else self.last_eval_loss
+        if metrics.rewound_to is not None:
+            self._display.note(
+                f"step {metrics.step}: weights and optimizer went back to the checkpoint of step {metrics.rewound_to}"
+            )
         self._display.update(ProgressState(metrics, self._held_bound_nbytes, self._num_encoders))
         if self._sink is not None:
-            self._sink(metrics)
+            self._shown_by_ray.attempt(self._sink, metrics)
 
     def _step_metrics(self, done: UnitDone) -> StepMetrics:
         report = done.reports[0]
@@ -148,7 +191,9 @@ class Recorder:
         self._last_finished_s = finished_s
         step_time_s = max(finished_s - started_s, 1e-9)
         backbone_flops = done.flops.backbone + done.flops.connector
-        assert report.lr is not None
+        assert report.lr is not None and report.grad_norm is not None
+        is_skipped = not (math.isfinite(report.loss) and math.isfinite(report.grad_norm))
+        self.num_skipped += is_skipped
         return StepMetrics(
             step=done.unit.step,
             # This counts positions consumed by now, whichever they are.
@@ -179,6 +224,9 @@ class Recorder:
             pool_hbm_nbytes=done.pool_hbm_nbytes,
             eval_loss=None,
             rejected=done.num_rejected,
+            skipped=is_skipped,
+            skipped_steps=self.num_skipped,
+            rewound_to=report.rewound_to,
         )
 
     def _mfu(self, flops: float, step_time_s: float, num_devices: int) -> float | None:
@@ -200,7 +248,7 @@ class Recorder:
         self.num_rejected, self.num_seen = event.num_rejected, event.num_seen
         for rejection in event.rejections:
             if self._is_new(rejection):
-                self._quarantine.write(rejection)
+                self._audit.attempt(self._quarantine, self._quarantine.write, rejection)
 
     def _is_new(self, rejection: Rejection) -> bool:
         """A bad evaluation sample is rejected in every round; it is written once."""

@@ -13,6 +13,7 @@ import torch
 from flowtrain.config.resume import Change, changes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.controller.reach import usable_checkpoint
 from flowtrain.errors import ConfigError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, run_dir
@@ -41,15 +42,15 @@ class ResumePoint:
 
 
 def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
-    """Raise ConfigError if a run has steps left but its last step was partial.
+    """Raise ConfigError if metrics or ledger reach no checkpoint, or if the last step of a longer run was partial.
 
     Step k of any run trains the positions from (k - 1) * global_batch_size on. After a partial step, these would leave
     a gap after the trained positions.
     """
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
+    usable = usable_checkpoint(files)
+    if usable is None:
         return
-    meta = checkpoint_store.read_meta(checkpoint)
+    checkpoint, meta = usable.directory, usable.meta
     training = run_spec.config.training
     trained, whole = (
         len(ConsumedPositions.at(SamplerState.from_dict(meta.state["sampler"]))),
@@ -71,16 +72,18 @@ def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
 
 
 def find_resume_point(files: RunDir, run_spec: RunSpec, changed: Sequence[Change]) -> ResumePoint:
-    """Find the last complete checkpoint, and warn if losses will not be exact to the bit.
+    """Find the last checkpoint that metrics and ledger reach, and warn if losses will not be exact to the bit.
 
     changed: from ``changed_since``, called before the new configuration is written.
     """
     checkpoint_store.remove_temporaries(files.checkpoints)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
-        logger.warning("%s has no complete checkpoint; the run starts from the beginning", files.root)
+    usable = usable_checkpoint(files, set_aside=True)
+    if usable is None:
+        logger.warning("%s has no usable checkpoint; the run starts from the beginning", files.root)
         return ResumePoint()
-    meta = checkpoint_store.read_meta(checkpoint)
+    checkpoint, meta = usable.directory, usable.meta
+    if usable.older is not None:
+        logger.warning("%s", usable.older)
     for line in (*_inexact(meta, run_spec), *_other_sums(changed)):
         logger.warning("%s", line)
     cost = meta.state.get("cost")  # checkpoints of the first version have none
@@ -115,6 +118,8 @@ class Resumption:
     """Changes of the configuration since the run was last started."""
     inexact: tuple[str, ...]
     """Why losses would not be the same to the bit."""
+    older: str | None = None
+    """Why it goes on from an older checkpoint than the newest; None if it does not."""
 
 
 def foresee_resume(run_spec: RunSpec) -> Resumption:
@@ -125,11 +130,11 @@ def foresee_resume(run_spec: RunSpec) -> Resumption:
     files = run_dir(run_spec.config)
     check_goes_on(files, run_spec)
     changed = changed_since(files, run_spec.config)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
+    usable = usable_checkpoint(files)
+    if usable is None:
         return Resumption(files.root, None, changed, ())
-    meta = checkpoint_store.read_meta(checkpoint)
-    return Resumption(files.root, meta.step, changed, (*_inexact(meta, run_spec), *_other_sums(changed)))
+    inexact = (*_inexact(usable.meta, run_spec), *_other_sums(changed))
+    return Resumption(files.root, usable.meta.step, changed, inexact, usable.older)
 
 
 def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterator[str]:

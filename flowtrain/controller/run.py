@@ -20,7 +20,7 @@ from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
+from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import (
     ResumePoint,
@@ -33,6 +33,7 @@ from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
+from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
@@ -41,7 +42,7 @@ from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.ray_sink import RayMetricsSink
 from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir, run_dir
 from flowtrain.training import checkpoint_store
-from flowtrain.types.events import CheckpointWritten, CostFitted, Event
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction
 
@@ -81,6 +82,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         files = open_run_dir(config, resume)
         files.write_plan(asdict(run_spec.plan))
         start = find_resume_point(files, run_spec, changed) if resume else ResumePoint()
+        run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None)
         display.expect(run_spec.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes a while
         has_device = any(spec.plan.num_devices for spec in specs)
@@ -108,6 +110,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stopped=stopped and step < run_spec.num_steps,
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
+        num_skipped=recorder.num_skipped,
     )
 
 
@@ -132,7 +135,7 @@ class Controller:
         self._display = display
         self._start = start
         self._stop = stop
-        self._committer = Committer(run_spec, files, recorder, costs)
+        self._committer = Committer(run_spec, files, recorder, costs, display.note)
         self._run_id = secrets.token_hex(4)
 
     def run(self, specs: list[ActorSpec], group: PlacementGroup | None, classes: ActorClasses) -> bool:
@@ -140,6 +143,11 @@ class Controller:
         # Again, since Ray has replaced the handler of SIGTERM by its own.
         with stop_on_signals(self._stop), self._probe():
             if self._stop.is_set():
+                return True
+            resumes = self._start.checkpoint is not None
+            try:
+                fetch_weights(self._config, group, resumes, self._display.phase, self._stop)
+            except StopRequested:
                 return True
             self._display.phase("starting actors, which load their models")
             make_flow = partial(start_flow, self._config, self._run_spec.model_spec, self._flow_settings())
@@ -157,7 +165,9 @@ class Controller:
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})
                 self._start_loops(actors, watcher)
-                return watcher.until_end()
+                stopped = watcher.until_end()
+                self._committer.finish()
+                return stopped
             except StopRequested:
                 return True
             finally:
@@ -177,7 +187,7 @@ class Controller:
         for name, role in actors.roles.items():
             if role in (Role.FEEDER, Role.ENCODER):
                 actors.run(name)
-        deadline_s = time.monotonic() + self._config.limits.start_timeout_s
+        deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
         settings, eval_every = self._config.backbone, self._run_spec.eval_every
@@ -226,6 +236,8 @@ class Controller:
             self._costs.take(event)
         elif isinstance(event, CheckpointWritten):
             self._committer.commit(event)
+        elif isinstance(event, CheckpointFailed):
+            self._committer.failed(event)
 
 
 def _with_devices(run_spec: RunSpec) -> RunSpec:

@@ -144,6 +144,13 @@ class RunState:
         self._restarts[name] = restarts
         return [Restart(name, None if member == name else member)]
 
+    def on_overdue(self) -> list[Decision]:
+        """The backbone is done, and producers do not return in time. All steps are trained, so nobody needs them."""
+        assert self.phase is Phase.DRAINING, self.phase
+        self._running.clear()
+        self.phase = Phase.FINISHED
+        return [Finish()]
+
     def on_failed(self, name: str, error: BaseException) -> list[Decision]:
         """An actor's loop raised: a bug, or a condition that a restart does not fix. While draining it is harmless."""
         leader = self._leaders.get(name, name)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.controller.reach import usable_checkpoint
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.observability.run_dir import run_dir
-from flowtrain.training import checkpoint_store
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ class RunSummary:
     """How a run ended.
 
     step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
-    fitted to this run's microbatches, None if too few were measured.
+    fitted to this run's microbatches, None if too few were measured. num_skipped: steps that made no update, since they
+    were not finite.
     """
 
     directory: Path
@@ -34,15 +35,16 @@ class RunSummary:
     stopped: bool
     duration_s: float
     cost_r2: float | None = None
+    num_skipped: int = 0
 
 
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:
     """The summary of a run whose last step is checkpointed, so that Ray need not start; None for any other run."""
     files = run_dir(config)
-    checkpoint = checkpoint_store.latest_complete(files.checkpoints)
-    if checkpoint is None:
+    usable = usable_checkpoint(files)
+    if usable is None:
         return None
-    step = checkpoint_store.read_meta(checkpoint).step
+    checkpoint, step = usable.directory, usable.meta.step
     if step < run_spec.num_steps:
         return None
     logger.warning(
@@ -61,4 +63,5 @@ def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> Run
         checkpoint=checkpoint,
         stopped=False,
         duration_s=time.monotonic() - started,
+        num_skipped=steps[-1].get("skipped_steps", 0) if steps else 0,
     )

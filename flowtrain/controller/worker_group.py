@@ -37,15 +37,30 @@ COORDINATOR = "coordinator"
 Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 
 
+class Launcher:
+    """Starts and ends actors, each in a process of its own; a benchmark puts many emulated ones into one process."""
+
+    def spawn(self, actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
+        """Start an actor. options: Ray's, with its name."""
+        remote: Any = ray.remote(actor_class)
+        handle: ActorHandle = remote.options(**options).remote(*args)
+        return handle
+
+    def kill(self, handle: ActorHandle) -> None:
+        """End an actor at once."""
+        ray.kill(handle, no_restart=True)
+
+
 @dataclass(frozen=True)
 class ActorClasses:
-    """The plain classes that become actors; tests pass their own."""
+    """The plain classes that become actors, and what starts them; tests pass their own."""
 
     coordinator: type = Coordinator
     feeder: type = Feeder
     encoder: type = Encoder
     encoder_rank: type = EncoderRank
     backbone: type = BackboneRank
+    launcher: Launcher = field(default_factory=Launcher)
 
 
 @dataclass
@@ -63,6 +78,7 @@ class WorkerGroup:
     """Starts the actor of that name."""
     leaders: dict[str, str] = field(default_factory=dict)
     """From each encoder rank to the name of its encoder, with which it starts and ends."""
+    launcher: Launcher = field(default_factory=Launcher)
 
     def of_role(self, role: Role) -> dict[str, ActorHandle]:
         """Handles of one role by name, in order."""
@@ -98,13 +114,13 @@ class WorkerGroup:
         """
         members = (name, *self.encoder_ranks(name))
         for member in members:
-            ray.kill(self.actors[member], no_restart=True)
+            self.launcher.kill(self.actors[member])
         self.runs = {ref: running for ref, running in self.runs.items() if running not in members}
 
     def kill(self) -> None:
         """End every actor at once."""
         for handle in [*self.actors.values(), self.coordinator]:
-            ray.kill(handle, no_restart=True)
+            self.launcher.kill(handle)
 
 
 def namespace_of(config: RunConfig) -> str:
@@ -119,7 +135,7 @@ def start_coordinator(config: RunConfig, classes: ActorClasses, make_flow: Calla
     """
     options = {"name": COORDINATOR, "namespace": namespace_of(config), "num_cpus": 0}
     try:
-        return _spawn(classes.coordinator, options, make_flow)
+        return classes.launcher.spawn(classes.coordinator, options, make_flow)
     except ValueError as error:
         raise ResourceError(
             f"run {config.name!r} is already running in this cluster (its actor {COORDINATOR!r} exists); wait for "
@@ -138,7 +154,7 @@ def start_actors(
     indexes: tuple[SourceIndex, ...] = (),
 ) -> WorkerGroup:
     """Start feeders, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all."""
-    workers = WorkerGroup(coordinator, RayLink(coordinator))
+    workers = WorkerGroup(coordinator, RayLink(coordinator), launcher=classes.launcher)
     stored = ray.put(indexes)  # once, not for each feeder
     try:
         for spec, options in _options(config, specs, group):
@@ -176,21 +192,16 @@ def _construct(
     num_steps: int,
     indexes: ray.ObjectRef[tuple[SourceIndex, ...]],
 ) -> ActorHandle:
+    spawn = classes.launcher.spawn
     if spec.role is Role.FEEDER:
         num_feeders, segment_nbytes = spec.plan.data_parallel_size, spec.segment_nbytes
-        return _spawn(classes.feeder, options, config, run_id, indexes, spec.index, num_feeders, segment_nbytes)
+        return spawn(classes.feeder, options, config, run_id, indexes, spec.index, num_feeders, segment_nbytes)
     if spec.role is Role.ENCODER:
-        return _spawn(classes.encoder, options, config, spec.module, spec.name, run_id)
+        return spawn(classes.encoder, options, config, spec.module, spec.name, run_id)
     if spec.role is Role.ENCODER_RANK:
         _, _, tp_rank = spec.plan.degrees.coordinates(spec.index)
-        return _spawn(classes.encoder_rank, options, config, spec.module, spec.place, tp_rank)
-    return _spawn(classes.backbone, options, config, spec.index, spec.plan.degrees, spec.name, num_steps, run_id)
-
-
-def _spawn(actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
-    remote: Any = ray.remote(actor_class)
-    handle: ActorHandle = remote.options(**options).remote(*args)
-    return handle
+        return spawn(classes.encoder_rank, options, config, spec.module, spec.place, tp_rank)
+    return spawn(classes.backbone, options, config, spec.index, spec.plan.degrees, spec.name, num_steps, run_id)
 
 
 def start_backbone(

@@ -65,10 +65,10 @@ class CoordinatorApi(Protocol):
         """Report what an encoder finished."""
         ...
 
-    # --- backbone -----------------------------------------------------------------------------------------------
+    # --- backbone: the leader of each replica asks for all its ranks --------------------------------------------
 
     async def begin(self, unit: int) -> bool:
-        """Ask to run a unit; False: stop. All ranks get the same answer for the same unit."""
+        """Ask to run a unit; False: stop. All replicas get the same answer for the same unit."""
         ...
 
     async def next_plan(self, unit: int) -> PlanReply:
@@ -76,28 +76,32 @@ class CoordinatorApi(Protocol):
         ...
 
     async def locate(
-        self, unit: int, slot: int | None, rank: int, read: tuple[int, ...] = (), limit: int = 1
+        self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...] = (), limit: int = 1
     ) -> LocateReply:
         """Wait until a microbatch is READY. Returns it, and the READY ones that follow it directly, at most ``limit``.
 
-        slot: the microbatch's slot; None (``arrival`` order): the next one of the rank's replica.
-        read: slots of the unit that the rank has read since it last asked; they are released.
+        slot: the microbatch's slot; None (``arrival`` order): any that the replica does not know yet.
+        read: slots of the unit that all ranks of the replica have read since the last question; they are released.
         """
         ...
 
-    async def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
-        """Report microbatches that a rank has read: it no longer needs their bytes in the pool."""
+    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+        """Report microbatches that all ranks of a replica have read: their bytes in the pool are no longer needed."""
         ...
 
-    async def finish(self, report: RankReport, spans: tuple[Span, ...]) -> None:
-        """Report a unit that a rank finished."""
+    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> None:
+        """Report a unit that a replica finished. reports: of all its ranks."""
         ...
 
-    async def checkpoint_written(self, step: int, rank: int, directory: str) -> None:
-        """Report that a rank wrote its share of a checkpoint."""
+    async def checkpoint_written(self, step: int, directory: str) -> None:
+        """Report that all ranks have written their shares of a checkpoint; rank 0 reports it."""
         ...
 
-    async def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
+    async def checkpoint_failed(self, step: int, reason: str) -> None:
+        """Report that a checkpoint could not be written; rank 0 reports it for all."""
+        ...
+
+    async def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         """Return who waits for what, as text for a message."""
         ...
 

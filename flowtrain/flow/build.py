@@ -51,7 +51,6 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         flops_of=partial(_flops_of, model, config.model.freeze),
         sampler_state=settings.sampler_state,
         dp_size=settings.dp_size,
-        replica_size=settings.replica_size,
         num_feeders=settings.num_feeders,
         refitter=CostRefitter(planner if is_refitted(config) else None),
         last_traced_step=settings.start_step + config.observability.trace_steps,
@@ -72,7 +71,6 @@ def assemble_flow(
     flops_of: FlopsOf,
     sampler_state: SamplerState,
     dp_size: int,
-    replica_size: int = 1,
     num_feeders: int = 1,
     refitter: CostRefitter | None = None,
     last_traced_step: int = 0,
@@ -80,7 +78,7 @@ def assemble_flow(
     num_seen: int = 0,
 ) -> Flow:
     """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
-    microbatches = Microbatches(parts, replica_size)
+    microbatches = Microbatches(parts)
     steps = Steps(
         units=units,
         leftovers=leftovers,
@@ -91,7 +89,7 @@ def assemble_flow(
         flops_of=flops_of,
     )
     log = EventLog(
-        num_ranks=dp_size * replica_size,
+        num_replicas=dp_size,
         refitter=refitter if refitter is not None else CostRefitter(),
         last_traced_step=last_traced_step,
         num_rejected=num_rejected,

@@ -43,7 +43,7 @@ class Flow:
 
     members: which processes take part.
     parts: positions and their memory.
-    microbatches: what ranks read.
+    microbatches: what replicas read.
     steps: units.
     log: events for the driver.
     feeding: what each feeder has sized.
@@ -211,34 +211,38 @@ class Flow:
         return self.steps.plan_of(unit_index)
 
     def plan_reply(self, unit_index: int) -> PlanReply | None:
-        """Return a unit's plan, or that the unit will not come; None while a rank must wait."""
+        """Return a unit's plan, or that the unit will not come; None while a replica must wait."""
         plan = self.plan_of(unit_index)
         if plan is None and not self.steps.is_past_end(unit_index):
             return None
         return PlanReply(plan, is_past_end=plan is None)
 
-    def locate_reply(self, unit_index: int, slot: int | None, rank: int, limit: int = 1) -> LocateReply | None:
+    def locate_reply(self, unit_index: int, slot: int | None, dp_rank: int, limit: int = 1) -> LocateReply | None:
         """Return where microbatches lie, as ``Microbatches.locate``; or that their unit will not come; None: wait."""
         if self.steps.is_past_end(unit_index):
             return LocateReply((), is_past_end=True)
-        found = self.microbatches.locate(unit_index, slot, rank, limit)
+        found = self.microbatches.locate(unit_index, slot, dp_rank, limit)
         return LocateReply(found, is_past_end=False) if found else None
 
-    def finish(self, report: RankReport, spans: tuple[Span, ...]) -> bool:
-        """Note that a rank finished a unit. The last rank consumes its positions and moves the window: then True."""
+    def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
+        """Note that a replica finished a unit. The last one consumes its positions and moves the window: then True.
+
+        reports: of the replica's ranks.
+        """
         self.record(spans)
-        if not self.log.finished(report):
+        if not self.log.finished(reports):
             return False
-        rows = self.parts.consume(self.microbatches.end(report.unit))
-        planned, sampler_state = self.steps.finish(report.unit)
+        unit = reports[0].unit
+        rows = self.parts.consume(self.microbatches.end(unit))
+        planned, sampler_state = self.steps.finish(unit)
         self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.holdings.hbm_nbytes)
         return True
 
-    def describe_wait(self, unit_index: int, slot: int | None, rank: int) -> str:
+    def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
         """Return who waits for what, for the message of a stalled wait."""
         if self.steps.plan_of(unit_index) is None:
             return self.steps.describe_wait(unit_index)
-        return self.microbatches.describe_wait(unit_index, slot, rank)
+        return self.microbatches.describe_wait(unit_index, slot, dp_rank)
 
     # --- the driver's view --------------------------------------------------------------------------------------
 

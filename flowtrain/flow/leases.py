@@ -67,6 +67,11 @@ class Leases:
         self._batches[record.batch.encoder, *record.key] = record
         self._queue(record)
 
+    @property
+    def has_line(self) -> bool:
+        """Whether a batch may be in line, for any encoder."""
+        return any(self._lines.values())
+
     def first_in_line(self, encoder: str) -> BatchRecord | None:
         """Return the earliest batch that must be encoded, or None."""
         line = self._lines[encoder]

@@ -1,14 +1,14 @@
-"""The microbatches of planned units: which may run, which ranks have read them, and when their bytes are free.
+"""The microbatches of planned units: which may run, which their replica has read, and when their bytes are free.
 
-The ranks of a data parallel replica work on the same microbatches. Each rank reads them from the pool by itself. All of
-them use the same order and leave out the same rejected samples.
+A replica is one reader here, whatever its number of ranks: its leader asks for all of them, and reports what all of
+them have read. So all use the same order and leave out the same rejected samples.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flowtrain.errors import DataError, PoolError
+from flowtrain.errors import PoolError
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.records import MicrobatchRecord
 from flowtrain.types.messages import MicrobatchLocation, PartLocation
@@ -26,26 +26,18 @@ class _UnitRecord:
     microbatches: dict[tuple[int, int], MicrobatchRecord] = field(default_factory=dict)
     """By (slot, dp_rank)."""
     num_unread: int = 0
-    """Microbatches that at least one rank of their replica has not read."""
-    orders: dict[int, list[int]] = field(default_factory=dict)
-    """In ``arrival`` order, by replica: slots in the order in which its ranks take them."""
-    num_taken: dict[int, int] = field(default_factory=dict)
-    """In ``arrival`` order, by rank: how many of these slots it has taken."""
+    """Microbatches that their replica has not read."""
 
 
 class Microbatches:
-    """Tells ranks where microbatches lie, and frees a microbatch when all ranks of its replica have read it.
+    """Tells replicas where microbatches lie, and frees a microbatch when its replica has read it.
 
-    Ranks are numbered replica by replica. With several ranks in a replica, no rank gets a microbatch of a unit before
-    all ranks have read the unit before. Otherwise parts that one rank has read and others have not would take the
-    memory of parts for which the others still wait.
-
-    replica_size: ranks of a replica.
+    No replica waits for another one. A replica asks only for what it has room for, so it reads at once whatever it has
+    asked for; therefore located bytes, which are never evicted, become free without any other event.
     """
 
-    def __init__(self, parts: Parts, replica_size: int = 1) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._replica_size = replica_size
         self._units: dict[int, _UnitRecord] = {}
 
     def add(self, plan: StepPlan) -> None:
@@ -95,54 +87,42 @@ class Microbatches:
             microbatch.ready_slots.add(microbatch.slot)
         return num_unbatched
 
-    # --- ranks --------------------------------------------------------------------------------------------------
+    # --- replicas -----------------------------------------------------------------------------------------------
 
-    def locate(self, unit: int, slot: int | None, rank: int, limit: int = 1) -> tuple[MicrobatchLocation, ...]:
-        """Return where a microbatch and those after it lie for a rank, up to the first that is not ready.
+    def locate(self, unit: int, slot: int | None, dp_rank: int, limit: int = 1) -> tuple[MicrobatchLocation, ...]:
+        """Return where a microbatch of a replica and those after it lie, up to the first that is not ready.
 
-        Empty while the first one is not ready. May be called again for the same microbatch.
+        Empty while the first one is not ready. May be called again for the same microbatch by its slot.
 
-        slot: the first microbatch. None (``arrival`` order): the one that the rank's replica takes next. The first rank
-        that asks for the replica's n-th microbatch gets any that is ready; the other ranks get the same one.
+        slot: the first microbatch. None (``arrival`` order): any ready one that the replica does not know yet.
         limit: most microbatches to return.
-
-        Raises DataError if a sample was rejected after another rank may have read it.
         """
         record = self._units.get(unit)
-        if record is None or self._unit_before(unit) is not None:
+        if record is None:
             return ()
-        dp_rank = rank // self._replica_size
         found: list[MicrobatchLocation] = []
         while len(found) < limit:
-            wanted = slot + len(found) if slot is not None else self._next_slot(record, dp_rank, rank)
+            wanted = slot + len(found) if slot is not None else _next_slot(record, dp_rank)
             if wanted is None or wanted not in record.ready_slots[dp_rank]:
                 break
-            found.append(self._located(record.microbatches[wanted, dp_rank], rank))
-            if slot is None:
-                record.num_taken[rank] = record.num_taken.get(rank, 0) + 1
+            found.append(_located(record.microbatches[wanted, dp_rank]))
         return tuple(found)
 
-    def release(self, unit: int, slots: tuple[int, ...], rank: int) -> bool:
-        """Note that a rank has read microbatches. Returns whether all ranks have now read the whole unit.
+    def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+        """Note that a replica has read microbatches: their bytes may be freed, and lost parts are not produced again.
 
-        Once all ranks of the replica have read a microbatch, its bytes may be freed, and lost parts are not produced
-        again. Raises PoolError for a microbatch whose place the rank does not know, or that it has read before.
+        Raises PoolError for a microbatch whose place the replica does not know, or that it has read before.
         """
-        dp_rank = rank // self._replica_size
         record = self._units.get(unit)
         for slot in slots:
             microbatch = record.microbatches.get((slot, dp_rank)) if record is not None else None
-            if record is None or microbatch is None or rank not in microbatch.located_by or rank in microbatch.read_by:
-                raise PoolError(f"unit {unit}, slot {slot} cannot be released by rank {rank}: {_why(microbatch, rank)}")
-            microbatch.read_by.add(rank)
-            if len(microbatch.read_by) < self._replica_size:
-                continue
+            if record is None or microbatch is None or not microbatch.is_located or microbatch.is_released:
+                raise PoolError(f"unit {unit}, slot {slot} cannot be released by replica {dp_rank}: {_why(microbatch)}")
             microbatch.is_released = True
             microbatch.ready_slots.discard(slot)
             for position in microbatch.positions:
                 self._parts.drop(position)
             record.num_unread -= 1
-        return record is not None and not record.num_unread
 
     def end(self, unit: int) -> Unit:
         """Forget a unit, and return it. Raises PoolError if it is not planned, or not fully released."""
@@ -154,68 +134,43 @@ class Microbatches:
             raise PoolError(f"unit {unit} cannot be consumed: {what}")
         return self._units.pop(unit).unit
 
-    def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
-        """Return what a rank waits for; arguments as of ``locate``."""
-        before, dp_rank = self._unit_before(unit), rank // self._replica_size
-        if before is not None:
-            num_unread = self._units[before].num_unread
-            return f"unit {unit} waits until all ranks have read unit {before}: {num_unread} microbatches are left"
+    def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
+        """Return what a replica waits for; arguments as of ``locate``."""
         record = self._units.get(unit)
         if record is not None and slot is None:
-            order, number = record.orders.get(dp_rank, []), record.num_taken.get(rank, 0)
-            untaken = (slot for slot, _ in record.microbatches if slot not in order)
-            slot = order[number] if number < len(order) else min(untaken, default=0)
+            unknown = (s for (s, rank), m in record.microbatches.items() if rank == dp_rank and not m.is_located)
+            slot = min(unknown, default=0)
         slot = slot if slot is not None else 0
         microbatch = record.microbatches.get((slot, dp_rank)) if record is not None else None
-        who = f"unit {unit}, slot {slot}, rank {dp_rank}"
+        who = f"unit {unit}, slot {slot}, replica {dp_rank}"
         if microbatch is None:
             return f"{who} is not planned"
         if microbatch.is_released or not microbatch.missing:
             return f"{who} is {'released' if microbatch.is_released else 'ready'}"
         return f"{who} waits for {self._parts.leases.describe_waits(microbatch.positions)}"
 
-    # --- inside -------------------------------------------------------------------------------------------------
 
-    def _unit_before(self, unit: int) -> int | None:
-        """Return an earlier unit that a rank has not read yet; None without one, or if replicas have one rank."""
-        if self._replica_size == 1:
-            return None
-        return next((index for index, record in self._units.items() if index < unit and record.num_unread), None)
-
-    def _next_slot(self, record: _UnitRecord, dp_rank: int, rank: int) -> int | None:
-        """Return the slot that a rank takes next in ``arrival`` order, or None while none is ready."""
-        order, number = record.orders.setdefault(dp_rank, []), record.num_taken.get(rank, 0)
-        if number == len(order):
-            ready = record.ready_slots[dp_rank].difference(order)
-            if not ready:
-                return None
-            order.append(min(ready))
-        return order[number]
-
-    def _located(self, microbatch: MicrobatchRecord, rank: int) -> MicrobatchLocation:
-        parts = tuple(
-            [
-                PartLocation(position.ref.position, part.name, part.extents)
-                for position in microbatch.positions
-                if not position.rejected
-                for part in position.parts
-            ]
-        )
-        rejected = tuple([position.ref.position for position in microbatch.positions if position.rejected])
-        if rejected != microbatch.left_out:
-            # Its parts were lost and produced again, and this time a sample turned out bad.
-            if microbatch.located_by - {rank}:
-                late = sorted(set(rejected) - set(microbatch.left_out))
-                raise DataError(
-                    f"positions {late} were found bad when they were produced again, but other ranks of the replica "
-                    "may have trained on them: their source has changed. Start again with --resume"
-                )
-            microbatch.left_out = rejected
-        microbatch.located_by.add(rank)
-        return MicrobatchLocation(microbatch.unit, microbatch.slot, microbatch.dp_rank, parts, rejected)
+def _next_slot(record: _UnitRecord, dp_rank: int) -> int | None:
+    """Return the slot that a replica takes next in ``arrival`` order, or None while none is ready."""
+    unknown = (slot for slot in record.ready_slots[dp_rank] if not record.microbatches[slot, dp_rank].is_located)
+    return min(unknown, default=None)
 
 
-def _why(microbatch: MicrobatchRecord | None, rank: int) -> str:
+def _located(microbatch: MicrobatchRecord) -> MicrobatchLocation:
+    microbatch.is_located = True
+    parts = tuple(
+        [
+            PartLocation(position.ref.position, part.name, part.extents)
+            for position in microbatch.positions
+            if not position.rejected
+            for part in position.parts
+        ]
+    )
+    rejected = tuple([position.ref.position for position in microbatch.positions if position.rejected])
+    return MicrobatchLocation(microbatch.unit, microbatch.slot, microbatch.dp_rank, parts, rejected)
+
+
+def _why(microbatch: MicrobatchRecord | None) -> str:
     if microbatch is None:
         return "it is not planned"
-    return "the rank has read it before" if rank in microbatch.read_by else "the rank does not know where it lies"
+    return "the replica has read it before" if microbatch.is_released else "the replica does not know where it lies"

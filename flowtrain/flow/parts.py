@@ -1,6 +1,6 @@
 """The parts table: where each part of each position lies, which process produces it, and which may free it.
 
-A part is PENDING, LEASED to an owner, READY at its extents, and RELEASED when every rank that needs it has read it. A
+A part is PENDING, LEASED to an owner, READY at its extents, and RELEASED when the replica that needs it has read it. A
 position is SIZED, then PLANNED into a microbatch, and ends once: CONSUMED or REJECTED.
 """
 

@@ -120,14 +120,14 @@ class PositionRecord:
 
     @property
     def is_located(self) -> bool:
-        """Whether a rank knows where its microbatch lies."""
-        return self.microbatch is not None and bool(self.microbatch.located_by)
+        """Whether a replica knows where its microbatch lies."""
+        return self.microbatch is not None and self.microbatch.is_located
 
     @property
     def is_handed_out(self) -> bool:
-        """Whether a rank knows where all its parts lie."""
+        """Whether a replica knows where all its parts lie."""
         microbatch = self.microbatch
-        if microbatch is None or not microbatch.located_by:
+        if microbatch is None or not microbatch.is_located:
             return False
         return microbatch.is_released or not self.missing
 
@@ -145,20 +145,16 @@ class MicrobatchRecord:
     unit: index of its unit.
     ready_slots: slots of this unit and replica that may run; the microbatches share the set.
     missing: count of positions that are neither complete nor rejected.
-    located_by: ranks of the replica that know where it lies.
-    read_by: ranks of the replica that have read it.
-    left_out: rejected positions, as the ranks in ``located_by`` know them.
-    is_released: every rank of the replica has read it.
+    is_located: the replica knows where it lies.
+    is_released: the replica has read it.
     """
 
     __slots__ = (
         "dp_rank",
+        "is_located",
         "is_released",
-        "left_out",
-        "located_by",
         "missing",
         "positions",
-        "read_by",
         "ready_slots",
         "slot",
         "unit",
@@ -171,9 +167,7 @@ class MicrobatchRecord:
         self.ready_slots = ready_slots
         self.positions: list[PositionRecord] = []
         self.missing = 0
-        self.located_by: set[int] = set()
-        self.read_by: set[int] = set()
-        self.left_out: tuple[int, ...] = ()
+        self.is_located = False
         self.is_released = False
 
     def one_less_missing(self) -> None:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from flowtrain.flow.steps import PlannedUnit
 from flowtrain.scheduler.refit import CostRefitter
 from flowtrain.scheduler.summary import imbalance, packing_fill
-from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    Event,
+    LedgerRow,
+    Rejected,
+    SpansRecorded,
+    UnitDone,
+)
 from flowtrain.types.memory import PoolStats
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
 
 
 class EventLog:
-    """Collects the reports of actors, and builds an event when all ranks have reported.
+    """Collects the reports of actors, and builds an event when all replicas have reported.
 
-    num_ranks: ranks of the backbone; all of them report.
+    num_replicas: data parallel replicas of the backbone; each reports for all its ranks.
     refitter: fits the cost of microbatches to the reports.
     last_traced_step: spans are kept until this step is done.
     num_rejected: training samples rejected so far.
@@ -25,9 +34,9 @@ class EventLog:
     """
 
     def __init__(
-        self, *, num_ranks: int, refitter: CostRefitter, last_traced_step: int, num_rejected: int, num_seen: int
+        self, *, num_replicas: int, refitter: CostRefitter, last_traced_step: int, num_rejected: int, num_seen: int
     ) -> None:
-        self._num_ranks = num_ranks
+        self._num_replicas = num_replicas
         self._refitter = refitter
         self._last_traced_step = last_traced_step
         self._num_rejected = num_rejected
@@ -36,7 +45,6 @@ class EventLog:
         self.has_news = False
         """Whether the driver must get the events now; spans alone can wait."""
         self._reports: dict[int, list[RankReport]] = {}
-        self._checkpoints: dict[int, set[int]] = {}
         self._stats: dict[int, PoolStats] = {}
         self._blocked_s = 0.0
         self._produced_mark = 0
@@ -77,23 +85,26 @@ class EventLog:
             self.has_news = True
             self._events.append(Rejected(tuple(rejections), self._num_rejected, self._num_seen))
 
-    def checkpoint_written(self, step: int, rank: int, directory: str) -> bool:
-        """Note that a rank wrote its share; True once all ranks have."""
-        ranks = self._checkpoints.setdefault(step, set())
-        ranks.add(rank)
-        if len(ranks) < self._num_ranks:
-            return False
-        del self._checkpoints[step]
+    def checkpoint_written(self, step: int, directory: str) -> None:
+        """Note that all ranks have written their shares of a checkpoint."""
         self._events.extend(self._refitter.fitted(step))
         self.has_news = True
         self._events.append(CheckpointWritten(step, directory))
-        return True
 
-    def finished(self, report: RankReport) -> bool:
-        """Note that a rank finished a unit; True once all ranks have, and then ``unit_done`` is due."""
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        """Note that a checkpoint could not be written."""
+        self.has_news = True
+        self._events.append(CheckpointFailed(step, reason))
+
+    def finished(self, members: Sequence[RankReport]) -> bool:
+        """Note that a replica finished a unit; True once all replicas have, and then ``unit_done`` is due.
+
+        members: reports of the replica's ranks.
+        """
+        report = of_replica(members)
         reports = self._reports.setdefault(report.unit, [])
         reports.append(report)
-        return len(reports) == self._num_ranks
+        return len(reports) == self._num_replicas
 
     def unit_done(
         self,
@@ -112,7 +123,7 @@ class EventLog:
         hbm_nbytes: bytes of READY parts in HBM.
         """
         plan = planned.plan
-        reports = of_replicas(self._reports.pop(plan.unit.index))
+        reports = tuple(sorted(self._reports.pop(plan.unit.index), key=attrgetter("dp_rank")))
         self.has_news = True
         self._events.append(
             UnitDone(
@@ -139,19 +150,12 @@ class EventLog:
         self._blocked_s = 0.0
 
 
-def of_replicas(reports: Sequence[RankReport]) -> tuple[RankReport, ...]:
-    """Merge the reports of all ranks into one per replica, in order of the replicas.
+def of_replica(members: Sequence[RankReport]) -> RankReport:
+    """Merge the reports of a replica's ranks.
 
     Each duration is that of the slowest rank, since the others wait for it at every microbatch. A replica starts with
     its first rank and finishes with its last.
     """
-    replicas: dict[int, list[RankReport]] = {}
-    for report in reports:
-        replicas.setdefault(report.dp_rank, []).append(report)
-    return tuple(_merged(replicas[dp_rank]) for dp_rank in sorted(replicas))
-
-
-def _merged(members: Sequence[RankReport]) -> RankReport:
     return replace(
         members[0],
         started_s=min(member.started_s for member in members),

@@ -32,7 +32,7 @@ class PlannedUnit:
 
 
 class Steps:
-    """Keeps the units of a run. All ranks get the same plan and answer for a unit, also when the user stops the run.
+    """Keeps the units of a run. All replicas get the same plan and answer for a unit, also when the user stops the run.
 
     units: the run's units, in order.
     leftovers: units that an earlier run has done without consuming all their own positions (``arrival`` order); they
@@ -128,8 +128,8 @@ class Steps:
         self._stop_requested = True
 
     def begin(self, unit_index: int) -> bool:
-        """Let a rank run a unit; False: stop."""
-        if unit_index <= self._begun:
+        """Let a replica run a unit; False: stop."""
+        if self.has_begun(unit_index):
             return True
         # An evaluation round belongs to the step before it: a resumed run starts after both.
         if self._stop_requested and self._stop_at is None and self._kind_of(unit_index) is not UnitKind.EVAL:
@@ -139,8 +139,12 @@ class Steps:
         self._begun = unit_index
         return True
 
+    def has_begun(self, unit_index: int) -> bool:
+        """Whether a replica runs a unit, or a later one."""
+        return unit_index <= self._begun
+
     def is_past_end(self, unit_index: int) -> bool:
-        """Whether a unit that no rank began will never come: the run was stopped, or has no more units."""
+        """Whether a unit that no replica began will never come: the run was stopped, or has no more units."""
         if self._stop_at is not None:
             return unit_index >= self._stop_at
         return self.upcoming() is None and unit_index not in self._unfinished

@@ -16,9 +16,11 @@ class DeviceStaging:
 
     Parts in HBM are copied between the node's devices. Parts in DRAM are read into one page-locked buffer, which is
     reused once the copy from it is done.
+
+    pool: None for a process that only copies what it has beside its computation.
     """
 
-    def __init__(self, pool: Pool, device: torch.device) -> None:
+    def __init__(self, pool: Pool | None, device: torch.device) -> None:
         self._pool = pool
         self._device = device
         self._stream = torch.Stream(device)
@@ -41,16 +43,17 @@ class DeviceStaging:
         All parts may be released when this returns: reads of HBM are complete, and DRAM was read into the buffer.
         Raises as ``Pool.get_batch``.
         """
-        extents = [extent for part in parts for extent in part]
+        pool, extents = self._pool, [extent for part in parts for extent in part]
+        assert pool is not None, "this process reads nothing from the pool"
         with self.aside():
             memory = torch.empty(sum(extent.nbytes for extent in extents), dtype=torch.uint8, device=self._device)
             by_tier: dict[Tier, tuple[list[Extent], list[torch.Tensor]]] = {tier: ([], []) for tier in Tier}
             for extent, place in zip(extents, memory.split([extent.nbytes for extent in extents]), strict=True):
-                those, places = by_tier[self._pool.tier_of(extent)]
+                those, places = by_tier[pool.tier_of(extent)]
                 those.append(extent)
                 places.append(place)
-            self._pool.copy_to_device(*by_tier[Tier.HBM])
-            self._stage(*by_tier[Tier.DRAM])
+            pool.copy_to_device(*by_tier[Tier.HBM])
+            self._stage(pool, *by_tier[Tier.DRAM])
         return list(memory.split([sum(extent.nbytes for extent in part) for part in parts]))
 
     def mark(self) -> torch.Event:
@@ -64,7 +67,7 @@ class DeviceStaging:
         for tensor in tensors:
             tensor.record_stream(stream)  # otherwise their memory could be reused for the next batch while in use
 
-    def _stage(self, extents: Sequence[Extent], places: Sequence[torch.Tensor]) -> None:
+    def _stage(self, pool: Pool, extents: Sequence[Extent], places: Sequence[torch.Tensor]) -> None:
         nbytes = sum(extent.nbytes for extent in extents)
         if not nbytes:
             return
@@ -73,7 +76,7 @@ class DeviceStaging:
         if nbytes > len(self._buffer):
             self._buffer = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
         staged = self._buffer[:nbytes]
-        self._pool.read_into(extents, staged.numpy())
+        pool.read_into(extents, staged.numpy())
         for place, data in zip(places, staged.split([extent.nbytes for extent in extents]), strict=True):
             place.copy_(data, non_blocking=True)
         self._copied = self._stream.record_event()

@@ -1,15 +1,19 @@
 """Joining encoder, connector and backbone into HF's Llava class, and writing it as a directory that HF loads.
 
-An export holds the float32 master weights. It loses nothing, so it is a valid start for further training. To save
-memory, load it with ``dtype=torch.bfloat16``.
+By default an export holds the float32 master weights. It loses nothing, so it is a valid start for further training.
+Weights are read and written shard by shard; the whole model is never in memory.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     BaseImageProcessor,
@@ -20,7 +24,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from flowtrain.errors import CheckpointError
+from flowtrain.models.initial_weights import LazyTensors
 from flowtrain.models.weights import load_pretrained
+
+MAX_SHARD_NBYTES = 5_000_000_000
+_PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
 
 
 def join_model(
@@ -34,7 +43,9 @@ def join_model(
     backbone_state: names of ``Backbone.state_dict()``. tower_state: names of the HF tower. language_prefix: name of the
     language model's base model in its causal class (``model``).
     """
-    state = _joined_state(backbone_state, tower_state, language_prefix, llava_config.tie_word_embeddings)
+    state = dict(joined_state(backbone_state, tower_state, language_prefix))
+    if llava_config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
     return load_pretrained(
         LlavaForConditionalGeneration, copy.deepcopy(llava_config), source=None, state=state, key="export"
     )
@@ -52,15 +63,21 @@ def joined_name(name: str, language_prefix: str) -> str:
     return renamed[prefix] + name.removeprefix(prefix)
 
 
-def _joined_state(
-    backbone_state: Mapping[str, Tensor], tower_state: Mapping[str, Tensor], language_prefix: str, is_tied: bool
-) -> dict[str, Tensor]:
-    """All weights under the names of HF's Llava class; a tied head is left to HF."""
-    joined = {f"model.vision_tower.{name}": tensor for name, tensor in tower_state.items()}
-    joined |= {joined_name(name, language_prefix): tensor.detach() for name, tensor in backbone_state.items()}
-    if is_tied:
-        joined.pop("lm_head.weight", None)
-    return joined
+def joined_state(
+    backbone_state: Mapping[str, Tensor], tower_state: Mapping[str, Tensor], language_prefix: str
+) -> LazyTensors:
+    """All weights under the names of HF's Llava class; a look-up is one in ``backbone_state`` or ``tower_state``.
+
+    Arguments as for ``join_model``.
+    """
+    places = {f"model.vision_tower.{name}": (tower_state, name) for name in tower_state}
+    places |= {joined_name(name, language_prefix): (backbone_state, name) for name in backbone_state}
+
+    def read(name: str) -> Tensor:
+        state, own_name = places[name]
+        return state[own_name].detach()
+
+    return LazyTensors(places, read)
 
 
 def build_processor(
@@ -85,13 +102,53 @@ def build_processor(
 
 
 def write_export(
-    model: LlavaForConditionalGeneration, processor: LlavaProcessor, generation: GenerationConfig, to: Path
+    llava_config: LlavaConfig,
+    weights: Mapping[str, Tensor],
+    processor: LlavaProcessor,
+    generation: GenerationConfig,
+    to: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_nbytes: int,
 ) -> None:
-    """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one file mode."""
-    model.generation_config = generation
-    model.save_pretrained(to)
+    """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one file mode.
+
+    weights: from ``joined_state``; each look-up may read the tensor. At most the tensors of one shard are in memory.
+    Raises CheckpointError if weights of HF's class are missing.
+    """
+    to.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration._from_config(copy.deepcopy(llava_config), dtype=dtype)
+    _write_weights(model, weights, to, dtype, max_shard_nbytes)
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(to)
+    generation.save_pretrained(to)
     processor.save_pretrained(to)
     _give_one_mode(to)
+
+
+def _write_weights(
+    model: LlavaForConditionalGeneration,
+    weights: Mapping[str, Tensor],
+    to: Path,
+    dtype: torch.dtype,
+    max_shard_nbytes: int,
+) -> None:
+    """Write the weights under the names of HF's class in memory. model: on ``meta``, in the type that is written."""
+    on_meta = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        on_meta.pop("lm_head.weight", None)
+    if missing := sorted(on_meta.keys() - weights.keys()):
+        raise CheckpointError(f"{len(missing)} weights of {type(model).__name__} are missing, {missing[0]!r} first")
+    plan = split_torch_state_dict_into_shards(on_meta, filename_pattern=_PATTERN, max_shard_size=max_shard_nbytes)
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: weights[name].to(dtype).contiguous() for name in names}
+        save_file(shard, to / file, metadata={"format": "pt"})
+        del shard  # before the next one is read
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (to / _INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _give_one_mode(directory: Path) -> None:

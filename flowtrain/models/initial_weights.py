@@ -7,7 +7,7 @@ that is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from typing import Protocol
@@ -38,7 +38,7 @@ def materialize(module: nn.Module, device: torch.device, weights: InitialWeights
     """Give a module on ``meta`` memory on ``device`` for what this rank holds, and fill in the first values.
 
     Parameters may be DTensors, and wrapped by FSDP2; shared ones stay shared. from_checkpoint: leave out the values
-    that a checkpoint has, since a checkpoint will be loaded afterwards.
+    that a checkpoint has, since a checkpoint will be loaded afterwards; it has no frozen parameters.
     """
     shared = _shared_parameters(module)
     module.to_empty(device=device)
@@ -46,7 +46,8 @@ def materialize(module: nn.Module, device: torch.device, weights: InitialWeights
         owner.register_parameter(name, first_owner.get_parameter(first_name))
     in_checkpoint = module.state_dict().keys() if from_checkpoint else frozenset()
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if name not in in_checkpoint:
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if name not in in_checkpoint or is_frozen:
             index = local_index(tensor)
             if all(part.start < part.stop for part in index):
                 local_shard(tensor).copy_(weights.read(name, index))
@@ -73,6 +74,32 @@ def _shared_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Modul
                 shared.append((owner, name, *first[parameter]))
             first.setdefault(parameter, (owner, name))
     return shared
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name. ``read`` gets a name and reads its tensor, anew at each look-up; nothing else reads."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = dict.fromkeys(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def whole_tensors(weights: InitialWeights, shapes: Mapping[str, torch.Size]) -> LazyTensors:
+    """Whole tensors of these names and shapes."""
+    return LazyTensors(shapes, lambda name: weights.read(name, tuple(slice(0, size) for size in shapes[name])))
 
 
 class BuiltWeights:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -23,8 +23,9 @@ class StoredWeights:
     """Weights from safetensors files. Files are opened at the first read; only the requested parts are read.
 
     skeleton: the whole model on ``meta``.
-    drawn: weights that the files may lack: unsaved buffers, and vocabulary rows from ``file_vocab_size`` on.
-    file_vocab_size: vocabulary rows of the files.
+    drawn: weights that the files may lack: unsaved buffers, and vocabulary rows from ``file_vocab_size`` on. None: only
+        weights of ``state_dict()`` are read, and the files have them all.
+    file_vocab_size: vocabulary rows of the files; None for a model without a vocabulary.
     module_name: turns a stored name into the module's own name; None for a weight of another module.
 
     Raises ConfigError if weights are missing or have another shape.
@@ -34,15 +35,17 @@ class StoredWeights:
         self,
         open_files: Callable[[], WeightFiles],
         skeleton: PreTrainedModel,
-        drawn: InitialWeights,
+        drawn: InitialWeights | None,
         *,
-        file_vocab_size: int,
+        file_vocab_size: int | None,
         module_name: Callable[[str], str | None] = lambda name: name,
     ) -> None:
         self._open_files, self._skeleton, self._drawn = open_files, skeleton, drawn
         self._file_vocab_size, self._module_name = file_vocab_size, module_name
         self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-        embeddings = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+        embeddings: tuple[nn.Module | None, ...] = ()
+        if file_vocab_size is not None:
+            embeddings = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
         may_grow = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
         every_name = skeleton.named_parameters(remove_duplicate=False)
         self._may_grow = {name for name, parameter in every_name if parameter in may_grow}
@@ -50,11 +53,13 @@ class StoredWeights:
     def read(self, name: str, index: Index) -> Tensor:
         """See ``InitialWeights``."""
         if name not in self._shapes:
+            assert self._drawn is not None, name
             return self._drawn.read(name, index)
         stored_as, files = self._stored_names[name], self._files
         num_rows = files.shape(stored_as)[0] if index else 0
         if not index or index[0].stop <= num_rows:
             return files.read(stored_as, index)
+        assert self._drawn is not None, name
         rows, rest = index[0], index[1:]
         added = self._drawn.read(name, (slice(max(rows.start, num_rows), rows.stop), *rest))
         if rows.start >= num_rows:
@@ -108,7 +113,8 @@ class StoredWeights:
 
     def _check_shape(self, name: str, stored_as: str) -> None:
         expected, found = self._shapes[name], self._files.shape(stored_as)
-        before_growth = (self._file_vocab_size, *expected[1:]) if name in self._may_grow else expected
+        grows = name in self._may_grow and self._file_vocab_size is not None
+        before_growth = (self._file_vocab_size, *expected[1:]) if grows else expected
         if found not in (expected, before_growth):
             raise ConfigError(
                 f"{self._files.key}: {stored_as} of {self._files.path!r} has shape {list(found)}, the model "

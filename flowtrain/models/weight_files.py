@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flowtrain.errors import ConfigError
+from flowtrain.models.hub import weights_snapshot
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -78,7 +78,7 @@ def safetensors_files(path: str, key: str) -> list[Path]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = Path(snapshot_download(path, allow_patterns=["*.safetensors", _INDEX_FILE]))
+        folder = _cached(path) or weights_snapshot(path)
     if (folder / _SINGLE_FILE).is_file():
         return [folder / _SINGLE_FILE]
     if (folder / _INDEX_FILE).is_file():
@@ -87,6 +87,19 @@ def safetensors_files(path: str, key: str) -> list[Path]:
     if not files:
         raise ConfigError(f"{key}: {path!r} holds no *.safetensors; convert it (pickled weights are not read)")
     return files
+
+
+def _cached(repo_id: str) -> Path | None:
+    """The cached folder of a model that is complete there; the run has fetched it on this node, so none asks again."""
+    try:
+        folder = weights_snapshot(repo_id, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    if (folder / _SINGLE_FILE).is_file():
+        return folder
+    index = folder / _INDEX_FILE
+    is_complete = index.is_file() and all((folder / name).is_file() for name in _indexed_files(index, repo_id))
+    return folder if is_complete else None
 
 
 def _indexed_files(index: Path, key: str) -> list[str]:

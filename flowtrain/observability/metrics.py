@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowtrain.observability.files import JsonLines, read_json_lines
+from flowtrain.observability.files import MAX_WAITING_NBYTES, JsonLines, read_json_lines
 from flowtrain.types.events import METRICS_SCHEMA
 
 
@@ -66,6 +66,12 @@ class StepMetrics:
     """None unless an evaluation followed the step."""
     rejected: int
     """Samples rejected so far."""
+    skipped: bool = False
+    """The loss or the gradients were not finite, and the step made no update."""
+    skipped_steps: int = 0
+    """Steps of the run that were skipped so far."""
+    rewound_to: int | None = None
+    """Weights and optimizer went back, after the step, to the checkpoint of this step; None: they did not."""
     timestamp: float = field(default_factory=time.time)
     """End of the step, in seconds since the Unix epoch."""
     schema: int = METRICS_SCHEMA
@@ -78,17 +84,31 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes one line per step; after a kill, a reader sees each line complete or not at all."""
+    """Writes one line per step; after a kill, a reader sees each line complete or not at all.
+
+    A line that cannot be written is kept and written later, see ``JsonLines``.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._lines = JsonLines(path)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append a step."""
+        """Append a step; raises OSError if it cannot be written now."""
         self._lines.append(metrics.as_record())
 
+    @property
+    def holds_too_much(self) -> bool:
+        """Whether more lines wait than memory should hold."""
+        return self._lines.waiting_nbytes > MAX_WAITING_NBYTES
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of lines that could not be written yet."""
+        return self._lines.waiting_nbytes
+
     def sync(self) -> None:
-        """Make the written lines survive a power cut."""
+        """Make the written lines survive a power cut; raises OSError if they cannot be written now."""
         self._lines.sync()
 
     def truncate_after(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 from rich.table import Table
 
+from flowtrain.observability.diagnostics import Diagnostic
 from flowtrain.observability.metrics import StepMetrics
+
+logger = logging.getLogger(__name__)
 
 _PLAIN_INTERVAL_S = 5.0
 
@@ -50,6 +54,8 @@ class ProgressState:
 class ProgressDisplay:
     """Shows the phases of a run before its first step, then its progress; a context manager.
 
+    If the stream breaks, the display is off and its notes go to the log.
+
     mode: ``auto`` (live on a terminal, otherwise plain), ``plain`` or ``off``.
     total_steps, first_step: as in ``expect``, which sets them once they are known.
     stream: standard error by default, so that output can be piped.
@@ -63,7 +69,7 @@ class ProgressDisplay:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
+        self._console = _Console(file=stream or sys.stderr, highlight=False, soft_wrap=True)
         self._total, self._first_step, self._clock = total_steps, first_step, clock
         self._first: tuple[int, float] | None = None
         self._last_line_s: float | None = None
@@ -72,6 +78,7 @@ class ProgressDisplay:
         self._pending: str | None = None
         self._is_live = mode == "auto" and self._console.is_terminal
         self._status: Status | None = None
+        self._output = Diagnostic("the progress display")
         self._live: _LiveView | None = None
 
     def expect(self, total_steps: int, first_step: int = 0) -> None:
@@ -80,8 +87,10 @@ class ProgressDisplay:
 
     def phase(self, text: str) -> None:
         """Show a phase before the first step: next to a spinner on a terminal, otherwise as a line."""
-        if self._off:
-            return
+        if not self._off:
+            self._output.attempt(self._show_phase, text)
+
+    def _show_phase(self, text: str) -> None:
         if not self._is_live:
             self._say(f"{text} ...")
         elif self._status is None:
@@ -94,8 +103,10 @@ class ProgressDisplay:
         """Show a finished step."""
         if state.metrics.eval_loss is not None:
             self._eval_loss = state.metrics.eval_loss
-        if self._off:
-            return
+        if not self._off:
+            self._output.attempt(self._show_step, state)
+
+    def _show_step(self, state: ProgressState) -> None:
         eta = self._eta(state.metrics.step)
         if self._is_live:
             self._end_status()
@@ -114,10 +125,16 @@ class ProgressDisplay:
 
     def note(self, text: str) -> None:
         """Print a note (a resume, a restarted encoder, a warning) next to the display, in every mode."""
-        self._say(text)
+        if self._output.is_on:
+            self._output.attempt(self._say, text)
+        else:
+            logger.warning("%s", text)
 
     def close(self) -> None:
         """End the display; a last step that was not shown yet is printed. Idempotent."""
+        self._output.close(self._end)
+
+    def _end(self) -> None:
         self._end_status()
         if self._live:
             self._live.stop()
@@ -150,6 +167,12 @@ class ProgressDisplay:
         if step <= first_step:
             return "-"
         return _duration((now - first_s) / (step - first_step) * max(self._total - step, 0))
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process where the reader of its output is gone."""
+        raise BrokenPipeError("nobody reads it any more")
 
 
 class _LiveView:
@@ -195,6 +218,7 @@ def _figures(state: ProgressState, eval_loss: float | None) -> list[str]:
         f"starved {state.starved_share:.0%}",
         f"blocked {state.blocked_share:.0%}",
         f"quarantined {metrics.rejected}",
+        *([f"skipped {metrics.skipped_steps}"] if metrics.skipped_steps else []),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowtrain.observability.files import JsonLines
+from flowtrain.observability.files import MAX_WAITING_NBYTES, JsonLines
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
 from flowtrain.types.sources import SourceIndex
 
@@ -21,12 +21,13 @@ class QuarantineWriter:
     """
 
     def __init__(self, path: Path, source_names: Sequence[str], indexes: Sequence[SourceIndex]) -> None:
+        self.path = path
         self._lines = JsonLines(path)
         self._source_names = source_names
         self._indexes = indexes
 
     def write(self, rejection: Rejection) -> None:
-        """Append a rejected sample."""
+        """Append a rejected sample; raises OSError if it cannot be written now. It is then written later."""
         ref = rejection.ref
         evaluated = ref.position >= EVAL_POSITION_BASE
         file, file_row = self._indexes[ref.source].place_of(ref.row)
@@ -47,6 +48,16 @@ class QuarantineWriter:
             }
         )
 
+    @property
+    def holds_too_much(self) -> bool:
+        """Whether more lines wait than memory should hold."""
+        return self._lines.waiting_nbytes > MAX_WAITING_NBYTES
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of lines that could not be written yet."""
+        return self._lines.waiting_nbytes
+
     def keep(self, is_done: Callable[[int], bool]) -> int:
         """Drop the samples that a resumed run will size again; returns the number of training samples that stay.
 
@@ -64,7 +75,7 @@ class QuarantineWriter:
         return kept_training
 
     def sync(self) -> None:
-        """Make the written lines survive a power cut."""
+        """Make the written lines survive a power cut; raises OSError if they cannot be written now."""
         self._lines.sync()
 
     def close(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flowtrain.observability.files import open_private
+from flowtrain.observability.files import open_private, write_at
 from flowtrain.types.messages import Span
 
 _HEAD = b'{"displayTimeUnit": "ms", "traceEvents": [\n'
@@ -25,27 +26,32 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
+        self._file = os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
         self._pids: dict[str, int] = {}
         self._lanes: dict[tuple[str, str], list[_Lane]] = {}
         self._num_lanes: dict[str, int] = {}
         self._num_events = 0
-        self._file.write(_HEAD + _TAIL)
-        self._file.flush()
+        self._end = len(_HEAD)
+        write_at(self._file.fileno(), _HEAD + _TAIL, 0)
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append spans of any actors, in any order."""
+        """Append spans of any actors, in any order. After an OSError the trace ends with the spans before."""
         events: list[dict[str, Any]] = []
         for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
             events.extend(self._events(span))
         if not events:
             return
         separator = b",\n" if self._num_events else b""
-        body = ",\n".join(json.dumps(event) for event in events).encode()
+        body = separator + ",\n".join(json.dumps(event) for event in events).encode()
+        try:
+            write_at(self._file.fileno(), body + _TAIL, self._end)
+        except OSError:
+            with suppress(OSError):  # this takes no more room on the disk
+                write_at(self._file.fileno(), _TAIL, self._end)
+                self._file.truncate(self._end + len(_TAIL))
+            raise
         self._num_events += len(events)
-        self._file.seek(-len(_TAIL), os.SEEK_END)
-        self._file.write(separator + body + _TAIL)
-        self._file.flush()
+        self._end += len(body)
 
     def close(self) -> None:
         """Close the file; idempotent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,17 @@ class SampleArrays:
     """int32 [2, T]: token ids with images expanded, and unshifted labels (-100: no loss)."""
     features: torch.Tensor | None
     """[rows, D] of all its images in order; None without images."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """A sample's text; its features come later."""
+
+    position: int
+    text: np.ndarray
+    """As of ``SampleArrays``."""
+    num_rows: int
+    """Feature rows of all its images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +71,14 @@ class PackedBatch:
         """All tensors of the batch."""
         return [value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)]
 
+    def with_features(self, features: torch.Tensor) -> PackedBatch:
+        """Return this batch with these feature rows, [R, D] of all its samples in order."""
+        assert features.shape == (len(self.feature_index), self.features.shape[1]), (
+            features.shape,
+            self.features.shape,
+        )
+        return replace(self, features=features.to(self.features))
+
     def forward_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``Backbone.forward``."""
         return {field.name: getattr(self, field.name) for field in fields(self) if not field.name.startswith("num_")}
@@ -76,12 +95,44 @@ def build_batch(
     pad_token_id: int = 0,
     with_features: bool = True,
 ) -> PackedBatch:
-    """Pack samples into one sequence; an empty list gives the weightless microbatch (one token of zero weight).
+    """Pack samples with their features into one sequence, as ``pack_texts``.
 
-    Labels are shifted within each sample, so its last token has no target. with_features: False for a pipeline stage
-    that does not use features; its batch then has no feature rows. Raises DataError if a sample's image tokens and
-    feature rows differ in number or its rows do not have ``feature_dim`` columns, or if its loss is undefined (no
-    target token under ``sample``).
+    Raises DataError also if a sample's feature rows do not have ``feature_dim`` columns.
+    """
+    for sample in samples:
+        _check_width(sample, feature_dim)
+    rows = [sample.features for sample in samples if sample.features is not None]
+    texts = [SampleText(s.position, s.text, 0 if s.features is None else s.features.shape[0]) for s in samples]
+    batch = pack_texts(
+        texts,
+        image_token_id=image_token_id,
+        feature_dim=feature_dim,
+        dtype=dtype,
+        loss_normalization=loss_normalization,
+        device=device,
+        pad_token_id=pad_token_id,
+        with_features=with_features,
+    )
+    return batch.with_features(torch.cat(rows)) if rows and with_features else batch
+
+
+def pack_texts(
+    samples: Sequence[SampleText],
+    *,
+    image_token_id: int,
+    feature_dim: int,
+    dtype: torch.dtype,
+    loss_normalization: LossNormalization,
+    device: torch.device,
+    pad_token_id: int = 0,
+    with_features: bool = True,
+) -> PackedBatch:
+    """Pack samples into one sequence without feature rows: ``PackedBatch.with_features`` adds them.
+
+    An empty list gives the weightless microbatch (one token of zero weight). Labels are shifted within each sample, so
+    its last token has no target. with_features: False for a pipeline stage that does not use features. Raises DataError
+    if a sample's image tokens and feature rows differ in number, or if its loss is undefined (no target token under
+    ``sample``).
     """
     if not samples:
         return _weightless(feature_dim, dtype, device, pad_token_id)
@@ -90,7 +141,7 @@ def build_batch(
     num_targets = [int(np.count_nonzero(target != IGNORED_LABEL)) for target in targets]
     for sample, text, count in zip(samples, texts, num_targets, strict=True):
         if with_features:
-            _check_features(sample, text, image_token_id, feature_dim)
+            _check_rows(sample, text, image_token_id)
         _check_loss(sample, count, loss_normalization)
     weights = [
         (target != IGNORED_LABEL) * np.float32(1.0 if loss_normalization == "token" else 1.0 / count)
@@ -98,8 +149,6 @@ def build_batch(
     ]
     lengths = [text.shape[1] for text in texts]
     input_ids, all_targets = np.concatenate([text[0] for text in texts]), np.concatenate(targets)
-    rows = [sample.features for sample in samples if sample.features is not None]
-    features = torch.cat(rows) if rows else torch.zeros(0, feature_dim)
     replaced = np.flatnonzero(input_ids == image_token_id) if with_features else np.zeros(0)
 
     def tensor(array: np.ndarray, array_dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +161,7 @@ def build_batch(
         position_ids=tensor(np.concatenate([np.arange(length) for length in lengths]), torch.int64),
         cu_seqlens=tensor(np.cumsum([0, *lengths]), torch.int32),
         max_seqlen=max(lengths),
-        features=features.to(device=device, dtype=dtype),
+        features=torch.zeros(0, feature_dim, dtype=dtype, device=device),
         feature_index=tensor(replaced, torch.int64),
         target_index=tensor(np.flatnonzero(all_targets != IGNORED_LABEL), torch.int64),
         sequence_lengths=tuple(lengths),
@@ -126,14 +175,16 @@ def _shift(labels: np.ndarray) -> np.ndarray:
     return np.append(labels[1:], IGNORED_LABEL)
 
 
-def _check_features(sample: SampleArrays, text: np.ndarray, image_token_id: int, feature_dim: int) -> None:
-    num_rows = 0 if sample.features is None else sample.features.shape[0]
+def _check_rows(sample: SampleText, text: np.ndarray, image_token_id: int) -> None:
     num_image_tokens = int(np.count_nonzero(text[0] == image_token_id))
-    if num_image_tokens != num_rows:
+    if num_image_tokens != sample.num_rows:
         raise DataError(
-            f"position {sample.position}: {num_image_tokens} image tokens in its text but {num_rows} feature rows; "
-            "the sizing of its images and its encoder disagree"
+            f"position {sample.position}: {num_image_tokens} image tokens in its text but {sample.num_rows} feature "
+            "rows; the sizing of its images and its encoder disagree"
         )
+
+
+def _check_width(sample: SampleArrays, feature_dim: int) -> None:
     if sample.features is not None and sample.features.shape[1] != feature_dim:
         raise DataError(
             f"position {sample.position}: feature rows of width {sample.features.shape[1]} but the connector takes "
@@ -141,7 +192,7 @@ def _check_features(sample: SampleArrays, text: np.ndarray, image_token_id: int,
         )
 
 
-def _check_loss(sample: SampleArrays, num_targets: int, loss_normalization: LossNormalization) -> None:
+def _check_loss(sample: SampleText, num_targets: int, loss_normalization: LossNormalization) -> None:
     if num_targets == 0 and loss_normalization == "sample":
         raise DataError(
             f"position {sample.position}: no token carries loss, so its mean is undefined "

@@ -1,7 +1,11 @@
 """The checkpoint directory: temporaries, commit by rename, pruning, finding the last complete checkpoint. No torch.
 
-Ranks write into ``.tmp-step-00000012-<nonce>/``. When all are done the driver adds ``meta.json``, makes everything
-durable and renames the directory to ``step-00000012``. A kill at any moment leaves either the old state or the new one.
+Ranks write into ``.tmp-step-00000012-<nonce>/``, with the checksums of what they wrote. When all are done the driver
+adds ``meta.json``, makes everything durable and renames the directory to ``step-00000012``. A kill at any moment leaves
+either the old state or the new one.
+
+A checkpoint is *complete* if it was committed and all files have their sizes, and *intact* if they also have their
+checksums. The first is a look at the directory, the second reads everything.
 """
 
 from __future__ import annotations
@@ -12,18 +16,24 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from flowtrain.errors import CheckpointError
+from flowtrain.training.checksums import SUMS_FILE, FileSum, first_difference, read_sums, sums_of
 from flowtrain.types.events import CHECKPOINT_SCHEMA
 
 logger = logging.getLogger(__name__)
 
 META_FILE = "meta.json"
 _TEMPORARY_PREFIX = ".tmp-"
+_CORRUPT_PREFIX = "corrupt-"
+_SIZES_ALONE = 1
+"""Schema without checksums, also of ``meta.json`` itself; it is still read."""
 _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -50,8 +60,8 @@ class CheckpointMeta:
     """Slices of the layers on each pipeline rank."""
     gradient_reduction: str | None = None
     """``microbatch`` or ``step``, as the ranks decided; None in older checkpoints, which summed once a step."""
-    files: dict[str, int] = field(default_factory=dict)
-    """Bytes of every other file by its name; `commit` fills it in."""
+    files: dict[str, FileSum] = field(default_factory=dict)
+    """Size and checksum of every other file by its name; `commit` fills it in."""
     schema: int = CHECKPOINT_SCHEMA
 
 
@@ -61,6 +71,11 @@ def temporary_directory(checkpoints: Path, step: int, nonce: str) -> Path:
     nonce: the same on all ranks, new in every run.
     """
     return checkpoints / f"{_TEMPORARY_PREFIX}{_name(step)}-{nonce}"
+
+
+def final_directory(checkpoints: Path, step: int) -> Path:
+    """Directory of the complete checkpoint of ``step``, whether it is there or not."""
+    return checkpoints / _name(step)
 
 
 def probe_directory(checkpoints: Path, nonce: str) -> Path:
@@ -73,12 +88,17 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
 
     Then deletes all but the ``keep`` newest complete checkpoints. Temporaries stay, since ranks may be writing the next
     one. A complete checkpoint of the same step is left as it is: a run that repeats a step gets the same state.
+    May be called again after an OSError. Raises CheckpointError if a file that a rank wrote is gone or cut off.
     """
     checkpoints = temporary.parent
-    files = {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)}
-    _write_durably(temporary / META_FILE, json.dumps(asdict(meta) | {"files": files}, indent=1, sort_keys=True))
-    for directory in {temporary, *(path.parent for path in _files(temporary))}:
-        _fsync(directory)
+    sums = read_sums(temporary)
+    problem = _size_problem(temporary, sums)
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {temporary} cannot be made complete: {problem}")
+    others = [path for path in _files(temporary) if path.name not in {*sums, SUMS_FILE, META_FILE}]
+    _write_durably(temporary / META_FILE, _meta_text(replace(meta, files=sums | sums_of(others))))
+    (temporary / SUMS_FILE).unlink(missing_ok=True)
+    _fsync(temporary)
     final = checkpoints / _name(meta.step)
     if problem_of(final) is not None:
         if final.exists():
@@ -93,39 +113,88 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
 
 def latest_complete(checkpoints: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None; others are skipped with a line in the log."""
+    return next(complete_newest_first(checkpoints), None)
+
+
+def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
+    """Yield the complete checkpoints from the highest step down; others are skipped with a line in the log."""
     for path in _newest_first(checkpoints):
         problem = problem_of(path)
         if problem is None:
-            return path
-        logger.warning("checkpoint %s is skipped: %s", path, problem)
-    return None
+            yield path
+        else:
+            logger.warning("checkpoint %s is skipped: %s", path, problem)
+
+
+def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterator[Path]:
+    """Yield the intact checkpoints from the highest step down; others are skipped with a line in the log.
+
+    set_aside: rename corrupt ones, so that they count for nothing from now on; call it only as the run's owner.
+    """
+    for path in complete_newest_first(checkpoints):
+        problem = corruption_of(path)
+        if problem is None:
+            yield path
+            continue
+        logger.warning("checkpoint %s is corrupt and is not used: %s", path, problem)
+        if set_aside:
+            path.rename(path.with_name(f"{_CORRUPT_PREFIX}{path.name}-{secrets.token_hex(4)}"))
 
 
 def read_meta(directory: Path) -> CheckpointMeta:
-    """Read ``meta.json``; raises CheckpointError when it is missing, unreadable or of another schema."""
+    """Read ``meta.json``; raises CheckpointError when it is missing, damaged or of another schema."""
     path = directory / META_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
         schema = values["schema"]
-        if schema != CHECKPOINT_SCHEMA:
+        if schema not in (_SIZES_ALONE, CHECKPOINT_SCHEMA):
             raise CheckpointError(f"{path}: schema ({schema}) differs from this version's ({CHECKPOINT_SCHEMA})")
-        return CheckpointMeta(**values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if schema == _SIZES_ALONE:
+            values["files"] = {name: {"nbytes": nbytes, "crc32": None} for name, nbytes in values["files"].items()}
+        elif (expected := values.pop("crc32")) != (found := _crc32(values)) or _sealed(values) != text:
+            raise CheckpointError(f"{path} is damaged: it has CRC-32 {found} where {expected} was written")
+        return CheckpointMeta(**values | {"files": {name: FileSum(**each) for name, each in values["files"].items()}})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
 def problem_of(directory: Path) -> str | None:
     """Why a directory is not a complete checkpoint, or None; every file must have the size that was written."""
     try:
-        meta = read_meta(directory)
+        return _size_problem(directory, read_meta(directory).files)
     except CheckpointError as error:
         return str(error)
-    for name, nbytes in meta.files.items():
-        path = directory / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != nbytes:
-            return f"{name} has {'no file' if found is None else f'{found} bytes'} where {nbytes} bytes were written"
-    return None
+
+
+def corruption_of(directory: Path) -> str | None:
+    """Why a complete checkpoint is not intact, or None; reads all files, once for as long as they do not change."""
+    stats = [path.stat() for path in _files(directory)]
+    return _corruption(directory, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
+
+
+@lru_cache(maxsize=16)
+def _corruption(directory: Path, files: tuple[tuple[int, ...], ...]) -> str | None:
+    return first_difference(directory, read_meta(directory).files)
+
+
+def _size_problem(directory: Path, files: Mapping[str, FileSum]) -> str | None:
+    sizes = (replace(each, crc32=None).difference(directory / name) for name, each in files.items())
+    return next((problem for problem in sizes if problem is not None), None)
+
+
+def _meta_text(meta: CheckpointMeta) -> str:
+    return _sealed(asdict(meta))
+
+
+def _sealed(values: dict[str, Any]) -> str:
+    """The text of ``meta.json``, with the checksum of its values; a reader expects it to the character."""
+    values = json.loads(json.dumps(values))  # keys that are numbers become text before they are sorted
+    return json.dumps(values | {"crc32": _crc32(values)}, indent=1, sort_keys=True)
+
+
+def _crc32(values: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(values, sort_keys=True).encode()):08x}"
 
 
 def remove_temporaries(checkpoints: Path) -> None:
@@ -163,7 +232,7 @@ def _newest_first(checkpoints: Path) -> list[Path]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    return (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return (path for path in sorted(directory.iterdir()) if path.is_file())
 
 
 def _write_durably(path: Path, text: str) -> None:

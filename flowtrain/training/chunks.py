@@ -84,7 +84,7 @@ def build_chunks(
     one whole tensor.
 
     Pipeline rank i holds ``chunks_per_rank`` stages: i, i + pp, i + 2 pp, ... (interleaved 1F1B). Parameters become
-    DTensors on the axis ``dp``, or on ``dp`` and ``tp``. A single rank shards the model too (FSDP2 then copies
+    DTensors on the group's ``dp_mesh``, or on that and ``tp``. A single rank shards the model too (FSDP2 then copies
     locally), so there is one path for mixed precision, checkpoints and gradients.
     """
     whole, weights = source.backbone_skeleton().train(), source.backbone_weights()
@@ -108,7 +108,7 @@ def _shards_parameters(config: RunConfig, group: BackboneGroup) -> bool:
 
 
 def _shard(module: Backbone, config: RunConfig, group: BackboneGroup) -> None:
-    """Wrap the decoder layers and the root in FSDP2."""
+    """Wrap the decoder layers and the root in FSDP2, which shards over the last axis of the group's ``dp_mesh``."""
     # Inputs are not cast: the loss weights among them must stay float32.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if config.model.dtype == "bfloat16":

@@ -38,6 +38,10 @@ class BackboneGroup:
     """All ranks; carries CPU tensors over gloo and device tensors over the device's own backend."""
     checkpoint_group: dist.ProcessGroup
     """All ranks over gloo, for checkpoints alone, so that writing never mixes with training."""
+    reading_group: dist.ProcessGroup | None = None
+    """The ranks of this rank's replica over gloo, for its prefetch threads alone; None if the replica has one rank."""
+    replica_group: dist.ProcessGroup | None = None
+    """The same ranks over gloo, for control messages of the training threads; None if the replica has one rank."""
 
     @property
     def dp_mesh(self) -> DeviceMesh:
@@ -49,7 +53,7 @@ class BackboneGroup:
     @property
     def shard_size(self) -> int:
         """Data parallel ranks that share one set of shards."""
-        return self.dp_mesh.size(-1)
+        return int(self.dp_mesh.shape[-1])
 
     @property
     def world_size(self) -> int:
@@ -74,6 +78,13 @@ class BackboneGroup:
     def pipeline_peer(self, pp_rank: int) -> int:
         """Rank at the place ``pp_rank`` of this rank's pipeline."""
         return self.degrees.rank(self.dp_rank, pp_rank, self.tp_rank)
+
+    def gather_shares(self, share: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks of the tensor parallel group, one after another; all have one length."""
+        group = self.mesh[TP_AXIS].get_group()
+        whole = share.new_empty(group.size() * len(share))
+        dist.all_gather_into_tensor(whole, share, group=group)
+        return whole
 
     def close(self) -> None:
         """Destroy the groups; none can be used afterwards."""
@@ -123,9 +134,10 @@ def init_backbone_group(
             collective_timeout_s=collective_timeout_s,
         )
         checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
-        mesh = _mesh(degrees, device, shard_size)
+        reading_group, replica_group = (_replica_group(rank, degrees, collective_timeout_s) for _ in range(2))
+        mesh = device_mesh(degrees, device, shard_size)
     assert dist.group.WORLD is not None
-    return BackboneGroup(rank, degrees, device, mesh, dist.group.WORLD, checkpoint_group)
+    return BackboneGroup(rank, degrees, device, mesh, dist.group.WORLD, checkpoint_group, reading_group, replica_group)
 
 
 def join_process_group(
@@ -171,7 +183,11 @@ def waiting_for_ranks(who: str, host: str, port: int, timeout_s: float) -> Itera
         ) from error
 
 
-def _mesh(degrees: Degrees, device: torch.device, shard_size: int | None) -> DeviceMesh:
+def device_mesh(degrees: Degrees, device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """Return the mesh of all ranks (see ``BackboneGroup``); collective.
+
+    shard_size: as for ``init_backbone_group``.
+    """
     ranks = torch.arange(degrees.world_size).view(degrees.dp, degrees.pp, degrees.tp)
     if shard_size is None or shard_size == degrees.dp:
         return DeviceMesh(device.type, ranks, mesh_dim_names=(DP_AXIS, PP_AXIS, TP_AXIS))
@@ -181,6 +197,17 @@ def _mesh(degrees: Degrees, device: torch.device, shard_size: int | None) -> Dev
         ranks.view(-1, shard_size, degrees.pp, degrees.tp),
         mesh_dim_names=(_REPLICATE_AXIS, _SHARD_AXIS, PP_AXIS, TP_AXIS),
     )
+
+
+def _replica_group(rank: int, degrees: Degrees, timeout_s: float) -> dist.ProcessGroup | None:
+    """A gloo group of the ranks of this rank's replica, which only they make."""
+    size = degrees.replica_size
+    if size == 1:
+        return None
+    first = rank - rank % size
+    ranks = list(range(first, first + size))
+    timeout = timedelta(seconds=timeout_s)
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _store(world_size: int, host: str, port: int, listener: socket.socket | None, timeout_s: float) -> dist.Store:

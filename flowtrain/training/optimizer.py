@@ -96,7 +96,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
     if not gradients:
         return 0.0
     norms = torch.stack(list(torch._foreach_norm([local_shard(gradient) for gradient in gradients]))).tolist()
-    return sum(norm**2 / _num_replicas(gradient) for norm, gradient in zip(norms, gradients, strict=True))
+    return sum(norm**2 / num_replicas(gradient) for norm, gradient in zip(norms, gradients, strict=True))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -104,7 +104,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0  # as torch.nn.utils.clip_grad_norm_ does it
 
 
-def _num_replicas(tensor: torch.Tensor) -> int:
+def num_replicas(tensor: torch.Tensor) -> int:
     """Number of ranks that hold the same values."""
     if not isinstance(tensor, DTensor):
         return 1

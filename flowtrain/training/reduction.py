@@ -38,9 +38,9 @@ def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) ->
     share = 1.0 if on_cpu else config.backbone.num_devices
     need = RankNeed(peak, int(memory_nbytes(group.device) * share * USABLE_SHARE))
     found = torch.tensor([need.peak_nbytes, need.usable_nbytes])
-    of_all = torch.empty(group.world_size, 2, dtype=torch.int64)
-    dist.all_gather_into_tensor(of_all, found, group=group.process_group)
-    return choose_reduction([RankNeed(*row) for row in of_all.tolist()])
+    of_all = [torch.empty_like(found) for _ in range(group.world_size)]
+    dist.all_gather(of_all, found, group=group.process_group)
+    return choose_reduction([RankNeed(*row.tolist()) for row in of_all])
 
 
 def with_reduction(config: RunConfig, name: Literal["microbatch", "step"]) -> RunConfig:

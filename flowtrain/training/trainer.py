@@ -8,20 +8,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.activation_memory import configured_strategy
+from flowtrain.models.parallel_layers import local_shard
 from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.executor import checked_schedule
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
+from flowtrain.training.checkpoint_writer import write_snapshot
 from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
+from flowtrain.training.frozen import describe_frozen, frozen_parts
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.nonfinite import state_is_finite
 from flowtrain.training.optimizer import (
     build_optimizer,
     clip_factor,
@@ -31,6 +36,7 @@ from flowtrain.training.optimizer import (
     set_learning_rate,
     sum_of_squares,
 )
+from flowtrain.training.snapshot import HostBuffers, Snapshot, take_snapshot
 from flowtrain.training.stages import SpanRecorder, Stages
 from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.types.plan import StepPlan, UnitKind
@@ -52,6 +58,11 @@ class StepResult:
     num_tokens: int
     num_target_tokens: int
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite; a training step that is not makes no update."""
+        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(self.grad_norm))
+
 
 class Trainer:
     """Runs units on one rank: `begin_unit`, then the actions that it returns through `stages`, then `finish_unit`.
@@ -65,7 +76,7 @@ class Trainer:
     record: gets the spans ``forward``, ``backward``, ``optimizer``. On an accelerator each span waits for the device,
         so set `record` to None once the trace is complete.
     before_optimizer: gets the model with its full, corrected gradients before clipping (for tests).
-    resume_from: a checkpoint's directory; the model's first weights are then not read.
+    resume_from: a checkpoint's directory; of the model's first weights only frozen ones are then read.
     """
 
     def __init__(
@@ -83,7 +94,7 @@ class Trainer:
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
         torch.set_num_threads(config.backbone.num_threads)
         self.config, self.group, self.num_steps = config.training, group, num_steps
-        self._backbone_config = config.backbone
+        self._run_config, self._backbone_config = config, config.backbone
         self._before_optimizer = before_optimizer
         self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
@@ -100,6 +111,8 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
+        self._frozen_parts = frozen_parts(self.model)
+        self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
 
@@ -138,7 +151,8 @@ class Trainer:
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
         grad_norm = 0.0
         if actual:
-            grad_norm = self._update(planned_denominator(plan, self.config.loss_normalization) / actual, factor)
+            correction = planned_denominator(plan, self.config.loss_normalization) / actual
+            grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
         else:
             logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -147,8 +161,8 @@ class Trainer:
             self.stages.record("optimizer", start_s, time.time())
         return _result(totals, actual, grad_norm, self.config.learning_rate * factor)
 
-    def _update(self, correction: float, lr_factor: float) -> float:
-        """One optimizer step; returns the norm of the gradients before clipping."""
+    def _update(self, correction: float, lr_factor: float, loss_is_finite: bool) -> float:
+        """One optimizer step, if loss and gradients are finite; returns the norm of the gradients before clipping."""
         self._tied.sum_gradients()
         gradients = gradients_of(self.optimizer)
         if correction != 1.0:
@@ -156,9 +170,8 @@ class Trainer:
         if self._before_optimizer is not None:
             self._before_optimizer(self.model)
         norm = self._gradient_norm()
-        if not math.isfinite(norm):
-            logger.warning("the norm of the gradients is %s: this step makes no update, the weights stay", norm)
-            return norm
+        if not (loss_is_finite and math.isfinite(norm)):
+            return norm  # see training/health.py
         if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:
             scale_gradients(gradients, clip)
         set_learning_rate(self.optimizer, lr_factor)
@@ -176,13 +189,37 @@ class Trainer:
         dist.all_reduce(total, group=self.group.process_group)
         return float(total.sqrt())
 
+    def state_is_finite(self) -> bool:
+        """Whether the trained weights and their optimizer state are finite on all ranks; collective."""
+        return state_is_finite(self.optimizer, self.group)
+
+    def snapshot(self, buffers: HostBuffers | None) -> Snapshot:
+        """Take this rank's state; copied into ``buffers``, where they are given."""
+        return take_snapshot(self.model, self.optimizer, self.group, buffers)
+
+    def write_snapshot(self, directory: Path, snapshot: Snapshot) -> str | None:
+        """Write a snapshot into the temporary ``directory``, in any thread; collective.
+
+        Returns why the file system refused it, or None. See ``training/checkpoint_writer.py``.
+        """
+        if self._frozen is None:  # frozen weights stay as they are, so once is enough
+            self._frozen = describe_frozen(self._frozen_parts, self._run_config, self.group)
+        return write_snapshot(directory, snapshot, self.model.tied, self._frozen, self.group)
+
     def save_checkpoint(self, directory: Path) -> None:
-        """Write this rank's share into the temporary ``directory``; collective. See `training.checkpoint`."""
-        checkpoint.save(directory, self.model, self.optimizer, self.group)
+        """Write this rank's share into the temporary ``directory``; collective. Raises CheckpointError on failure."""
+        if (problem := self.write_snapshot(directory, self.snapshot(None))) is not None:
+            raise CheckpointError(f"checkpoint {directory} could not be written: {problem}")
 
     def load_checkpoint(self, directory: Path) -> None:
         """Load weights, optimizer state and, at the same degrees, random state; collective."""
-        checkpoint.load(directory, self.model, self.optimizer, self.group)
+        checkpoint.load(directory, self.model, self.optimizer, self.group, self._run_config)
+
+    def copy_nbytes(self) -> int:
+        """Host memory that the copies of a snapshot take, once the optimizer has its state."""
+        adam = 2 if self.config.optimizer == "adamw" else 0
+        trained = [each for _, each in self.model.named_parameters() if each.requires_grad]
+        return sum(local_shard(parameter).nbytes * (1 + adam) for parameter in trained)
 
     def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
         """Count a microbatch; only one rank of its replica counts."""

@@ -12,7 +12,7 @@ from flowtrain.types.wire import message
 
 METRICS_SCHEMA = 1
 LEDGER_SCHEMA = 1
-CHECKPOINT_SCHEMA = 1
+CHECKPOINT_SCHEMA = 2
 
 
 @message
@@ -93,6 +93,15 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """The checkpoint after ``step`` could not be written; nothing is left of it, and training goes on."""
+
+    step: int
+    reason: str
+    """What the file system refused, on which rank, with the bytes needed and free."""
+
+
+@dataclass(frozen=True, slots=True)
 class CostFitted:
     """A cost model was fitted to measured microbatches (see ``scheduler/cost_profile.py``)."""
 
@@ -119,4 +128,4 @@ class SpansRecorded:
     spans: tuple[Span, ...]
 
 
-Event = UnitDone | Rejected | CheckpointWritten | CostFitted | SpansRecorded
+Event = UnitDone | Rejected | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded

@@ -62,7 +62,7 @@ class PartLocation:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchLocation:
-    """Everything that a rank needs to read one microbatch."""
+    """Everything that a replica needs to read one microbatch."""
 
     unit: int
     """Index of its unit."""
@@ -73,7 +73,16 @@ class MicrobatchLocation:
     parts: tuple[PartLocation, ...]
     """All parts of its positions, without rejected positions."""
     rejected: tuple[int, ...]
-    """Planned positions that the rank leaves out."""
+    """Planned positions that the replica leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedTexts:
+    """A microbatch that all ranks of a replica read now, as the replica's leader sends it to them."""
+
+    location: MicrobatchLocation
+    texts: tuple[bytes, ...] | None
+    """Bytes of its text parts, in the order of the location; None: their owner died, so nothing is read now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,8 @@ class RankReport:
     """Seconds that its prefetch thread took to read and assemble the microbatches of the unit."""
     microbatch_s: tuple[float, ...] = ()
     """Seconds of each microbatch's forward and backward, by slot, without waits for data. Empty for an evaluation."""
+    rewound_to: int | None = None
+    """Step of the checkpoint to which weights and optimizer went back after the unit; None: they did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +164,6 @@ class FlowSettings:
     """Training samples rejected so far."""
     num_seen: int
     """Training samples sized or rejected so far."""
-    replica_size: int = 1
-    """Ranks of each replica."""
     num_feeders: int = 1
     """Processes that read and size the samples."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.signals import Signal
+from flowtrain.errors import PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.types.events import UnitDone
@@ -83,14 +85,14 @@ class World:
             self.encoder.free((await self.coordinator.hand_in(self.encoder.index, self.encoder.encode())).refused)
 
     async def run(self, unit: int) -> None:
-        """Run a unit on the only rank."""
+        """Run a unit on the only replica."""
         assert await self.coordinator.begin(unit)
         plan = (await soon(self.coordinator.next_plan(unit))).plan
         assert plan is not None
         for slot in range(len(plan.slots)):
             (location,) = (await soon(self.coordinator.locate(unit, slot, 0))).locations
             await self.coordinator.release(unit, (location.slot,), 0)
-        await self.coordinator.finish(report_of(plan.unit, 0), ())
+        await self.coordinator.finish((report_of(plan.unit, 0),), ())
 
 
 async def settle() -> None:
@@ -120,7 +122,7 @@ def play(scenario: Scenario, poll_s: float = FOREVER_S, **flow_options: Any) -> 
     asyncio.run(whole())
 
 
-def test_a_sized_unit_wakes_encoders_and_ranks() -> None:
+def test_a_sized_unit_wakes_encoders_and_replicas() -> None:
     async def scenario(world: World) -> None:
         lease = await waiting(world.lease())
         plan = await waiting(world.coordinator.next_plan(0))
@@ -131,7 +133,7 @@ def test_a_sized_unit_wakes_encoders_and_ranks() -> None:
     play(scenario)
 
 
-def test_a_part_that_is_ready_wakes_the_rank() -> None:
+def test_a_part_that_is_ready_wakes_the_replica() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         location = await waiting(world.coordinator.locate(0, 0, 0))
@@ -144,7 +146,7 @@ def test_a_part_that_is_ready_wakes_the_rank() -> None:
 
 
 @pytest.mark.parametrize("arrival", [False, True])
-def test_a_rank_gets_as_many_as_it_has_room_for_and_releases_with_the_question(arrival: bool) -> None:
+def test_a_replica_gets_as_many_as_it_has_room_for_and_releases_with_the_question(arrival: bool) -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         await world.encode_all()
@@ -158,12 +160,12 @@ def test_a_rank_gets_as_many_as_it_has_room_for_and_releases_with_the_question(a
         released = await soon(world.coordinator.wait_for_room(world.feeder.index))
         assert released.released
         await world.coordinator.release(0, (2,), 0)
-        await world.coordinator.finish(report_of(plan.unit, 0), ())
+        await world.coordinator.finish((report_of(plan.unit, 0),), ())
 
     play(scenario, arrival=arrival)
 
 
-def test_in_arrival_order_a_part_that_is_ready_wakes_ranks_that_wait_for_a_plan() -> None:
+def test_in_arrival_order_a_part_that_is_ready_wakes_replicas_that_wait_for_a_plan() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         plan = await waiting(world.coordinator.next_plan(0))
@@ -205,29 +207,6 @@ def test_released_memory_wakes_a_feeder_without_room() -> None:
         assert order.released and not order.stop
 
     play(scenario)
-
-
-def test_the_last_rank_to_read_a_unit_wakes_ranks_that_are_ahead() -> None:
-    async def scenario(world: World) -> None:
-        coordinator = world.coordinator
-        for _ in range(2):
-            await world.size_next()
-        await world.encode_all()
-        plan = (await soon(coordinator.next_plan(0))).plan
-        last = len(plan.slots) - 1
-        for rank in range(2):
-            read: tuple[int, ...] = ()
-            for slot in range(last + 1):
-                (location,) = (await soon(coordinator.locate(0, slot, rank, read))).locations
-                read = (location.slot,)
-            if rank == 0:
-                await coordinator.release(0, (last,), rank)
-                ahead = await waiting(coordinator.locate(1, 0, 0))
-        await coordinator.release(0, (last,), 1)
-        (location,) = (await soon(ahead)).locations
-        assert location.unit == 1
-
-    play(scenario, replica_size=2)
 
 
 @pytest.mark.parametrize("why", ["it lies in hbm", "it was refused"])
@@ -420,6 +399,35 @@ def test_a_signal_between_two_attempts_is_not_lost(num_waiters: int) -> None:
         assert counts[:-1] == [5] * num_waiters
 
     asyncio.run(whole())
+
+
+def test_a_packed_question_has_the_answer_of_its_method() -> None:
+    async def scenario(world: World) -> None:
+        async def ask(name: str, *args: Any, **kwargs: Any) -> Any:
+            return pickle.loads(await soon(world.coordinator.answer(pickle.dumps((name, args, kwargs)))))
+
+        assert await ask("next_plan", 7) == PlanReply(None, is_past_end=False)
+        for _ in range(2):
+            await world.size_next()
+        for unit in (0, 1, 0):
+            assert await ask("next_plan", unit) == await world.coordinator.next_plan(unit)
+        assert await ask("begin", unit=0) is True
+        with pytest.raises(PoolError, match="cannot be released"):
+            await ask("release", 0, (0,), 0)
+
+    play(scenario, poll_s=0.05)
+
+
+def test_only_the_first_that_begins_a_unit_wakes_producers() -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(2):
+            await world.size_next()
+        woken = []
+        world.coordinator._wake_producers = lambda: woken.append(1)
+        assert [await world.coordinator.begin(unit) for unit in (0, 0, 1, 0, 1)] == [True] * 5
+        assert len(woken) == 2
+
+    play(scenario)
 
 
 def test_every_question_has_its_answer() -> None:

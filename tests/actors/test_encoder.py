@@ -99,7 +99,7 @@ class World:
         family = SimpleNamespace(
             load_encoder=lambda name: self.module, preprocess=lambda name, image: np.full((1, 1, 1), image, np.float32)
         )
-        monkeypatch.setattr(encoder_module, "family_from_config", lambda config: family)
+        monkeypatch.setattr(encoder_module, "unchecked_family", lambda config: family)
         monkeypatch.setattr(images_module, "decode_image", decode)
         self.link = ScriptedLink()
         run_id = new_run_id()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,17 +30,14 @@ class World:
         self.answer: Any = None
         self.sent: list[tuple[Any, ...]] = []
         monkeypatch.setattr(ray, "get", self._get)
-        methods = {
-            name: SimpleNamespace(remote=lambda *args, name=name: self.sent.append((name, *args)) or len(self.sent))
-            for name in ("lease",)
-        }
-        self.link = RayLink(SimpleNamespace(**methods))
+        answer = SimpleNamespace(remote=lambda question: self.sent.append(pickle.loads(question)))
+        self.link = RayLink(SimpleNamespace(answer=answer))
 
     def _get(self, ref: Any, timeout: float | None = None) -> Any:
         assert timeout is not None, "no wait without a timeout"
         if isinstance(self.answer, BaseException):
             raise self.answer
-        return self.answer
+        return pickle.dumps(self.answer)
 
 
 @pytest.fixture
@@ -50,7 +48,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_call_brings_the_answer(world: World) -> None:
     world.answer = "yes"
     assert world.link.ask(CoordinatorApi.lease, 1, "vision") == "yes"
-    assert world.sent == [("lease", 1, "vision")]
+    assert world.sent == [("lease", (1, "vision"), {})]
 
 
 def test_our_errors_arrive_as_themselves(world: World) -> None:

@@ -6,59 +6,96 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shared.thread_replica import ThreadChannel, ThreadReplica
 
-from flowtrain.actors import prefetch
+from flowtrain.actors import leading, prefetch
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.actors.reading import Fetched, MicrobatchReader, share_of
+from flowtrain.actors.replica_channel import Alone, ReplicaChannel
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import AddressError, OwnerLostError, StallError
+from flowtrain.training.batch import SampleText
 from flowtrain.types.memory import Extent
 from flowtrain.types.messages import LocateReply, MicrobatchLocation, PartLocation, PlanReply
 from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import TEXT_PART
+from tests.actors.local import Background
 from tests.flow.building import VISION, plan, sized
 
 DIM = 4
-RANK = 3
+REPLICA = 0
 TEXT_NBYTES = 80
+DISTANCE = 1 << 20
 LIMIT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "POLL_S", 0.01)
-    monkeypatch.setattr(prefetch, "RETRY_S", 0.001)
+    monkeypatch.setattr(leading, "RETRY_S", 0.001)
 
 
 class FakePool:
-    """Bytes by address; an address may belong to a dead owner."""
+    """Bytes by address; an address may belong to a dead owner. read: parts and bytes of every read."""
 
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray] = {}
         self.lost: set[int] = set()
+        self.read: list[tuple[int, int]] = []
 
     def put(self, array: np.ndarray) -> tuple[Extent, ...]:
-        gva = len(self.memory) + 1
+        gva = (len(self.memory) + 1) * DISTANCE
         self.memory[gva] = array.reshape(-1).view(np.uint8)
         return (Extent(gva, array.nbytes),)
 
     def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
-        return [self._get(extents) for extents in parts]
+        return [self._get(extent) for (extent,) in parts]
 
-    def _get(self, extents: Sequence[Extent]) -> np.ndarray:
-        (extent,) = extents
-        if extent.gva in self.lost:
+    def read_into(self, extents: Sequence[Extent], destination: np.ndarray) -> None:
+        destination[:] = np.concatenate([np.empty(0, np.uint8), *map(self._get, extents)])
+
+    def _get(self, extent: Extent) -> np.ndarray:
+        offset = extent.gva % DISTANCE
+        base = extent.gva - offset
+        if base in self.lost:
             raise OwnerLostError("its owner is gone")
-        if extent.gva not in self.memory:
+        if base not in self.memory:
             raise AddressError("freed")
-        return self.memory[extent.gva]
+        self.read.append((base, extent.nbytes))
+        return self.memory[base][offset : offset + extent.nbytes]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a microbatch as they were read; stands in for a packed one."""
+
+    samples: tuple[SampleText, ...]
+    features: torch.Tensor | None = None
+
+    @property
+    def feature_index(self) -> range:
+        return range(sum(sample.num_rows for sample in self.samples))
+
+    def with_features(self, features: torch.Tensor) -> Batch:
+        return replace(self, features=features)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [] if self.features is None else [self.features]
+
+
+def pack(samples: list[SampleText]) -> Any:
+    return Batch(tuple(samples))
 
 
 class FakeCoordinator(CoordinatorLink):
@@ -119,8 +156,8 @@ class FakeCoordinator(CoordinatorLink):
         time.sleep(0.005)
         return PlanReply(None, is_past_end=False)
 
-    def locate(self, unit: int, slot: int | None, rank: int, read: tuple[int, ...], limit: int) -> LocateReply:
-        self.release(unit, read, rank)
+    def locate(self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...], limit: int) -> LocateReply:
+        self.release(unit, read, dp_rank)
         if unit >= self.ends_at:
             return LocateReply((), is_past_end=True)
         with self.changed:
@@ -133,8 +170,8 @@ class FakeCoordinator(CoordinatorLink):
         self.told += [(unit, found) for found in wanted]
         return LocateReply(tuple(self.location(unit, found) for found in wanted), is_past_end=False)
 
-    def release(self, unit: int, slots: tuple[int, ...], rank: int) -> None:
-        assert rank == RANK and not set(self.released) & {(unit, slot) for slot in slots}
+    def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+        assert dp_rank == REPLICA and not set(self.released) & {(unit, slot) for slot in slots}
         self.released += [(unit, slot) for slot in slots]
 
     def location(self, unit: int, slot: int) -> MicrobatchLocation:
@@ -147,42 +184,65 @@ class FakeCoordinator(CoordinatorLink):
         ]
         return MicrobatchLocation(unit, slot, 0, tuple(parts), tuple(self.rejected & set(positions)))
 
-    def describe_wait(self, unit: int, slot: int | None, rank: int) -> str:
+    def describe_wait(self, unit: int, slot: int | None, dp_rank: int) -> str:
         return f"unit {unit}, slot {slot} waits for the moon"
 
     def num_located(self) -> int:
         return sum(call[0] == "locate" for call in self.calls)
 
 
-@contextmanager
-def prefetcher(
+def reader_of(
     link: FakeCoordinator,
+    *,
+    pack: Callable[[list[SampleText]], Any] = pack,
+    staging: Any = None,
+    has_pool: bool = True,
+    **options: Any,
+) -> MicrobatchReader:
+    return MicrobatchReader(
+        dp_rank=REPLICA,
+        pool=link.pool if has_pool else None,  # type: ignore[arg-type]  # what it needs of one
+        pack=pack,
+        feature_dim=DIM,
+        feature_dtype=torch.float32,
+        spans=SpanLog("rank"),
+        staging=staging,
+        **options,
+    )
+
+
+def start(
+    link: FakeCoordinator,
+    reader: MicrobatchReader,
+    channel: ReplicaChannel | None = None,
     *,
     arrival: bool = False,
     depth: int = 2,
     limits: LimitsConfig | None = None,
-    build: Callable[[Any], Any] = tuple,
-    text_only: bool = False,
-    staging: Any = None,
-) -> Iterator[Prefetcher]:
-    """Return a prefetcher whose batches are the samples as they were read."""
-    started = Prefetcher(
+) -> Prefetcher:
+    return Prefetcher(
         name="rank",
-        rank=RANK,
-        dp_rank=0,
         link=link,
-        pool=link.pool,  # type: ignore[arg-type]  # what it needs of one
+        channel=channel or Alone(),
+        dp_rank=REPLICA,
+        reader=reader,
         limits=limits or LimitsConfig(),
-        build=build,
-        feature_dim=DIM,
-        feature_dtype=torch.float32,
         depth=depth,
         arrival=arrival,
         first_unit=0,
-        spans=SpanLog("rank"),
-        text_only=text_only,
-        staging=staging,
     )
+
+
+@contextmanager
+def prefetcher(
+    link: FakeCoordinator,
+    *,
+    pack: Callable[[list[SampleText]], Any] = pack,
+    staging: Any = None,
+    **options: Any,
+) -> Iterator[Prefetcher]:
+    """Return a prefetcher whose batches are the samples as they were read."""
+    started = start(link, reader_of(link, pack=pack, staging=staging), **options)
     try:
         yield started
     finally:
@@ -190,8 +250,32 @@ def prefetcher(
         assert not started._thread.is_alive(), "the thread did not end"
 
 
+@contextmanager
+def replica(link: FakeCoordinator, tp: int, pp: int = 1, **options: Any) -> Iterator[list[Prefetcher]]:
+    """Return the prefetchers of all ranks of a replica."""
+    meeting, stage = ThreadReplica(tp * pp, LIMIT_S), ThreadReplica(tp, LIMIT_S)
+    ranks = []
+    for rank in range(tp * pp):
+        gather = partial(stage.gather, rank)
+        reader = reader_of(link, has_pool=rank < tp, tp_rank=rank % tp, tp_size=tp, gather=gather)
+        ranks.append(start(link, reader, ThreadChannel(rank, meeting), **options))
+    try:
+        yield ranks
+    finally:
+        closing = [Background(rank.close) for rank in ranks]
+        for each in closing:
+            each.join()
+        assert not any(rank._thread.is_alive() for rank in ranks), "a thread did not end"
+
+
+def all_take(ranks: list[Prefetcher]) -> list[Fetched]:
+    """Let the training threads of all ranks take a microbatch."""
+    taking = [Background(rank.next_microbatch) for rank in ranks]
+    return [each.join() for each in taking]
+
+
 def positions_of(fetched: Any) -> list[int]:
-    return [sample.position for sample in fetched.batch]
+    return [sample.position for sample in fetched.batch.samples]
 
 
 def wait_for(happened: Callable[[], bool]) -> None:
@@ -210,20 +294,10 @@ def test_units_come_in_order_with_what_the_pool_holds() -> None:
                 fetched = fetching.next_microbatch()
                 first = unit * 6 + slot * 2
                 assert fetched.slot == slot and positions_of(fetched) == [first, first + 1]
-                with_image, text_only = fetched.batch  # type: ignore[misc]  # the samples, here
+                with_image, text_only = fetched.batch.samples  # type: ignore[attr-defined]  # as they were read
                 assert with_image.text.shape == (2, TEXT_NBYTES // 8) and (with_image.text == first).all()
-                assert torch.equal(with_image.features, torch.full((4, DIM), float(first)))
-                assert text_only.features is None
-
-
-def test_what_is_for_other_ranks_is_not_read() -> None:
-    link = FakeCoordinator(num_slots=1)
-    link.pool.memory.pop(link.parts[0][VISION][0].gva)
-    with prefetcher(link, text_only=True) as fetching:
-        fetching.next_plan()
-        with_image, text_only = fetching.next_microbatch().batch  # type: ignore[misc]  # the samples, here
-        assert (with_image.text == 0).all() and (text_only.text == 1).all()
-        assert with_image.features is None
+                assert (with_image.num_rows, text_only.num_rows) == (4, 0)
+                assert torch.equal(fetched.batch.features, torch.full((4, DIM), float(first)))
 
 
 class Staging:
@@ -243,7 +317,7 @@ class Staging:
 
     def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[torch.Tensor]:
         self.staged += [extent for part in parts for extent in part]
-        return [torch.from_numpy(data) for data in self.pool.get_batch(parts)]
+        return [torch.cat([torch.from_numpy(self.pool._get(extent)) for extent in part]) for part in parts]
 
     def mark(self) -> str:
         return f"after {len(self.staged)} parts"
@@ -256,17 +330,17 @@ def test_features_are_staged_aside_and_handed_to_the_training_thread() -> None:
     link = FakeCoordinator(num_slots=1)
     staging = Staging(link.pool)
 
-    def build(samples: list[Any]) -> Any:
+    def pack_aside(samples: list[SampleText]) -> Any:
         assert staging.is_aside, "copies run beside the training"
-        return SimpleNamespace(samples=samples, tensors=lambda: "the batch's tensors")
+        return pack(samples)
 
-    with prefetcher(link, build=build, staging=staging) as fetching:
+    with prefetcher(link, pack=pack_aside, staging=staging) as fetching:
         fetching.next_plan()
-        with_image, text_only = fetching.next_microbatch().batch.samples
-    assert torch.equal(with_image.features, torch.zeros(4, DIM)) and text_only.features is None
-    assert isinstance(with_image.text, np.ndarray)
+        batch = fetching.next_microbatch().batch
+    assert torch.equal(batch.features, torch.zeros(4, DIM))
     assert staging.staged == [*link.parts[0][VISION]], "text is packed on the host"
-    assert staging.handed_over == [("the batch's tensors", "after 1 parts", threading.get_ident())]
+    ((tensors, ready, thread),) = staging.handed_over
+    assert tensors[0] is batch.features and (ready, thread) == ("after 1 parts", threading.get_ident())
 
 
 def test_the_plans_order_waits_for_its_next_microbatch() -> None:
@@ -369,7 +443,7 @@ def test_a_microbatch_that_is_read_does_not_wait_for_those_located_with_it(monke
 def test_no_more_is_fetched_ahead_than_asked_for() -> None:
     link = FakeCoordinator(num_slots=8)
     built = []
-    with prefetcher(link, depth=2, build=lambda samples: built.append(samples) or tuple(samples)) as fetching:
+    with prefetcher(link, depth=2, pack=lambda samples: built.append(samples) or pack(samples)) as fetching:
         fetching.next_plan()
         wait_for(lambda: len(built) == 3)  # two wait in the queue, one in the thread's hands
         time.sleep(0.05)
@@ -403,7 +477,7 @@ def test_a_unit_is_released_before_its_last_microbatch_is_handed_over() -> None:
             assert {(unit, slot) for slot in range(4)} <= set(link.released)
         assert link.num_located() == 2, "all that are ready and have room come with one answer"
         assert [call for call in link.calls if call[0] == "release"] == [
-            ("release", unit, (0, 1, 2, 3), RANK) for unit in range(2)
+            ("release", unit, (0, 1, 2, 3), REPLICA) for unit in range(2)
         ]
 
 
@@ -479,3 +553,131 @@ def test_close_ends_the_thread_in_every_state(state: str) -> None:
         wait_for(lambda: len(link.calls) > 2 or state == "failed")
         fetching.close()
         fetching.close()
+
+
+# --- replicas of several ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("arrival", [False, True])
+def test_a_replica_reads_features_once_and_texts_once(tp: int, pp: int, arrival: bool) -> None:
+    link = FakeCoordinator(num_units=2)
+    with replica(link, tp, pp, depth=2, arrival=arrival) as ranks:
+        for unit in range(2):
+            assert all(rank.next_plan() == link.plans[unit] for rank in ranks)
+            for slot in range(3):
+                first = unit * 6 + slot * 2
+                for rank, fetched in enumerate(all_take(ranks)):
+                    assert (fetched.slot, positions_of(fetched)) == (slot, [first, first + 1])
+                    texts = [int(sample.text[0, 0]) for sample in fetched.batch.samples]  # type: ignore[attr-defined]
+                    assert texts == [first, first + 1]
+                    if rank < tp:
+                        assert torch.equal(fetched.batch.features, torch.full((4, DIM), float(first)))
+                    else:
+                        assert fetched.batch.features is None
+    read_nbytes = {gva: sum(nbytes for base, nbytes in link.pool.read if base == gva) for gva, _ in link.pool.read}
+    assert read_nbytes == {gva: array.nbytes for gva, array in link.pool.memory.items()}, "each byte once"
+    assert sorted(link.released) == [(unit, slot) for unit in range(2) for slot in range(3)]
+
+
+@given(st.lists(st.integers(1, 500), max_size=8), st.integers(1, 5))
+def test_shares_cover_the_bytes_once_in_order(sizes: list[int], count: int) -> None:
+    extents = [Extent(1000 * number, nbytes) for number, nbytes in enumerate(sizes)]
+    shares = [share_of(extents, index, count) for index in range(count)]
+    (share_nbytes,) = {length for _, length in shares}
+    joined = b"".join(
+        b"".join(_bytes_at(extent) for extent in mine).ljust(share_nbytes * 8, b".") for mine, _ in shares
+    )
+    assert joined.rstrip(b".") == b"".join(_bytes_at(extent) for extent in extents)
+    assert share_nbytes * count - sum(sizes) < count * 64 + 1
+
+
+def _bytes_at(extent: Extent) -> bytes:
+    """Eight characters for each byte, which name its address."""
+    return b"".join(b"%08d" % (extent.gva + offset) for offset in range(extent.nbytes))
+
+
+def test_what_one_rank_could_not_read_all_read_again() -> None:
+    link = FakeCoordinator(num_slots=2)
+    link.pool.lost.add(link.parts[0][VISION][0].gva)
+    with replica(link, tp=2, depth=4) as ranks:
+        wait_for(lambda: link.num_located() > 3)
+        assert link.released == [(0, 1)]
+        link.make(0)
+        for rank in ranks:
+            rank.next_plan()
+        for slot in range(2):
+            assert [fetched.slot for fetched in all_take(ranks)] == [slot, slot]
+
+
+@pytest.mark.parametrize("what", ["features", "text"])
+def test_an_error_of_any_rank_is_raised_on_all(what: str) -> None:
+    link = FakeCoordinator(num_slots=1)
+    link.pool.memory.pop(link.parts[0][VISION if what == "features" else TEXT_PART][0].gva)
+    with replica(link, tp=2, pp=2) as ranks:
+        for rank in ranks:
+            rank.next_plan()
+            with pytest.raises(AddressError, match="freed"):
+                rank.next_microbatch()
+
+
+def test_an_error_of_the_coordinator_is_raised_on_all() -> None:
+    link = FakeCoordinator()
+    link.error = ValueError("bad answer")
+    with replica(link, tp=2) as ranks:
+        for rank in ranks:
+            with pytest.raises(ValueError, match="bad answer"):
+                rank.next_plan()
+
+
+@pytest.mark.parametrize("state", ["waits for a plan", "waits for a part", "has no room", "owner lost"])
+def test_the_end_of_the_leader_ends_all_threads(state: str) -> None:
+    link = FakeCoordinator(num_units=0 if state == "waits for a plan" else 1)
+    link.ends_at = 9
+    if state == "waits for a part":
+        link.ready.clear()
+    elif state == "owner lost":
+        link.pool.lost.update(link.pool.memory)
+    with replica(link, tp=2, depth=1):
+        wait_for(lambda: len(link.calls) > 2)
+
+
+def test_only_the_leaders_queue_limits_what_is_read_ahead() -> None:
+    link = FakeCoordinator(num_slots=8)
+    with replica(link, tp=1, pp=2, depth=2) as ranks:
+        leader, other = ranks
+        leader.next_plan()
+        other.next_plan()
+        wait_for(lambda: len(link.released) == 3)
+        assert [leader.next_microbatch().slot for _ in range(8)] == list(range(8))
+        assert [other.next_microbatch().slot for _ in range(8)] == list(range(8))
+
+
+def test_a_rank_that_failed_leaves_at_the_next_message() -> None:
+    link = FakeCoordinator()
+    link.ready.clear()
+    meeting = ThreadReplica(2, LIMIT_S)
+    leader, other = (
+        start(link, reader_of(link, has_pool=rank == 0), ThreadChannel(rank, meeting)) for rank in range(2)
+    )
+    other.close(failed=True)
+    assert not other._thread.is_alive()
+    meeting.abort()  # its process ends
+    leader.close(failed=True)
+    assert not leader._thread.is_alive()
+
+
+def test_the_leader_says_what_its_replica_waits_for() -> None:
+    link = FakeCoordinator()
+    link.ready.clear()
+    limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.05)
+    with replica(link, tp=2, limits=limits) as ranks:
+        leader, other = ranks
+        waiting = Background(other.next_microbatch)
+        leader.next_plan()
+        with pytest.raises(StallError, match=r"rank waited .* unit 0, slot 0 waits for the moon"):
+            leader.next_microbatch()
+        assert waiting.is_running, "its limit is a later one"
+        link.make_ready(*[(0, slot) for slot in range(3)])
+        assert Background(leader.next_microbatch).join().slot == waiting.join().slot == 0
+    assert all(call[0] != "describe_wait" or call[1:] == (0, 0, REPLICA) for call in link.calls)

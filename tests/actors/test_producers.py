@@ -14,6 +14,8 @@ from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.actors.reading import MicrobatchReader
+from flowtrain.actors.replica_channel import Alone
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
@@ -27,7 +29,7 @@ from flowtrain.flow.units import units_left
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.training.batch import SampleArrays
+from flowtrain.training.batch import SampleArrays, SampleText
 from flowtrain.types.events import LedgerRow, Rejected, UnitDone
 from flowtrain.types.messages import RankReport
 from flowtrain.types.samples import Rejection
@@ -37,7 +39,6 @@ from tests.actors.scripted import new_run_id
 from tests.data.kept import KeepingShelf
 
 VISION = "vision"
-pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,27 +64,25 @@ class Rank:
         self.samples: dict[int, SampleArrays] = {}
         self.num_done = 0
         family = family_from_config(config)
-        self._prefetcher = Prefetcher(
-            name="backbone",
-            rank=0,
+        reader = MicrobatchReader(
             dp_rank=0,
-            link=link,
             pool=self._member.pool,
-            limits=config.limits,
-            build=self._build,  # type: ignore[arg-type]  # copies instead of packing
+            pack=_Samples,  # type: ignore[arg-type]  # keeps them instead of packing
             feature_dim=family.feature_dim(VISION),
             feature_dtype=torch.float32,
+            spans=SpanLog("backbone"),
+        )
+        self._prefetcher = Prefetcher(
+            name="backbone",
+            link=link,
+            channel=Alone(),
+            dp_rank=0,
+            reader=reader,
+            limits=config.limits,
             depth=2,
             arrival=config.data.order == "arrival",
             first_unit=0,
-            spans=SpanLog("backbone"),
         )
-
-    def _build(self, samples: Sequence[SampleArrays]) -> None:
-        for sample in samples:
-            features = None if sample.features is None else sample.features.clone()
-            assert sample.position not in self.samples, "no sample is trained on twice"
-            self.samples[sample.position] = SampleArrays(sample.position, sample.text.copy(), features)
 
     def run(self, stop_after: int | None = None) -> int:
         """Run to the end, and request a stop in one unit. Returns how many units ran."""
@@ -94,17 +93,42 @@ class Rank:
                     self._link.ask(CoordinatorApi.request_stop)
                 plan = self._prefetcher.next_plan()
                 for _ in plan.slots:
-                    self._prefetcher.next_microbatch()
+                    self._keep(self._prefetcher.next_microbatch().batch)  # type: ignore[arg-type]  # see ``pack``
                 report = RankReport(
                     unit, plan.unit.kind, plan.unit.step, 0, 1.0, 0.1, 0.1, 4, 40, 8, 0.0, 1.0, 0.0, 0.0
                 )
-                self._link.ask(CoordinatorApi.finish, report, ())
+                self._link.ask(CoordinatorApi.finish, (report,), ())
                 unit += 1
                 self.num_done += 1
         finally:
             self._prefetcher.close()
             self._member.pool.close()
         return unit
+
+    def _keep(self, batch: _Samples) -> None:
+        features = batch.features
+        for sample in batch.samples:
+            assert sample.position not in self.samples, "no sample is trained on twice"
+            mine, features = features[: sample.num_rows], features[sample.num_rows :]
+            self.samples[sample.position] = SampleArrays(
+                sample.position, sample.text, mine.clone() if sample.num_rows else None
+            )
+
+
+class _Samples:
+    """The samples of a microbatch; stands in for a packed one."""
+
+    def __init__(self, samples: list[SampleText]) -> None:
+        self.samples = samples
+        self.features = torch.empty(0)
+
+    @property
+    def feature_index(self) -> range:
+        return range(sum(sample.num_rows for sample in self.samples))
+
+    def with_features(self, features: torch.Tensor) -> _Samples:
+        self.features = features
+        return self
 
 
 def run_everybody(

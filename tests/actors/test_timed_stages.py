@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain.actors.prefetch import Fetched
+from flowtrain.actors.reading import Fetched
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.pipeline.executor import checked_schedule, execute
 from flowtrain.training.clock import MicrobatchClock

@@ -7,18 +7,24 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import flowtrain
 from flowtrain import api
 from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
-from flowtrain.controller.doctor import DoctorReport, NodeReport, judge
+from flowtrain.controller.doctor.checks import judge
+from flowtrain.controller.doctor.links import rounds
+from flowtrain.controller.doctor.report import Check, DoctorReport, NodeFacts, NodeReport
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.types.memory import HostMemory, Link
 
@@ -32,6 +38,7 @@ LINKS = (
     Link("one", "one", "shared_memory", 1e-6, 10e9),
     Link("one", "one", "nixl", fault="NIXL is not installed"),
 )
+FACTS = NodeFacts({"torch": "2.13.0", "nixl": None}, True, True, False, cache_free_nbytes=GIB)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,11 @@ def run_spec() -> RunSpec:
 
 def node(name: str, available: int = GIB, **changes: Any) -> NodeReport:
     memory = HostMemory(8 * GIB, available, None, None)
-    return replace(NodeReport(name, f"{name}-id", 4.0, 0.0, (), 4 * GIB, memory), **changes)
+    return replace(NodeReport(name, f"{name}-id", 4.0, 0.0, (), 4 * GIB, memory, FACTS), **changes)
+
+
+def check_of(report: DoctorReport, name: str) -> Check:
+    return next(check for check in report.checks if check.name == name)
 
 
 @pytest.fixture
@@ -68,10 +79,11 @@ def test_what_does_not_fit_is_said_with_numbers(run_spec: RunSpec, cluster: dict
     report = judge(run_spec, [node("one", available=POOL_NBYTES - 1)], LINKS)
     assert failed(report) == ["the cluster has the resources", "there is memory for it"]
     assert "CPU: 2 needed, 1 in the cluster" in report.checks[1].detail
-    assert f"segments of {POOL_NBYTES} bytes" in report.checks[2].detail
-    assert f"node one has {POOL_NBYTES - 1} bytes available" in report.checks[2].detail
-    assert "lower data.max_image_nbytes" in report.checks[2].detail
-    assert judge(run_spec, [node("one", available=POOL_NBYTES)], LINKS).checks[2].fits
+    memory = check_of(report, "there is memory for it").detail
+    assert f"segments of {POOL_NBYTES} bytes" in memory
+    assert f"node one has {POOL_NBYTES - 1} bytes available" in memory
+    assert "lower data.max_image_nbytes" in memory
+    assert check_of(judge(run_spec, [node("one", available=POOL_NBYTES)], LINKS), "there is memory for it").fits
 
 
 def test_a_pool_that_cannot_hold_a_step_does_not_fit_anywhere(cluster: dict[str, float]) -> None:
@@ -88,10 +100,108 @@ def test_memory_is_looked_for_on_one_node_unless_a_network_joins_them(
     alone = replace(run_spec, config=load_config(QUICKSTART, ["pool.network=none"]))
     assert failed(judge(alone, nodes, LINKS)) == ["there is memory for it"]
     monkeypatch.setattr("flowtrain.controller.cluster.check_resources", lambda *arguments: "PACK")
-    report = judge(run_spec, nodes, LINKS)
-    assert report.fits and f"2 nodes have {POOL_NBYTES} bytes" in report.checks[2].detail
+    report = judge(run_spec, nodes, BETWEEN)
+    assert report.fits and f"2 nodes have {POOL_NBYTES} bytes" in check_of(report, "there is memory for it").detail
     nodes = [node(f"n{i}", available=8 << 20) for i in range(5)]
-    assert failed(judge(run_spec, nodes, LINKS)) == ["there is memory for it"], "no node has room for a segment"
+    assert "there is memory for it" in failed(judge(run_spec, nodes, LINKS)), "no node has room for a segment"
+
+
+BETWEEN = (Link("one", "two", "nixl", 1e-5, 9e9), Link("two", "one", "nixl", 1e-5, 8e9))
+
+
+@pytest.fixture
+def two(cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[NodeReport]:
+    """Two nodes that a network joins, each with two of the four CPUs."""
+    monkeypatch.setattr("flowtrain.controller.cluster.check_resources", lambda *arguments: "PACK")
+    described = [{"Alive": True, "NodeID": name, "Resources": {"CPU": 2.0}} for name in ("one", "two")]
+    monkeypatch.setattr(ray, "nodes", lambda: described)
+    return [node("one"), node("two")]
+
+
+def test_two_nodes_that_have_all_fit(run_spec: RunSpec, two: list[NodeReport]) -> None:
+    report = judge(run_spec, two, BETWEEN)
+    assert failed(report) == []
+    assert check_of(report, "the network joins all nodes").detail == "2 directions; slowest: 8.00 GB/s from two to one"
+    assert check_of(report, "versions are equal").detail == "torch 2.13.0"
+    assert "on 1 of 2 nodes, at most 3 on one" in check_of(report, "actors fit the nodes").detail
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "said"),
+    [
+        ({"versions": {"torch": "2.12.0", "nixl": None}}, "versions are equal", "torch 2.13.0 on one, 2.12.0 on two"),
+        ({"versions": {"torch": "2.13.0", "nixl": "1.0"}}, "versions are equal", "nixl none on one, 1.0 on two"),
+        ({"sees_runs_dir": False}, "nodes share runs_dir", "not seen by two; set runs_dir to a file system"),
+        ({"can_write": False}, "nodes share runs_dir", "not writable on two"),
+        ({"clock_s": 0.5, "clock_error_s": 0.01}, "clocks agree", "two is ahead of one: 500.0 ms apart"),
+        ({"to_fetch_nbytes": 2 * GIB}, "models can be had", f"two: {2 * GIB} bytes to fetch, {GIB} free in HF_HOME"),
+        ({"no_hub": "backbone.path: not there"}, "models can be had", "two: backbone.path: not there; let the nodes"),
+    ],
+)
+def test_a_node_that_is_unlike_the_others_is_named(
+    run_spec: RunSpec, two: list[NodeReport], changes: dict[str, Any], name: str, said: str
+) -> None:
+    report = judge(run_spec, [two[0], replace(two[1], facts=replace(FACTS, **changes))], BETWEEN)
+    assert failed(report) == [name] and said in check_of(report, name).detail
+
+
+def test_a_clock_that_may_be_right_is_no_fault(run_spec: RunSpec, two: list[NodeReport]) -> None:
+    facts = replace(FACTS, clock_s=0.5, clock_error_s=0.45)
+    assert failed(judge(run_spec, [two[0], replace(two[1], facts=facts)], BETWEEN)) == []
+
+
+def test_every_pair_must_be_joined_both_ways(run_spec: RunSpec, two: list[NodeReport]) -> None:
+    broken = (BETWEEN[0], replace(BETWEEN[1], latency_s=None, bytes_per_s=None, fault="no route"))
+    for links, said in (
+        (broken, "1 of 2 directions do not work: from two to one: no route"),
+        ((), "2 of 2 directions"),
+    ):
+        report = judge(run_spec, two, links)
+        assert failed(report) == ["the network joins all nodes"]
+        assert said in check_of(report, "the network joins all nodes").detail
+        assert "UCX_NET_DEVICES" in check_of(report, "the network joins all nodes").detail
+
+
+def test_only_a_network_that_reads_memory_needs_locked_segments(run_spec: RunSpec, two: list[NodeReport]) -> None:
+    two[1] = replace(two[1], memory=HostMemory(8 * GIB, GIB, None, 64 << 10))
+    assert failed(judge(run_spec, two, BETWEEN)) == []
+    two[1] = replace(two[1], facts=replace(FACTS, has_rdma=True))
+    report = judge(run_spec, two, BETWEEN)
+    assert failed(report) == ["segments can be locked"]
+    assert "two 65536; raise memlock" in check_of(report, "segments can be locked").detail
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named(
+    run_spec: RunSpec, two: list[NodeReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = run_spec.config.checkpoint.keep + 1
+    one = 12 * run_spec.model_spec.num_trainable_parameters(run_spec.config.model.freeze)
+    for free, faults in ((count * one, []), (count * one - 1, ["checkpoints have room"])):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        report = judge(run_spec, two, BETWEEN)
+        assert failed(report) == faults
+        assert f"{count} checkpoints of about {one} bytes" in check_of(report, "checkpoints have room").detail
+
+
+def test_actors_that_fit_the_counts_but_no_node_are_named(
+    run_spec: RunSpec, two: list[NodeReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = [{"Alive": True, "NodeID": name, "Resources": {"CPU": 0.9}} for name in ("one", "two")]
+    monkeypatch.setattr(ray, "nodes", lambda: described)
+    report = judge(run_spec, two, BETWEEN)
+    assert failed(report) == ["actors fit the nodes"]
+    assert "no node has 1 CPU left after 0 of 3 groups" in check_of(report, "actors fit the nodes").detail
+
+
+@given(st.integers(1, 40))
+def test_every_pair_of_nodes_is_measured_once_in_few_rounds(count: int) -> None:
+    found = list(rounds(count))
+    pairs = [pair for each in found for pair in each]
+    assert sorted(pairs) == list(combinations(range(count), 2))
+    for each in found:
+        busy = [node for pair in each for node in pair]
+        assert len(set(busy)) == len(busy)
+    assert len(found) == count + count % 2 - 1
 
 
 def test_slow_links_and_too_little_lockable_memory_are_warned_of(run_spec: RunSpec, cluster: dict[str, float]) -> None:
@@ -106,7 +216,7 @@ def test_slow_links_and_too_little_lockable_memory_are_warned_of(run_spec: RunSp
 
 
 def run_doctor(monkeypatch: pytest.MonkeyPatch, report: DoctorReport, *arguments: str) -> Result:
-    monkeypatch.setattr(api, "doctor", lambda config, overrides: report)
+    monkeypatch.setattr(api, "doctor", lambda config, overrides, plan: report)
     return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["doctor", str(QUICKSTART), *arguments])
 
 
@@ -130,11 +240,12 @@ def test_json_has_everything(run_spec: RunSpec, cluster: dict[str, float], monke
     report = judge(run_spec, [node("one")], LINKS)
     shown = run_doctor(monkeypatch, report, "--json")
     record = json.loads(shown.stdout)
-    assert (shown.exit_code, record["fits"], record["schema"]) == (0, True, 1)
+    assert (shown.exit_code, record["fits"], record["schema"]) == (0, True, 2)
     assert record["nodes"][0]["memory"]["available_nbytes"] == GIB and record["nodes"][0]["tiers"] == ["dram"]
     assert [link["transport"] for link in record["links"]] == ["local", "shared_memory", "nixl"]
     assert record["links"][2]["fault"] == "NIXL is not installed"
-    assert len(record["checks"]) == 3 and record["pool_nbytes"] == POOL_NBYTES
+    assert {"name", "fits", "detail"} == set(record["checks"][0]) and len(record["checks"]) == len(report.checks)
+    assert record["nodes"][0]["facts"]["versions"]["torch"] == "2.13.0" and record["pool_nbytes"] == POOL_NBYTES
 
 
 def test_a_bad_configuration_is_refused_before_anything_starts() -> None:

@@ -14,8 +14,13 @@ from flowtrain.controller import export as export_module
 from flowtrain.controller.export import Exported, export_run
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.parallel_layers import local_shard
 from flowtrain.observability.run_dir import RunDir, held_run_dir, open_run_dir
+from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
+from flowtrain.training.mesh import init_backbone_group
+from flowtrain.training.trainer import Trainer
+from flowtrain.types.plan import Degrees
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TINY = [
@@ -31,19 +36,28 @@ def run(tmp_path: Path) -> RunDir:
     return open_run_dir(load_config(QUICKSTART, [f"runs_dir={tmp_path / 'runs'}", *TINY]), resume=False)
 
 
+def save(run: RunDir, step: int, shift: float) -> dict[str, torch.Tensor]:
+    """Commit a checkpoint whose trained weights are the first ones plus ``shift``; returns all weights."""
+    config = run.load_config()
+    group = init_backbone_group(0, Degrees(), torch.device("cpu"))
+    trainer = Trainer(config, family_from_config(config), group, num_steps=10)
+    with torch.no_grad():
+        for _, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.full_like(parameter, shift))
+    temporary = checkpoint_store.temporary_directory(run.checkpoints, step, "nonce")
+    trainer.save_checkpoint(temporary)
+    weights = {name: local_shard(parameter).clone() for name, parameter in trainer.model.named_parameters()}
+    group.close()
+    meta = CheckpointMeta(step=step, state={}, config_digest="", dp_size=1, num_threads=1, torch_version="")
+    checkpoint_store.commit(temporary, meta, keep=2)
+    return weights
+
+
 @pytest.fixture
-def trained(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+def trained(run: RunDir) -> dict[str, torch.Tensor]:
     """Weights that the run's last checkpoint holds."""
-    torch.set_num_threads(1)
-    state = {
-        name: tensor + 0.25
-        for name, tensor in family_from_config(run.load_config()).load_backbone().state_dict().items()
-    }
-    monkeypatch.setattr(export_module, "latest_complete", lambda checkpoints: checkpoints / "step-1")
-    monkeypatch.setattr(export_module, "load_backbone_state", lambda checkpoint: state)
-    meta = CheckpointMeta(step=3, state={}, config_digest="", dp_size=1, num_threads=1, torch_version="")
-    monkeypatch.setattr(export_module, "read_meta", lambda checkpoint: meta)
-    return state
+    return save(run, 3, 0.25)
 
 
 def test_an_export_loads_with_hugging_face_and_holds_the_trained_weights(
@@ -105,8 +119,8 @@ def test_a_failed_export_leaves_the_old_one(
 ) -> None:
     run.export.mkdir()
     (run.export / "config.json").write_text("old")
-    trained.clear()
-    with pytest.raises(Exception):  # noqa: B017 - whatever the family says of missing weights
+    monkeypatch.setattr(export_module, "stored_state", lambda checkpoint: {})
+    with pytest.raises(CheckpointError, match="are missing"):
         export_run(run.root)
     assert (run.export / "config.json").read_text() == "old"
     assert not list(run.root.glob(".export*"))
@@ -115,3 +129,48 @@ def test_a_failed_export_leaves_the_old_one(
 def test_a_run_without_a_checkpoint_says_so(run: RunDir) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoints: no complete checkpoint yet"):
         export_run(run.root)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_not_exported_but_the_one_before(
+    run: RunDir, trained: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, 4, 0.5)
+    flip(run.checkpoints / "step-00000004" / "__0_0.distcp")
+    assert export_run(run.root).step == 3
+    assert "step-00000004 is corrupt and is not used: __0_0.distcp has CRC-32" in caplog.text
+    assert (run.checkpoints / "step-00000004").exists(), "an export changes nothing in the run"
+
+
+def test_the_command_writes_bfloat16(run: RunDir, trained: dict[str, torch.Tensor]) -> None:
+    result = CliRunner().invoke(app, ["export", str(run.root), "--dtype", "bfloat16"])
+    assert result.exit_code == 0, result.output
+    model = LlavaForConditionalGeneration.from_pretrained(run.export)
+    assert model.dtype == torch.bfloat16
+    got = model.state_dict()["model.multi_modal_projector.linear_1.weight"]
+    assert torch.equal(got, trained["connector.linear_1.weight"].bfloat16())
+    assert CliRunner().invoke(app, ["export", str(run.root), "--dtype", "int8"]).exit_code == 2
+
+
+def test_frozen_weights_are_exported_from_their_origin_and_compared(tmp_path: Path) -> None:
+    overrides = [f"runs_dir={tmp_path / 'runs'}", *TINY, "model.freeze=[backbone]"]
+    run = open_run_dir(load_config(QUICKSTART, overrides), resume=False)
+    weights = save(run, 1, 0.25)
+    assert export_run(run.root, tmp_path / "a").step == 1
+    state = LlavaForConditionalGeneration.from_pretrained(tmp_path / "a").state_dict()
+    embedding = "embed_tokens.weight"
+    assert torch.equal(state[f"model.language_model.{embedding}"], weights[f"language_model.model.{embedding}"])
+    assert torch.equal(state["model.multi_modal_projector.linear_1.weight"], weights["connector.linear_1.weight"])
+    config = run.config.read_text()
+    run.config.write_text(config.replace("seed: 0", "seed: 1"))
+    assert run.config.read_text() != config
+    with pytest.raises(
+        CheckpointError, match=r"frozen backbone of digest .* \(from random weights of seed 0\), which now"
+    ):
+        export_run(run.root, tmp_path / "b")
+    assert not (tmp_path / "b").exists()

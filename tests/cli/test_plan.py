@@ -17,11 +17,13 @@ from flowtrain.allocator.plan import fixed_plan, read_plan
 from flowtrain.allocator.program.solvers import installed_solvers
 from flowtrain.cli.app import app
 from flowtrain.errors import ConfigError, FaultCode
+from flowtrain.flow.members import Members
 from tests.cli.test_cli import flowtrain_command
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = str(REPOSITORY / "configs" / "quickstart.yaml")
 MODELS = REPOSITORY / "configs" / "models"
+MODELS_6B = str(MODELS / "vlm_6b.yaml")
 PAPER = (str(MODELS / "vlm_72b.yaml"), "--devices", "256", "--device", "910b")
 
 
@@ -114,9 +116,12 @@ def test_a_run_is_planned_and_takes_the_plan_that_was_saved(tmp_path: Path) -> N
     for name, module in (("vision", chosen.encoders["vision"]), ("backbone", chosen.backbone)):
         assert vars_of(module.degrees) == degrees[name]
     assert degrees["backbone"]["dp"] > 1, "the same as the configuration's"
-    assert fixed_plan(api.resolve(QUICKSTART, plan=saved)) == chosen
-    # The overrides that are printed do the same.
-    assert fixed_plan(api.resolve(QUICKSTART, record["overrides"])) == chosen
+    assert chosen.network == "auto"
+    for resolved in (
+        api.resolve(QUICKSTART, plan=saved),
+        api.resolve(QUICKSTART, record["overrides"]),  # the overrides that are printed do the same
+    ):
+        assert replace(fixed_plan(resolved), network=resolved.pool.network) == chosen
     # Later overrides win.
     assert api.resolve(QUICKSTART, ["backbone.data_parallel_size=1"], plan=saved).backbone.data_parallel_size == 1
     result = CliRunner(env={"COLUMNS": "200"}).invoke(
@@ -256,8 +261,42 @@ def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:
     changed = ("backbone.data_parallel_size=4", "model.freeze=[connector]", "encoders.vision.segment_nbytes=65536")
     *_, line = plan(QUICKSTART, *changed, *given).stdout.splitlines()
     assert line == f"flowtrain train {QUICKSTART} 'model.freeze=[connector]' --plan {saved}", "one line, as it is typed"
-    *_, line = plan(PAPER[0], "--devices", "256", "--save", str(saved)).stdout.splitlines()
+    *_, line = plan(MODELS_6B, "--devices", "8", "--save", str(saved)).stdout.splitlines()
     assert line == f"flowtrain train CONFIG --plan {saved}"
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "num_nodes"), [(("--devices", "64"), 8, 8), (("--devices", "16", "--nodes", "1"), 16, 1)]
+)
+def test_a_plan_for_several_nodes_sets_what_joins_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], per_node: int, num_nodes: int
+) -> None:
+    saved = tmp_path / "plan.yaml"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    shown = plan(MODELS_6B, *devices, "--save", str(saved)).stdout
+    chosen, line = read_plan(saved), shown.splitlines()[-1]
+    joined = "UCX opens ports that ask for no token" in " ".join(shown.split())
+    assert (chosen.network, joined) == (("auto", True) if num_nodes > 1 else (None, False))
+    assert line.startswith("RAY_ADDRESS=auto flowtrain train") == (num_nodes > 1)
+    if num_nodes > 1:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        *_, line = plan(MODELS_6B, *devices, "--save", str(saved)).stdout.splitlines()
+        assert line.startswith("RAY_ADDRESS=10.0.0.1:6379 flowtrain train")
+        plan(MODELS_6B, *devices, "pool.network=nixl", "--save", str(saved))
+        assert read_plan(saved).network is None, "as configured"
+        assert api.resolve(QUICKSTART, ["pool.network=none"], plan=chosen).pool.network == "none", "an override wins"
+
+
+def test_the_address_space_has_room_for_a_node_of_eight_devices_and_all_its_restarts() -> None:
+    config = api.resolve(QUICKSTART)
+    members = Members(config.pool.max_processes, config.pool.processes_per_node)
+    lives = 1 + config.limits.max_encoder_restarts
+    for node in range(32):
+        for device in range(8):  # a rank, an encoder and a feeder on each
+            members.join(f"rank-{node}-{device}", f"node-{node}")
+            for _ in range(lives):
+                members.join(f"encoder-{node}-{device}", f"node-{node}")
+                members.join(f"feeder-{node}-{device}", f"node-{node}")
 
 
 def test_an_override_of_a_whole_section_does_not_undo_the_plan(tmp_path: Path) -> None:

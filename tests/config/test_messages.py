@@ -39,6 +39,9 @@ def refusal(path: Path, *overrides: str) -> str:
         ("pool.alignment=65", "pool.alignment = 65: must be a multiple of 64"),
         ("pool.alignment=0", "pool.alignment = 0: must be at least 64"),
         ("training.learning_rate=[1]", "training.learning_rate = [1]: must be a number"),
+        ("training.learning_rate=.inf", "training.learning_rate = inf: must be a finite number"),
+        ("training.betas=[0.9, .nan]", "training.betas.1 = nan: must be a finite number"),
+        ("limits.stall_timeout_s=.inf", "limits.stall_timeout_s = inf: must be a finite number"),
         ("training.betas=0.9", "training.betas = 0.9: must be a list"),
         ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be 'blocks', 'rows' or 'none'"),
         ("data.order=arival", "data.order = 'arival': must be 'deterministic' or 'arrival'; did you mean 'arrival'?"),
@@ -63,6 +66,11 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         (
             ["pool.hbm_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576", "pool.feeder_segment_nbytes=65536"],
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
+        ),
+        (
+            ["pool.max_processes=6", "backbone.data_parallel_size=4", "data.num_feeders=2"],
+            "pool.max_processes (6) is less than the 7 processes of the pool (backbone ranks, encoders, feeders); "
+            "raise it to at least pool.processes_per_node times the number of nodes",
         ),
         (
             ["data.sources=[{path: train.parquet, name: a}, {path: train.parquet, name: a}]"],

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import ray
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
-from flowtrain.controller.cluster import check_resources, connected, placed
+from flowtrain.controller.cluster import check_resources, connected, place, placed
 from flowtrain.errors import ResourceError
 from tests.training.ranks import make_config
 
@@ -48,6 +50,29 @@ def test_everything_that_lacks_is_said_at_once_with_both_counts(monkeypatch: pyt
     assert "GPU: 1 needed, 0 in the cluster" in message
     assert "5000000 bytes needed, 1000000 in the cluster" in message
     assert "data_parallel_size" in message
+
+
+def test_a_machine_alone_is_told_how_to_use_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_cluster(monkeypatch, {"CPU": 2.0, "memory": 1e6})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "RAY_ADDRESS is not set, so only this machine is used" in refusal([{"CPU": 9.0}])
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "RAY_ADDRESS" not in refusal([{"CPU": 9.0}])
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=12),
+    st.lists(st.integers(1, 8), max_size=30),
+)
+def test_placed_bundles_fit_their_nodes(nodes: list[int], bundles: list[int]) -> None:
+    has = {str(number): {"GPU": float(count)} for number, count in enumerate(nodes)}
+    asked = [{"GPU": float(count)} for count in bundles]
+    found, left = place(asked, has)
+    assert (left is None) == (sum(found.values()) == len(bundles))
+    assert sum(bundles) > sum(nodes) or left is None or max(bundles) > 1, "single devices always fit"
+    if left is not None and set(bundles) == {left["GPU"]}:
+        assert sum(found.values()) == sum(int(count // left["GPU"]) for count in nodes), "no room is wasted"
+    assert place(asked, has) == (found, left) and all(node["GPU"] == nodes[int(name)] for name, node in has.items())
 
 
 def test_segments_must_fit_one_node_unless_a_network_joins_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +133,8 @@ def test_a_network_joins_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nodes_without_nixl_are_named(monkeypatch: pytest.MonkeyPatch, silent: str | None) -> None:
     set_cluster(monkeypatch, *TWO_NODES)
     FakeProbe({"node-0": "nixl_cu12", "node-1": None if silent is None else "nixl_cu12"}, silent).install(monkeypatch)
-    reason = "missing on 1 of 2 nodes: node-1"
+    silence = r"1 of 2 nodes did not answer within .* whether they have NIXL .*: node-1"
+    reason = "missing on 1 of 2 nodes: node-1" if silent is None else silence
     with pytest.raises(ResourceError, match=f"no single node has 6 CPU, and all actors must share one: .*{reason}"):
         check_resources(APART, 0, "auto")
     assert check_resources([{"CPU": 2.0}, {"CPU": 1.0}], 0, "auto") == "STRICT_PACK"

@@ -16,6 +16,7 @@ from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
 from flowtrain.types.plan import GradientReduction
 from flowtrain.types.samples import SamplerState
+from tests.controller.audited import write_audit
 from tests.e2e.worlds import World, tiny_config
 
 STATE = {"sampler": SamplerState(24).to_dict()}
@@ -37,13 +38,14 @@ def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[ResumePoin
         directory.mkdir()
         (directory / "shard").write_bytes(b"weights")
         commit(directory, meta, keep=1)
+        write_audit(files, meta.step)
     run_spec = prepare(config)
     return find_resume_point(files, run_spec, ()), run_spec
 
 
 def test_without_a_checkpoint_a_run_starts_from_nothing(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     assert start_of(config, None)[0] == ResumePoint()
-    assert "has no complete checkpoint" in caplog.text
+    assert "has no usable checkpoint" in caplog.text
 
 
 def meta_of(**changes: object) -> CheckpointMeta:

@@ -15,6 +15,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import recorder as recorder_module
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
+from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import StepMetrics
@@ -27,6 +28,7 @@ from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 from flowtrain.types.sources import SourceIndex
+from tests.disk import full_from
 from tests.training.ranks import make_config
 
 BATCH, NUM_EVAL, EVAL_EVERY = 4, 3, 2
@@ -205,12 +207,20 @@ def test_a_line_without_its_evaluation_is_written_when_the_run_ends(world: World
 def test_a_checkpoint_finds_ledger_and_metrics_on_disk(world: World) -> None:
     recorder = world.record(done(train_unit(1)), done(train_unit(2)), done(eval_unit(2)), CheckpointWritten(2, "x"))
     assert not world.ledger_steps()
-    recorder.flush()
+    recorder.flush(2)
     assert world.steps() == world.ledger_steps() == [1, 2]
     rows = read_ledger(world.files.ledger).to_pylist()
     assert [row["position"] for row in rows] == list(range(2 * BATCH)), "evaluation samples are not in the ledger"
     assert rows[0]["source"] == "cats" and rows[0]["dp_rank"] is None and rows[0]["microbatch"] is None
     assert rows[1]["source"] == "dogs" and rows[1]["dp_rank"] == 0 and rows[1]["microbatch"] == 1
+
+
+def test_a_checkpoint_that_comes_late_leaves_a_later_line_to_its_evaluation(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)), CheckpointWritten(1, "x"))
+    recorder.flush(1)
+    assert world.steps() == [1]
+    recorder.take(done(eval_unit(2)))
+    assert [line["eval_loss"] for line in world.metrics()] == [None, 1.0]
 
 
 def test_sampler_states_are_kept_until_a_checkpoint_passes_them(world: World) -> None:
@@ -224,7 +234,7 @@ def test_rows_do_not_pile_up_between_checkpoints(world: World, monkeypatch: pyte
     monkeypatch.setattr(recorder_module, "MAX_BUFFERED_ROWS", 2 * BATCH)
     recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
     assert world.ledger_steps() == [1, 2]
-    recorder.flush()
+    recorder.flush(2)
     assert world.ledger_steps() == [1, 2, 3]
 
 
@@ -238,7 +248,7 @@ def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
         done(eval_unit(2)),
         done(train_unit(3)),
     )
-    first.flush()
+    first.flush(99)
     first.close()
     second = world.open(first_step=2)
     assert world.steps() == world.ledger_steps() == [1, 2]
@@ -246,7 +256,7 @@ def test_a_resume_cuts_everything_back_to_its_step(world: World) -> None:
     assert second.num_rejected == 1 and second.num_seen == 2 * BATCH
     for event in (rejected(3 * BATCH, num_rejected=2), done(train_unit(3)), done(train_unit(4)), done(eval_unit(4))):
         second.take(event)
-    second.flush()
+    second.flush(99)
     assert world.steps() == world.ledger_steps() == [1, 2, 3, 4]
     assert world.quarantined() == [1, EVAL_POSITION_BASE + 1, 3 * BATCH]
 
@@ -259,7 +269,7 @@ def test_by_arrival_a_resume_keeps_of_the_quarantine_what_ran(world: World) -> N
     """Step 1 took the positions 0, 2, 3 and 5, among which 2 and 5 were bad; 1 and 6 were found bad as well."""
     unit = replace(train_unit(1), chosen=(0, 2, 3, 5))
     first = world.record(*(rejected(position) for position in (5, 1, 2, 6)), done(unit))
-    first.flush()
+    first.flush(99)
     first.close()
     assert world.metrics()[0]["epoch"] == BATCH / 20
     consumed = ConsumedPositions()
@@ -298,3 +308,76 @@ def test_spans_go_into_the_trace(world: World) -> None:
 def test_without_evaluation_no_line_is_held(world: World) -> None:
     world.record(*(done(train_unit(step)) for step in (1, 2)), run_spec=make_prepared(eval_every=None))
     assert world.steps() == [1, 2]
+
+
+# --- a disk that is full ---------------------------------------------------------------------------------------------
+
+
+def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), run_spec=make_prepared(eval_every=None))
+    recorder.flush()
+    with full_from(100):
+        for event in (done(train_unit(2)), rejected(5), SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))):
+            recorder.take(event)
+        with pytest.raises(RunFileError, match=r"ledger.parquet cannot be written: File too large; \d+ bytes wait"):
+            recorder.flush()
+        recorder.take(done(train_unit(3)))
+        assert world.steps() == world.ledger_steps() == [1], "no line is torn"
+    assert [metrics.step for metrics in world.shown] == [1, 2, 3], "what shows the run goes on"
+    recorder.take(done(train_unit(4)))
+    recorder.flush()
+    assert world.steps() == world.ledger_steps() == [1, 2, 3, 4] and world.quarantined() == [5]
+    assert read_spans(world.files.trace) == [], "the trace is off"
+    recorder.close()
+
+
+def test_what_waits_for_the_disk_has_a_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.observability.metrics.MAX_WAITING_NBYTES", 1500)
+    recorder = world.open(run_spec=make_prepared(eval_every=None))
+    with full_from(0), pytest.raises(RunFileError, match=r"metrics.jsonl cannot be written.* bytes are free"):
+        for step in range(1, 5):
+            recorder.take(done(train_unit(step)))
+    with full_from(0):
+        recorder.close()
+
+
+def test_closing_says_what_is_lost_and_raises_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = world.open()
+    with full_from(0):
+        for event in (done(train_unit(1)), done(train_unit(2))):  # the second waits for its evaluation
+            recorder.take(event)
+        recorder.close()
+    assert "metrics.jsonl lacks its last lines" in caplog.text
+
+
+def test_a_sink_that_fails_is_left_out(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = world.open(run_spec=make_prepared(eval_every=None))
+
+    def fail(metrics: StepMetrics) -> None:
+        raise RuntimeError("Ray is gone")
+
+    recorder._sink = fail
+    for step in (1, 2):
+        recorder.take(done(train_unit(step)))
+    assert world.steps() == [1, 2] and caplog.text.count("Ray is gone") == 1
+
+
+def test_steps_that_were_skipped_are_counted_over_a_resume(world: World) -> None:
+    def skipped(step: int, **changes: Any) -> UnitDone:
+        event = done(train_unit(step))
+        return replace(event, reports=tuple(replace(report, **changes) for report in event.reports))
+
+    spec = make_prepared(eval_every=None)
+    first = world.record(
+        skipped(1, loss=float("nan")),
+        done(train_unit(2)),
+        skipped(3, grad_norm=float("inf"), rewound_to=2),
+        run_spec=spec,
+    )
+    first.flush()
+    first.close()
+    lines = world.metrics()
+    assert [(line["skipped"], line["skipped_steps"]) for line in lines] == [(True, 1), (False, 1), (True, 2)]
+    assert [line["rewound_to"] for line in lines] == [None, None, 2]
+    assert lines[0]["loss"] is None and lines[2]["grad_norm"] is None
+    assert world.open(2, run_spec=spec).num_skipped == 1

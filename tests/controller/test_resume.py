@@ -20,6 +20,7 @@ from flowtrain.errors import ConfigError
 from flowtrain.flow.units import unit_sequence
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training import checkpoint_store
+from tests.controller.audited import write_audit
 from tests.e2e.worlds import World, tiny_config
 
 NUM_ROWS, BATCH = 20, 8
@@ -49,6 +50,7 @@ def checkpointed(run_spec: RunSpec, root: Path, step: int, trained: int) -> RunD
     temporary.mkdir(parents=True)
     meta = checkpoint_store.CheckpointMeta(step, {"sampler": state}, "digest", 1, 1, "torch")
     checkpoint_store.commit(temporary, meta, keep=2)
+    write_audit(files, step)
     return files
 
 

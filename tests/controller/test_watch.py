@@ -191,10 +191,18 @@ def test_too_many_rejected_samples_fail_the_run(world: World) -> None:
     assert len(world.taken) == 1, "they are in quarantine.jsonl before the run fails"
 
 
-def test_a_producer_that_does_not_end_is_named(world: World) -> None:
+def test_a_producer_that_does_not_end_is_named_and_does_not_fail_the_run(world: World) -> None:
     backbone, _ = world.all_return()
-    with pytest.raises(StallError, match=r"encoder-0 did not end within limits.stop_timeout_s"):
-        world.until_end(backbone, world.finish("feeder-0"), *[lambda: time.sleep(0.01)] * 3)
+    world.workers.pending.append(WRITTEN)
+    ended = world.until_end(backbone, world.finish("feeder-0"), *[lambda: time.sleep(0.01)] * 3)
+    assert ended is False and world.taken == [WRITTEN], "the last checkpoint is taken all the same"
+    (note,) = world.notes
+    assert "encoder-0 did not end within limits.stop_timeout_s (0.01 s)" in note
+
+
+def test_a_stopped_run_whose_producer_does_not_end_was_stopped(world: World) -> None:
+    backbone, _ = world.all_return()
+    assert world.until_end(world.stop.set, backbone, *[lambda: time.sleep(0.01)] * 3) is True
 
 
 def test_an_error_of_a_producer_that_is_not_needed_any_more_harms_nobody(world: World) -> None:

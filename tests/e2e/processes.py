@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,9 +68,12 @@ class Driver:
     """``flowtrain train`` in a session of its own, in which its Ray and all actors live as well.
 
     cold: as users start it. Otherwise Ray's workers are forks of what has imported everything.
+    wrapper: a command that ends by executing the driver's.
     """
 
-    def __init__(self, config: RunConfig, log: Path, *arguments: str, cold: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, log: Path, *arguments: str, cold: bool = False, wrapper: Sequence[str] = ()
+    ) -> None:
         self.run: RunDir = run_dir(config)
         self.log = log
         config_file = log.with_suffix(".yaml")
@@ -79,12 +82,17 @@ class Driver:
         self._directory = tempfile.mkdtemp(prefix="ft-", dir="/tmp")  # a socket's path has little room
         prefork = [] if cold else ["-m", "tests.prefork", f"{self._directory}/prefork"]
         module = ["-m", "flowtrain.cli.app"] if cold else ["flowtrain.cli.app"]
-        command = [sys.executable, *prefork, *module, "train", str(config_file), *arguments]
+        command = [*wrapper, sys.executable, *prefork, *module, "train", str(config_file), *arguments]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         self.memory: set[str] = set()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
 
     @property
     def num_steps(self) -> int:
@@ -162,9 +170,11 @@ class Driver:
 
 
 @contextmanager
-def driver(config: RunConfig, log: Path, *arguments: str, cold: bool = False) -> Iterator[Driver]:
+def driver(
+    config: RunConfig, log: Path, *arguments: str, cold: bool = False, wrapper: Sequence[str] = ()
+) -> Iterator[Driver]:
     """A driver that does not outlive the block."""
-    started = Driver(config, log, *arguments, cold=cold)
+    started = Driver(config, log, *arguments, cold=cold, wrapper=wrapper)
     try:
         yield started
     finally:

@@ -13,7 +13,7 @@ import pytest
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.encoder import Encoder
-from flowtrain.actors.prefetch import Fetched
+from flowtrain.actors.reading import Fetched
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses

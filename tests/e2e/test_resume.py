@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -73,6 +74,16 @@ def interrupt(victim: Driver) -> None:
     assert last == f"step-{victim.num_steps:08d}", victim.report("no checkpoint of the last step")
 
 
+def flip_a_bit(victim: Driver) -> str:
+    """Change the last checkpoint as a bad disk does; returns its name."""
+    last = max(victim.run.checkpoints.glob("step-*"))
+    shard = last / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    return last.name
+
+
 def test_killed_and_stopped_runs_end_as_the_undisturbed_one(world: Path, undisturbed: RunDir) -> None:
     config = config_of(world, "disturbed")
     rng = random.Random(11)
@@ -88,9 +99,14 @@ def test_killed_and_stopped_runs_end_as_the_undisturbed_one(world: Path, undistu
                 interrupt(third)
                 second.check_nothing_is_left()
                 third.check_nothing_is_left()
+    corrupt = flip_a_bit(third)
     with driver(config, world / "resumed.log", "--resume") as last:
         assert last.wait() == 0, last.report("the resumed run failed")
         last.check_nothing_is_left()
+    said = " ".join((world / "resumed.log").read_text().split())
+    assert f"{corrupt} is corrupt and is not used: __1_0.distcp has CRC-32 " in said, last.report("a silent resume")
+    (aside,) = last.run.checkpoints.glob(f"corrupt-{corrupt}-*")
+    shutil.rmtree(aside)
     check_same_end(last.run, undisturbed)
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flowtrain.actors.backbone import BackboneRank
-from flowtrain.actors.prefetch import Fetched
+from flowtrain.actors.reading import Fetched
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.export import export_run
@@ -20,6 +20,7 @@ from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import WorkerLostError
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir
+from flowtrain.training.checkpoint_store import read_meta
 from flowtrain.types.plan import StepPlan
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
@@ -32,10 +33,17 @@ NUM_LAYERS, NUM_HEADS = 8, 12
 """Enough for four pipeline ranks of two chunks each, and heads for tensor groups."""
 
 Shape = tuple[int, int, int]
-CASES: list[tuple[Shape, int]] = [((3, 1, 1), 1), ((2, 2, 1), 1), ((2, 1, 2), 1), ((1, 4, 1), 2)]
-"""Shapes and chunks of a rank: every axis and pair of axes but (1, 2, 2), which runs interleaved by arrival below.
+HYBRID = ("backbone.sharding=hybrid", "backbone.hybrid_shard_size=2", "backbone.gradient_reduction=microbatch")
+CASES: list[tuple[Shape, int, tuple[str, ...]]] = [
+    ((4, 1, 1), 1, HYBRID),
+    ((2, 2, 1), 1, ()),
+    ((2, 1, 2), 1, ()),
+    ((1, 4, 1), 2, ()),
+]
+"""Shapes and chunks of a rank, and further settings.
 
-`tests/training/test_parallel.py` holds all shapes of up to four ranks, interleaved ones too, to a plain loop.
+Every axis and pair of axes but (1, 2, 2), which runs interleaved by arrival below. `tests/training/test_parallel.py`
+holds all shapes of up to four ranks, interleaved ones too, to a plain loop, and `test_combinations.py` the settings.
 """
 
 
@@ -113,11 +121,17 @@ def alone(directory: Path, ray_cluster: None) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize(("shape", "chunks"), CASES, ids=lambda value: str(value).strip("()").replace(", ", "x"))
-def test_a_shape_trains_as_one_rank_does(directory: Path, alone: RunConfig, shape: Shape, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "chunks", "overrides"), CASES, ids=lambda value: str(value).strip("()").replace(", ", "x")
+)
+def test_a_shape_trains_as_one_rank_does(
+    directory: Path, alone: RunConfig, shape: Shape, chunks: int, overrides: tuple[str, ...]
+) -> None:
     config = config_of(directory, f"shape-{'-'.join(map(str, shape))}-{chunks}", shape, chunks)
-    run_training(config)
+    checkpoint = run_training(override_config(config, overrides)).checkpoint
     check_same(config, metrics_of(alone))
+    assert checkpoint is not None
+    assert read_meta(checkpoint).gradient_reduction == ("microbatch" if overrides else "step"), "as decided"
 
 
 class DyingRank(BackboneRank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -13,10 +14,12 @@ import pytest
 from shared.hosts import NoHosts
 from shared.node_pair import NODE_CPUS, NodePair, node_pair
 
+from flowtrain.allocator.plan import read_plan
 from flowtrain.config.load import dump_resolved
 from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import dump_yaml
 from flowtrain.observability.run_dir import RunDir, run_dir
-from tests.e2e.clusters import json_lines, wait_until
+from tests.e2e.clusters import BIN, json_lines, wait_until
 from tests.e2e.disturbed import exact_metrics, run_undisturbed
 from tests.e2e.processes import RUN_LIMIT_S
 from tests.e2e.worlds import World, tiny_config
@@ -91,6 +94,45 @@ def test_an_encoder_killed_on_the_other_node_costs_no_sample(pair: NodePair, tmp
     assert len(killed) == 1
     assert feeders == [1, 1], "encoders and ranks read what the feeder of the other node has put"
     assert exact_metrics(run) == exact_metrics(together)
+
+
+def test_a_plan_for_two_nodes_starts_by_the_printed_command(pair: NodePair, tmp_path: Path) -> None:
+    """Two nodes of two devices each; on a CPU a device is a core."""
+    world = World(seed=6)
+    world.add_mixed(32)
+    source = world.write(tmp_path / "planned.parquet")
+    # As a user has it: nothing in it is about nodes.
+    config = tiny_config(
+        tmp_path, source, "planned", "backbone.num_cpus=1", "encoders.vision.num_cpus=1", training={"max_steps": 3}
+    )
+    file, profile, saved = tmp_path / "planned.yaml", tmp_path / "profile.json", tmp_path / "plan.yaml"
+    file.write_text(dump_yaml(config.model_dump(mode="json", exclude_unset=True)))
+    for name, command in (
+        ("profile", ["profile", str(file), "--save", str(profile), "--devices", "1"]),
+        (
+            "plan",
+            ["plan", str(file), "--profile", str(profile), "--devices", "4", "--nodes", "2", "--save", str(saved)],
+        ),
+    ):
+        code, said = pair.run([str(BIN / "flowtrain"), *command], name, RUN_LIMIT_S)
+        assert code == 0, said
+    plan, printed = read_plan(saved), said.rstrip().splitlines()[-1]
+    assert plan.network == "auto" and plan.backbone.num_actors + plan.encoders["vision"].num_actors > NODE_CPUS
+    doctor = [str(BIN / "flowtrain"), "doctor", str(file), "--plan", str(saved), "--json"]
+    code, said = pair.run(doctor, "doctor", RUN_LIMIT_S)
+    assert code == 0, said
+    whole = (pair.directory / "doctor.log").read_text()
+    report = json.loads(whole[whole.index('{"schema"') :])
+    found = {check["name"]: check["detail"] for check in report["checks"]}
+    assert report["fits"] and found["the network joins all nodes"].startswith("2 directions; slowest: ")
+    assert "on 2 of 2 nodes" in found["actors fit the nodes"]
+    assert "seen and writable on 2 nodes" in found["nodes share runs_dir"]
+    code, said = pair.run(["sh", "-c", f'PATH="{BIN}:$PATH"; {printed}'], "planned", RUN_LIMIT_S)
+    assert code == 0, said
+    assert "the pool joins these by NIXL" in " ".join(said.split())
+    run = run_dir(config)
+    assert [record["step"] for record in json_lines(run.metrics)] == [1, 2, 3]
+    assert read_plan(run.plan).backbone == plan.backbone
 
 
 def title_of(pid: int) -> str:

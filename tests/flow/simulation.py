@@ -122,7 +122,6 @@ def build_flow(
     arrival: bool = False,
     lookahead: int = 1,
     dp_size: int = 2,
-    replica_size: int = 1,
     num_feeders: int = 1,
     trace_steps: int = 0,
     clock: Callable[[], float] = lambda: 0.0,
@@ -151,15 +150,14 @@ def build_flow(
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.ones((3, len(sizes)))),
         sampler_state=state,
         dp_size=dp_size,
-        replica_size=replica_size,
         num_feeders=num_feeders,
         last_traced_step=start_step + trace_steps,
     )
 
 
-def located(flow: Flow, unit: int, slot: int | None, rank: int) -> MicrobatchLocation | None:
+def located(flow: Flow, unit: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
     """Return where one microbatch lies, or None while it must wait."""
-    return next(iter(flow.microbatches.locate(unit, slot, rank)), None)
+    return next(iter(flow.microbatches.locate(unit, slot, dp_rank)), None)
 
 
 def report_of(unit: Unit, dp_rank: int) -> RankReport:
@@ -341,29 +339,45 @@ def is_read(images: ImageBytes, position: int, feeders: Mapping[int, Owner]) -> 
 
 
 @dataclass
-class SimulatedRank:
-    """Runs units as a backbone rank does, one small move at a time."""
+class SimulatedReplica:
+    """Runs units as a replica does, one small move at a time: its reader goes ahead, its training follows.
+
+    ahead: units that its reader may be ahead of its training.
+    limit: microbatches that it locates at once.
+    """
 
     flow: Flow
-    rank: int
+    dp_rank: int
     arrival: bool
     unit: int
-    replica_size: int = 1
+    ahead: int = 0
+    limit: int = 1
     running: bool = False
     stopped: bool = False
-    located: MicrobatchLocation | None = None
-    released: set[int] = field(default_factory=set)
+    located: deque[MicrobatchLocation] = field(default_factory=deque)
+    lost: deque[int] = field(default_factory=deque)
+    read: dict[int, set[int]] = field(default_factory=dict)
     answers: dict[int, bool] = field(default_factory=dict)
-    ran: list[MicrobatchLocation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reading = self.unit
 
     @property
-    def dp_rank(self) -> int:
-        return self.rank // self.replica_size
+    def num_read(self) -> int:
+        """Microbatches of the unit that it reads which it has read."""
+        return len(self.read.get(self.reading, ()))
 
-    def move(self, check: Callable[[MicrobatchLocation], None] = lambda location: None) -> bool:
-        """Do the next step if possible; returns whether it was."""
+    def move(self, check: Callable[[MicrobatchLocation], bool] = lambda location: True) -> bool:
+        """Let the reader and the training do their next step if they can; returns whether one did.
+
+        check: whether a microbatch is still where it was located.
+        """
         if self.stopped:
             return False
+        has_read = self._read(check)
+        return self._train() or has_read
+
+    def _train(self) -> bool:
         if not self.running:
             self.running = self.answers[self.unit] = self.flow.steps.begin(self.unit)
             self.stopped = not self.running
@@ -372,22 +386,36 @@ class SimulatedRank:
         if plan is None:
             assert not self.flow.steps.is_past_end(self.unit), "a unit that was begun is planned in the end"
             return False
-        if self.located is not None:
-            check(self.located)
-            self.flow.microbatches.release(self.unit, (self.located.slot,), self.rank)
-            self.ran.append(self.located)
-            self.released.add(self.located.slot)
-            self.located = None
-        elif len(self.released) < len(plan.slots):
-            slot = None if self.arrival else len(self.released)
-            self.located = located(self.flow, self.unit, slot, self.rank)
-            if self.located is None:
-                return False
-            assert self.located.slot not in self.released
-            check(self.located)
-        else:
-            self.flow.finish(report_of(plan.unit, self.dp_rank), ())
-            self.released.clear()
-            self.running = False
-            self.unit += 1
+        if len(self.read.get(self.unit, ())) < plan.num_slots:
+            return False
+        self.flow.finish((report_of(plan.unit, self.dp_rank),), ())
+        del self.read[self.unit]
+        self.running = False
+        self.unit += 1
         return True
+
+    def _read(self, check: Callable[[MicrobatchLocation], bool]) -> bool:
+        if self.located:
+            location = self.located.popleft()
+            if not check(location):
+                self.lost.append(location.slot)
+                return True
+            self.flow.microbatches.release(location.unit, (location.slot,), self.dp_rank)
+            read = self.read.setdefault(location.unit, set())
+            assert location.slot not in read
+            read.add(location.slot)
+            plan = self.flow.plan_of(location.unit)
+            assert plan is not None
+            self.reading += len(read) == plan.num_slots
+            return True
+        if self.reading >= self.unit + self.ahead + self.running:
+            return False
+        plan = self.flow.plan_of(self.reading)
+        if plan is None:
+            return False
+        slot = self.lost[0] if self.lost else None if self.arrival else self.num_read
+        found = self.flow.microbatches.locate(self.reading, slot, self.dp_rank, 1 if self.lost else self.limit)
+        if self.lost and found:
+            self.lost.popleft()
+        self.located.extend(found)
+        return bool(found)

@@ -17,7 +17,7 @@ from tests.flow.simulation import (
     VISION,
     SimulatedEncoder,
     SimulatedFeeder,
-    SimulatedRank,
+    SimulatedReplica,
     build_flow,
     is_found_bad_early,
     is_found_bad_late,
@@ -29,7 +29,7 @@ FOREVER_S, HANG_S = 1000.0, 20.0
 
 
 class World:
-    """A feeder, two encoders, each with room for a worst-case step, and two ranks."""
+    """A feeder, two encoders, each with room for a worst-case step, and two replicas."""
 
     def __init__(self, arrival: bool) -> None:
         self.flow: Flow = build_flow(num_steps=NUM_STEPS, lookahead=LOOKAHEAD, arrival=arrival, dp_size=DP_SIZE)
@@ -37,7 +37,7 @@ class World:
         self.encoders = [
             SimulatedEncoder(self.flow.join(f"encoder-{i}", "node").process_index, 2 * ENCODER_NBYTES) for i in range(2)
         ]
-        self.ranks = [SimulatedRank(self.flow, rank, arrival, 0) for rank in range(DP_SIZE)]
+        self.replicas = [SimulatedReplica(self.flow, dp_rank, arrival, 0) for dp_rank in range(DP_SIZE)]
         self.rows: list[int] = []
         self.num_evicted = 0
 
@@ -67,20 +67,21 @@ class World:
             self.feed()
             for encoder in encoders:
                 self.encode(encoder)
-            for rank in self.ranks:
-                if rank.running or rank.unit <= min(other.unit for other in self.ranks):
-                    rank.move(self.check)
+            for replica in self.replicas:
+                if replica.running or replica.unit <= min(other.unit for other in self.replicas):
+                    replica.move(self.check)
             self.rows += [row.position for e in self.flow.log.take() if isinstance(e, UnitDone) for row in e.ledger]
-            if all(rank.stopped for rank in self.ranks):
+            if all(replica.stopped for replica in self.replicas):
                 return True
         return False
 
-    def check(self, location: MicrobatchLocation) -> None:
+    def check(self, location: MicrobatchLocation) -> bool:
         owners = {owner.index: owner for owner in (self.feeder, *self.encoders)}
         for part in location.parts:
             assert not is_found_bad_early(part.position) and not is_found_bad_late(part.position)
             for extent in part.extents:
                 assert owners[SPACE.translate(extent.gva).process_index].has(extent)
+        return True
 
 
 def lose_the_first_batches(world: World) -> SimulatedEncoder:
@@ -114,7 +115,7 @@ def test_without_eviction_it_would_be_stuck(monkeypatch: pytest.MonkeyPatch) -> 
     survivor = lose_the_first_batches(world)
     assert not world.run([survivor])
     assert world.rows == []
-    waits = [world.flow.describe_wait(0, len(rank.released), rank.dp_rank) for rank in world.ranks]
+    waits = [world.flow.describe_wait(0, replica.num_read, replica.dp_rank) for replica in world.replicas]
     assert any("no encoder has room" in wait for wait in waits)
 
 

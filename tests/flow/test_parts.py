@@ -350,7 +350,7 @@ def test_release_and_consume_refuse_what_is_not_due(setup: Setup) -> None:
 
 def test_a_wait_is_explained(setup: Setup) -> None:
     d = setup.tables
-    assert d.microbatches.describe_wait(0, 0, 0) == "unit 0, slot 0, rank 0 is not planned"
+    assert d.microbatches.describe_wait(0, 0, 0) == "unit 0, slot 0, replica 0 is not planned"
     setup.feed_and_plan(sized(0, 100), sized(1, 100), sized(2, 100), per_microbatch=3)
     lease, second = setup.lease(), setup.lease()
     setup.now += 12.5

@@ -1,4 +1,4 @@
-"""What the ranks of a replica share: the order of their microbatches, the rejected samples, and one report."""
+"""What a replica reads: its order by arrival, what it may release, what it leaves out, and its one report."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from flowtrain.errors import DataError, PoolError
+from flowtrain.errors import PoolError
 from flowtrain.flow.flow import Flow
-from flowtrain.flow.report import of_replicas
-from flowtrain.types.events import CheckpointWritten, UnitDone
+from flowtrain.flow.report import of_replica
+from flowtrain.types.events import UnitDone
 from flowtrain.types.messages import EncoderReport
 from flowtrain.types.plan import StepPlan, Unit, UnitKind
 from tests.flow.simulation import (
@@ -23,14 +23,12 @@ from tests.flow.simulation import (
     sample_of,
 )
 
-NUM_MEMBERS = 2
-
 
 class World:
-    """A flow with one replica of two ranks, a feeder, and an encoder that the test drives."""
+    """A flow with one replica, a feeder, and an encoder that the test drives."""
 
-    def __init__(self, **options: object) -> None:
-        self.flow: Flow = build_flow(**{"dp_size": 1, "replica_size": NUM_MEMBERS, "lookahead": 2, **options})  # type: ignore[arg-type]
+    def __init__(self, dp_size: int = 1) -> None:
+        self.flow: Flow = build_flow(dp_size=dp_size, lookahead=2)
         self.feeder = SimulatedFeeder(self.flow.join("feeder-0", "node", 0).process_index)
         self.encoder = SimulatedEncoder(self.flow.join("encoder-0", "node").process_index, 1 << 16)
 
@@ -51,110 +49,78 @@ class World:
         assert plan is not None and plan.num_slots > 1
         return plan
 
-    def slot(self, unit: int, slot: int | None, rank: int) -> int | None:
-        location = located(self.flow, unit, slot, rank)
+    def slot(self, unit: int, slot: int | None, dp_rank: int) -> int | None:
+        location = located(self.flow, unit, slot, dp_rank)
         return location.slot if location is not None else None
 
-    def read_all(self, unit: int, rank: int) -> None:
+    def read_all(self, unit: int, dp_rank: int) -> None:
         for slot in range(self.plan(unit).num_slots):
-            assert self.slot(unit, slot, rank) == slot
-            self.flow.microbatches.release(unit, (slot,), rank)
+            assert self.slot(unit, slot, dp_rank) == slot
+            self.flow.microbatches.release(unit, (slot,), dp_rank)
 
 
-def test_bytes_stay_until_every_rank_of_the_replica_has_read_them() -> None:
+def test_bytes_stay_until_their_replica_has_read_them() -> None:
     world = World()
     world.feed()
     world.encode()
     world.flow.room_order(world.feeder.index)  # the text of what was rejected
-    for rank in (1, 0):
-        assert world.flow.room_order(world.feeder.index) is None
-        assert world.slot(0, 0, rank) == 0
-        assert not world.flow.microbatches.release(0, (0,), rank), "there are other microbatches"
+    assert world.slot(0, 0, 0) == 0
+    assert world.flow.room_order(world.feeder.index) is None
+    world.flow.microbatches.release(0, (0,), 0)
     order = world.flow.room_order(world.feeder.index)
     assert order is not None and order.released
 
 
-def test_the_last_rank_to_read_the_last_microbatch_is_known() -> None:
-    world = World()
-    world.feed()
-    world.encode()
-    world.read_all(0, 0)
-    slots = world.plan().num_slots
-    for slot in range(slots):
-        located(world.flow, 0, slot, 1)
-        assert world.flow.microbatches.release(0, (slot,), 1) == (slot == slots - 1)
-
-
-def test_a_microbatch_is_read_once_by_those_who_know_where_it_lies() -> None:
-    world = World()
+def test_a_microbatch_is_released_once_by_the_replica_that_knows_where_it_lies() -> None:
+    world = World(dp_size=2)
     world.feed()
     world.encode()
     located(world.flow, 0, 0, 0)
-    with pytest.raises(PoolError, match="slot 0 cannot be released by rank 1"):
+    with pytest.raises(PoolError, match="slot 0 cannot be released by replica 1: the replica does not know where"):
         world.flow.microbatches.release(0, (0,), 1)
     world.flow.microbatches.release(0, (0,), 0)
-    with pytest.raises(PoolError, match="slot 0 cannot be released by rank 0"):
+    with pytest.raises(PoolError, match="slot 0 cannot be released by replica 0: the replica has read it before"):
         world.flow.microbatches.release(0, (0,), 0)
 
 
-def test_in_arrival_order_the_first_to_come_decides_for_its_replica() -> None:
+def test_by_arrival_a_replica_takes_what_is_ready_each_once() -> None:
     world = World()
     world.feed()
-    ready_alone = [
-        slot for slot in range(world.plan().num_slots) if slot in world.flow.microbatches._units[0].ready_slots[0]
-    ]
+    ready_alone = world.flow.microbatches._units[0].ready_slots[0].copy()
     world.encode(1)
-    first = world.slot(0, None, 1)
-    assert first is not None and first not in ready_alone[1:]
+    first = world.slot(0, None, 0)
+    assert first is not None and first <= min(ready_alone, default=first)
     world.encode()
-    second = world.slot(0, None, 1)
+    second = world.slot(0, None, 0)
     assert second is not None and second != first
-    assert [world.slot(0, None, 0) for _ in range(2)] == [first, second], "though others are ready by now"
-    assert world.slot(0, second, 0) == second, "asking again for what it has takes nothing new"
-    third = world.slot(0, None, 0)
-    assert third not in (first, second)
-    assert world.slot(0, None, 1) == third
-    for rank in range(NUM_MEMBERS):
-        assert world.slot(0, None, rank) is None or world.plan().num_slots > 3
+    assert world.slot(0, first, 0) == first, "asking again for what it has takes nothing new"
+    rest = [world.slot(0, None, 0) for _ in range(world.plan().num_slots - 2)]
+    assert {first, second, *rest} == set(range(world.plan().num_slots))
+    assert world.slot(0, None, 0) is None
 
 
 def test_each_replica_has_an_order_of_its_own() -> None:
     world = World(dp_size=2)
     world.feed()
     world.encode()
-    taken = {rank: [world.slot(0, None, rank) for _ in range(world.plan().num_slots)] for rank in (0, 2, 1, 3)}
-    assert taken[0] == taken[1] and taken[2] == taken[3]
-    assert located(world.flow, 0, 0, 0).dp_rank == 0  # type: ignore[union-attr]  # it is there
-    assert located(world.flow, 0, 0, 3).dp_rank == 1  # type: ignore[union-attr]
+    slots = list(range(world.plan().num_slots))
+    assert [world.slot(0, None, 0) for _ in slots] == slots
+    assert [world.slot(0, None, 1) for _ in slots] == slots
+    assert located(world.flow, 0, 0, 1).dp_rank == 1  # type: ignore[union-attr]  # it is there
 
 
 @pytest.mark.parametrize("arrival", [False, True])
-def test_no_rank_reads_ahead_of_a_unit_that_others_still_read(arrival: bool) -> None:
+def test_a_replica_reads_ahead_of_a_unit_that_another_still_reads(arrival: bool) -> None:
+    world = World(dp_size=2)
+    for _ in range(2):
+        world.feed()
+        world.encode()
+    world.read_all(0, 0)
+    assert located(world.flow, 1, None if arrival else 0, 0) is not None
+
+
+def test_a_microbatch_that_was_lost_comes_again_without_the_samples_that_are_bad_now() -> None:
     world = World()
-    for _ in range(2):
-        world.feed()
-        world.encode()
-    world.read_all(0, 0)
-    slot = None if arrival else 0
-    assert located(world.flow, 1, slot, 0) is None
-    said = world.flow.describe_wait(1, slot, 0)
-    num_left = world.plan().num_slots
-    assert said == f"unit 1 waits until all ranks have read unit 0: {num_left} microbatches are left"
-    world.read_all(0, 1)
-    assert located(world.flow, 1, slot, 0) is not None
-
-
-def test_one_rank_alone_reads_ahead() -> None:
-    world = World(replica_size=1, dp_size=2)
-    for _ in range(2):
-        world.feed()
-        world.encode()
-    world.read_all(0, 0)
-    assert located(world.flow, 1, 0, 0) is not None
-
-
-def lose_and_reject(world: World, rank: int) -> int:
-    """A rank locates a microbatch. Then its images are lost, and one is bad when they are produced again."""
     world.feed()
     world.encode()
     slot, position = next(
@@ -163,67 +129,44 @@ def lose_and_reject(world: World, rank: int) -> int:
         for sample in row[0].samples
         if sample_of(sample.position).num_vision_tokens
     )
-    assert world.slot(0, slot, rank) == slot
+    assert world.slot(0, slot, 0) == slot
     world.flow.process_lost("encoder-0")
     world.encoder = SimulatedEncoder(world.flow.join("encoder-0", "node").process_index, 1 << 16)
     world.flow.hand_in(world.encoder.index, EncoderReport(rejections=(rejection_of(position),)))
     world.encode()
-    return slot
-
-
-def test_a_rank_whose_microbatch_was_lost_before_others_located_it_leaves_out_bad_samples() -> None:
-    world = World()
-    slot = lose_and_reject(world, rank=0)
     again = located(world.flow, 0, slot, 0)
-    assert again is not None and len(again.rejected) == 1
-    other = located(world.flow, 0, slot, 1)
-    assert other is not None and other.rejected == again.rejected
+    assert again is not None and position in again.rejected
 
 
-def test_no_rank_leaves_out_what_another_may_have_trained_on() -> None:
-    world = World()
-    slot = lose_and_reject(world, rank=0)
-    with pytest.raises(DataError, match=r"positions \[\d+\] were found bad .* other ranks of the replica"):
-        located(world.flow, 0, slot, 1)
-
-
-def test_each_rank_gets_what_its_next_microbatch_waits_for() -> None:
+def test_a_replica_gets_what_its_next_microbatch_waits_for() -> None:
     world = World()
     world.feed()
-    assert "unit 0 is planned" not in world.flow.describe_wait(0, None, 0)
-    assert "slot 0, rank 0" in world.flow.describe_wait(0, None, 1)
+    assert "slot 0, replica 0" in world.flow.describe_wait(0, None, 0)
     world.encode()
     for _ in range(2):
         located(world.flow, 0, None, 0)
-    assert "slot 1, rank 0" in world.flow.describe_wait(0, 1, 1)
+    assert "slot 2, replica 0" in world.flow.describe_wait(0, None, 0)
+    assert "slot 1, replica 0" in world.flow.describe_wait(0, 1, 0)
 
 
-def test_a_unit_ends_when_every_rank_of_every_replica_is_done_with_it() -> None:
+def test_a_unit_ends_when_every_replica_is_done_with_it() -> None:
     world = World(dp_size=2)
     world.feed()
     world.encode()
-    for rank in range(4):
-        world.read_all(0, rank)
+    for dp_rank in range(2):
+        world.read_all(0, dp_rank)
     world.flow.log.take()
     unit = world.plan().unit
-    finished = [world.flow.finish(report_of(unit, rank // NUM_MEMBERS), ()) for rank in (3, 0, 2, 1)]
-    assert finished == [False, False, False, True]
+    assert not world.flow.finish((report_of(unit, 1), report_of(unit, 1)), ()), "of two ranks"
+    assert world.flow.finish((report_of(unit, 0),), ())
     (done,) = (event for event in world.flow.log.take() if isinstance(event, UnitDone))
     assert [report.dp_rank for report in done.reports] == [0, 1]
-
-
-def test_a_checkpoint_is_complete_when_every_rank_has_written() -> None:
-    flow = World(dp_size=2).flow
-    assert [flow.log.checkpoint_written(2, rank, "there") for rank in (0, 3, 1, 2)] == [False, False, False, True]
-    assert flow.log.take() == (CheckpointWritten(2, "there"),)
 
 
 def test_a_replicas_times_are_those_of_its_slowest_rank() -> None:
     report = report_of(Unit(0, UnitKind.TRAIN, 1, 0, 4), 0)
     first = replace(report, started_s=1.0, finished_s=5.0, starved_s=0.5, fetch_s=0.1, microbatch_s=(2.0, 1.0))
     last = replace(report, started_s=2.0, finished_s=7.0, starved_s=0.1, fetch_s=0.3, microbatch_s=(1.0, 3.0))
-    other = replace(report, dp_rank=1, microbatch_s=(9.0, 9.0))
-    merged, alone = of_replicas([other, last, first])
-    assert alone == other
+    merged = of_replica([last, first])
     assert merged == replace(report, started_s=1.0, finished_s=7.0, starved_s=0.5, fetch_s=0.3, microbatch_s=(2.0, 3.0))
-    assert of_replicas([replace(report, microbatch_s=())])[0].microbatch_s == (), "an evaluation has none"
+    assert of_replica([replace(report, microbatch_s=())]).microbatch_s == (), "an evaluation has none"

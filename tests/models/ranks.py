@@ -54,15 +54,16 @@ def make_backbone(values: Mapping[str, Any], *, frozen: tuple[str, ...] = (), se
 
 
 def make_batch(seed: int = 0, lengths: tuple[int, ...] = (7, 1, 12, 4), vocab_size: int = 36) -> dict[str, Any]:
-    """A packed batch with images in it, tokens of padding's id, and targets at about half the places."""
+    """A packed batch with tokens of padding's id, targets at about half the places, and images unless it is tiny."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
     input_ids = torch.randint(4, vocab_size, (num_tokens,), generator=generator)
     input_ids[-1] = PAD_TOKEN
-    feature_index = torch.tensor([1, 2, num_tokens - 3])
+    feature_index = torch.tensor([1, 2, num_tokens - 3] if num_tokens > 5 else [], dtype=torch.int64)
     input_ids[feature_index] = IMAGE_TOKEN
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
     targets[torch.rand(num_tokens, generator=generator) < 0.5] = -100
+    targets[0] = 5
     return {
         "input_ids": input_ids,
         "targets": targets,

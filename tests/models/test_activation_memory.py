@@ -12,8 +12,9 @@ from tests.models.operators import Operators
 from tests.models.ranks import QWEN3, assert_close, full_gradients, make_backbone, make_batch
 
 KEEP, RECOMPUTE, SELECTIVE = MemoryStrategy.KEEP, MemoryStrategy.RECOMPUTE, MemoryStrategy.SELECTIVE
+OFFLOAD = MemoryStrategy.OFFLOAD
 EVERY_2, EVERY_3 = (MemoryStrategy(MemoryKind.RECOMPUTE, every) for every in (2, 3))
-ALL = [KEEP, RECOMPUTE, SELECTIVE, EVERY_2, EVERY_3]
+ALL = [KEEP, RECOMPUTE, SELECTIVE, EVERY_2, EVERY_3, OFFLOAD]
 
 
 def run(backbone, strategy):
@@ -33,7 +34,8 @@ def test_gradients_are_the_same(strategy):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "recomputed"), [(KEEP, []), (RECOMPUTE, [0, 1, 2]), (EVERY_2, [0, 2]), (EVERY_3, [0])]
+    ("strategy", "recomputed"),
+    [(KEEP, []), (RECOMPUTE, [0, 1, 2]), (EVERY_2, [0, 2]), (EVERY_3, [0]), (OFFLOAD, [])],
 )
 def test_which_layers_run_twice(strategy, recomputed):
     backbone, runs = make_backbone(QWEN3), []
@@ -110,6 +112,7 @@ def test_a_call_that_does_not_say_follows_the_backbone():
         ({"activation_checkpointing": "full"}, RECOMPUTE),
         ({"activation_checkpointing": "selective"}, SELECTIVE),
         ({"activation_checkpointing": "every_n", "checkpoint_every": 3}, EVERY_3),
+        ({"activation_checkpointing": "offload"}, OFFLOAD),
     ],
 )
 def test_what_the_configuration_stands_for(settings, strategy):

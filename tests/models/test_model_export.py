@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import weakref
+from collections.abc import Mapping
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from flowtrain.errors import ConfigError
+from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.families.registry import family_from_config
 
 
@@ -165,3 +169,75 @@ def test_variable_export_is_used_as_its_docstring_says(
         output = model(**inputs)
     assert torch.allclose(output.image_hidden_states.flatten(0, -2), projected, atol=1e-5)
     assert output.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2", "registers", "uneven"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_export_is_what_hugging_face_writes_of_the_whole_model(make_config, tower_configs, tmp_path, tower, stored):
+    family = family_from_config(make_config(encoders={"vision": {"config": tower_configs[tower]}}))
+    if stored:  # the tower's weights then come from files, tensor by tensor
+        start = tmp_path / "start"
+        family.export(trained_state(family).state_dict(), start)
+        family = family_from_config(make_config(**whole(start)))
+    state = trained_state(family).state_dict()
+    family.export(state, tmp_path / "ours")
+    family.load_joined(state).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) and tensor.dtype == torch.float32 for name, tensor in ours.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+
+
+class Counted(Mapping):
+    """Gives copies of tensors, and counts the bytes of those that are alive."""
+
+    def __init__(self, state):
+        self.state, self.alive, self.peak, self.lookups = state, 0, 0, 0
+
+    def __getitem__(self, name):
+        tensor = self.state[name].clone()
+        self.lookups += 1
+        self.alive += tensor.nbytes
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(tensor.untyped_storage(), self._freed, tensor.nbytes)
+        return tensor
+
+    def _freed(self, nbytes):
+        self.alive -= nbytes
+
+    def __iter__(self):
+        return iter(self.state)
+
+    def __len__(self):
+        return len(self.state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_holds_one_shard_and_one_tensor_at_most(make_config, tmp_path, dtype):
+    family = family_from_config(make_config())
+    state = trained_state(family).state_dict()
+    largest = max(tensor.nbytes for tensor in state.values())
+    limit = 2 * largest
+    assert sum(tensor.nbytes for tensor in state.values()) > 4 * limit, "too small a model to tell"
+    counted = Counted(state)
+    family.export(counted, tmp_path, dtype, max_shard_nbytes=limit)
+    assert counted.peak <= limit + largest
+    assert counted.lookups == len(state) - 1, "each weight is read once; a tied head is not stored"
+    shards = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert all((tmp_path / name).stat().st_size <= limit + (1 << 15) for name in shards)
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert model.dtype == dtype
+    expected = {name: tensor.to(dtype) for name, tensor in family.load_joined(state).state_dict().items()}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    again = family_from_config(make_config(**whole(tmp_path))).load_backbone().state_dict()
+    assert all(torch.equal(again[name], tensor.to(dtype).float()) for name, tensor in state.items())
+
+
+def test_an_export_without_all_weights_is_refused(make_config, tmp_path):
+    family = family_from_config(make_config())
+    state = family.load_backbone().state_dict()
+    del state["connector.linear_1.weight"]
+    with pytest.raises(CheckpointError, match=r"1 weights of .* are missing, 'model\.multi_modal_projector\.linear_1"):
+        family.export(state, tmp_path)

@@ -15,6 +15,7 @@ STRATEGIES = (
     MemoryStrategy.RECOMPUTE,
     MemoryStrategy.SELECTIVE,
     MemoryStrategy(MemoryKind.RECOMPUTE, 2),
+    MemoryStrategy.OFFLOAD,
 )
 
 

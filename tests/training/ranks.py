@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -25,9 +27,11 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import ModelChunks
-from flowtrain.training.mesh import init_backbone_group, open_listener
+from flowtrain.training.mesh import BackboneGroup, device_mesh, init_backbone_group, open_listener
+from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
+from tests.models.operators import Operators
 from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 
 IMAGE_TOKEN, FEATURE_DIM, VOCAB = 3, 6, 32
@@ -58,6 +62,7 @@ class TinyFamily:
     num_heads: int = 2
     num_kv_heads: int = 1
     compile_with: str | None = None
+    seed: int = 11
 
     def backbone_skeleton(self) -> Backbone:
         with torch.device("meta"):
@@ -70,7 +75,7 @@ class TinyFamily:
         return BuiltWeights(self.load_backbone)
 
     def load_backbone(self) -> Backbone:
-        torch.manual_seed(11)
+        torch.manual_seed(self.seed)
         config = Qwen3Config(
             vocab_size=VOCAB,
             hidden_size=self.hidden_size,
@@ -140,6 +145,7 @@ class Job:
     """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
 
     schedule_seed: run random legal action lists instead of those that the trainer gives.
+    save_after: the step after which ``save_to`` is written, beside the later ones; None: after all.
     """
 
     config: RunConfig
@@ -150,7 +156,9 @@ class Job:
     eval_slots: Slots | None = None
     load_from: Path | None = None
     save_to: Path | None = None
+    save_after: int | None = None
     schedule_seed: int | None = None
+    counts_operators: bool = False
 
 
 @dataclass
@@ -161,17 +169,30 @@ class Outcome:
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     spans: list[str] = field(default_factory=list)
+    operators: Counter[str] = field(default_factory=Counter)
+    """How often the training steps called each (``c10d::allreduce_``), if the job counts them."""
     listening: set[str] = field(default_factory=set)
 
 
 def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, job: Job) -> Outcome:
     """Body of one rank's process."""
+    (outcome,) = run_jobs(rank, degrees, host, port, listener, [job])
+    return outcome
+
+
+def run_jobs(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jobs: Sequence[Job]) -> list[Outcome]:
+    """Body of one rank's process: the jobs in turn, each with a model of its own."""
     group = init_backbone_group(
-        *(rank, degrees, CPU),
-        **{"host": host, "port": port, "listener": listener},
-        shard_size=job.config.backbone.hybrid_shard_size,
-        **{"start_timeout_s": 60, "collective_timeout_s": 60},
+        rank, degrees, CPU, host=host, port=port, listener=listener, start_timeout_s=60, collective_timeout_s=60
     )
+    shard_sizes = [job.config.backbone.hybrid_shard_size for job in jobs]
+    meshes = {size: device_mesh(degrees, CPU, size) for size in dict.fromkeys(shard_sizes)}
+    outcomes = [_run_job(replace(group, mesh=meshes[size]), job) for size, job in zip(shard_sizes, jobs, strict=True)]
+    group.close()
+    return outcomes
+
+
+def _run_job(group: BackboneGroup, job: Job) -> Outcome:
     outcome = Outcome()
     trainer = Trainer(
         job.config,
@@ -184,14 +205,34 @@ def run_job(rank: int, degrees: Degrees, host: str, port: int, listener: Any, jo
     )
     outcome.listening = listening_addresses()
     for step, slots in enumerate(job.steps, start=job.first_step):
-        outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
+        with Operators() if job.counts_operators else nullcontext() as operators:
+            outcome.results.append(_run_unit(trainer, job, make_plan(slots, step)))
+        if operators is not None:
+            outcome.operators += operators.counts
+        if step == job.save_after:
+            assert job.save_to is not None
+            saver = _saver(trainer)
+            saver.save(step, job.save_to)
     if job.eval_slots is not None:
         outcome.results.append(_run_unit(trainer, job, make_plan(job.eval_slots, 1, UnitKind.EVAL)))
     outcome.weights = _full(trainer.model, gradients=False)
-    if job.save_to is not None:
+    if job.save_after is not None:
+        assert saver.wait() is None
+    elif job.save_to is not None:
         trainer.save_checkpoint(job.save_to)
-    group.close()
     return outcome
+
+
+def _saver(trainer: Trainer) -> CheckpointSaver:
+    return CheckpointSaver(
+        trainer.group,
+        trainer.snapshot,
+        trainer.write_snapshot,
+        lambda step, directory, problem: None,
+        lambda *args, **kwargs: None,
+        background=True,
+        saved_step=0,
+    )
 
 
 def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
@@ -242,7 +283,7 @@ def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
+def run_ranks(degrees: Degrees | int, job: Any, body: Callable[..., Any] = run_job) -> list[Any]:
     """Run a job in fresh processes; outcomes by rank. A number means that many data parallel ranks."""
     degrees = Degrees(dp=degrees) if isinstance(degrees, int) else degrees
     world_size = degrees.world_size
@@ -253,7 +294,7 @@ def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
     processes, ends = [], []
     for rank in range(world_size):
         end, other_end = context.Pipe(duplex=False)
-        arguments = (run_job, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
+        arguments = (body, rank, degrees, "127.0.0.1", port, listener if rank == 0 else None, job)
         processes.append(context.Process(target=_send_result, args=(other_end, *arguments)))
         processes[-1].start()
         other_end.close()
@@ -266,14 +307,18 @@ def run_ranks(degrees: Degrees | int, job: Job) -> list[Outcome]:
     return outcomes
 
 
+def run_jobs_on_ranks(degrees: Degrees | int, jobs: Sequence[Job]) -> list[list[Outcome]]:
+    """Run several jobs in the same fresh processes; outcomes by job and rank."""
+    return [list(outcomes) for outcomes in zip(*run_ranks(degrees, jobs, run_jobs), strict=True)]
+
+
 def _send_result(end: Connection, function: Callable[..., Any], *arguments: Any) -> None:
     end.send(function(*arguments))
 
 
-def _receive(end: Connection, rank: int) -> Outcome:
+def _receive(end: Connection, rank: int) -> Any:
     try:
-        outcome: Outcome = end.recv()
-        return outcome
+        return end.recv()
     except EOFError as error:
         raise AssertionError(f"rank {rank} died; its traceback is above") from error
 

@@ -13,6 +13,7 @@ import pytest
 
 from flowtrain.errors import CheckpointError
 from flowtrain.training import checkpoint_store as store
+from flowtrain.training.checksums import FileSum
 
 META = store.CheckpointMeta(
     step=0, state={"sampler": {"next": 7}, "scale": 0.1}, config_digest="d", dp_size=2, num_threads=1, torch_version="2"
@@ -36,7 +37,7 @@ def test_commit_names_prunes_and_keeps_the_driver_state(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000010"]
     assert store.latest_complete(tmp_path) == final
     meta = store.read_meta(final)
-    assert (meta.step, meta.state, meta.files) == (10, META.state, {"shard": 11})
+    assert (meta.step, meta.state, meta.files) == (10, META.state, {"shard": FileSum(11, "6b87b1ec")})
 
 
 def test_a_commit_leaves_the_next_write_alone(tmp_path):

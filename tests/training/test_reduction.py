@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.memory import backbone_peak_nbytes
-from flowtrain.costs.memory import TrainingSetup
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.reduction import RankNeed, choose_reduction, decide_reduction, predicted_peak_nbytes
 from flowtrain.types.plan import Degrees, GradientReduction

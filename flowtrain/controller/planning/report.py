@@ -16,6 +16,7 @@ from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
+from flowtrain.controller.planning.nodes import network_note, nodes_needed, with_network
 from flowtrain.controller.planning.notes import notes, plan_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
@@ -69,10 +70,17 @@ class PlanReport:
         return (*plan_faults(self.planned, self.plan), *of_pool)
 
     @property
+    def num_nodes(self) -> int:
+        """The fewest nodes that have its devices."""
+        return nodes_needed(self.allocation, self.cluster)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know before starting the plan."""
         others = [fault for fault in self.faults if fault is not self.pool.fault]
-        return tuple(notes(self.planned, self.allocation, self.replication, self.plan, others, self.pool))
+        found = notes(self.planned, self.allocation, self.replication, self.plan, others, self.pool)
+        network = network_note(self.plan, self.planned.config, self.num_nodes)
+        return (*found, *([network] if network is not None else []))
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -125,6 +133,7 @@ def make_report(
     allocation = allocate(request, surrogate, Solver(solver))
     replication = replicate(request, surrogate)
     plan = with_pool(planned, _plan(planned, allocation, cluster), _devices_per_node(cluster))
+    plan = with_network(plan, config, nodes_needed(allocation, cluster))
     return PlanReport(planned, cluster, setup, budget, efficiency, allocation, replication, plan, profile)
 
 

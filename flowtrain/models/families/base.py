@@ -13,6 +13,7 @@ from PIL import Image
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.training_setup import DTYPE_NBYTES
+from flowtrain.models.export import MAX_SHARD_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.types.samples import ImageLayout
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 class Family(ABC):
     """Splits an HF vision-language model into encoders, connector and backbone, and joins them again.
 
-    An adapter is cheap to build: ``from_config`` reads HF configurations, the tokenizer and the image processor's
-    settings, never weights. Every process builds its own and loads only its module.
+    An adapter is cheap to build: it reads HF configurations, never weights. Tokenizer and image processor are read when
+    they are first used, so a process opens only what its module needs; ``check`` reads both.
     """
 
     name: ClassVar[str]
@@ -46,10 +47,9 @@ class Family(ABC):
         self.config = config
         self.encoder_names = tuple(config.encoders)
 
-    @classmethod
-    def from_config(cls, config: RunConfig) -> Self:
-        """Build the adapter; raises ConfigError if parts of the configuration do not fit together."""
-        return cls(config)
+    @abstractmethod
+    def check(self) -> None:
+        """Read tokenizer and image processor; raises ConfigError if parts of the configuration do not fit together."""
 
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
@@ -108,8 +108,19 @@ class Family(ABC):
         """The whole model as its HF class in float32, with these backbone weights or the initial ones."""
 
     @abstractmethod
-    def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
-        """Write an HF directory (float32 safetensors, processor, tokenizer) with these backbone weights.
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the backbone's weights under the names of ``Backbone.state_dict()``; nothing is loaded."""
 
-        backbone_state: full tensors under the names of ``Backbone.state_dict()``.
+    @abstractmethod
+    def export(
+        self,
+        backbone_state: Mapping[str, Tensor],
+        to: Path,
+        dtype: torch.dtype = torch.float32,
+        max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    ) -> None:
+        """Write an HF directory (safetensors, processor, tokenizer) with these backbone weights.
+
+        backbone_state: full tensors under the names of ``Backbone.state_dict()``; each is looked up once, just before
+        it is written.
         """

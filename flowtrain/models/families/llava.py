@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -20,7 +20,14 @@ from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
-from flowtrain.models.export import build_processor, generation_config, join_model, write_export
+from flowtrain.models.export import (
+    MAX_SHARD_NBYTES,
+    build_processor,
+    generation_config,
+    join_model,
+    joined_state,
+    write_export,
+)
 from flowtrain.models.families.base import Family
 from flowtrain.models.image_processing import (
     fixed_output_size,
@@ -33,6 +40,7 @@ from flowtrain.models.initial_weights import (
     DrawnWeights,
     InitialWeights,
     JoinedWeights,
+    whole_tensors,
 )
 from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
 from flowtrain.models.stored_weights import StoredWeights
@@ -46,7 +54,14 @@ from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import LlavaForConditionalGeneration, PreTrainedModel
+    from transformers import (
+        BaseImageProcessor,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
 
 
 class LlavaFamily(Family):
@@ -60,26 +75,59 @@ class LlavaFamily(Family):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        encoder_name, encoder = next(iter(config.encoders.items()))
+        encoder_name = next(iter(config.encoders))
         self._encoder_key = f"encoders.{encoder_name}"
-        initial = read_llava_config(config)
-        self._initial_vocab_size: int = text_part(initial).vocab_size
-        self.tokenizer = load_tokenizer(self._tokenizer_path(), config.model)
-        self.image_token_id = ensure_image_token(self.tokenizer, config.model.image_token)
-        self.llava_config = with_tokenizer(
-            initial, self.tokenizer, config.model.image_token, self.image_token_id, config
-        )
-        self.text_config = text_part(self.llava_config)
-        self.vision_config = vision_part(self.llava_config)
+        self._initial = read_llava_config(config)
+        self._initial_vocab_size: int = text_part(self._initial).vocab_size
+        self.vision_config = vision_part(self._initial)
         self._tower_kind = tower_kind(self.vision_config, self._encoder_key)
         self._patch_size = square_patch_size(self.vision_config, self._encoder_key)
-        self.image_processor = load_image_processor(
-            config.model.path or encoder.path, self.vision_config, encoder.image_processor, self._encoder_key
-        )
-        self._adapt_to_image_processor()
 
-    def _adapt_to_image_processor(self) -> None:
-        """Check that the processor gives all images one size, and that it is the tower's; derive the layout from it."""
+    def check(self) -> None:
+        """See ``Family``."""
+        llava_config, _ = self.llava_config, self.image_processor
+        llava_config.image_seq_length = self._image_seq_length
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]  # read at the first use
+        """See ``Family``."""
+        return load_tokenizer(self._tokenizer_path(), self.config.model)
+
+    @cached_property
+    def image_token_id(self) -> int:  # type: ignore[override]
+        """See ``Family``."""
+        return ensure_image_token(self.tokenizer, self.config.model.image_token)
+
+    @cached_property
+    def llava_config(self) -> LlavaConfig:
+        """The model's HF configuration; its vocabulary holds the tokenizer's."""
+        token = self.config.model.image_token
+        return with_tokenizer(self._initial, self.tokenizer, token, self.image_token_id, self.config)
+
+    @cached_property
+    def text_config(self) -> PreTrainedConfig:  # type: ignore[override]
+        """See ``Family``."""
+        return text_part(self.llava_config)
+
+    @cached_property
+    def _given_processor(self) -> BaseImageProcessor:
+        encoder = next(iter(self.config.encoders.values()))
+        path = self.config.model.path or encoder.path
+        return load_image_processor(path, self.vision_config, encoder.image_processor, self._encoder_key)
+
+    @cached_property
+    def image_processor(self) -> BaseImageProcessor:
+        """The image processor as the family uses it. Raises ConfigError if it does not fit the tower."""
+        return self._given_processor
+
+    @property
+    def _image_seq_length(self) -> int:
+        """HF's number of tokens of an image."""
+        return self._layout.num_tokens
+
+    @cached_property
+    def _layout(self) -> ImageLayout:
+        """Check that the processor gives all images one size, and that it is the tower's; the layout of that size."""
         size, native_size = fixed_output_size(self.image_processor), image_size(self.vision_config)
         if size is None:
             raise ConfigError(
@@ -91,8 +139,7 @@ class LlavaFamily(Family):
                 f"{self._encoder_key}: the image processor gives {size[0]}x{size[1]} pixels (height x width), but the "
                 f"tower's image_size is {native_size[0]}x{native_size[1]}; set {self._encoder_key}.image_processor"
             )
-        self._layout = self._layout_of(*size)
-        self.llava_config.image_seq_length = self._layout.num_tokens
+        return self._layout_of(*size)
 
     def _layout_of(self, height: int, width: int) -> ImageLayout:
         """Layout of an image that enters the tower at this size (pixels)."""
@@ -103,7 +150,7 @@ class LlavaFamily(Family):
 
     @property
     def _drops_first(self) -> bool:
-        return self.llava_config.vision_feature_select_strategy == "default"
+        return self._initial.vision_feature_select_strategy == "default"
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """The same for every image, since the image processor gives them one size."""
@@ -122,7 +169,7 @@ class LlavaFamily(Family):
     def num_encoder_layers(self, encoder: str) -> int:
         """Number of layers up to ``feature_layer``, as in HF's ``hidden_states``: 0 is the embedding."""
         num_layers: int = self.vision_config.num_hidden_layers
-        return feature_layer(self.llava_config) % (num_layers + 1)
+        return feature_layer(self._initial) % (num_layers + 1)
 
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
         """Pixel values, float32 ``[C, H, W]``."""
@@ -131,7 +178,7 @@ class LlavaFamily(Family):
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The tower up to its chosen layer, in the compute type."""
         tower = self._load_tower().to(getattr(torch, self.config.model.dtype))
-        return VisionEncoder(tower, feature_layer=feature_layer(self.llava_config), drop_first=self._drops_first)
+        return VisionEncoder(tower, feature_layer=feature_layer(self._initial), drop_first=self._drops_first)
 
     def _load_tower(self) -> PreTrainedModel:
         """The whole tower in float32."""
@@ -152,7 +199,8 @@ class LlavaFamily(Family):
             if memory.kind is MemoryKind.SELECTIVE:
                 raise ConfigError(
                     "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
-                    "(these recompute cheap operations anyway); set it to none, full or every_n, or compile to false"
+                    "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile "
+                    "to false"
                 )
             backbone.compile_layers()
         return backbone.train()
@@ -177,8 +225,8 @@ class LlavaFamily(Family):
         return Connector(
             self.vision_config.hidden_size,
             self.text_config.hidden_size,
-            hidden_act=self.llava_config.projector_hidden_act,
-            bias=self.llava_config.multimodal_projector_bias,
+            hidden_act=self._initial.projector_hidden_act,
+            bias=self._initial.multimodal_projector_bias,
         )
 
     def _load_connector(self) -> Connector:
@@ -224,7 +272,18 @@ class LlavaFamily(Family):
             language_class(self.text_config).base_model_prefix,
         )
 
-    def export(self, backbone_state: Mapping[str, Tensor], to: Path) -> None:
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """See ``Family``."""
+        skeleton = self._skeleton(implementation_name("sdpa"))
+        return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+
+    def export(
+        self,
+        backbone_state: Mapping[str, Tensor],
+        to: Path,
+        dtype: torch.dtype = torch.float32,
+        max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    ) -> None:
         """See ``Family``; ``LlavaForConditionalGeneration`` and ``AutoProcessor`` load it with ``from_pretrained``."""
         processor = build_processor(
             self.llava_config,
@@ -235,7 +294,33 @@ class LlavaFamily(Family):
             image_token=self.config.model.image_token,
         )
         generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
-        write_export(self.load_joined(backbone_state), processor, generation, to)
+        weights = joined_state(backbone_state, self._tower_state(), language_class(self.text_config).base_model_prefix)
+        write_export(
+            self.llava_config,
+            weights,
+            processor,
+            generation,
+            to,
+            dtype=dtype,
+            max_shard_nbytes=max_shard_nbytes,
+        )
+
+    def _tower_state(self) -> Mapping[str, Tensor]:
+        """The whole tower in float32, read tensor by tensor; a random tower is built whole."""
+        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
+        source = origin.path or origin.checkpoint
+        if source is None:
+            return self._load_tower().state_dict()
+        with torch.device("meta"):
+            skeleton = tower_class(self.vision_config)._from_config(copy.deepcopy(self.vision_config))
+        weights = StoredWeights(
+            partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
+            skeleton,
+            None,
+            file_vocab_size=None,
+            module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
+        )
+        return whole_tensors(weights, {name: tensor.shape for name, tensor in skeleton.state_dict().items()})
 
     def _origin(self, module: str, key: str, path: str | None) -> Origin:
         return Origin(module, self.config.seed, key, path=path, checkpoint=self.config.model.path)

@@ -11,5 +11,12 @@ FAMILIES: dict[str, type[Family]] = {family.name: family for family in (LlavaFam
 
 
 def family_from_config(config: RunConfig) -> Family:
-    """Build the adapter that ``model.family`` names."""
-    return FAMILIES[config.model.family].from_config(config)
+    """Build the adapter that ``model.family`` names. Raises ConfigError if parts of it do not fit together."""
+    family = unchecked_family(config)
+    family.check()
+    return family
+
+
+def unchecked_family(config: RunConfig) -> Family:
+    """As ``family_from_config``, for a process of a run that has been checked: it opens only what it uses."""
+    return FAMILIES[config.model.family](config)

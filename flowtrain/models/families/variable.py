@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -12,6 +13,9 @@ from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.image_processing import pixel_values, setting
 from flowtrain.models.towers import image_size
 from flowtrain.types.samples import ImageLayout
+
+if TYPE_CHECKING:
+    from transformers import BaseImageProcessor
 
 
 class VariableLlavaFamily(LlavaFamily):
@@ -29,13 +33,26 @@ class VariableLlavaFamily(LlavaFamily):
 
     name: ClassVar[str] = "variable_llava"
 
-    def _adapt_to_image_processor(self) -> None:
-        """Turn off the processor's resizing, so that it only normalises, and find the longest side."""
-        processor = self.image_processor
-        longest_edge = getattr(setting(processor, "size"), "longest_edge", None) or max(image_size(self.vision_config))
-        self._max_patches_per_side = max(1, longest_edge // self._patch_size)
-        settings = {"do_resize": False, "do_center_crop": False, "size": {"longest_edge": longest_edge}}
-        self.image_processor = type(processor)(**{**processor.to_dict(), **settings})
+    @cached_property
+    def _longest_edge(self) -> int:
+        """The longest side of a resized image, in pixels."""
+        size = setting(self._given_processor, "size")
+        return getattr(size, "longest_edge", None) or max(image_size(self.vision_config))
+
+    @cached_property
+    def image_processor(self) -> BaseImageProcessor:
+        """Without resizing, so that it only normalises."""
+        processor = self._given_processor
+        settings = {"do_resize": False, "do_center_crop": False, "size": {"longest_edge": self._longest_edge}}
+        return type(processor)(**{**processor.to_dict(), **settings})
+
+    @property
+    def _image_seq_length(self) -> int:
+        return int(self.llava_config.image_seq_length)  # it depends on the image
+
+    @property
+    def _max_patches_per_side(self) -> int:
+        return max(1, self._longest_edge // self._patch_size)
 
     def resized_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height (pixels) at which an image enters the tower."""

@@ -1,0 +1,339 @@
+"""Emulated actors of a large run, many in a process: each asks the coordinator as a real one does, and works not at all.
+
+``EmulatedNodes`` takes the place of the controller's ``Launcher``. An actor's handle there names it in its process, so
+the controller has as many handles, calls and references as in a real run. A node is a node id and an address; the
+actors of a node are threads of one process. What a real actor does and an emulated one does not: the start of its own
+process, imports, weights, process groups, bytes in the pool (every part is zeros), compute.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import math
+import os
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import ray
+import torch
+from _positions import FEATURE_NBYTES, VISION_TOKENS, encode, feed, sample_of
+from ray.actor import ActorHandle
+
+from flowtrain.actors.coordinator import Coordinator
+from flowtrain.actors.garbage import keep_imports
+from flowtrain.actors.link import P, Question, R, RayLink
+from flowtrain.actors.pooling import address_space
+from flowtrain.actors.prefetch import Prefetcher
+from flowtrain.actors.spans import SpanLog
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.worker_group import Launcher
+from flowtrain.flow.api import CoordinatorApi
+from flowtrain.mempool.pool import Pool
+from flowtrain.types.events import Event, UnitDone
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import RankReport
+from flowtrain.types.plan import Degrees, DevicePeak, StepPlan
+from flowtrain.types.sources import SourceIndex
+
+RECORDS = "FLOWTRAIN_STARTUP_RECORDS"
+"""Environment variable: the directory into which emulated actors and the coordinator write what they measured."""
+PROFILE = "FLOWTRAIN_STARTUP_PROFILE"
+"""Environment variable: a file into which the coordinator's calls are profiled, over ``PROFILED_STEPS``."""
+PROFILED_STEPS = (5, 25)
+STEP_S = 1.0
+ENCODE_S = 0.5
+"""Seconds of an emulated encoder's batch: half of a step."""
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The emulated cluster. Node k has the backbone ranks and encoders of that number, rank by rank."""
+
+    num_nodes: int
+    num_processes: int
+    """Processes that hold the emulated actors."""
+    num_ranks: int
+    num_actors: int
+    """Of all roles; the coordinator excepted."""
+
+    @property
+    def calls_per_process(self) -> int:
+        """Calls that a process must answer at once."""
+        return 8 + 2 * math.ceil(self.num_actors / self.num_processes)
+
+    def node_of(self, name: str, index: int) -> int:
+        """The node of an actor: consecutive ranks share a node, encoders and feeders are spread."""
+        return index * self.num_nodes // self.num_ranks if name.startswith("backbone") else index % self.num_nodes
+
+
+class NodeLink(RayLink):
+    """A link of an emulated node. calls: questions of this process so far, by name."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self, coordinator: ActorHandle, node: int) -> None:
+        super().__init__(coordinator)
+        self._node = node
+
+    def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """See ``RayLink``."""
+        self.calls[question.__name__] += 1
+        return super().ask(question, *args, **kwargs)
+
+    @property
+    def node_id(self) -> str:
+        """Id of the emulated node."""
+        return f"emulated-{self._node}"
+
+
+class ZerosPool:
+    """Stands in for ``Pool``: knows which owners it can read, and reads zeros."""
+
+    def __init__(self, config: RunConfig, link: RayLink) -> None:
+        self._space = address_space(config.pool)
+        self._link = link
+        self._known: set[int] = set()
+
+    def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[np.ndarray]:
+        """As ``Pool.get_batch``; asks for the exports whenever an owner is unknown, as a pool does."""
+        owners = {self._space.translate(extent.gva).process_index for part in parts for extent in part}
+        if not owners <= self._known:
+            self._known = {export.process_index for export in self._link.ask(CoordinatorApi.exports)}
+        return [_ZEROS[: sum(extent.nbytes for extent in part)] for part in parts]
+
+
+_ZEROS = np.zeros(FEATURE_NBYTES, np.uint8)
+
+
+class EmulatedFeeder:
+    """Sizes its share of the samples, which are a function of their position."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_id: str,
+        indexes: Sequence[SourceIndex],
+        feeder: int = 0,
+        num_feeders: int = 1,
+        segment_nbytes: int = 0,
+    ) -> None:
+        self._config, self._feeder, self._num_feeders = config, feeder, num_feeders
+
+    def run(self, link: RayLink) -> None:
+        """See ``Feeder``."""
+        base = address_space(self._config.pool).gva(Tier.DRAM, 0, 0)
+        feed(link, f"feeder-{self._feeder}", base, self._samples(), self._feeder)
+
+    def _samples(self) -> Iterator[list[Any]]:
+        size, first = self._config.training.global_batch_size, 0
+        while True:
+            mine = (p for p in range(first, first + size) if p % self._num_feeders == self._feeder)
+            yield [sample_of(position) for position in mine]
+            first += size
+
+
+class EmulatedEncoder:
+    """Leases batches, waits, and hands them in."""
+
+    def __init__(self, config: RunConfig, encoder: str, name: str, run_id: str) -> None:
+        self._config, self._name = config, name
+
+    def run(self, link: RayLink) -> None:
+        """See ``Encoder``."""
+        encode(link, self._name, address_space(self._config.pool).gva(Tier.DRAM, 0, 0), ENCODE_S)
+
+
+class EmulatedRank:
+    """A backbone rank. The leader of each replica fetches with the real ``Prefetcher`` and waits out each step."""
+
+    def __init__(self, config: RunConfig, rank: int, degrees: Degrees, name: str, num_steps: int, run_id: str) -> None:
+        self._config, self._rank, self._degrees, self._name = config, rank, degrees, name
+        self._dp_rank, *others = degrees.coordinates(rank)
+        self._is_leader = not any(others)
+        self.node = 0
+
+    def node_address(self) -> str:
+        """The address of the emulated node."""
+        return f"10.64.0.{self.node + 1}"
+
+    def open_rendezvous(self, host: str) -> int:
+        """No rank meets another."""
+        return 1
+
+    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
+        """Load nothing."""
+        return DevicePeak("emulated", 1e15, "emulated")
+
+    def run(self, link: RayLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
+        """Run units until the coordinator sends stop."""
+        link.ask(CoordinatorApi.join, self._name, link.node_id, None)
+        pool = ZerosPool(self._config, link)
+        if not self._is_leader:
+            return
+        prefetcher = self._prefetcher(link, pool, first_unit)
+        unit, first = first_unit, True
+        while link.ask(CoordinatorApi.begin, unit):
+            started = time.time()
+            plan = prefetcher.next_plan()
+            for _ in range(plan.num_slots):
+                prefetcher.next_microbatch()
+                if first:
+                    note("first-microbatch", {"at_s": time.time(), "dp_rank": self._dp_rank})
+                    first = False
+                time.sleep(0.9 * STEP_S / plan.num_slots)
+            wait_for_step_end()
+            link.ask(CoordinatorApi.finish, self._reports(plan, started), ())
+            unit += 1
+        prefetcher.close()
+
+    def _prefetcher(self, link: RayLink, pool: ZerosPool, first_unit: int) -> Prefetcher:
+        return Prefetcher(
+            name=self._name,
+            dp_rank=self._dp_rank,
+            link=link,
+            pool=cast(Pool, pool),
+            limits=self._config.limits,
+            build=cast(Callable[..., Any], tuple),
+            feature_dim=FEATURE_NBYTES // VISION_TOKENS // 2,
+            feature_dtype=torch.bfloat16,
+            depth=self._config.backbone.prefetch_microbatches,
+            arrival=self._config.data.order == "arrival",
+            first_unit=first_unit,
+            spans=SpanLog(self._name),
+        )
+
+    def _reports(self, plan: StepPlan, started: float) -> tuple[RankReport, ...]:
+        unit, slots = plan.unit, plan.num_slots
+        counts = plan.num_samples, plan.num_tokens, plan.num_target_tokens
+        times = started, time.time(), 0.0, 0.0
+        each = (STEP_S / slots,) * slots
+        report = RankReport(unit.index, unit.kind, unit.step, self._dp_rank, 1.0, 1.0, 0.1, *counts, *times, each)
+        return (report,) * self._degrees.replica_size
+
+
+def wait_for_step_end() -> None:
+    """Wait for the next multiple of a step's length on the clock, at which all ranks of all processes end a step."""
+    time.sleep(STEP_S - time.time() % STEP_S)
+
+
+def note(name: str, record: Mapping[str, Any]) -> None:
+    """Write down something measured, for the benchmark."""
+    with (Path(os.environ[RECORDS]) / f"{name}-{os.getpid()}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+class EmulatedProcess:
+    """The Ray actor that holds the emulated actors of some nodes; each call has a thread of its own."""
+
+    def __init__(self) -> None:
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        self._actors: defaultdict[str, Future[tuple[Any, int]]] = defaultdict(Future)
+        keep_imports()
+
+    def add(self, name: str, node: int, actor_class: type, *args: Any) -> None:
+        """Construct an emulated actor."""
+        actor = actor_class(*args)
+        actor.node = node
+        self._actors[name].set_result((actor, node))
+
+    def call(self, name: str, method: str, *args: Any) -> Any:
+        """Call an emulated actor, once it is constructed."""
+        actor, node = self._actors[name].result(LIMIT_S)
+        try:
+            return getattr(actor, method)(*(_at(arg, node) for arg in args))
+        finally:
+            if method == "run":
+                note("calls", {"pid": os.getpid(), "calls": NodeLink.calls})
+
+
+def _at(argument: Any, node: int) -> Any:
+    return NodeLink(argument._coordinator, node) if isinstance(argument, RayLink) else argument
+
+
+@dataclass(frozen=True)
+class EmulatedHandle:
+    """A handle of an emulated actor: each of its methods has ``remote``, as of a Ray actor."""
+
+    process: ActorHandle
+    name: str
+
+    def __getattr__(self, method: str) -> _RemoteMethod:
+        return _RemoteMethod(self.process, self.name, method)
+
+
+@dataclass(frozen=True)
+class _RemoteMethod:
+    process: ActorHandle
+    name: str
+    method: str
+
+    def remote(self, *args: Any) -> ray.ObjectRef[Any]:
+        """Start the call."""
+        reference: ray.ObjectRef[Any] = self.process.call.remote(self.name, self.method, *args)
+        return reference
+
+
+class EmulatedNodes(Launcher):
+    """Starts the coordinator as a Ray actor, and all others as emulated actors."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._processes: dict[int, ActorHandle] = {}
+        self._numbers: defaultdict[type, int] = defaultdict(int)
+
+    def spawn(self, actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
+        """See ``Launcher``."""
+        if issubclass(actor_class, Coordinator):
+            return super().spawn(actor_class, options, *args)
+        name, index = options["name"], self._numbers[actor_class]
+        self._numbers[actor_class] += 1
+        node = self._cluster.node_of(name, index)
+        number = node * self._cluster.num_processes // self._cluster.num_nodes
+        if number not in self._processes:
+            remote: Any = ray.remote(EmulatedProcess)
+            calls = self._cluster.calls_per_process
+            self._processes[number] = remote.options(num_cpus=0, max_concurrency=calls).remote()
+        handle = EmulatedHandle(self._processes[number], name)
+        handle.process.add.remote(name, node, actor_class, *args)
+        return cast(ActorHandle, handle)
+
+    def kill(self, handle: ActorHandle) -> None:
+        """See ``Launcher``; ends the whole process of an emulated actor."""
+        super().kill(handle.process if isinstance(handle, EmulatedHandle) else handle)
+
+
+class MeasuredCoordinator(Coordinator):
+    """A coordinator that also writes down its process's processor time, at each finished unit."""
+
+    def __init__(self, make_flow: Callable[[], Any], poll_s: float = 5.0) -> None:
+        super().__init__(make_flow, poll_s)
+        self._profile = cProfile.Profile() if PROFILE in os.environ else None
+        self._note(0)
+
+    async def events(self) -> tuple[Event, ...]:
+        """See ``Coordinator``."""
+        events = await super().events()
+        for event in events:
+            if isinstance(event, UnitDone):
+                if [row.position for row in event.ledger] != list(event.unit.positions):
+                    raise RuntimeError(f"unit {event.unit.index} consumed other positions than its own")
+                self._note(event.unit.step)
+        return events
+
+    def _note(self, step: int) -> None:
+        if self._profile is not None:
+            if step == PROFILED_STEPS[0]:
+                self._profile.enable()
+            elif step == PROFILED_STEPS[1]:
+                self._profile.disable()
+                self._profile.dump_stats(os.environ[PROFILE])
+        note("coordinator", {"step": step, "at_s": time.time(), "cpu_s": time.process_time()})

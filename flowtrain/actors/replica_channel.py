@@ -1,0 +1,120 @@
+"""Messages between the ranks of a data parallel replica, whose leader alone asks the coordinator."""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+COLLECTIVE_MARGIN_S = 60.0
+"""Ranks wait this much longer for each other than their leader waits for data, which then reports what it waits for."""
+
+
+class ReplicaChannel(ABC):
+    """Connects one thread of each rank of a replica. All of them call the same methods in the same order.
+
+    rank: place in the replica; the leader has 0.
+    size: ranks of the replica.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank asks the coordinator."""
+        return self.rank == 0
+
+    @abstractmethod
+    def share(self, message: Any = None) -> Any:
+        """Return the leader's message on every rank; the others' arguments are ignored."""
+
+    @abstractmethod
+    def collect(self, value: T) -> list[T] | None:
+        """Return all ranks' values at the leader, in the order of the ranks; None on the others."""
+
+    @abstractmethod
+    def highest(self, value: int) -> int:
+        """Return the highest value of all ranks on every rank."""
+
+    def lead(self, action: Callable[[], T]) -> T:
+        """Let the leader act; every rank returns its result, or raises its error."""
+        outcome: tuple[T | None, BaseException | None] = (None, None)
+        if self.is_leader:
+            try:
+                outcome = (action(), None)
+            except Exception as error:
+                outcome = (None, portable(error))
+        result, failure = self.share(outcome)
+        if failure is not None:
+            raise failure
+        return cast(T, result)
+
+
+class Alone(ReplicaChannel):
+    """The channel of a replica of one rank: there is nobody to talk to."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def share(self, message: Any = None) -> Any:
+        """See ``ReplicaChannel``."""
+        return message
+
+    def collect(self, value: T) -> list[T] | None:
+        """See ``ReplicaChannel``."""
+        return [value]
+
+    def highest(self, value: int) -> int:
+        """See ``ReplicaChannel``."""
+        return value
+
+
+class GlooChannel(ReplicaChannel):
+    """A channel over a gloo group of the replica's ranks, which no other thread uses.
+
+    When a rank has ended, the others' calls raise RuntimeError at once; when it hangs, after the group's time limit.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def share(self, message: Any = None) -> Any:
+        """See ``ReplicaChannel``."""
+        messages = [message if self.is_leader else None]
+        dist.broadcast_object_list(messages, group=self._group, group_src=0)
+        return messages[0]
+
+    def collect(self, value: T) -> list[T] | None:
+        """See ``ReplicaChannel``."""
+        values: list[Any] | None = [None] * self.size if self.is_leader else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values
+
+    def highest(self, value: int) -> int:
+        """See ``ReplicaChannel``."""
+        found = torch.tensor([value])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found)
+
+
+def channel_of(group: dist.ProcessGroup | None) -> ReplicaChannel:
+    """Return a replica's channel over a group; None: the replica has one rank."""
+    return Alone() if group is None else GlooChannel(group)
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an error that another process can raise: itself, or its description if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

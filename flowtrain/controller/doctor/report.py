@@ -1,0 +1,86 @@
+"""What ``flowtrain doctor`` finds: nodes, links between them, and whether they fit a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flowtrain.types.memory import HostMemory, Link, Tier
+
+DOCTOR_SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a process on a node sees, other than memory."""
+
+    versions: Mapping[str, str | None]
+    """By package, and of Python; None: not installed."""
+    sees_runs_dir: bool
+    """Whether the node sees what the driver has written beside the runs."""
+    can_write: bool
+    """Whether it may write there."""
+    has_rdma: bool
+    """Whether the node has network devices that read memory by themselves."""
+    cache_free_nbytes: int
+    """Free space where models from the hub are kept."""
+    to_fetch_nbytes: int = 0
+    """Bytes of models that the cache lacks."""
+    no_hub: str | None = None
+    """Why models that the cache lacks cannot be fetched; None if they can, or if none are lacking."""
+    clock_s: float = 0.0
+    """The node's clock minus the driver's."""
+    clock_error_s: float = 0.0
+    """Half of the round trip by which ``clock_s`` was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node."""
+
+    name: str
+    node_id: str
+    num_cpus: float
+    """As Ray counts them."""
+    num_devices: float
+    """As Ray counts them."""
+    devices: tuple[str, ...]
+    """Names of the device types."""
+    ray_memory_nbytes: int
+    """As Ray counts it."""
+    memory: HostMemory
+    facts: NodeFacts
+    tiers: tuple[Tier, ...] = (Tier.DRAM,)
+    """Tiers of the memory pool that this version can have there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that the run needs of the cluster, and whether the cluster has it."""
+
+    name: str
+    fits: bool
+    detail: str
+    """What was found; if it does not fit, also the way out."""
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What was found. pool_nbytes: all segments of the run together."""
+
+    run: str
+    pool_nbytes: int
+    nodes: tuple[NodeReport, ...]
+    links: tuple[Link, ...]
+    checks: tuple[Check, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run can start here."""
+        return all(check.fits for check in self.checks)
+
+    def as_record(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return {"schema": DOCTOR_SCHEMA, "fits": self.fits, **asdict(self)}

@@ -1,0 +1,156 @@
+"""Keeps a run from going on, or from saving its state, once training has diverged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flowtrain.config.training import TrainingConfig
+from flowtrain.errors import NonFiniteError
+from flowtrain.training import checkpoint_store
+from flowtrain.training.nonfinite import NonFinitePolicy, Reaction
+from flowtrain.training.trainer import StepResult, Trainer
+
+logger = logging.getLogger(__name__)
+
+COMMIT_LIMIT_S = 60.0
+"""How long a rewind waits until the driver has completed the checkpoint that the ranks wrote last."""
+COMMIT_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step meant for the run.
+
+    rewound_to: step of the checkpoint to which weights and optimizer went back. error: ends the run.
+    """
+
+    rewound_to: int | None = None
+    error: NonFiniteError | None = None
+
+
+class TrainingHealth:
+    """Watches one rank's steps; all ranks decide the same, and call each method at the same place.
+
+    checkpoints: the run's directory of checkpoints.
+    wait_saved: waits until this rank has written its last checkpoint, and returns that checkpoint's step; 0: none.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, trainer: Trainer, checkpoints: Path, wait_saved: Callable[[], int]
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._wait_saved = wait_saved
+        self._policy = NonFinitePolicy(config.on_nonfinite, config.max_skipped_steps)
+        self._last: StepResult | None = None
+        self._rewound_to: int | None = None
+        self._is_save_put_off = False
+
+    def after_step(self, step: int, result: StepResult) -> Verdict:
+        """Judge a training step; rewinds if the policy says so."""
+        if result.num_samples == 0:  # it made no update, and says nothing about the weights
+            return Verdict()
+        self._last = result
+        rewound_to, self._rewound_to = self._rewound_to, None
+        if result.is_finite:
+            self._policy.after_step(True)
+            return Verdict(rewound_to)
+        if self._is_lead:
+            logger.warning(
+                "step %d makes no update, since it is not finite: loss %g, norm of the gradients %g",
+                *(step, result.loss, result.grad_norm),
+            )
+        error = self._react(step, "steps whose loss or gradients are not finite")
+        latest, self._rewound_to = self._rewound_to, None
+        return Verdict(rewound_to if latest is None else latest, error)
+
+    def may_save(self, step: int) -> bool:
+        """Whether the state after ``step`` may become a checkpoint: the last step and all weights are finite.
+
+        Raises NonFiniteError if the weights are not, and the policy gives up.
+        """
+        if self._last is not None and not self._last.is_finite:
+            if self._is_lead and not self._is_save_put_off:
+                logger.warning("no checkpoint of step %d: it follows the next step that is finite", step)
+            self._is_save_put_off = True
+            return False
+        self._is_save_put_off = False
+        if self._trainer.state_is_finite():
+            return True
+        if self._is_lead:
+            logger.warning("no checkpoint of step %d: weights or optimizer state are not finite", step)
+        self.raise_together(self._react(step, "weights or optimizer state that are not finite"))
+        return False
+
+    def check_end(self, step: int) -> None:
+        """Raise NonFiniteError if the run's state after its last step is of no use."""
+        if self._last is None:
+            return
+        what = None
+        if self._policy.streak > 1:
+            what = f"the run ends with {self._policy.streak} steps in a row whose loss or gradients are not finite"
+        elif not self._trainer.state_is_finite():
+            what = "the run ends with weights or optimizer state that are not finite"
+        if what is not None:
+            self.raise_together(self._error(step, what, self._last_checkpoint()))
+
+    def raise_together(self, error: NonFiniteError | None) -> None:
+        """Raise an error, if there is one, once all ranks have reported their step."""
+        if error is not None:
+            dist.barrier(group=self._trainer.group.process_group)
+            raise error
+
+    def _react(self, step: int, what: str) -> NonFiniteError | None:
+        reaction = self._policy.after_step(False)
+        if reaction is Reaction.GO_ON:
+            return None
+        last = self._last_checkpoint()
+        if reaction is Reaction.STOP or last is None or not self._policy.may_rewind_to(last):
+            return self._error(step, f"{what}, {self._policy.streak} in a row", last)
+        directory = checkpoint_store.final_directory(self._checkpoints, last)
+        if self._is_lead:
+            logger.warning("after step %d weights and optimizer go back to %s; the data goes on", step, directory)
+        self._trainer.load_checkpoint(directory)
+        self._rewound_to = last
+        return None
+
+    def _last_checkpoint(self) -> int | None:
+        """The step of the last complete checkpoint, found by rank 0, after the one that is being written."""
+        saved = self._wait_saved()
+        step = torch.zeros(1, dtype=torch.int64)
+        if self._is_lead:
+            directory = checkpoint_store.final_directory(self._checkpoints, saved)
+            deadline = time.monotonic() + COMMIT_LIMIT_S
+            while saved and checkpoint_store.problem_of(directory) is not None and time.monotonic() < deadline:
+                time.sleep(COMMIT_POLL_S)
+            latest = checkpoint_store.latest_complete(self._checkpoints)
+            step[0] = checkpoint_store.read_meta(latest).step if latest is not None else 0
+        dist.all_reduce(step, group=self._trainer.group.process_group)  # the other ranks add nothing
+        return int(step) or None
+
+    def _error(self, step: int, what: str, checkpoint: int | None) -> NonFiniteError:
+        config, result = self._config, self._last
+        assert result is not None
+        kept = "there is no checkpoint to go back to"
+        if checkpoint is not None:
+            kept = f"the last healthy checkpoint is {checkpoint_store.final_directory(self._checkpoints, checkpoint)}"
+        return NonFiniteError(
+            f"step {step}: training diverged: {what} (loss {result.loss:g}, norm of the gradients "
+            f"{result.grad_norm:g}, learning rate {result.lr:g}); training.on_nonfinite is {config.on_nonfinite} and "
+            f"training.max_skipped_steps is {config.max_skipped_steps}; {kept}. Ways out: a lower "
+            "training.learning_rate, more training.warmup_steps or a lower training.max_grad_norm in a run under "
+            "another name; or, if only some data is bad (ledger.parquet has the rows of each step), --resume with "
+            "training.on_nonfinite=rewind or more training.max_skipped_steps"
+        )
+
+    @property
+    def _is_lead(self) -> bool:
+        return self._trainer.group.rank == 0

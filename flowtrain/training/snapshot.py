@@ -1,0 +1,93 @@
+"""What a rank saves, at one instant: its shards of weights and optimizer state, and its random state.
+
+Everything in the distributed checkpoint is a tensor, under ``model.<name>`` or ``optimizer.<name>.<key>``; sharded
+tensors are stored by shard. Names are those of the whole model, so a checkpoint can be loaded at other degrees. Frozen
+parameters are not saved: they come from their origin (see ``training/frozen.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flowtrain.models.parallel_layers import local_shard
+from flowtrain.training.checkpoint_format import MODEL, OPTIMIZER
+from flowtrain.training.chunks import ModelChunks
+from flowtrain.training.mesh import BackboneGroup
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's state."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """The live tensors by their stored names; a DTensor says which part of the whole tensor the rank holds."""
+    copies: Mapping[str, torch.Tensor] | None
+    """Their local shards in host memory; None: training waits, so the live tensors are written."""
+    random: Mapping[str, Any]
+    """States of the generators, and the degrees for which they hold."""
+
+    def values(self, name: str) -> torch.Tensor:
+        """The rank's shard of a tensor, as it was at the snapshot."""
+        return local_shard(self.tensors[name]) if self.copies is None else self.copies[name]
+
+
+class HostBuffers:
+    """Host memory for the copies of one snapshot after the other; page-locked where there is an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy the local shards of tensors; overwrites the copies of the last call, and returns when it is done."""
+        buffers = {name: self._buffer(name, local_shard(tensor)) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            buffers[name].copy_(local_shard(tensor), non_blocking=True)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self._buffers = buffers
+        return buffers
+
+    def _buffer(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        kept = self._buffers.get(name)
+        if kept is not None and (kept.shape, kept.dtype) == (local.shape, local.dtype):
+            return kept
+        return torch.empty(local.shape, dtype=local.dtype, pin_memory=self._device.type != "cpu")
+
+
+def take_snapshot(
+    model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup, buffers: HostBuffers | None
+) -> Snapshot:
+    """Take this rank's state now. buffers: where the copies go; None: nothing is copied."""
+    tensors = model_state(model) | optimizer_state(model, optimizer)
+    random = {"cpu": torch.get_rng_state(), "degrees": astuple(group.degrees)}
+    if group.device.type != "cpu":
+        random["device"] = torch.get_device_module(group.device).get_rng_state(group.device)
+    return Snapshot(tensors, None if buffers is None else buffers.copy(tensors), random)
+
+
+def model_state(model: ModelChunks, frozen: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Every trained tensor of this rank once; tied parameters are under their first name.
+
+    frozen: stored names of frozen parameters that belong in it too.
+    """
+    assert all(isinstance(parameter, DTensor) for _, parameter in model.named_parameters()), "weights are not in shards"
+    parameters = {f"{MODEL}{model.stored_name(name)}": parameter for name, parameter in model.named_parameters()}
+    state = {name: each.detach() for name, each in parameters.items() if each.requires_grad or name in frozen}
+    return state | {f"{MODEL}{name}": buffer for name, buffer in model.named_buffers()}
+
+
+def optimizer_state(model: ModelChunks, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """State tensors by parameter name; the groups' settings come from the configuration and the step."""
+    return {
+        f"{OPTIMIZER}{model.stored_name(name)}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -1,0 +1,80 @@
+"""Checkpoints become complete once metrics and ledger cover them, also on a disk that was full meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowtrain.controller.commit import Committer
+from flowtrain.errors import CheckpointError, RunFileError
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.training import checkpoint_store
+from flowtrain.types.events import CheckpointWritten
+from flowtrain.types.samples import SamplerState
+from tests.controller.test_recorder import make_prepared
+
+
+class World:
+    """A committer whose recorder and costs refuse to write for as long as the disk is full."""
+
+    def __init__(self, root: Path) -> None:
+        self.files = RunDir(root)
+        self.is_full = False
+        self.notes: list[str] = []
+        recorder = SimpleNamespace(
+            flush=self._write,
+            sampler_states={step: SamplerState(step) for step in range(9)},
+            forget_before=lambda s: None,
+        )
+        costs: Any = SimpleNamespace(write=self._write, in_use=make_prepared().cost)
+        self.committer = Committer(make_prepared(), self.files, recorder, costs, self.notes.append)  # type: ignore[arg-type]
+
+    def _write(self) -> None:
+        if self.is_full:
+            raise RunFileError("metrics.jsonl cannot be written: No space left on device")
+
+    def commit(self, step: int) -> None:
+        directory = checkpoint_store.temporary_directory(self.files.checkpoints, step, "run")
+        directory.mkdir(parents=True)
+        (directory / "shard").write_bytes(b"weights")
+        self.committer.commit(CheckpointWritten(step, str(directory)))
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.files.checkpoints.iterdir())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_checkpoint_that_the_audit_does_not_cover_is_not_complete_and_the_next_one_is(world: World) -> None:
+    world.commit(2)
+    world.is_full = True
+    world.commit(4)
+    assert checkpoint_store.latest_complete(world.files.checkpoints) == world.files.checkpoints / "step-00000002"
+    (note,) = world.notes
+    assert "checkpoint of step 4 is not complete" in note and "No space left" in note and "training goes on" in note
+    world.is_full = False
+    world.commit(6)
+    assert world.names() == ["step-00000002", "step-00000006"], "what was replaced takes no room"
+    world.committer.finish()
+
+
+def test_the_last_checkpoint_is_tried_again_at_the_end(world: World) -> None:
+    world.is_full = True
+    world.commit(4)
+    world.is_full = False
+    world.committer.finish()
+    assert world.names() == ["step-00000004"]
+
+
+def test_a_run_whose_last_checkpoint_cannot_become_complete_fails_with_the_reason(world: World) -> None:
+    world.commit(2)
+    world.is_full = True
+    world.commit(4)
+    with pytest.raises(CheckpointError, match=r"of step 4, could not be made complete.*No space.*from .*step-00000002"):
+        world.committer.finish()

@@ -139,7 +139,7 @@ def test_plain_replication_is_always_compared() -> None:
     assert f"{replication['rate']:.4g} samples/s" in plan(*PAPER).stdout
     few = (PAPER[0], "--devices", "32", "--device", "910b")
     assert record_of(*few)["replication"]["rate"] is None
-    assert "plain replication on 64 910b does not fit: the whole model takes" in plan(*few).stdout
+    assert "plain replication on 32 910b does not fit: the whole model takes" in plan(*few).stdout
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

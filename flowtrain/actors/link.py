@@ -55,7 +55,8 @@ class RayLink(CoordinatorLink):
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
         # Ray serializes each argument by itself, which costs more than the rest of a small call.
-        reference = self._coordinator.answer.remote(pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL))
+        packed = pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL)
+        reference: ray.ObjectRef[bytes] = self._coordinator.answer.remote(packed)
         try:
             reply: R = pickle.loads(ray.get(reference, timeout=ANSWER_MARGIN_S))
             return reply

@@ -176,7 +176,7 @@ class BackboneRank:
             tp_rank=self._tp_rank,
             tp_size=self._degrees.tp,
             staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
-            gather=self._group.gather_shares,
+            exchange=self._group.exchange,
         )
         return Prefetcher(
             name=self._name,

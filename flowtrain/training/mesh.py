@@ -65,12 +65,15 @@ class BackboneGroup:
         """Rank at the place ``pp_rank`` of this rank's pipeline."""
         return self.degrees.rank(self.dp_rank, pp_rank, self.tp_rank)
 
-    def gather_shares(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks of the tensor parallel group, one after another; all have one length."""
+    def exchange(self, data: torch.Tensor, piece: int) -> None:
+        """Complete ``data`` on the tensor parallel group, of whose pieces of that length rank i has filled the i-th."""
         group = self.mesh[TP_AXIS].get_group()
-        whole = share.new_empty(group.size() * len(share))
-        dist.all_gather_into_tensor(whole, share, group=group)
-        return whole
+        works = [
+            dist.broadcast(place, group=group, group_src=rank, async_op=True)
+            for rank, place in enumerate(data.split(piece))
+        ]
+        for work in works:
+            work.wait()
 
     def close(self) -> None:
         """Destroy the groups; none can be used afterwards."""

@@ -20,7 +20,7 @@ from shared.thread_replica import ThreadChannel, ThreadReplica
 from flowtrain.actors import leading, prefetch
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.prefetch import Prefetcher
-from flowtrain.actors.reading import Fetched, MicrobatchReader, share_of
+from flowtrain.actors.reading import Fetched, MicrobatchReader, share_nbytes, share_of
 from flowtrain.actors.replica_channel import Alone, ReplicaChannel
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
@@ -260,8 +260,8 @@ def replica(link: FakeCoordinator, tp: int, pp: int = 1, **options: Any) -> Iter
     meeting, stage = ThreadReplica(tp * pp, LIMIT_S), ThreadReplica(tp, LIMIT_S)
     ranks = []
     for rank in range(tp * pp):
-        gather = partial(stage.gather, rank)
-        reader = reader_of(link, has_pool=rank < tp, tp_rank=rank % tp, tp_size=tp, gather=gather)
+        exchange = partial(stage.complete, rank)
+        reader = reader_of(link, has_pool=rank < tp, tp_rank=rank % tp, tp_size=tp, exchange=exchange)
         ranks.append(start(link, reader, ThreadChannel(rank, meeting), **options))
     try:
         yield ranks
@@ -319,9 +319,12 @@ class Staging:
         yield
         self.is_aside = False
 
-    def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[torch.Tensor]:
-        self.staged += [extent for part in parts for extent in part]
-        return [torch.cat([torch.from_numpy(self.pool._get(extent)) for extent in part]) for part in parts]
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def read_into(self, extents: Sequence[Extent], memory: torch.Tensor) -> None:
+        self.staged += extents
+        self.pool.read_into(extents, memory.numpy())
 
     def mark(self) -> str:
         return f"after {len(self.staged)} parts"
@@ -612,18 +615,16 @@ def test_a_replica_reads_features_once_and_texts_once(tp: int, pp: int, arrival:
 @given(st.lists(st.integers(1, 500), max_size=8), st.integers(1, 5))
 def test_shares_cover_the_bytes_once_in_order(sizes: list[int], count: int) -> None:
     extents = [Extent(1000 * number, nbytes) for number, nbytes in enumerate(sizes)]
-    shares = [share_of(extents, index, count) for index in range(count)]
-    (share_nbytes,) = {length for _, length in shares}
-    joined = b"".join(
-        b"".join(_bytes_at(extent) for extent in mine).ljust(share_nbytes * 8, b".") for mine, _ in shares
-    )
-    assert joined.rstrip(b".") == b"".join(_bytes_at(extent) for extent in extents)
-    assert share_nbytes * count - sum(sizes) < count * 64 + 1
-
-
-def _bytes_at(extent: Extent) -> bytes:
-    """Eight characters for each byte, which name its address."""
-    return b"".join(b"%08d" % (extent.gva + offset) for offset in range(extent.nbytes))
+    addresses = [extent.gva + offset for extent in extents for offset in range(extent.nbytes)]
+    found = []
+    for index in range(count):
+        mine, place = share_of(extents, index, count)
+        share = [extent.gva + offset for extent in mine for offset in range(extent.nbytes)]
+        assert share == addresses[place]
+        length = share_nbytes(len(addresses), count)
+        assert place.start == min(index * length, len(addresses)) and len(share) <= length
+        found += share
+    assert found == addresses
 
 
 def test_what_one_rank_could_not_read_all_read_again() -> None:

@@ -100,8 +100,8 @@ def encode(link: CoordinatorLink, name: str, base: int, pause_s: float = 0.0) ->
 
 def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
     """Act as the only replica; it asks for microbatches as fast as one whose training takes no time."""
-    unit = 0
-    while link.ask(CoordinatorApi.begin, unit):
+    unit, goes_on = 0, link.ask(CoordinatorApi.begin, 0)
+    while goes_on:
         plan = None
         while plan is None:
             plan = link.ask(CoordinatorApi.next_plan, unit).plan
@@ -116,5 +116,5 @@ def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
         tokens, targets = plan.num_tokens, plan.num_target_tokens
         step, count = plan.unit.step, plan.num_samples
         report = RankReport(unit, plan.unit.kind, step, 0, 1.0, 1.0, 0.1, count, tokens, targets, 0.0, 1.0, 0.0, 0.0)
-        link.ask(CoordinatorApi.finish, (report,), ())
+        goes_on = link.ask(CoordinatorApi.finish, (report,), ())
         unit += 1

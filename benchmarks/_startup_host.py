@@ -1,4 +1,4 @@
-"""Emulated actors of a large run, many in a process: each asks the coordinator as a real one does, and works not at all.
+"""Emulated actors of a large run, many in a process: each asks the coordinator as a real one does, and does no work.
 
 ``EmulatedNodes`` takes the place of the controller's ``Launcher``. An actor's handle there names it in its process, so
 the controller has as many handles, calls and references as in a real run. A node is a node id and an address; the
@@ -23,8 +23,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import ray
-import torch
-from _positions import FEATURE_NBYTES, VISION_TOKENS, encode, feed, sample_of
+from _positions import FEATURE_NBYTES, encode, feed, sample_of
 from ray.actor import ActorHandle
 
 from flowtrain.actors.coordinator import Coordinator
@@ -32,14 +31,15 @@ from flowtrain.actors.garbage import keep_imports
 from flowtrain.actors.link import P, Question, R, RayLink
 from flowtrain.actors.pooling import address_space
 from flowtrain.actors.prefetch import Prefetcher
-from flowtrain.actors.spans import SpanLog
+from flowtrain.actors.reading import Fetched, MicrobatchReader
+from flowtrain.actors.replica_channel import Alone
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.worker_group import Launcher
 from flowtrain.flow.api import CoordinatorApi
-from flowtrain.mempool.pool import Pool
+from flowtrain.training.batch import PackedBatch
 from flowtrain.types.events import Event, UnitDone
-from flowtrain.types.memory import Extent, SegmentExport, Tier
-from flowtrain.types.messages import RankReport
+from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.messages import LocatedTexts, MicrobatchLocation, RankReport
 from flowtrain.types.plan import Degrees, DevicePeak, StepPlan
 from flowtrain.types.sources import SourceIndex
 
@@ -111,6 +111,26 @@ class ZerosPool:
         return [_ZEROS[: sum(extent.nbytes for extent in part)] for part in parts]
 
 
+class ZerosReader:
+    """Stands in for ``MicrobatchReader``: reads zeros, and assembles nothing."""
+
+    def __init__(self, pool: ZerosPool) -> None:
+        self._pool = pool
+
+    def read_texts(self, location: MicrobatchLocation) -> tuple[bytes, ...]:
+        """See ``MicrobatchReader``."""
+        self._pool.get_batch([part.extents for part in location.parts])
+        return ()
+
+    def read(self, plan: StepPlan, order: LocatedTexts) -> Fetched:
+        """See ``MicrobatchReader``."""
+        return Fetched(order.location.slot, cast(PackedBatch, None), 0.0)
+
+    def complete(self, fetched: Fetched) -> Fetched:
+        """See ``MicrobatchReader``."""
+        return fetched
+
+
 _ZEROS = np.zeros(FEATURE_NBYTES, np.uint8)
 
 
@@ -180,8 +200,9 @@ class EmulatedRank:
         if not self._is_leader:
             return
         prefetcher = self._prefetcher(link, pool, first_unit)
-        unit, first = first_unit, True
-        while link.ask(CoordinatorApi.begin, unit):
+        first = True
+        goes_on = link.ask(CoordinatorApi.begin, first_unit)
+        while goes_on:
             started = time.time()
             plan = prefetcher.next_plan()
             for _ in range(plan.num_slots):
@@ -191,24 +212,20 @@ class EmulatedRank:
                     first = False
                 time.sleep(0.9 * STEP_S / plan.num_slots)
             wait_for_step_end()
-            link.ask(CoordinatorApi.finish, self._reports(plan, started), ())
-            unit += 1
+            goes_on = link.ask(CoordinatorApi.finish, self._reports(plan, started), ())
         prefetcher.close()
 
     def _prefetcher(self, link: RayLink, pool: ZerosPool, first_unit: int) -> Prefetcher:
         return Prefetcher(
             name=self._name,
-            dp_rank=self._dp_rank,
             link=link,
-            pool=cast(Pool, pool),
+            channel=Alone(),
+            dp_rank=self._dp_rank,
+            reader=cast(MicrobatchReader, ZerosReader(pool)),
             limits=self._config.limits,
-            build=cast(Callable[..., Any], tuple),
-            feature_dim=FEATURE_NBYTES // VISION_TOKENS // 2,
-            feature_dtype=torch.bfloat16,
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
-            spans=SpanLog(self._name),
         )
 
     def _reports(self, plan: StepPlan, started: float) -> tuple[RankReport, ...]:
@@ -286,6 +303,7 @@ class EmulatedNodes(Launcher):
     """Starts the coordinator as a Ray actor, and all others as emulated actors."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
         self._cluster = cluster
         self._processes: dict[int, ActorHandle] = {}
         self._numbers: defaultdict[type, int] = defaultdict(int)

@@ -1,7 +1,7 @@
 """Handshakes of the pool between hosts: network namespaces joined by a switch, real pools, real NIXL over forced TCP.
 
 Each host has a process that gives a segment, and one that holds several readers, each with a NIXL agent of its own as a
-rank has. All readers start with no connection. In turn, each reads one extent of every other host's segment, in one
+rank has. In turn, each reads one extent of every other host's segment, in one
 batch as a rank's first microbatch; then all readers read once more at the same time, first from a second set of agents.
 """
 
@@ -38,6 +38,8 @@ class Handshakes:
     """Seconds: start of an agent that gives; of one that reads; first and next batch from all other hosts, alone.
 
     crowd_s: first batch of every reader, when all readers of all hosts start at once. export_nbytes: of an export.
+    at_start, after_reads: open TCP connections between hosts, both ends counted: once all agents have started, and once
+    all readers have read.
     """
 
     offer_s: list[float]
@@ -46,6 +48,8 @@ class Handshakes:
     next_s: list[float]
     crowd_s: list[float]
     export_nbytes: int
+    at_start: int
+    after_reads: int
 
 
 def measure(num_hosts: int = NUM_HOSTS, num_readers: int = NUM_READERS) -> Handshakes | None:
@@ -71,11 +75,13 @@ def _measure(hosts: tuple[Host, ...], num_readers: int) -> Handshakes:
             reader.connection.send((exports, wanted))
         for reader in readers:
             found.setdefault("agent_s", []).extend(reader.answer())
+        at_start = sum(host.num_connections() for host in hosts)
         for reader in readers:  # one host after another
             reader.connection.send("alone")
             first, following = reader.answer()
             found.setdefault("first_s", []).extend(first)
             found.setdefault("next_s", []).extend(following)
+        after_reads = sum(host.num_connections() for host in hosts)
         start_s = time.time() + 1.0
         for reader in readers:
             reader.connection.send(start_s)
@@ -83,7 +89,13 @@ def _measure(hosts: tuple[Host, ...], num_readers: int) -> Handshakes:
             found.setdefault("crowd_s", []).extend(reader.answer())
         network = exports[0].network
         assert network is not None
-        return Handshakes(offer_s=[took_s for _, _, took_s in given], export_nbytes=len(network), **found)
+        return Handshakes(
+            offer_s=[took_s for _, _, took_s in given],
+            export_nbytes=len(network),
+            at_start=at_start,
+            after_reads=after_reads,
+            **found,
+        )
     finally:
         for peer in (*readers, *peers):
             peer.end()
@@ -199,4 +211,4 @@ if __name__ == "__main__":
         for name in ("offer_s", "agent_s", "first_s", "next_s", "crowd_s"):
             seconds = getattr(measured, name)
             print(f"{name}: {1e3 * median(seconds):.1f} ms, up to {1e3 * max(seconds):.1f}; {len(seconds)} times")
-        print(measured.export_nbytes)
+        print(measured.export_nbytes, measured.at_start, measured.after_reads)

@@ -56,7 +56,7 @@ def allocation(found: ModelFile, device: str, num_devices: int, solver: str) -> 
     cluster = Cluster((data_sheet_device_type(device, num_devices),))
     times = {each.name: Roofline(each, found.model, found.workload, setup) for each in cluster.device_types}
     limits = dict.fromkeys(found.model.encoders, MAX_BATCH_PATCHES)
-    request = Request(cluster, found.model, found.workload, setup, MemoryBudget(), limits)
+    request = Request(cluster, found.model, found.workload, setup, MemoryBudget(), limits, chooses_reduction=True)
     return allocate(request, Surrogate(cluster, found.model, found.workload, setup, times), Solver(solver))
 
 

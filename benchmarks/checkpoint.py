@@ -93,6 +93,8 @@ def measure(trainer: Trainer, group: BackboneGroup, folder: Path, repeats: int, 
     state = [local_shard(tensor) for tensor in trainer.snapshot(None).tensors.values()]
     copies = [torch.zeros_like(tensor) for tensor in state]
     saver = make_saver(trainer, group, background=True)
+    saver.prepare()
+    saver.wait()
     first_s = blocked(saver, 1, folder)
     pairs: list[tuple[float, float]] = []
     for turn in range(2, repeats + 2):
@@ -112,7 +114,7 @@ def measure(trainer: Trainer, group: BackboneGroup, folder: Path, repeats: int, 
         at_most("blocked_over_plain_copy", statistics.median(ratios), "ratio", MOST_BLOCKED, spread),
         Figure("blocked", statistics.median(each for each, _ in pairs), "s"),
         Figure("plain_copy", statistics.median(each for _, each in pairs), "s", note="into memory that exists"),
-        Figure("first_blocked", first_s, "s", note="its buffers are allocated"),
+        Figure("first_blocked", first_s, "s", note="the first save of a run, after its first step"),
         Figure("blocked_in_the_foreground", waits_s, "s", note="checkpoint.background: false, once"),
     ]
 

@@ -59,7 +59,11 @@ def handshake_figures(found: Handshakes, shape: Shape) -> Iterator[Figure]:
     yield _times("nixl/first_read", found.first_s, f"{batch}, with {others} handshakes")
     yield _times("nixl/next_read", found.next_s, batch)
     yield _times("nixl/first_read_of_all", found.crowd_s, f"{len(found.crowd_s)} readers at once, {batch}")
-    yield Figure("nixl/at_start", 0, "handshakes", note="a process connects to an owner when it first reads from it")
+    counted = f"open TCP connections between hosts, both ends; {len(found.first_s)} readers"
+    yield Figure("nixl/connections_at_start", found.at_start, "1", note=f"{counted}, {NUM_HOSTS} owners")
+    yield Figure(
+        "nixl/connections_after_reads", found.after_reads, "1", note=f"{counted} have read from {others} owners"
+    )
     owners = shape.num_encoders + shape.num_feeders
     in_all = (shape.num_ranks * owners + shape.num_encoders * shape.num_feeders) * (1 - 1 / shape.num_nodes)
     yield Figure("nixl/in_all", in_all, "handshakes", note="computed: every rank reads once from every owner elsewhere")

@@ -234,9 +234,9 @@ class EmulatedGroup:
     def __init__(self, tp_rank: int, stage: ThreadReplica) -> None:
         self._tp_rank, self._stage = tp_rank, stage
 
-    def gather_shares(self, share: torch.Tensor) -> torch.Tensor:
+    def exchange(self, data: torch.Tensor, piece: int) -> None:
         """See ``BackboneGroup``."""
-        return self._stage.gather(self._tp_rank, share)
+        self._stage.complete(self._tp_rank, data, piece)
 
     def close(self) -> None:
         """Do nothing: no group was opened."""

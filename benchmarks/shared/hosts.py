@@ -50,6 +50,13 @@ class Host:
         """Bytes received over the link."""
         return int(_run(self.command(["cat", f"/sys/class/net/{DEVICE}/statistics/rx_bytes"])))
 
+    def num_connections(self) -> int:
+        """TCP connections to other hosts that are open."""
+        lines = _run(self.command(["ss", "-Htn", "state", "established"])).splitlines()
+        return sum(
+            line.split()[-1].rsplit(":", 1)[0].strip("[]").removeprefix("::ffff:") != self.address for line in lines
+        )
+
     def pids(self) -> list[int]:
         """Its processes."""
         return [int(pid) for pid in _run(["ip", "netns", "pids", self.namespace]).split()]

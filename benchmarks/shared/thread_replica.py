@@ -1,4 +1,4 @@
-"""The ranks of a replica as threads of one process: their channel, and the gathering of feature shares."""
+"""The ranks of a replica as threads of one process: their channel, and the exchange of feature shares."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ class ThreadReplica:
         self._barrier.wait()
         return found
 
-    def gather(self, rank: int, share: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' shares, one after another."""
-        return torch.cat(self.exchange(rank, share))
+    def complete(self, rank: int, data: torch.Tensor, piece: int) -> None:
+        """See ``BackboneGroup.exchange``."""
+        pieces = [each.split(piece) for each in self.exchange(rank, data)]
+        filled = torch.cat([pieces[number % self.size][number] for number in range(len(pieces[0]))])
+        self.exchange(rank, None)  # all have read
+        data.copy_(filled)
 
     def abort(self) -> None:
         """Stop all waits for a rank that failed."""

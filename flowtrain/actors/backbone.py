@@ -148,10 +148,9 @@ class BackboneRank:
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
-            unit = first_unit
-            while self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, unit)):
-                step = self._run_unit(prefetcher, checkpoint_dir)
-                unit += 1
+            goes_on = self._replica.lead(partial(self._link.ask, CoordinatorApi.begin, first_unit))
+            while goes_on:
+                step, goes_on = self._run_unit(prefetcher, checkpoint_dir)
             prefetcher.close()
             self._health.check_end(step)
             self._last_checkpoint(step, checkpoint_dir)
@@ -189,7 +188,7 @@ class BackboneRank:
             tp_rank=self._tp_rank,
             tp_size=self._degrees.tp,
             staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
-            gather=self._group.gather_shares,
+            exchange=self._group.exchange,
         )
         return Prefetcher(
             name=self._name,
@@ -203,7 +202,8 @@ class BackboneRank:
             first_unit=first_unit,
         )
 
-    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> int:
+    def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
+        """Run a unit; returns its step, and whether another unit follows."""
         started = time.time()
         plan = self._starving(prefetcher.next_plan)
         if plan.unit.step > self._last_traced_step:
@@ -220,14 +220,17 @@ class BackboneRank:
         result = self.trainer.finish_unit()
         step = plan.unit.step
         verdict = self._health.after_step(step, result) if is_training else Verdict()
-        self._report(plan, result, started, clock.times() if clock is not None else (), verdict.rewound_to)
+        microbatch_s = clock.times() if clock is not None else ()
+        goes_on = self._report(plan, result, started, microbatch_s, verdict.rewound_to)
         self._health.raise_together(verdict.error)
+        if is_training:
+            self._saver.prepare()
         self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
         is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
         if is_its_turn and self._health.may_save(step):
             self._checkpoint(step, checkpoint_dir)
             self._is_checkpoint_due = False
-        return step
+        return step, goes_on
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
         """Return a function that gives a unit's microbatches; all ranks of a replica get the same one for a number."""
@@ -258,7 +261,8 @@ class BackboneRank:
         started: float,
         microbatch_s: tuple[float, ...],
         rewound_to: int | None,
-    ) -> None:
+    ) -> bool:
+        """Report a unit; returns whether another one follows."""
         report = RankReport(
             unit=plan.unit.index,
             kind=plan.unit.kind,
@@ -279,9 +283,13 @@ class BackboneRank:
         )
         self._starved_s = self._fetch_s = 0.0
         members = self._replica.collect((report, self._spans.take()))
-        if members is not None:
+
+        def finish() -> bool:
+            assert members is not None, "the leader has them all"
             reports, spans = zip(*members, strict=True)
-            self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))
+            return self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))
+
+        return self._replica.lead(finish)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

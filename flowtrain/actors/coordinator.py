@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
 from flowtrain.actors.garbage import expect_many_objects, keep_imports
-from flowtrain.actors.link import PICKLE_PROTOCOL
+from flowtrain.actors.link import Answering
 from flowtrain.actors.signals import Signal
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
@@ -48,7 +47,7 @@ def start_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
     return flow
 
 
-class Coordinator(CoordinatorApi):
+class Coordinator(Answering, CoordinatorApi):
     """Answers feeders, encoders, backbone ranks and driver; all methods run on one event loop, one at a time.
 
     ``CoordinatorApi`` describes each method. Methods that wait answer after ``poll_s`` at the latest.
@@ -69,14 +68,11 @@ class Coordinator(CoordinatorApi):
         self._locate_signals: defaultdict[int, Signal] = defaultdict(Signal)
         self._packed_plan: tuple[StepPlan | None, bytes] = None, b""
 
-    async def answer(self, question: bytes) -> bytes:
-        """Answer a packed question: its name in ``CoordinatorApi`` and its arguments. Returns the packed answer."""
-        name, args, kwargs = pickle.loads(question)
-        reply = await getattr(self, name)(*args, **kwargs)
-        if not isinstance(reply, PlanReply) or reply.plan is None:
-            return pickle.dumps(reply, PICKLE_PROTOCOL)
-        if reply.plan is not self._packed_plan[0]:  # it goes to every replica, and is the largest answer
-            self._packed_plan = reply.plan, pickle.dumps(reply, PICKLE_PROTOCOL)
+    def _packed(self, answer: object) -> bytes:
+        if not isinstance(answer, PlanReply) or answer.plan is None:
+            return super()._packed(answer)
+        if answer.plan is not self._packed_plan[0]:  # it goes to every replica, and is the largest answer
+            self._packed_plan = answer.plan, super()._packed(answer)
         return self._packed_plan[1]
 
     # --- pool processes -----------------------------------------------------------------------------------------
@@ -172,18 +168,21 @@ class Coordinator(CoordinatorApi):
 
         return await self._locate_signals[dp_rank].until(attempt, self._poll_s) or NOT_READY_YET
 
-    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int, ends: bool = False) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.microbatches.release(unit, slots, dp_rank)
         self._room_signal.notify()
         if self._flow.parts.leases.has_line:  # otherwise encoders wait for batches, not for memory
             self._lease_signal.notify()
+        plan = self._flow.steps.plan_of(unit + 1) if ends else None
+        return PlanReply(plan, is_past_end=False) if plan is not None else NO_PLAN_YET
 
-    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> None:
+    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
         """See ``CoordinatorApi``."""
         if self._flow.finish(reports, spans):
             self._wake_producers()
             self._event_signal.notify()
+        return await self.begin(reports[0].unit + 1)
 
     async def checkpoint_written(self, step: int, directory: str) -> None:
         """See ``CoordinatorApi``."""

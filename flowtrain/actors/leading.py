@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.replica_channel import ReplicaChannel, portable
@@ -14,6 +15,22 @@ from flowtrain.errors import OwnerLostError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.messages import LocatedTexts, MicrobatchLocation
 from flowtrain.types.plan import StepPlan
+
+
+class Room(Protocol):
+    """The room for microbatches that wait for the training."""
+
+    batch: int
+    """How many are asked for at once, at most."""
+
+    def free(self) -> int:
+        """Return for how many there is room."""
+        ...
+
+    def wait_for(self, count: int) -> bool:
+        """Wait a while until there is room for ``count``; returns whether there is."""
+        ...
+
 
 Order = StepPlan | LocatedTexts
 """The plan of the next unit, or its next microbatch."""
@@ -33,12 +50,13 @@ class _Ended:
 class Leader:
     """Asks the coordinator for one replica, unit after unit, and shares its orders with the other ranks.
 
-    A microbatch is released once all ranks have read it: with the next question, or before any other wait. So memory
-    that a replica was asked to read never waits for its training, nor, while its owner lives, for another replica.
-    While the leader waits it sends that there is nothing yet, so no rank's wait for an order reaches its time limit.
+    It asks when there is room for several microbatches, so that a unit takes few questions. A microbatch is released
+    once all ranks have read it: with the next question, or before any other wait. So memory that a replica was asked to
+    read never waits for its training, nor, while its owner lives, for another replica. While the leader waits it sends
+    that there is nothing yet, so no rank's wait for an order reaches its time limit.
 
     read_texts: returns the bytes of a microbatch's texts; it alone reads them.
-    num_free: how many more microbatches may wait for the training.
+    room: how many more microbatches may wait for the training.
     arrival: take any microbatch that is READY next, instead of the plan's order.
     stopping: set when the rank wants no more orders.
     """
@@ -50,7 +68,7 @@ class Leader:
         dp_rank: int,
         *,
         read_texts: Callable[[MicrobatchLocation], tuple[bytes, ...]],
-        num_free: Callable[[], int],
+        room: Room,
         arrival: bool,
         first_unit: int,
         stopping: threading.Event,
@@ -59,12 +77,13 @@ class Leader:
         self._channel = channel
         self._dp_rank = dp_rank
         self._read_texts = read_texts
-        self._num_free = num_free
+        self._room = room
         self._arrival = arrival
         self._stopping = stopping
         self._unit, self._slot = first_unit, None  # type: tuple[int, int | None]
         self._num_slots = 0
         self._num_read = 0
+        self._next_plan: StepPlan | None = None
         self._unreleased: tuple[int, ...] = ()  # slots of the unit that all ranks have read
         self._lost: dict[int, None] = {}  # slots whose owner died, in the order of delivery
 
@@ -99,10 +118,13 @@ class Leader:
         time.sleep(RETRY_S)
 
     def before_handing_over(self) -> None:
-        """Release what was read if the thread may now wait, or if the unit ends with it."""
-        if self._unreleased and (self._num_read == self._num_slots or not self._num_free()):
-            self._link.ask(CoordinatorApi.release, self._unit, self._unreleased, self._dp_rank)
-            self._unreleased = ()
+        """Release what was read if the unit ends with it; the answer mostly has the next plan."""
+        if self._unreleased and self._num_read == self._num_slots:
+            self._next_plan = self._release(ends=True)
+
+    def _release(self, ends: bool = False) -> StepPlan | None:
+        read, self._unreleased = self._unreleased, ()
+        return self._link.ask(CoordinatorApi.release, self._unit, read, self._dp_rank, ends).plan
 
     def has_nothing_yet(self) -> None:
         """Let the other ranks know that this one still waits."""
@@ -114,6 +136,10 @@ class Leader:
 
     def _wait_for_plan(self) -> StepPlan | None:
         self._slot = None
+        plan, self._next_plan = self._next_plan, None
+        if plan is not None:
+            self._channel.share(plan)
+            return plan
         while not self._stopping.is_set():
             reply = self._link.ask(CoordinatorApi.next_plan, self._unit)
             if reply.is_past_end:
@@ -130,14 +156,28 @@ class Leader:
         """
         while not self._stopping.is_set():
             lost = next(iter(self._lost), None)
+            if lost is None and not self._has_room():
+                continue
             self._slot = lost if lost is not None else None if self._arrival else self._num_read
-            limit = 1 if lost is not None else max(1, self._num_free())
+            limit = 1 if lost is not None else self._room.free()
             read, self._unreleased = self._unreleased, ()
             reply = self._link.ask(CoordinatorApi.locate, self._unit, self._slot, self._dp_rank, read, limit)
             if reply.locations or reply.is_past_end:
                 return reply.locations
             self.has_nothing_yet()
         return ()
+
+    def _has_room(self) -> bool:
+        """Wait a while for room for a batch of microbatches, or for all that are left of the unit."""
+        wanted = min(self._room.batch, self._num_slots - self._num_read)
+        if self._room.free() >= wanted:
+            return True
+        if self._unreleased:
+            self._release()
+        if self._room.wait_for(wanted):
+            return True
+        self.has_nothing_yet()
+        return False
 
     def _with_texts(self, location: MicrobatchLocation) -> LocatedTexts:
         try:

@@ -28,6 +28,18 @@ Question = Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
 """A method of ``CoordinatorApi``; it gives a call the types of its arguments and of its answer."""
 
 
+class Answering:
+    """An actor that a ``RayLink`` asks. A question is one packed argument, since Ray serializes each by itself."""
+
+    async def answer(self, question: bytes) -> bytes:
+        """Answer a packed question: the name of a method and its arguments. Returns the packed answer."""
+        name, args, kwargs = pickle.loads(question)
+        return self._packed(await getattr(self, name)(*args, **kwargs))
+
+    def _packed(self, answer: object) -> bytes:
+        return pickle.dumps(answer, PICKLE_PROTOCOL)
+
+
 class CoordinatorLink(ABC):
     """Asks the coordinator the questions that ``CoordinatorApi`` lists."""
 
@@ -42,7 +54,7 @@ class CoordinatorLink(ABC):
 
 
 class RayLink(CoordinatorLink):
-    """The coordinator as a Ray actor. Any thread may ask."""
+    """The coordinator as a Ray actor, of a class that is ``Answering``. Any thread may ask."""
 
     def __init__(self, coordinator: ActorHandle) -> None:
         self._coordinator = coordinator
@@ -54,8 +66,8 @@ class RayLink(CoordinatorLink):
 
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
-        # Ray serializes each argument by itself, which costs more than the rest of a small call.
-        reference = self._coordinator.answer.remote(pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL))
+        packed = pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL)
+        reference: ray.ObjectRef[bytes] = self._coordinator.answer.remote(packed)
         try:
             reply: R = pickle.loads(ray.get(reference, timeout=ANSWER_MARGIN_S))
             return reply

@@ -29,6 +29,33 @@ READ, LOST, FAILED = range(3)
 """How a rank's reading of a microbatch ended; the worst result of all ranks counts."""
 
 
+class QueueRoom:
+    """The room of a queue of microbatches. See ``Room``.
+
+    depth: microbatches that may wait in the queue while one more is read; half of them are asked for at once.
+    """
+
+    def __init__(self, microbatches: queue.Queue[Fetched | None], depth: int) -> None:
+        self._microbatches = microbatches
+        self._size = depth + 1
+        self.batch = (depth + 1) // 2
+        self._taken = threading.Condition()
+
+    def free(self) -> int:
+        """See ``Room``."""
+        return self._size - self._microbatches.qsize()
+
+    def wait_for(self, count: int) -> bool:
+        """See ``Room``."""
+        with self._taken:
+            return self._taken.wait_for(lambda: self.free() >= count, POLL_S)
+
+    def note_taken(self) -> None:
+        """Wake a thread that waits for room."""
+        with self._taken:
+            self._taken.notify()
+
+
 class Prefetcher:
     """Fetches unit after unit in the order of the run; ``next_plan`` and ``next_microbatch`` return them in order.
 
@@ -72,7 +99,9 @@ class Prefetcher:
         self._plan: StepPlan | None = None
         # None: look at the error.
         self._plans: queue.Queue[StepPlan | None] = queue.Queue()
-        self._microbatches: queue.Queue[Fetched | None] = queue.Queue(maxsize=depth if channel.is_leader else 0)
+        # The leader asks only for what it has room for, so no rank's queue needs a limit.
+        self._microbatches: queue.Queue[Fetched | None] = queue.Queue()
+        self._room = QueueRoom(self._microbatches, depth)
         self._leader: Leader | None = None
         if channel.is_leader:
             self._leader = Leader(
@@ -80,7 +109,7 @@ class Prefetcher:
                 channel,
                 dp_rank,
                 read_texts=reader.read_texts,
-                num_free=lambda: depth - self._microbatches.qsize(),
+                room=self._room,
                 arrival=arrival,
                 first_unit=first_unit,
                 stopping=self._stopping,
@@ -94,7 +123,9 @@ class Prefetcher:
 
     def next_microbatch(self) -> Fetched:
         """Wait for the next microbatch of the unit whose plan was taken last; raises as ``next_plan``."""
-        return self._reader.complete(self._take(self._microbatches))
+        fetched = self._take(self._microbatches)
+        self._room.note_taken()
+        return self._reader.complete(fetched)
 
     def close(self, failed: bool = False) -> None:
         """End the thread and drop what it fetched ahead. Idempotent.
@@ -146,8 +177,7 @@ class Prefetcher:
         except BaseException as error:  # the training thread raises it at its next wait
             self._error = error
             self._plans.put(None)
-            with suppress(queue.Full):
-                self._microbatches.put_nowait(None)
+            self._microbatches.put(None)
             if self._leader is not None:
                 with suppress(Exception):  # it may be the channel that failed
                     self._leader.end(error)
@@ -185,13 +215,4 @@ class Prefetcher:
     def _hand_over(self, fetched: Fetched) -> None:
         if self._leader is not None:
             self._leader.before_handing_over()
-        while True:
-            try:
-                self._microbatches.put(fetched, timeout=POLL_S)
-            except queue.Full:
-                assert self._leader is not None, "only the leader's queue is limited"
-                if self._stopping.is_set():
-                    return
-                self._leader.has_nothing_yet()
-            else:
-                return
+        self._microbatches.put(fetched)

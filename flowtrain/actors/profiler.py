@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.link import Answering, CoordinatorLink
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_shapes import Mix, batch_sizes, image_sizes
 from flowtrain.data.images import decode_image
@@ -31,7 +31,7 @@ from flowtrain.types.samples import SampleRef
 _CALLS = 50
 
 
-class Echo:
+class Echo(Answering):
     """Answers at once, so that a call can be timed."""
 
     async def ping(self) -> None:

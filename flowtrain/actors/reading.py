@@ -21,8 +21,8 @@ from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import TEXT_PART
 
 PackTexts = Callable[[list[SampleText]], PackedBatch]
-Gather = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the shares of all ranks of the tensor parallel group, one after another; all of them have equal lengths."""
+Exchange = Callable[[torch.Tensor, int], None]
+"""Completes a tensor on all ranks of the tensor parallel group: rank i has filled the i-th piece of that length."""
 
 SHARE_ALIGNMENT = 64
 """Shares begin at multiples of so many bytes."""
@@ -36,28 +36,28 @@ class Fetched:
     batch: PackedBatch
     fetch_s: float
     """Time to read and assemble it."""
-    share: torch.Tensor | None = None
-    """This rank's share of the features, uint8, padded to equal lengths; None if ``batch`` has what the rank needs."""
+    shared: torch.Tensor | None = None
+    """Bytes of its features, of which this rank has read its share; None if ``batch`` has what the rank needs."""
     ready: torch.Event | None = None
     """On an accelerator, an event after the copies that brought it there."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of it."""
-        return [*self.batch.tensors(), *([] if self.share is None else [self.share])]
+        return [*self.batch.tensors(), *([] if self.shared is None else [self.shared])]
 
 
 class MicrobatchReader:
     """Reads microbatches for one rank, from one thread.
 
     A tensor parallel group reads features once: each rank reads an equal share of a microbatch's bytes, and the
-    training thread gathers the shares when it takes the microbatch. The leader reads the texts for all ranks.
+    training threads exchange the shares when they take the microbatch. The leader reads the texts for all ranks.
 
     pool: None for a rank that reads nothing: it is on a later pipeline stage, which needs no features.
     pack: assembles a microbatch without its features.
     feature_dim, feature_dtype: width and type of a feature row in the pool.
     tp_rank, tp_size: which share of the features it reads, of how many.
     staging: brings features onto an accelerator; None where the rank computes on the CPU.
-    gather: for the training thread; not called with one share.
+    exchange: for the training thread; not called if there is one share.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MicrobatchReader:
         tp_rank: int = 0,
         tp_size: int = 1,
         staging: DeviceStaging | None = None,
-        gather: Gather | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._dp_rank = dp_rank
         self._pool = pool
@@ -82,7 +82,7 @@ class MicrobatchReader:
         self._spans = spans
         self._tp_rank, self._tp_size = tp_rank, tp_size
         self._staging = staging
-        self._gather = gather
+        self._exchange = exchange
         self._started_s: float | None = None
 
     def read_texts(self, location: MicrobatchLocation) -> tuple[bytes, ...]:
@@ -116,22 +116,24 @@ class MicrobatchReader:
                 ]
             )
             extents = [extent for position in positions for extent in features_of.get(position, [])]
-            share = self._read_share(extents) if self._pool is not None and extents else None
-            if share is not None and self._tp_size == 1:
-                batch, share = self._with_features(batch, share), None
+            features = self._read_features(extents) if self._pool is not None and extents else None
+            if features is not None and self._tp_size == 1:
+                batch, features = self._with_features(batch, features), None
         ready = self._staging.mark() if self._staging is not None else None
         finished = time.time()
         self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
-        return Fetched(location.slot, batch, finished - started, share, ready)
+        return Fetched(location.slot, batch, finished - started, features, ready)
 
     def complete(self, fetched: Fetched) -> Fetched:
         """Return a microbatch with its features; for the training thread, in the same order on all ranks."""
         if self._staging is not None and fetched.ready is not None:
             self._staging.hand_over(fetched.tensors(), fetched.ready)
-        if fetched.share is None:
+        features = fetched.shared
+        if features is None:
             return fetched
-        assert self._gather is not None
-        return replace(fetched, batch=self._with_features(fetched.batch, self._gather(fetched.share)), share=None)
+        assert self._exchange is not None
+        self._exchange(features, share_nbytes(len(features), self._tp_size))
+        return replace(fetched, batch=self._with_features(fetched.batch, features), shared=None)
 
     @property
     def _row_nbytes(self) -> int:
@@ -147,38 +149,40 @@ class MicrobatchReader:
             )
         return num_rows
 
-    def _read_share(self, extents: Sequence[Extent]) -> torch.Tensor:
-        mine, share_nbytes = share_of(extents, self._tp_rank, self._tp_size)
-        if self._staging is None:
-            assert self._pool is not None
-            share = torch.empty(share_nbytes, dtype=torch.uint8)
-            self._pool.read_into(mine, share.numpy()[: sum(extent.nbytes for extent in mine)])
-            return share
-        (share,) = self._staging.get_batch([mine])
-        return torch.nn.functional.pad(share, (0, share_nbytes - len(share))) if len(share) < share_nbytes else share
+    def _read_features(self, extents: Sequence[Extent]) -> torch.Tensor:
+        """Return the bytes of these features, of which this rank's share is read."""
+        nbytes = sum(extent.nbytes for extent in extents)
+        mine, place = share_of(extents, self._tp_rank, self._tp_size)
+        if self._staging is not None:
+            memory = self._staging.empty(nbytes)
+            self._staging.read_into(mine, memory[place])
+            return memory
+        assert self._pool is not None
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._pool.read_into(mine, memory.numpy()[place])
+        return memory
 
     def _with_features(self, batch: PackedBatch, data: torch.Tensor) -> PackedBatch:
-        nbytes = len(batch.feature_index) * self._row_nbytes
-        return batch.with_features(data[:nbytes].view(self._feature_dtype).view(-1, self._feature_dim))
+        return batch.with_features(data.view(self._feature_dtype).view(-1, self._feature_dim))
 
 
-def share_of(extents: Sequence[Extent], index: int, count: int) -> tuple[list[Extent], int]:
-    """Return the extents of one of ``count`` equal shares of the bytes of ``extents``, and the length of a share.
+def share_nbytes(nbytes: int, count: int) -> int:
+    """Return the length of each of ``count`` shares of so many bytes; the last ones may be shorter, or empty."""
+    return nbytes if count == 1 else -(-nbytes // (count * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
 
-    The last shares may have fewer bytes, or none.
-    """
-    total_nbytes = sum(extent.nbytes for extent in extents)
-    share_nbytes = total_nbytes
-    if count > 1:
-        share_nbytes = -(-total_nbytes // (count * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
-    first, end = index * share_nbytes, (index + 1) * share_nbytes
+
+def share_of(extents: Sequence[Extent], index: int, count: int) -> tuple[list[Extent], slice]:
+    """Return the extents of one of ``count`` shares of the bytes of ``extents``, and which of these bytes they are."""
+    total = sum(extent.nbytes for extent in extents)
+    each = share_nbytes(total, count)
+    first, end = min(index * each, total), min((index + 1) * each, total)
     mine, offset = [], 0
     for extent in extents:
         start, stop = max(first - offset, 0), min(end - offset, extent.nbytes)
         if start < stop:
             mine.append(Extent(extent.gva + start, stop - start))
         offset += extent.nbytes
-    return mine, share_nbytes
+    return mine, slice(first, end)
 
 
 def _texts(location: MicrobatchLocation) -> list[PartLocation]:

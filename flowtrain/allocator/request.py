@@ -86,6 +86,8 @@ class Request:
 
     def num_shards(self, candidate: Candidate) -> int:
         """DP ranks of the backbone that hold one set of shards."""
+        if self.setup.sharding != "hybrid":
+            return candidate.degrees.dp
         dp, pp, tp = (np.array([each]) for each in (candidate.degrees.dp, candidate.degrees.pp, candidate.degrees.tp))
         per_node = self.cluster[candidate.device_type].devices_per_node
         return int(num_shards(self.setup, dp, pp * tp, per_node)[0])

@@ -19,5 +19,6 @@ def num_shards(setup: TrainingSetup, dp: IntArray, replica_size: IntArray, devic
     if setup.shard_size is not None:
         return np.where(dp % setup.shard_size == 0, setup.shard_size, 0)
     in_node = np.minimum(dp, devices_per_node // replica_size)
-    is_even = (devices_per_node % replica_size == 0) & (in_node > 1) & (dp % np.maximum(in_node, 1) == 0)
+    fills_nodes = (devices_per_node % replica_size == 0) & (dp % np.maximum(in_node, 1) == 0)
+    is_even = (in_node > 1) & ((in_node == dp) | fills_nodes)
     return np.where(dp == 1, 1, np.where(is_even, in_node, 0))

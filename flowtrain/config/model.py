@@ -110,5 +110,6 @@ class BackboneConfig(ConfigModel):
     num_devices: float = Field(1.0, gt=0, le=1)
     accelerator_type: str | None = None
     num_threads: int = Field(1, ge=1)
-    prefetch_microbatches: int = Field(2, ge=1)
-    """Microbatches that a rank reads from the pool ahead of training."""
+    prefetch_microbatches: int = Field(3, ge=1)
+    """Microbatches that a rank reads from the pool ahead of training; it asks for half of them at once. With hundreds
+    of replicas a larger number spares the coordinator questions."""

@@ -170,7 +170,7 @@ class _Measured:
                 for name, times in self._encoders.items()
             },
             # A step begins and ends with a call to the coordinator.
-            steps=StepCosts(alone.step_s + 2.0 * self._call_s, assembling_s, alone.parameter_s),
+            steps=StepCosts(alone.step_s + self._call_s, assembling_s, alone.parameter_s),
         )
 
     @contextmanager

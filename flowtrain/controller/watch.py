@@ -103,7 +103,10 @@ class Watcher:
     def _turn(self, awaited: Sequence[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
         """Wait for an event, at most a tick, and act on it; returns which of the awaited calls are done."""
         runs = self._actors.runs
-        done, _ = ray.wait([self._events, *awaited, *runs], num_returns=1, timeout=TICK_S)
+        waiting = [self._events, *awaited, *runs]
+        done, _ = ray.wait(waiting, num_returns=1, timeout=TICK_S)
+        if done:  # all at once: hundreds of ranks answer at the same time, and each wait looks at all calls
+            done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if self._events in done:
             self._take_events()
         for ref, outcome in _outcomes(done, runs).items():

@@ -40,10 +40,14 @@ Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 class Launcher:
     """Starts and ends actors, each in a process of its own; a benchmark puts many emulated ones into one process."""
 
+    def __init__(self) -> None:
+        self._remote: dict[type, Any] = {}
+
     def spawn(self, actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
         """Start an actor. options: Ray's, with its name."""
-        remote: Any = ray.remote(actor_class)
-        handle: ActorHandle = remote.options(**options).remote(*args)
+        if actor_class not in self._remote:  # Ray sends a class to the cluster each time that it is wrapped
+            self._remote[actor_class] = ray.remote(actor_class)
+        handle: ActorHandle = self._remote[actor_class].options(**options).remote(*args)
         return handle
 
     def kill(self, handle: ActorHandle) -> None:

@@ -8,11 +8,16 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 
+_GATHER = 0.5
+"""A gather of all tokens moves half the bytes of an all-reduce."""
+
 
 class TensorCommunication:
     """Seconds of the all-reduces of a layer, the head or a sample's images; no overlap is assumed.
 
     A decoder layer has two in forward, two in backward and two more if it is recomputed; an encoder's layer has two.
+    With sequence parallelism a gather and a reduce-scatter take the place of each, with the same bytes; layers that
+    keep the results of products gather their inputs again, and the loss gathers all tokens.
     """
 
     def __init__(
@@ -29,11 +34,14 @@ class TensorCommunication:
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds of one decoder layer, ``[N]``."""
         num_reduces = 4.0 + 2.0 * recomputed_share(self._setup)
+        if self._setup.sequence_parallel and self._setup.activation_checkpointing == "selective":
+            num_reduces += 2.0 * _GATHER
         return self._factor(tp) * num_reduces * self._model.backbone.hidden_size * num_tokens
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds for the gradient of the hidden states that carry loss, ``[N]``."""
-        return self._factor(tp) * self._workload.target_share * self._model.backbone.hidden_size * num_tokens
+        reduced = self._workload.target_share + (_GATHER if self._setup.sequence_parallel else 0.0)
+        return self._factor(tp) * reduced * self._model.backbone.hidden_size * num_tokens
 
     def sample_s(self, encoder: str, tp: int) -> float:
         """Return seconds for a mean sample that has images for an encoder."""

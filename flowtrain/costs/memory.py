@@ -103,7 +103,8 @@ def predict_step_memory(
         gathered=dtype * (num_gathered * per_layer + outer),
         activations=sum(
             chunk.in_flight * chunk_activation_nbytes(spec, connector, chunk, setup, microbatch) for chunk in chunks
-        ),
+        )
+        + _last_offloaded_nbytes(spec, setup, tokens),
         working=_working_nbytes(spec, chunks, setup, tokens, per_layer) + (head if has_last else 0),
         loss=_loss_nbytes(spec, setup, microbatch) if has_last else 0,
         reduced=_reduction_nbytes(setup, last_reduced),
@@ -132,7 +133,7 @@ def _working_nbytes(
     reduction, so it is there during the next layer's backward.
     """
     layer = layer_activation_nbytes(spec, setup, num_tokens)
-    restored = {"none": 0, "offload": 2 * layer}.get(setup.activation_checkpointing, layer)
+    restored = 0 if setup.activation_checkpointing == "none" else layer
     # A float32 run adds each gradient to the accumulated one at once.
     adds_at_once = _sums_whole(setup) and setup.dtype_nbytes == FLOAT32_NBYTES
     of_weights = 0 if adds_at_once else setup.dtype_nbytes * per_layer
@@ -142,6 +143,11 @@ def _working_nbytes(
         # With the last microbatch the buffer takes the place of the layer's accumulated gradient.
         return max(computing, buffer)
     return computing + max(0, buffer)
+
+
+def _last_offloaded_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int) -> int:
+    """The layer called last stays on the device; in the backward its place is that of the layer before."""
+    return layer_activation_nbytes(spec, setup, num_tokens) if setup.activation_checkpointing == "offload" else 0
 
 
 def _freed_nbytes(

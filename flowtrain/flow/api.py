@@ -68,7 +68,7 @@ class CoordinatorApi(Protocol):
     # --- backbone: the leader of each replica asks for all its ranks --------------------------------------------
 
     async def begin(self, unit: int) -> bool:
-        """Ask to run a unit; False: stop. All replicas get the same answer for the same unit."""
+        """Ask to run the first unit; False: stop. All replicas get the same answer for the same unit."""
         ...
 
     async def next_plan(self, unit: int) -> PlanReply:
@@ -85,12 +85,18 @@ class CoordinatorApi(Protocol):
         """
         ...
 
-    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
-        """Report microbatches that all ranks of a replica have read: their bytes in the pool are no longer needed."""
+    async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int, ends: bool = False) -> PlanReply:
+        """Report microbatches that all ranks of a replica have read: their bytes in the pool are no longer needed.
+
+        ends: the replica has read the whole unit. The answer then has the next unit's plan, if there is one already.
+        """
         ...
 
-    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> None:
-        """Report a unit that a replica finished. reports: of all its ranks."""
+    async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
+        """Report a unit that a replica finished, and ask to run the next one, as ``begin``.
+
+        reports: of all its ranks.
+        """
         ...
 
     async def checkpoint_written(self, step: int, directory: str) -> None:

@@ -43,10 +43,21 @@ class DeviceStaging:
         All parts may be released when this returns: reads of HBM are complete, and DRAM was read into the buffer.
         Raises as ``Pool.get_batch``.
         """
-        pool, extents = self._pool, [extent for part in parts for extent in part]
+        extents = [extent for part in parts for extent in part]
+        memory = self.empty(sum(extent.nbytes for extent in extents))
+        self.read_into(extents, memory)
+        return list(memory.split([sum(extent.nbytes for extent in part) for part in parts]))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return memory on the device, uint8, for ``read_into``."""
+        with self.aside():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def read_into(self, extents: Sequence[Extent], memory: torch.Tensor) -> None:
+        """Read extents one after another into memory of ``empty``, as long as they are; otherwise as ``get_batch``."""
+        pool = self._pool
         assert pool is not None, "this process reads nothing from the pool"
         with self.aside():
-            memory = torch.empty(sum(extent.nbytes for extent in extents), dtype=torch.uint8, device=self._device)
             by_tier: dict[Tier, tuple[list[Extent], list[torch.Tensor]]] = {tier: ([], []) for tier in Tier}
             for extent, place in zip(extents, memory.split([extent.nbytes for extent in extents]), strict=True):
                 those, places = by_tier[pool.tier_of(extent)]
@@ -54,7 +65,6 @@ class DeviceStaging:
                 places.append(place)
             pool.copy_to_device(*by_tier[Tier.HBM])
             self._stage(pool, *by_tier[Tier.DRAM])
-        return list(memory.split([sum(extent.nbytes for extent in part) for part in parts]))
 
     def mark(self) -> torch.Event:
         """Return an event after all work started aside so far, for ``hand_over``."""

@@ -50,7 +50,7 @@ def write_snapshot(
         try:
             sums = sums_of(_write_own_files(directory, snapshot, tied, frozen, group.rank))
         except OSError as error:
-            problem = str(error)
+            problem = f"rank {group.rank}: {error}"
     return _conclude(directory, _Written(problem, _share_nbytes(snapshot), sums), group)
 
 
@@ -94,7 +94,7 @@ def _conclude(directory: Path, own: _Written, group: BackboneGroup) -> str | Non
     dist.gather_object(own, every, dst=0, group=group.checkpoint_group)
     agreed: list[str | None] = [None]
     if every is not None:
-        problem = next((f"rank {rank}: {each.problem}" for rank, each in enumerate(every) if each.problem), None)
+        problem = next((each.problem for each in every if each.problem), None)
         if problem is None:
             try:
                 write_sums(directory, {name: each for written in every for name, each in written.sums.items()})

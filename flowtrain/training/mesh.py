@@ -21,6 +21,8 @@ from flowtrain.types.plan import Degrees
 DP_AXIS, PP_AXIS, TP_AXIS = "dp", "pp", "tp"
 _REPLICATE_AXIS, _SHARD_AXIS = "dp_replicate", "dp_shard"
 LOOPBACK = "127.0.0.1"
+CHECKPOINT_TIMEOUT_S = 3600.0
+"""Ranks wait at least this long for each other while a checkpoint is written."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -79,12 +81,15 @@ class BackboneGroup:
         """Rank at the place ``pp_rank`` of this rank's pipeline."""
         return self.degrees.rank(self.dp_rank, pp_rank, self.tp_rank)
 
-    def gather_shares(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks of the tensor parallel group, one after another; all have one length."""
+    def exchange(self, data: torch.Tensor, piece: int) -> None:
+        """Complete ``data`` on the tensor parallel group, of whose pieces of that length rank i has filled the i-th."""
         group = self.mesh[TP_AXIS].get_group()
-        whole = share.new_empty(group.size() * len(share))
-        dist.all_gather_into_tensor(whole, share, group=group)
-        return whole
+        works = [
+            dist.broadcast(place, group=group, group_src=rank, async_op=True)
+            for rank, place in enumerate(data.split(piece))
+        ]
+        for work in works:
+            work.wait()
 
     def close(self) -> None:
         """Destroy the groups; none can be used afterwards."""
@@ -133,7 +138,9 @@ def init_backbone_group(
             start_timeout_s=start_timeout_s,
             collective_timeout_s=collective_timeout_s,
         )
-        checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=collective_timeout_s))
+        # Slow storage must not end training that goes on beside it; the driver notices dead ranks anyway.
+        checkpoint_timeout_s = max(collective_timeout_s, CHECKPOINT_TIMEOUT_S)
+        checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=checkpoint_timeout_s))
         reading_group, replica_group = (_replica_group(rank, degrees, collective_timeout_s) for _ in range(2))
         mesh = device_mesh(degrees, device, shard_size)
     assert dist.group.WORLD is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
@@ -52,12 +52,26 @@ class CheckpointSaver:
         self._group, self._take, self._write, self._report, self._record = group, take, write, report, record
         self._buffers = HostBuffers(group.device) if background else None
         self._under_way: Future[str | None] | None = None
+        self._is_prepared = not background
         self._step = self._saved_step = saved_step
 
     @property
     def step(self) -> int:
         """The last step that is saved or is being saved; a save that is known to have failed does not count."""
         return self._step
+
+    def prepare(self) -> None:
+        """Get the memory of the copies, once, in another thread; call it when the optimizer has its state.
+
+        Without it the first save takes longer.
+        """
+        if self._is_prepared or self._buffers is None:
+            return
+        self._is_prepared = True
+        self.wait()
+        tensors, self._under_way = self._take(None).tensors, Future()
+        arguments = (self._buffers, tensors, self._under_way)
+        threading.Thread(target=_reserve, args=arguments, name="checkpoint", daemon=True).start()
 
     def save(self, step: int, directory: Path) -> None:
         """Save the state after ``step`` into ``directory``; waits for the save before. The state may then change.
@@ -101,6 +115,14 @@ class CheckpointSaver:
             ended.set_result(problem)
         except BaseException as error:  # the training thread raises it at its next wait
             ended.set_exception(error)
+
+
+def _reserve(buffers: HostBuffers, tensors: Mapping[str, torch.Tensor], ended: Future[str | None]) -> None:
+    try:
+        buffers.reserve(tensors)
+        ended.set_result(None)
+    except BaseException as error:  # the training thread raises it at its next wait
+        ended.set_exception(error)
 
 
 def writes_in_background(setting: Literal["auto"] | bool, copy_nbytes: int, group: BackboneGroup) -> bool:

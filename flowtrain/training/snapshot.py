@@ -44,6 +44,11 @@ class HostBuffers:
         self._buffers: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
+    def reserve(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Get memory for copies of tensors and touch it: copies into new memory take several times as long."""
+        self._buffers = {name: self._buffer(name, local_shard(tensor)).zero_() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy the local shards of tensors; overwrites the copies of the last call, and returns when it is done."""
         buffers = {name: self._buffer(name, local_shard(tensor)) for name, tensor in tensors.items()}

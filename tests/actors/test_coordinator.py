@@ -84,15 +84,23 @@ class World:
                 return
             self.encoder.free((await self.coordinator.hand_in(self.encoder.index, self.encoder.encode())).refused)
 
-    async def run(self, unit: int) -> None:
-        """Run a unit on the only replica."""
+    async def run(self, unit: int, begins_next: bool = True) -> None:
+        """Run a unit on the only replica. begins_next: it asks for the next one with its report."""
         assert await self.coordinator.begin(unit)
         plan = (await soon(self.coordinator.next_plan(unit))).plan
         assert plan is not None
         for slot in range(len(plan.slots)):
             (location,) = (await soon(self.coordinator.locate(unit, slot, 0))).locations
             await self.coordinator.release(unit, (location.slot,), 0)
-        await self.coordinator.finish((report_of(plan.unit, 0),), ())
+        finish = self.coordinator.finish if begins_next else async_finish(self.coordinator._flow)
+        await finish((report_of(plan.unit, 0),), ())
+
+
+def async_finish(flow: Flow) -> Callable[..., Awaitable[Any]]:
+    async def finish(*args: Any) -> None:
+        flow.finish(*args)
+
+    return finish
 
 
 async def settle() -> None:
@@ -281,7 +289,7 @@ def test_a_stop_ends_every_wait() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
         await world.encode_all()
-        await world.run(0)
+        await world.run(0, begins_next=False)
         for _ in range(2):
             await world.size_next()
         coordinator, feeder = world.coordinator, world.feeder.index
@@ -308,7 +316,7 @@ def test_a_unit_begun_while_stopping_is_handed_to_the_feeder() -> None:
         await world.coordinator.begin(0)
         await world.coordinator.request_stop()
         feed = await waiting(world.coordinator.feed(world.feeder.index, FeedReport()))
-        await world.run(0)
+        await world.run(0, begins_next=False)
         await settle()
         assert not feed.done(), "memory alone is no reason to answer"
         assert await world.coordinator.begin(1), "an evaluation follows the step"
@@ -416,6 +424,25 @@ def test_a_packed_question_has_the_answer_of_its_method() -> None:
             await ask("release", 0, (0,), 0)
 
     play(scenario, poll_s=0.05)
+
+
+def test_the_end_of_a_unit_brings_the_next_plan_and_whether_to_go_on() -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(2):
+            await world.size_next()
+        await world.encode_all()
+        coordinator = world.coordinator
+        assert await coordinator.begin(0)
+        plan = (await soon(coordinator.next_plan(0))).plan
+        for slot in range(plan.num_slots):
+            await soon(coordinator.locate(0, slot, 0))
+            ends = slot == plan.num_slots - 1
+            reply = await coordinator.release(0, (slot,), 0, ends)
+            assert reply.plan is (coordinator._flow.steps.plan_of(1) if ends else None)
+        await coordinator.request_stop()
+        assert await coordinator.finish((report_of(plan.unit, 0),), ()) is False
+
+    play(scenario)
 
 
 def test_only_the_first_that_begins_a_unit_wakes_producers() -> None:

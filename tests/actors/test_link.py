@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import ray
 
 from flowtrain.actors import link as link_module
-from flowtrain.actors.link import Patience, RayLink
+from flowtrain.actors.link import Answering, Patience, RayLink
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError, StallError, WorkerLostError
@@ -49,6 +50,16 @@ def test_a_call_brings_the_answer(world: World) -> None:
     world.answer = "yes"
     assert world.link.ask(CoordinatorApi.lease, 1, "vision") == "yes"
     assert world.sent == [("lease", (1, "vision"), {})]
+
+
+def test_an_actor_answers_what_a_link_packs(world: World) -> None:
+    class Echo(Answering):
+        async def lease(self, *args: Any, **kwargs: Any) -> Any:
+            return args, kwargs
+
+    world.link.ask(CoordinatorApi.lease, 1, encoder="vision")
+    packed = asyncio.run(Echo().answer(pickle.dumps(world.sent[0])))
+    assert pickle.loads(packed) == ((1,), {"encoder": "vision"})
 
 
 def test_our_errors_arrive_as_themselves(world: World) -> None:

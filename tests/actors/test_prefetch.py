@@ -20,7 +20,7 @@ from shared.thread_replica import ThreadChannel, ThreadReplica
 from flowtrain.actors import leading, prefetch
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.prefetch import Prefetcher
-from flowtrain.actors.reading import Fetched, MicrobatchReader, share_of
+from flowtrain.actors.reading import Fetched, MicrobatchReader, share_nbytes, share_of
 from flowtrain.actors.replica_channel import Alone, ReplicaChannel
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
@@ -101,7 +101,8 @@ def pack(samples: list[SampleText]) -> Any:
 class FakeCoordinator(CoordinatorLink):
     """Units with two samples per microbatch, one with an image, one without. It answers like the real coordinator.
 
-    ready: (unit, slot) that may run. ends_at: first unit that never comes.
+    ready: (unit, slot) that may run. ends_at: first unit that never comes. plans_early: the next unit's plan comes with
+    the end of a unit.
     """
 
     def __init__(self, num_units: int = 1, num_slots: int = 3) -> None:
@@ -121,6 +122,7 @@ class FakeCoordinator(CoordinatorLink):
         self.told: list[tuple[int, int]] = []
         self.released: list[tuple[int, int]] = []
         self.ends_at = num_units
+        self.plans_early = False
         self.calls: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
         self.changed = threading.Condition()
@@ -170,9 +172,11 @@ class FakeCoordinator(CoordinatorLink):
         self.told += [(unit, found) for found in wanted]
         return LocateReply(tuple(self.location(unit, found) for found in wanted), is_past_end=False)
 
-    def release(self, unit: int, slots: tuple[int, ...], dp_rank: int) -> None:
+    def release(self, unit: int, slots: tuple[int, ...], dp_rank: int, ends: bool = False) -> PlanReply:
         assert dp_rank == REPLICA and not set(self.released) & {(unit, slot) for slot in slots}
         self.released += [(unit, slot) for slot in slots]
+        has_next = ends and self.plans_early and unit + 1 < len(self.plans)
+        return PlanReply(self.plans[unit + 1] if has_next else None, is_past_end=False)
 
     def location(self, unit: int, slot: int) -> MicrobatchLocation:
         positions = [sample.position for sample in self.plans[unit].slots[slot][0].samples]
@@ -256,8 +260,8 @@ def replica(link: FakeCoordinator, tp: int, pp: int = 1, **options: Any) -> Iter
     meeting, stage = ThreadReplica(tp * pp, LIMIT_S), ThreadReplica(tp, LIMIT_S)
     ranks = []
     for rank in range(tp * pp):
-        gather = partial(stage.gather, rank)
-        reader = reader_of(link, has_pool=rank < tp, tp_rank=rank % tp, tp_size=tp, gather=gather)
+        exchange = partial(stage.complete, rank)
+        reader = reader_of(link, has_pool=rank < tp, tp_rank=rank % tp, tp_size=tp, exchange=exchange)
         ranks.append(start(link, reader, ThreadChannel(rank, meeting), **options))
     try:
         yield ranks
@@ -315,9 +319,12 @@ class Staging:
         yield
         self.is_aside = False
 
-    def get_batch(self, parts: Sequence[Sequence[Extent]]) -> list[torch.Tensor]:
-        self.staged += [extent for part in parts for extent in part]
-        return [torch.cat([torch.from_numpy(self.pool._get(extent)) for extent in part]) for part in parts]
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def read_into(self, extents: Sequence[Extent], memory: torch.Tensor) -> None:
+        self.staged += extents
+        self.pool.read_into(extents, memory.numpy())
 
     def mark(self) -> str:
         return f"after {len(self.staged)} parts"
@@ -395,7 +402,7 @@ def test_a_part_whose_owner_died_is_asked_for_again(arrival: bool) -> None:
 def test_what_lies_elsewhere_is_read_before_a_lost_part_is_asked_for_again() -> None:
     link = FakeCoordinator(num_slots=4)
     link.pool.lost.add(link.parts[2][VISION][0].gva)
-    with prefetcher(link, depth=3) as fetching:
+    with prefetcher(link, depth=2) as fetching:
         fetching.next_plan()
         wait_for(lambda: link.num_located() > 3)
         asked = [call[2] for call in link.calls if call[0] == "locate"]
@@ -410,7 +417,7 @@ def test_microbatches_before_a_lost_part_are_delivered_and_those_after_it_wait(a
     link = FakeCoordinator(num_slots=5)
     link.pool.lost.update(link.parts[position][VISION][0].gva for position in (2, 6))
     limits = LimitsConfig(stall_timeout_s=LIMIT_S)
-    with prefetcher(link, depth=4, arrival=arrival, limits=limits) as fetching:
+    with prefetcher(link, depth=3, arrival=arrival, limits=limits) as fetching:
         fetching.next_plan()
         assert fetching.next_microbatch().slot == 0
         wait_for(lambda: len(link.released) == 2)
@@ -445,7 +452,7 @@ def test_no_more_is_fetched_ahead_than_asked_for() -> None:
     built = []
     with prefetcher(link, depth=2, pack=lambda samples: built.append(samples) or pack(samples)) as fetching:
         fetching.next_plan()
-        wait_for(lambda: len(built) == 3)  # two wait in the queue, one in the thread's hands
+        wait_for(lambda: len(built) == 3)  # one more than wait while it is read
         time.sleep(0.05)
         assert len(built) == 3
         fetching.next_microbatch()
@@ -458,7 +465,7 @@ def test_what_was_read_is_released_before_anything_is_waited_for(arrival: bool) 
     link = FakeCoordinator(num_units=3, num_slots=2)
     link.ends_at = 9
     with prefetcher(link, depth=3, arrival=arrival) as fetching:
-        wait_for(lambda: len(link.released) == 4)  # three wait in the queue, one in the thread's hands
+        wait_for(lambda: len(link.released) == 4)  # one more than wait while it is read
         assert sorted(link.told) == sorted(link.released)
         for unit in range(3):
             assert fetching.next_plan() is link.plans[unit]
@@ -477,8 +484,33 @@ def test_a_unit_is_released_before_its_last_microbatch_is_handed_over() -> None:
             assert {(unit, slot) for slot in range(4)} <= set(link.released)
         assert link.num_located() == 2, "all that are ready and have room come with one answer"
         assert [call for call in link.calls if call[0] == "release"] == [
-            ("release", unit, (0, 1, 2, 3), REPLICA) for unit in range(2)
+            ("release", unit, (0, 1, 2, 3), REPLICA, True) for unit in range(2)
         ]
+
+
+@pytest.mark.parametrize("arrival", [False, True])
+def test_microbatches_are_asked_for_in_batches(arrival: bool) -> None:
+    link = FakeCoordinator(num_slots=9)
+    with prefetcher(link, depth=3, arrival=arrival) as fetching:
+        fetching.next_plan()
+        for num_located, num_told in ((1, 4), (2, 6), (3, 8), (4, 9)):
+            wait_for(lambda: len(link.released) == num_told)  # noqa: B023
+            assert (link.num_located(), len(link.told)) == (num_located, num_told)
+            fetching.next_microbatch()
+            if num_told < 8:
+                assert link.num_located() == num_located, "there is room for one; two are asked for at once"
+                fetching.next_microbatch()
+
+
+def test_the_next_plan_comes_with_the_end_of_a_unit() -> None:
+    link = FakeCoordinator(num_units=3)
+    link.plans_early = True
+    with prefetcher(link, depth=2) as fetching:
+        for unit in range(3):
+            assert fetching.next_plan() is link.plans[unit]
+            assert [fetching.next_microbatch().slot for _ in range(3)] == [0, 1, 2]
+        wait_for(lambda: not fetching._thread.is_alive())
+    assert [call[1] for call in link.calls if call[0] == "next_plan"] == [0, 3]
 
 
 def test_an_error_surfaces_wherever_the_training_thread_waits() -> None:
@@ -583,18 +615,16 @@ def test_a_replica_reads_features_once_and_texts_once(tp: int, pp: int, arrival:
 @given(st.lists(st.integers(1, 500), max_size=8), st.integers(1, 5))
 def test_shares_cover_the_bytes_once_in_order(sizes: list[int], count: int) -> None:
     extents = [Extent(1000 * number, nbytes) for number, nbytes in enumerate(sizes)]
-    shares = [share_of(extents, index, count) for index in range(count)]
-    (share_nbytes,) = {length for _, length in shares}
-    joined = b"".join(
-        b"".join(_bytes_at(extent) for extent in mine).ljust(share_nbytes * 8, b".") for mine, _ in shares
-    )
-    assert joined.rstrip(b".") == b"".join(_bytes_at(extent) for extent in extents)
-    assert share_nbytes * count - sum(sizes) < count * 64 + 1
-
-
-def _bytes_at(extent: Extent) -> bytes:
-    """Eight characters for each byte, which name its address."""
-    return b"".join(b"%08d" % (extent.gva + offset) for offset in range(extent.nbytes))
+    addresses = [extent.gva + offset for extent in extents for offset in range(extent.nbytes)]
+    found = []
+    for index in range(count):
+        mine, place = share_of(extents, index, count)
+        share = [extent.gva + offset for extent in mine for offset in range(extent.nbytes)]
+        assert share == addresses[place]
+        length = share_nbytes(len(addresses), count)
+        assert place.start == min(index * length, len(addresses)) and len(share) <= length
+        found += share
+    assert found == addresses
 
 
 def test_what_one_rank_could_not_read_all_read_again() -> None:

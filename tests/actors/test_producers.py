@@ -88,7 +88,8 @@ class Rank:
         """Run to the end, and request a stop in one unit. Returns how many units ran."""
         unit = 0
         try:
-            while self._link.ask(CoordinatorApi.begin, unit):
+            goes_on = self._link.ask(CoordinatorApi.begin, unit)
+            while goes_on:
                 if unit == stop_after:
                     self._link.ask(CoordinatorApi.request_stop)
                 plan = self._prefetcher.next_plan()
@@ -97,7 +98,7 @@ class Rank:
                 report = RankReport(
                     unit, plan.unit.kind, plan.unit.step, 0, 1.0, 0.1, 0.1, 4, 40, 8, 0.0, 1.0, 0.0, 0.0
                 )
-                self._link.ask(CoordinatorApi.finish, (report,), ())
+                goes_on = self._link.ask(CoordinatorApi.finish, (report,), ())
                 unit += 1
                 self.num_done += 1
         finally:

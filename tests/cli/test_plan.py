@@ -60,7 +60,7 @@ def test_the_papers_setting_prints_what_its_page_shows() -> None:
 def test_where_nothing_fits_the_page_shows_what_is_said() -> None:
     message = refused(
         str(MODELS / "vlm_6b.yaml"),
-        *("--devices", "8", "--device", "a100"),
+        *("--devices", "4", "--device", "a100"),
         *("backbone.activation_checkpointing=none", "scheduler.microbatch_tokens=32768"),
     )
     page = (REPOSITORY / "docs" / "allocator.md").read_text()

@@ -139,7 +139,7 @@ def test_plain_replication_is_always_compared() -> None:
     assert f"{replication['rate']:.4g} samples/s" in plan(*PAPER).stdout
     few = (PAPER[0], "--devices", "32", "--device", "910b")
     assert record_of(*few)["replication"]["rate"] is None
-    assert "plain replication on 64 910b does not fit: the whole model takes" in plan(*few).stdout
+    assert "plain replication on 32 910b does not fit: the whole model takes" in plan(*few).stdout
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -198,3 +198,34 @@ def test_what_cannot_be_drawn_is_shown_and_saved_all_the_same(tmp_path: Path) ->
 def test_no_devices_at_all_are_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"(devices|nodes) \(--\1\) is (0|-1); it must be at least 1"):
         flowtrain.plan(SMALL, **asked)
+
+
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_qwen3_32b_fits_on_eight_nodes(device: str, tmp_path: Path) -> None:
+    saved, model = tmp_path / "plan.yaml", str(MODELS / "vlm_32b.yaml")
+    record = record_of(model, "--device", f"{device}=8x8", "--save", str(saved))
+    backbone = record["allocation"]["modules"][-1]
+    assert backbone["degrees"]["tp"] <= 8 and backbone["peak_nbytes"] <= backbone["memory_nbytes"]
+    memory, chosen = backbone["memory"], read_plan(saved)
+    computing = memory["accumulated"] + memory["gathered"] + memory["activations"] + memory["working"]
+    assert backbone["peak_nbytes"] == memory["parameters"] + memory["optimizer_state"] + computing
+    assert chosen.gradient_reduction == backbone["gradient_reduction"] == "step" and chosen.hybrid_shard_size is None
+    text = plan(model, "--device", f"{device}=8x8").stdout
+    assert "memory of a backbone rank, GiB" in text and f"{backbone['peak_nbytes'] / 2**30:.2f}" in text
+    # Replicas of one device each fit only with a reduction each microbatch; no plan needs more than a node for tp.
+    flat = record_of(model, "--device", f"{device}=8x8", "backbone.gradient_reduction=microbatch")
+    assert flat["allocation"]["num_candidates"]["backbone"] >= record["allocation"]["num_candidates"]["backbone"]
+
+
+def test_hybrid_groups_are_planned_and_saved(tmp_path: Path) -> None:
+    saved = tmp_path / "plan.yaml"
+    settings = ("backbone.sharding=hybrid", "backbone.sequence_parallel=false", "training.global_batch_size=16")
+    record = record_of(SMALL, "--device", "h200=2x8", *settings, "--save", str(saved))
+    backbone, chosen = record["allocation"]["modules"][-1], read_plan(saved)
+    degrees = backbone["degrees"]
+    assert degrees["dp"] > 1 and chosen.hybrid_shard_size == backbone["num_shards"]
+    assert degrees["dp"] % backbone["num_shards"] == 0
+    assert backbone["num_shards"] * degrees["pp"] * degrees["tp"] <= 8
+    assert f"backbone.hybrid_shard_size={chosen.hybrid_shard_size}" in record["overrides"]
+    fewer = record_of(SMALL, "--device", "h200=2x8", *settings, "backbone.hybrid_shard_size=2")
+    assert fewer["allocation"]["modules"][-1]["num_shards"] == 2

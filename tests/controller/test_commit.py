@@ -12,7 +12,7 @@ from flowtrain.controller.commit import Committer
 from flowtrain.errors import CheckpointError, RunFileError
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.training import checkpoint_store
-from flowtrain.types.events import CheckpointWritten
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten
 from flowtrain.types.samples import SamplerState
 from tests.controller.test_recorder import make_prepared
 
@@ -32,7 +32,7 @@ class World:
         costs: Any = SimpleNamespace(write=self._write, in_use=make_prepared().cost)
         self.committer = Committer(make_prepared(), self.files, recorder, costs, self.notes.append)  # type: ignore[arg-type]
 
-    def _write(self) -> None:
+    def _write(self, step: int | None = None) -> None:
         if self.is_full:
             raise RunFileError("metrics.jsonl cannot be written: No space left on device")
 
@@ -78,3 +78,19 @@ def test_a_run_whose_last_checkpoint_cannot_become_complete_fails_with_the_reaso
     world.commit(4)
     with pytest.raises(CheckpointError, match=r"of step 4, could not be made complete.*No space.*from .*step-00000002"):
         world.committer.finish()
+
+
+def test_a_checkpoint_that_ranks_could_not_write_is_said_and_makes_room(world: World) -> None:
+    world.is_full = True
+    world.commit(2)
+    assert world.names() == [".tmp-step-00000002-run"]
+    world.committer.failed(CheckpointFailed(4, "rank 1: no room; the checkpoint needs 9 bytes, 3 bytes are free in x"))
+    assert world.names() == [], "the one before holds the room that the next one needs"
+    assert world.notes[-1].startswith(
+        "the checkpoint of step 4 was not written: rank 1: no room; the checkpoint needs 9"
+    )
+    assert "training goes on, and the next checkpoint tries again" in world.notes[-1]
+    world.is_full = False
+    world.commit(6)
+    world.committer.finish()
+    assert world.names() == ["step-00000006"]

@@ -315,17 +315,17 @@ def test_without_evaluation_no_line_is_held(world: World) -> None:
 
 def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
     recorder = world.record(done(train_unit(1)), run_spec=make_prepared(eval_every=None))
-    recorder.flush()
+    recorder.flush(99)
     with full_from(100):
         for event in (done(train_unit(2)), rejected(5), SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))):
             recorder.take(event)
         with pytest.raises(RunFileError, match=r"ledger.parquet cannot be written: File too large; \d+ bytes wait"):
-            recorder.flush()
+            recorder.flush(99)
         recorder.take(done(train_unit(3)))
         assert world.steps() == world.ledger_steps() == [1], "no line is torn"
     assert [metrics.step for metrics in world.shown] == [1, 2, 3], "what shows the run goes on"
     recorder.take(done(train_unit(4)))
-    recorder.flush()
+    recorder.flush(99)
     assert world.steps() == world.ledger_steps() == [1, 2, 3, 4] and world.quarantined() == [5]
     assert read_spans(world.files.trace) == [], "the trace is off"
     recorder.close()
@@ -374,7 +374,7 @@ def test_steps_that_were_skipped_are_counted_over_a_resume(world: World) -> None
         skipped(3, grad_norm=float("inf"), rewound_to=2),
         run_spec=spec,
     )
-    first.flush()
+    first.flush(99)
     first.close()
     lines = world.metrics()
     assert [(line["skipped"], line["skipped_steps"]) for line in lines] == [(True, 1), (False, 1), (True, 2)]

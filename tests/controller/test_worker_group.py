@@ -31,6 +31,7 @@ class FakeActors:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spawned: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+        self.wrapped: list[str] = []
         self.killed: list[Any] = []
         self.refused: str | None = None
         monkeypatch.setattr(ray, "remote", self._remote)
@@ -38,6 +39,7 @@ class FakeActors:
         monkeypatch.setattr(worker_group_module, "RayLink", lambda coordinator: f"link to {coordinator}")
 
     def _remote(self, actor_class: type) -> Any:
+        self.wrapped.append(actor_class.__name__)
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self._spawner(actor_class, options)))
 
     def _spawner(self, actor_class: type, options: dict[str, Any]) -> Any:
@@ -76,6 +78,7 @@ def test_actors_are_spawned_by_name_in_the_runs_namespace(config: RunConfig, act
     workers = start(config)
     assert list(workers.actors) == list(workers.roles) == NAMES
     assert [name for name, _, _ in actors.spawned] == ["Encoder"] * 2 + ["BackboneRank"] * 2 + ["Feeder"]
+    assert actors.wrapped == ["Encoder", "BackboneRank", "Feeder"], "each class is sent to the cluster once"
     assert all(options["namespace"] == "flowtrain-kite" for _, options, _ in actors.spawned)
     assert actors.spawned[1][2] == (config, "vision", "encoder-1", "run")
     assert actors.spawned[3][2] == (config, 1, Degrees(dp=2), "backbone-dp1-pp0-tp0", 10, "run")

@@ -67,12 +67,12 @@ def shared_memory_of(pids: set[int]) -> set[str]:
 class Driver:
     """``flowtrain train`` in a session of its own, in which its Ray and all actors live as well.
 
-    cold: as users start it. Otherwise Ray's workers are forks of what has imported everything.
-    wrapper: a command that ends by executing the driver's.
+    cold: as users start it. Otherwise Ray's workers are forks of what has imported everything. prefix: a command that
+    runs the driver's, such as one that enters a namespace.
     """
 
     def __init__(
-        self, config: RunConfig, log: Path, *arguments: str, cold: bool = False, wrapper: Sequence[str] = ()
+        self, config: RunConfig, log: Path, *arguments: str, cold: bool = False, prefix: Sequence[str] = ()
     ) -> None:
         self.run: RunDir = run_dir(config)
         self.log = log
@@ -82,7 +82,7 @@ class Driver:
         self._directory = tempfile.mkdtemp(prefix="ft-", dir="/tmp")  # a socket's path has little room
         prefork = [] if cold else ["-m", "tests.prefork", f"{self._directory}/prefork"]
         module = ["-m", "flowtrain.cli.app"] if cold else ["flowtrain.cli.app"]
-        command = [*wrapper, sys.executable, *prefork, *module, "train", str(config_file), *arguments]
+        command = [*prefix, sys.executable, *prefork, *module, "train", str(config_file), *arguments]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -171,10 +171,10 @@ class Driver:
 
 @contextmanager
 def driver(
-    config: RunConfig, log: Path, *arguments: str, cold: bool = False, wrapper: Sequence[str] = ()
+    config: RunConfig, log: Path, *arguments: str, cold: bool = False, prefix: Sequence[str] = ()
 ) -> Iterator[Driver]:
     """A driver that does not outlive the block."""
-    started = Driver(config, log, *arguments, cold=cold, wrapper=wrapper)
+    started = Driver(config, log, *arguments, cold=cold, prefix=prefix)
     try:
         yield started
     finally:

@@ -142,8 +142,8 @@ def test_a_disk_that_is_full_for_a_while_costs_no_step(data: Path) -> None:
     config = config_of(data, "full", "training.max_steps=100", f"runs_dir={data / 'small'}")
     (data / "small").mkdir()
     script = 'mount -t tmpfs -o size=48m tmpfs "$0" && exec "$@"'
-    wrapper = ("unshare", "--mount", "sh", "-c", script, str(data / "small"))
-    with driver(config, data / "full.log", wrapper=wrapper) as disturbed:
+    prefix = ("unshare", "--mount", "sh", "-c", script, str(data / "small"))
+    with driver(config, data / "full.log", prefix=prefix) as disturbed:
         inside = Path(f"/proc/{disturbed.pid}/root") / run_dir(config).root.relative_to("/")
         disturbed.wait_until(lambda: (inside / "trace.json").exists(), "the run's files")
         fill(inside / "ballast")

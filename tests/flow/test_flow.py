@@ -15,7 +15,7 @@ from flowtrain.flow.capacity import check_capacity
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.flow import ASK_AGAIN, Flow
 from flowtrain.flow.units import unit_sequence
-from flowtrain.types.events import CheckpointWritten, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.messages import EncoderReport, Lease, MicrobatchLocation, Span
 from flowtrain.types.plan import Flops, Unit, UnitKind
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
@@ -604,6 +604,12 @@ def test_a_checkpoint_is_announced() -> None:
     flow.log.checkpoint_written(2, "there")
     assert flow.log.has_news
     assert flow.log.take() == (CheckpointWritten(2, "there"),)
+
+
+def test_a_checkpoint_that_failed_is_announced() -> None:
+    flow = build_flow(dp_size=2)
+    flow.log.checkpoint_failed(2, "no room")
+    assert flow.log.has_news and flow.log.take() == (CheckpointFailed(2, "no room"),)
 
 
 def test_a_wait_names_what_it_waits_for() -> None:

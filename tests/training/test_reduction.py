@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.memory import backbone_peak_nbytes
+from flowtrain.allocator.memory import backbone_memory
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.reduction import RankNeed, choose_reduction, decide_reduction, predicted_peak_nbytes
@@ -69,4 +69,4 @@ def test_the_prediction_is_the_planners_for_the_fullest_microbatches(degrees: De
         global_batch_size=degrees.dp * max(2, 2 * degrees.pp - 1),
     )
     setup = TrainingSetup(activation_checkpointing="full", gradient_reduction="step", shard_size=degrees.dp)
-    assert max(peaks) == backbone_peak_nbytes(MODEL, full, setup, degrees, chunks)
+    assert max(peaks) == backbone_memory(MODEL, full, setup, degrees, chunks).peak

@@ -20,6 +20,7 @@ from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training import checkpoint, checkpoint_store, saver
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
+from flowtrain.training.snapshot import HostBuffers
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.memory import HostMemory
 from flowtrain.types.plan import Degrees
@@ -109,6 +110,25 @@ def test_a_save_waits_for_the_one_before_and_uses_its_memory_again(tmp_path, tra
     assert not any(overlap) and seen[0] == seen[1] == seen[2] and len(seen[0]) > 5
     live = {local_shard(tensor).data_ptr() for tensor in trainer.snapshot(None).tensors.values()}
     assert not live & set(seen[0].values())
+
+
+def test_the_memory_of_the_first_save_is_there_before_it(tmp_path, trainer, monkeypatch):
+    def write(directory, snapshot):
+        seen.append({name: tensor.data_ptr() for name, tensor in snapshot.copies.items()})
+
+    seen, reserved = [], []
+    reserve = HostBuffers.reserve
+    monkeypatch.setattr(HostBuffers, "reserve", lambda self, tensors: (reserve(self, tensors), reserved.append(self)))
+    beside = make_saver(trainer, write=write)
+    for _ in range(2):
+        beside.prepare()
+    assert beside.step == 0
+    beside.save(1, tmp_path)
+    assert beside.wait() is None and len(reserved) == 1
+    kept = reserved[0].copy(trainer.snapshot(None).tensors)
+    assert seen == [{name: tensor.data_ptr() for name, tensor in kept.items()}]
+    make_saver(trainer, background=False).prepare()
+    assert len(reserved) == 1, "nothing is copied"
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -281,11 +301,12 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path):
 
 
 FROZEN = make_config(model={"freeze": ["backbone"]})
+WITH_TWO_HEADS = TinyFamily(freeze=("backbone",), num_kv_heads=2)
 
 
 def save_frozen(checkpoints, degrees):
     temporary = checkpoint_store.temporary_directory(checkpoints, 0, "nonce")
-    run_ranks(degrees, Job(FROZEN, (), TinyFamily(freeze=("backbone",)), save_to=temporary))
+    run_ranks(degrees, Job(FROZEN, (), WITH_TWO_HEADS, save_to=temporary))
     return temporary
 
 
@@ -297,7 +318,7 @@ def test_a_frozen_module_is_named_by_origin_and_digest_at_any_degrees(tmp_path):
         assert {key.split(".")[0] for key in checkpoint.load_backbone_state(directory)} == {"connector"}
     assert found[0]["backbone"]["origin"] == "backbone.path unused" and len(found[0]["backbone"]["digest"]) == 16
     beside = checkpoint_store.temporary_directory(tmp_path / "e", 1, "nonce")
-    run_ranks(2, Job(FROZEN, STEPS_DP2, TinyFamily(freeze=("backbone",)), save_to=beside, save_after=1))
+    run_ranks(2, Job(FROZEN, STEPS_DP2, WITH_TWO_HEADS, save_to=beside, save_after=1))
     found.append(checkpoint.stored_frozen(beside))
     assert found == [found[0]] * 5
 

@@ -62,6 +62,12 @@ def notes(
             f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; a "
             "run cannot do that yet"
         )
+    memory = allocation.modules[-1].memory
+    if memory is not None and memory.host:
+        yield (
+            f"activations wait in {memory.host / 2**30:.1f} GiB of pinned host memory of each backbone rank; whether "
+            "nodes have that is not known here"
+        )
     yield from (f"{_REFUSED}: {fault.text}" for fault in faults)
     for name, module in plan.encoders.items():
         if module.segment_nbytes > (given := planned.config.encoders[name].segment_nbytes):

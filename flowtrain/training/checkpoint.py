@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -55,7 +56,7 @@ _INDEX_TYPES = {
 def save(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
     """Write this rank's shards and random state into ``directory``; collective over the checkpoint group.
 
-    Files are durable on return. Raises CheckpointError if this rank could not write, or if any rank could not write its
+    The files of all ranks are durable on return. Raises CheckpointError if this rank could not write, or if any rank could not write its
     shards.
     """
     state = _model_state(model) | _optimizer_state(model, optimizer)
@@ -68,6 +69,7 @@ def save(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, 
             _write_tied_names(directory / _TIED_FILE, model.tied)
     except (OSError, dcp.CheckpointException) as error:
         raise CheckpointError(f"checkpoint {directory} could not be written by rank {group.rank}: {error}") from error
+    dist.barrier(group=group.checkpoint_group)  # rank 0 reports for all of them
 
 
 def load(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:

@@ -157,14 +157,13 @@ def _read(records: Path, name: str) -> list[dict[str, Any]]:
 def run(shape: Shape, directory: Path) -> None:
     """The command: as ``flowtrain train``, with emulated actors."""
     from _startup_host import (
-        Cluster,
         EmulatedEncoder,
         EmulatedFeeder,
-        EmulatedNodes,
         EmulatedRank,
         MeasuredCoordinator,
         note,
     )
+    from _startup_nodes import Cluster, EmulatedNodes
 
     from flowtrain.config.load import load_config
     from flowtrain.controller.run import run_training

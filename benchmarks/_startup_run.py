@@ -87,7 +87,7 @@ class Shape:
 class Measured:
     """What an emulated run took. Times are seconds since the command was started.
 
-    phases: start of each phase that the controller shows.
+    phases: start of the command, and of each phase that the controller shows.
     first_s, last_s: when the first and the last replica had its first microbatch.
     step_s: seconds of a step in the steady state. cpu_s, controller_cpu_s: processor seconds of the coordinator's
     and the controller's process in such a step.
@@ -129,7 +129,7 @@ def measure(shape: Shape) -> Measured:
 
 def _measured(records: Path, started: float, lines: list[tuple[float, str]]) -> Measured:
     first = [record["at_s"] - started for record in _read(records, "first-microbatch")]
-    phases = {line.removesuffix(" ..."): at_s for at_s, line in lines if re.fullmatch(r"[a-z].* \.\.\.", line)}
+    shown = {line.removesuffix(" ..."): at_s for at_s, line in lines if re.fullmatch(r"[a-z].* \.\.\.", line)}
     coordinator = {record["step"]: record for record in _read(records, "coordinator")}
     num_steps = max(coordinator)
     since, until = coordinator[WARM_UP_STEPS], coordinator[num_steps - END_STEPS]
@@ -139,7 +139,7 @@ def _measured(records: Path, started: float, lines: list[tuple[float, str]]) -> 
     last_calls = {record["pid"]: record["calls"] for record in _read(records, "calls")}
     calls = Counter(chain.from_iterable(Counter(each).elements() for each in last_calls.values()))
     return Measured(
-        phases=phases,
+        phases={"imports": 0.0} | shown,
         first_s=min(first),
         last_s=max(first),
         step_s=(until["at_s"] - since["at_s"]) / count,
@@ -157,14 +157,13 @@ def _read(records: Path, name: str) -> list[dict[str, Any]]:
 def run(shape: Shape, directory: Path) -> None:
     """The command: as ``flowtrain train``, with emulated actors."""
     from _startup_host import (
-        Cluster,
         EmulatedEncoder,
         EmulatedFeeder,
-        EmulatedNodes,
         EmulatedRank,
         MeasuredCoordinator,
         note,
     )
+    from _startup_nodes import Cluster, EmulatedNodes
 
     from flowtrain.config.load import load_config
     from flowtrain.controller.run import run_training

@@ -10,15 +10,8 @@ from typing import Any
 import _startup_host
 import pytest
 from _positions import sample_of
-from _startup_host import (
-    RECORDS,
-    Cluster,
-    EmulatedEncoder,
-    EmulatedFeeder,
-    EmulatedNodes,
-    EmulatedProcess,
-    EmulatedRank,
-)
+from _startup_host import RECORDS, EmulatedEncoder, EmulatedFeeder, EmulatedRank
+from _startup_nodes import Cluster, EmulatedNodes, EmulatedProcess
 from _startup_run import ROOT, Shape, _read
 from startup import SHAPES
 

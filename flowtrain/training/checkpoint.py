@@ -56,8 +56,8 @@ _INDEX_TYPES = {
 def save(directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup) -> None:
     """Write this rank's shards and random state into ``directory``; collective over the checkpoint group.
 
-    The files of all ranks are durable on return. Raises CheckpointError if this rank could not write, or if any rank could not write its
-    shards.
+    The files of all ranks are durable on return. Raises CheckpointError if this rank could not write, or if any rank
+    could not write its shards.
     """
     state = _model_state(model) | _optimizer_state(model, optimizer)
     try:

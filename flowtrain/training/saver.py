@@ -53,6 +53,8 @@ class CheckpointSaver:
         self._buffers = HostBuffers(group.device) if background else None
         self._under_way: Future[str | None] | None = None
         self._is_prepared = not background
+        # The device may come without a number; a new thread would use the first one.
+        self._device_index = None if group.device.type == "cpu" else torch.accelerator.current_device_index()
         self._step = self._saved_step = saved_step
 
     @property
@@ -106,8 +108,8 @@ class CheckpointSaver:
 
     def _run(self, step: int, directory: Path, snapshot: Snapshot, ended: Future[str | None]) -> None:
         try:
-            if self._group.device.type != "cpu":
-                torch.accelerator.set_device_index(self._group.device)
+            if self._device_index is not None:
+                torch.accelerator.set_device_index(self._device_index)
             started_s = time.time()
             problem = self._write(directory, snapshot)
             self._record("checkpoint_write", started_s, time.time(), step=step)

@@ -73,7 +73,7 @@ class CheckpointSaver:
         self.wait()
         tensors, self._under_way = self._take(None).tensors, Future()
         arguments = (self._buffers, tensors, self._under_way)
-        threading.Thread(target=_reserve, args=arguments, name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._reserve, args=arguments, name="checkpoint", daemon=True).start()
 
     def save(self, step: int, directory: Path) -> None:
         """Save the state after ``step`` into ``directory``; waits for the save before. The state may then change.
@@ -108,8 +108,7 @@ class CheckpointSaver:
 
     def _run(self, step: int, directory: Path, snapshot: Snapshot, ended: Future[str | None]) -> None:
         try:
-            if self._device_index is not None:
-                torch.accelerator.set_device_index(self._device_index)
+            self._use_device()
             started_s = time.time()
             problem = self._write(directory, snapshot)
             self._record("checkpoint_write", started_s, time.time(), step=step)
@@ -118,13 +117,18 @@ class CheckpointSaver:
         except BaseException as error:  # the training thread raises it at its next wait
             ended.set_exception(error)
 
+    def _reserve(self, buffers: HostBuffers, tensors: Mapping[str, torch.Tensor], ended: Future[str | None]) -> None:
+        try:
+            self._use_device()
+            buffers.reserve(tensors)
+            ended.set_result(None)
+        except BaseException as error:  # the training thread raises it at its next wait
+            ended.set_exception(error)
 
-def _reserve(buffers: HostBuffers, tensors: Mapping[str, torch.Tensor], ended: Future[str | None]) -> None:
-    try:
-        buffers.reserve(tensors)
-        ended.set_result(None)
-    except BaseException as error:  # the training thread raises it at its next wait
-        ended.set_exception(error)
+    def _use_device(self) -> None:
+        """Let the calling thread use the training thread's accelerator, if there is one."""
+        if self._device_index is not None:
+            torch.accelerator.set_device_index(self._device_index)
 
 
 def writes_in_background(setting: Literal["auto"] | bool, copy_nbytes: int, group: BackboneGroup) -> bool:

@@ -28,7 +28,7 @@ def usable_checkpoint(files: RunDir, *, set_aside: bool = False) -> UsableCheckp
 
     Otherwise the steps between would be missing in the run's audit. Raises ConfigError if they reach none.
 
-    set_aside: rename corrupt checkpoints; see ``intact_newest_first``.
+    set_aside: rename corrupt checkpoints, and later ones than that which is returned; call it only as the run's owner.
     """
     intact = checkpoint_store.intact_newest_first(files.checkpoints, set_aside=set_aside)
     newest = next(intact, None)
@@ -43,6 +43,8 @@ def usable_checkpoint(files: RunDir, *, set_aside: bool = False) -> UsableCheckp
     for directory in intact:
         older = checkpoint_store.read_meta(directory)
         if older.step <= min(short.values()):
+            if set_aside:
+                checkpoint_store.set_aside_after(files.checkpoints, older.step)
             return UsableCheckpoint(
                 directory, older, f"{newest} is not used: it is of step {meta.step}, but {lack} only"
             )

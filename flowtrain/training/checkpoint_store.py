@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -24,14 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.errors import CheckpointError
-from flowtrain.training.checksums import SUMS_FILE, FileSum, first_difference, read_sums, sums_of
+from flowtrain.observability.files import sync_directory
+from flowtrain.training.checksums import SUMS_FILE, FileSum, first_difference, read_sums, sums_of, write_durably
 from flowtrain.types.events import CHECKPOINT_SCHEMA
 
 logger = logging.getLogger(__name__)
 
 META_FILE = "meta.json"
 _TEMPORARY_PREFIX = ".tmp-"
-_CORRUPT_PREFIX = "corrupt-"
+_CORRUPT, _UNREACHED = "corrupt", "unreached"
+"""What the names of checkpoints that were set aside begin with."""
 _SIZES_ALONE = 1
 """Schema without checksums, also of ``meta.json`` itself; it is still read."""
 _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
@@ -90,25 +91,29 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
     one. A complete checkpoint of the same step is left as it is: a run that repeats a step gets the same state.
     May be called again after an OSError. Raises CheckpointError if a file that a rank wrote is gone or cut off.
     """
-    checkpoints = temporary.parent
+    final = final_directory(temporary.parent, meta.step)
+    if temporary.exists() or problem_of(final) is not None:  # else only the last call's pruning failed
+        _complete(temporary, final, meta)
+    _prune(temporary.parent, keep)
+    return final
+
+
+def _complete(temporary: Path, final: Path, meta: CheckpointMeta) -> None:
     sums = read_sums(temporary)
     problem = _size_problem(temporary, sums)
     if problem is not None:
         raise CheckpointError(f"checkpoint {temporary} cannot be made complete: {problem}")
     others = [path for path in _files(temporary) if path.name not in {*sums, SUMS_FILE, META_FILE}]
-    _write_durably(temporary / META_FILE, _meta_text(replace(meta, files=sums | sums_of(others))))
-    (temporary / SUMS_FILE).unlink(missing_ok=True)
-    _fsync(temporary)
-    final = checkpoints / _name(meta.step)
-    if problem_of(final) is not None:
-        if final.exists():
-            _retire(final)
-        temporary.rename(final)
-        _fsync(checkpoints)
-    else:
+    write_durably(temporary / META_FILE, _meta_text(replace(meta, files=sums | sums_of(others))))
+    sync_directory(temporary)
+    if problem_of(final) is None:
         shutil.rmtree(temporary, ignore_errors=True)
-    _prune(checkpoints, keep)
-    return final
+        return
+    if final.exists():
+        _retire(final)
+    temporary.rename(final)
+    sync_directory(final.parent)
+    (final / SUMS_FILE).unlink(missing_ok=True)  # only now: a second call needs the ranks' own sums
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
@@ -138,7 +143,21 @@ def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterat
             continue
         logger.warning("checkpoint %s is corrupt and is not used: %s", path, problem)
         if set_aside:
-            path.rename(path.with_name(f"{_CORRUPT_PREFIX}{path.name}-{secrets.token_hex(4)}"))
+            _set_aside(path, _CORRUPT)
+
+
+def set_aside_after(checkpoints: Path, step: int) -> None:
+    """Rename the checkpoints of later steps, before a run goes on after ``step``.
+
+    Otherwise they would count as the newest ones: the run's own next checkpoints would be pruned in their favour.
+    """
+    for path in _newest_first(checkpoints):
+        if _step_of(path) > step:
+            _set_aside(path, _UNREACHED)
+
+
+def _set_aside(path: Path, why: str) -> None:
+    path.rename(path.with_name(f"{why}-{path.name}-{secrets.token_hex(4)}"))
 
 
 def read_meta(directory: Path) -> CheckpointMeta:
@@ -163,14 +182,17 @@ def problem_of(directory: Path) -> str | None:
     """Why a directory is not a complete checkpoint, or None; every file must have the size that was written."""
     try:
         return _size_problem(directory, read_meta(directory).files)
-    except CheckpointError as error:
+    except (FileNotFoundError, CheckpointError) as error:
         return str(error)
 
 
 def corruption_of(directory: Path) -> str | None:
     """Why a complete checkpoint is not intact, or None; reads all files, once for as long as they do not change."""
-    stats = [path.stat() for path in _files(directory)]
-    return _corruption(directory, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
+    try:
+        stats = [path.stat() for path in _files(directory)]
+        return _corruption(directory, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
+    except (FileNotFoundError, CheckpointError) as error:  # another process removes it
+        return str(error)
 
 
 @lru_cache(maxsize=16)
@@ -224,27 +246,15 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _step_of(final: Path) -> int:
+    return int(final.name.removeprefix("step-"))
+
+
 def _newest_first(checkpoints: Path) -> list[Path]:
     if not checkpoints.is_dir():
         return []
-    steps = {path: match for path in checkpoints.iterdir() if (match := _FINAL_NAME.match(path.name))}
-    return sorted(steps, key=lambda path: int(steps[path].group(1)), reverse=True)
+    return sorted((path for path in checkpoints.iterdir() if _FINAL_NAME.match(path.name)), key=_step_of, reverse=True)
 
 
 def _files(directory: Path) -> Iterator[Path]:
     return (path for path in sorted(directory.iterdir()) if path.is_file())
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

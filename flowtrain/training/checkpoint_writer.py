@@ -20,10 +20,13 @@ from torch.futures import Future
 
 from flowtrain.errors import CheckpointError
 from flowtrain.training.checkpoint_format import FROZEN_FILE, TIED_FILE, random_state_file
-from flowtrain.training.checksums import FileSum, sums_of, write_sums
+from flowtrain.training.checksums import FileSum, sums_of, write_durably, write_sums
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.optimizer import num_replicas
 from flowtrain.training.snapshot import Snapshot
+
+_COPY_AHEAD_NBYTES = 10_000_000
+"""Torch's default."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,10 @@ def write_snapshot(
 
 def _write_tensors(directory: Path, snapshot: Snapshot, group: BackboneGroup) -> str | None:
     """Write the distributed checkpoint; returns why that failed, the same on all ranks."""
-    writer, planner = _Writer(directory, sync_files=True, overwrite=False), _Planner(snapshot)
+    # To copy ahead, torch waits for the accelerator again and again, thus for the training; host memory needs no copy.
+    ahead = _COPY_AHEAD_NBYTES if snapshot.copies is None else 0
+    writer = _Writer(directory, sync_files=True, overwrite=False, per_thread_copy_ahead=ahead)
+    planner = _Planner(snapshot)
     try:
         with torch.no_grad():
             dcp.save(
@@ -83,7 +89,7 @@ def _write_own_files(
     if rank == 0:
         contents = {TIED_FILE: tied} | ({FROZEN_FILE: frozen} if frozen else {})
         for name, content in contents.items():
-            _write_json(directory / name, content)
+            write_durably(directory / name, json.dumps(dict(content), indent=1))
         paths += [directory / ".metadata", *(directory / name for name in contents)]
     return [*paths, *sorted(directory.glob(f"__{rank}_*"))]
 
@@ -119,13 +125,6 @@ def _share_nbytes(snapshot: Snapshot) -> int:
     """Bytes of the rank's shards; a shard that n ranks hold counts 1/n."""
     tensors = snapshot.tensors
     return round(sum(snapshot.values(name).nbytes / num_replicas(tensor) for name, tensor in tensors.items()))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(dict(content), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _Planner(dcp.DefaultSavePlanner):

@@ -64,10 +64,7 @@ def first_difference(directory: Path, files: Mapping[str, FileSum]) -> str | Non
 
 def write_sums(directory: Path, sums: Mapping[str, FileSum]) -> None:
     """Write the sums of what all ranks wrote, for the commit."""
-    with (directory / SUMS_FILE).open("w", encoding="utf-8") as file:
-        json.dump({name: asdict(each) for name, each in sums.items()}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(directory / SUMS_FILE, json.dumps({name: asdict(each) for name, each in sums.items()}))
 
 
 def read_sums(directory: Path) -> dict[str, FileSum]:
@@ -75,6 +72,14 @@ def read_sums(directory: Path) -> dict[str, FileSum]:
     path = directory / SUMS_FILE
     values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {name: FileSum(**each) for name, each in values.items()}
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that a crash after the return leaves whole."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _num_threads() -> int:

@@ -106,13 +106,13 @@ def digest_of_part(name: str, values: torch.Tensor, index: Index) -> int:
     if not keys:
         return int(bits.to(torch.int64).item()) % _MODULUS
     rows = max(1, _CHUNK_ELEMENTS // max(1, bits[0].numel()))
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=values.device)  # there, since each fetch waits for the device
     for start in range(0, len(bits), rows):
         products = bits[start : start + rows].to(torch.int64)
         for key in reversed(keys[1:]):
             products = (products * key).sum(-1)
-        total += int((products * keys[0][start : start + rows]).sum())  # int64 wraps, which is modulo 2**64
-    return total % _MODULUS
+        total += (products * keys[0][start : start + rows]).sum()  # int64 wraps, which is modulo 2**64
+    return int(total) % _MODULUS
 
 
 def _keys(name: str, dim: int, part: slice) -> torch.Tensor:

@@ -123,7 +123,7 @@ class TrainingHealth:
         return None
 
     def _last_checkpoint(self) -> int | None:
-        """The step of the last complete checkpoint, found by rank 0, after the one that is being written."""
+        """The step of the last intact checkpoint, found by rank 0, after the one that is being written."""
         saved = self._wait_saved()
         step = torch.zeros(1, dtype=torch.int64)
         if self._is_lead:
@@ -131,9 +131,10 @@ class TrainingHealth:
             deadline = time.monotonic() + COMMIT_LIMIT_S
             while saved and checkpoint_store.problem_of(directory) is not None and time.monotonic() < deadline:
                 time.sleep(COMMIT_POLL_S)
-            latest = checkpoint_store.latest_complete(self._checkpoints)
+            latest = next(checkpoint_store.intact_newest_first(self._checkpoints), None)
             step[0] = checkpoint_store.read_meta(latest).step if latest is not None else 0
-        dist.all_reduce(step, group=self._trainer.group.process_group)  # the other ranks add nothing
+        # The other ranks add nothing, and wait while rank 0 reads; ``wait_saved`` has ended any other use of the group.
+        dist.all_reduce(step, group=self._trainer.group.checkpoint_group)
         return int(step) or None
 
     def _error(self, step: int, what: str, checkpoint: int | None) -> NonFiniteError:

@@ -53,6 +53,8 @@ class CheckpointSaver:
         self._buffers = HostBuffers(group.device) if background else None
         self._under_way: Future[str | None] | None = None
         self._is_prepared = not background
+        # The device may come without a number; a new thread would use the first one.
+        self._device_index = None if group.device.type == "cpu" else torch.accelerator.current_device_index()
         self._step = self._saved_step = saved_step
 
     @property
@@ -71,7 +73,7 @@ class CheckpointSaver:
         self.wait()
         tensors, self._under_way = self._take(None).tensors, Future()
         arguments = (self._buffers, tensors, self._under_way)
-        threading.Thread(target=_reserve, args=arguments, name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._reserve, args=arguments, name="checkpoint", daemon=True).start()
 
     def save(self, step: int, directory: Path) -> None:
         """Save the state after ``step`` into ``directory``; waits for the save before. The state may then change.
@@ -106,8 +108,7 @@ class CheckpointSaver:
 
     def _run(self, step: int, directory: Path, snapshot: Snapshot, ended: Future[str | None]) -> None:
         try:
-            if self._group.device.type != "cpu":
-                torch.accelerator.set_device_index(self._group.device)
+            self._use_device()
             started_s = time.time()
             problem = self._write(directory, snapshot)
             self._record("checkpoint_write", started_s, time.time(), step=step)
@@ -116,13 +117,18 @@ class CheckpointSaver:
         except BaseException as error:  # the training thread raises it at its next wait
             ended.set_exception(error)
 
+    def _reserve(self, buffers: HostBuffers, tensors: Mapping[str, torch.Tensor], ended: Future[str | None]) -> None:
+        try:
+            self._use_device()
+            buffers.reserve(tensors)
+            ended.set_result(None)
+        except BaseException as error:  # the training thread raises it at its next wait
+            ended.set_exception(error)
 
-def _reserve(buffers: HostBuffers, tensors: Mapping[str, torch.Tensor], ended: Future[str | None]) -> None:
-    try:
-        buffers.reserve(tensors)
-        ended.set_result(None)
-    except BaseException as error:  # the training thread raises it at its next wait
-        ended.set_exception(error)
+    def _use_device(self) -> None:
+        """Let the calling thread use the training thread's accelerator, if there is one."""
+        if self._device_index is not None:
+            torch.accelerator.set_device_index(self._device_index)
 
 
 def writes_in_background(setting: Literal["auto"] | bool, copy_nbytes: int, group: BackboneGroup) -> bool:

@@ -66,6 +66,12 @@ class HostBuffers:
         return torch.empty(local.shape, dtype=local.dtype, pin_memory=self._device.type != "cpu")
 
 
+def copy_nbytes(tensor: torch.Tensor, device: torch.device) -> int:
+    """Host memory that a copy of a tensor's local shard takes; torch rounds page-locked memory up to a power of two."""
+    nbytes = local_shard(tensor).nbytes
+    return nbytes if device.type == "cpu" or not nbytes else 1 << (nbytes - 1).bit_length()
+
+
 def take_snapshot(
     model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup, buffers: HostBuffers | None
 ) -> Snapshot:

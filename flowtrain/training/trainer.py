@@ -16,7 +16,6 @@ import torch.distributed as dist
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.activation_memory import configured_strategy
-from flowtrain.models.parallel_layers import local_shard
 from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.executor import checked_schedule
 from flowtrain.training import checkpoint
@@ -36,7 +35,7 @@ from flowtrain.training.optimizer import (
     set_learning_rate,
     sum_of_squares,
 )
-from flowtrain.training.snapshot import HostBuffers, Snapshot, take_snapshot
+from flowtrain.training.snapshot import HostBuffers, Snapshot, copy_nbytes, take_snapshot
 from flowtrain.training.stages import SpanRecorder, Stages
 from flowtrain.training.tied import TiedEmbeddings
 from flowtrain.types.plan import StepPlan, UnitKind
@@ -219,7 +218,7 @@ class Trainer:
         """Host memory that the copies of a snapshot take, once the optimizer has its state."""
         adam = 2 if self.config.optimizer == "adamw" else 0
         trained = [each for _, each in self.model.named_parameters() if each.requires_grad]
-        return sum(local_shard(parameter).nbytes * (1 + adam) for parameter in trained)
+        return sum(copy_nbytes(parameter, self.group.device) * (1 + adam) for parameter in trained)
 
     def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
         """Count a microbatch; only one rank of its replica counts."""

@@ -61,6 +61,21 @@ def test_an_older_checkpoint_is_used_if_the_audit_reaches_only_that(tmp_path: Pa
         assert part in usable.older
 
 
+def test_the_owner_sets_later_checkpoints_aside_or_its_own_would_be_pruned(tmp_path: Path) -> None:
+    files = run_of(tmp_path, 3, 6, 12, num_steps=12)
+    cut(files.metrics, 6)
+    usable_checkpoint(files)
+    assert (files.checkpoints / "step-00000012").exists(), "only the owner renames"
+    usable = usable_checkpoint(files, set_aside=True)
+    assert usable is not None and checkpoint_store.latest_complete(files.checkpoints) == usable.directory
+    temporary = checkpoint_store.temporary_directory(files.checkpoints, 7, "nonce")
+    temporary.mkdir()
+    meta = checkpoint_store.CheckpointMeta(7, {}, "digest", 1, 1, "torch")
+    assert checkpoint_store.commit(temporary, meta, keep=1).exists()
+    names = sorted(path.name for path in files.checkpoints.iterdir())
+    assert names[0] == "step-00000007" and names[1].startswith("unreached-step-00000012-") and len(names) == 2
+
+
 @pytest.mark.parametrize("which", ["metrics", "ledger"])
 @pytest.mark.parametrize("missing", [False, True], ids=["cut", "missing"])
 def test_without_such_a_checkpoint_the_resume_is_refused(tmp_path: Path, which: str, missing: bool) -> None:

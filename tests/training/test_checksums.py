@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,24 @@ def test_what_a_rank_wrote_and_is_gone_is_not_committed(tmp_path):
     final = store.commit(temporary, replace(META, step=2), keep=2)
     assert store.read_meta(final).files["other"] == FileSum(7, "00000000"), "the ranks' own sums are kept"
     assert "other has CRC-32" in store.corruption_of(final)
+
+
+@pytest.mark.parametrize("fails", ["sync_directory", "_prune"])
+def test_a_commit_that_failed_is_repeated_with_the_sums_of_the_ranks(tmp_path, monkeypatch, fails):
+    temporary = write(tmp_path, 2)
+    write_sums(temporary, sums_of([temporary / "shard"]))
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(store, fails, full)
+        store.commit(temporary, replace(META, step=2), keep=2)
+    if temporary.exists():
+        flip(temporary / "shard", 5)
+    final = store.commit(temporary, replace(META, step=2), keep=2)
+    assert store.latest_complete(tmp_path) == final
+    assert (store.corruption_of(final) is not None) == (fails == "sync_directory"), "damaged between the calls"
 
 
 def test_a_checkpoint_of_schema_1_is_read_with_its_sizes_alone(tmp_path):

@@ -174,6 +174,20 @@ def test_a_rewind_restores_weights_and_optimizer_in_place_and_goes_on(make_world
     assert world.run() == Verdict() and world.save()
 
 
+def test_a_rewind_leaves_out_a_corrupt_checkpoint(make_world: MakeWorld, caplog: pytest.LogCaptureFixture) -> None:
+    world = make_world("rewind", 0)
+    world.run()
+    world.save()
+    saved = world.state()
+    world.run()
+    world.save()
+    shard = next((world.root / "step-00000002").glob("*.distcp"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert world.run("loss") == Verdict(rewound_to=1)
+    assert same(world.state(), saved) and "step-00000002 is corrupt and is not used" in caplog.text
+
+
 def test_a_second_rewind_without_a_finite_step_between_ends_the_run(make_world: MakeWorld) -> None:
     world = make_world("rewind", 0)
     world.run()

@@ -20,7 +20,7 @@ from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training import checkpoint, checkpoint_store, saver
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
-from flowtrain.training.snapshot import HostBuffers
+from flowtrain.training.snapshot import HostBuffers, Snapshot
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.memory import HostMemory
 from flowtrain.types.plan import Degrees
@@ -93,6 +93,24 @@ def test_what_is_written_is_the_state_at_the_save(tmp_path, trainer):
     assert spans.count("checkpoint_copy") == 2 and spans.count("checkpoint_write") == 2
     trainer.load_checkpoint(tmp_path / "a")
     assert torch.equal(torch.rand(3), expected), "the random state is of the same instant"
+
+
+def test_an_accelerator_without_a_number_is_the_one_of_the_training_thread(tmp_path, trainer, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    group = replace(trainer.group, device=torch.device("cuda"))
+    beside = CheckpointSaver(
+        group,
+        lambda buffers: Snapshot({}, {}, {}),
+        lambda directory, snapshot: None,
+        Reports(),
+        lambda *args, **kwargs: None,
+        background=True,
+        saved_step=0,
+    )
+    beside.save(1, tmp_path)
+    assert beside.wait() is None and chosen == [3]
 
 
 def test_a_save_waits_for_the_one_before_and_uses_its_memory_again(tmp_path, trainer):

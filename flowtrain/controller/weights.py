@@ -17,7 +17,8 @@ from flowtrain.actors.link import node_address
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.watch import StopRequested
 from flowtrain.errors import FlowTrainError, ResourceError, StallError
-from flowtrain.models.hub import FetchState, HubFetch, HubModel, hub_models
+from flowtrain.models.hub import HubFetch, hub_models
+from flowtrain.types.nodes import FetchState, HubModel
 
 TICK_S = 1.0
 SHOWN_EVERY_S = 5.0

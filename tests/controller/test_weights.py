@@ -14,7 +14,7 @@ from flowtrain.controller import weights
 from flowtrain.controller.watch import StopRequested
 from flowtrain.controller.weights import fetch_models, progress_text
 from flowtrain.errors import ResourceError, StallError
-from flowtrain.models.hub import FetchState, HubModel
+from flowtrain.types.nodes import FetchState, HubModel
 from tests.controller.fake_ray import Ref
 
 MODELS = (HubModel("owner/model", "backbone.path", True),)

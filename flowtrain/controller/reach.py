@@ -28,7 +28,8 @@ def usable_checkpoint(files: RunDir, *, set_aside: bool = False) -> UsableCheckp
 
     Otherwise the steps between would be missing in the run's audit. Raises ConfigError if they reach none.
 
-    set_aside: rename corrupt checkpoints; see ``intact_newest_first``.
+    set_aside: put aside corrupt checkpoints, and intact ones that it passes over: they would count as the newest while
+    the run has not reached their steps again.
     """
     intact = checkpoint_store.intact_newest_first(files.checkpoints, set_aside=set_aside)
     newest = next(intact, None)
@@ -40,12 +41,16 @@ def usable_checkpoint(files: RunDir, *, set_aside: bool = False) -> UsableCheckp
     if not short:
         return UsableCheckpoint(newest, meta)
     lack = " and ".join(f"{path} has the steps up to {step}" for path, step in short.items())
+    passed = [newest]
     for directory in intact:
         older = checkpoint_store.read_meta(directory)
         if older.step <= min(short.values()):
+            for each in passed if set_aside else ():
+                checkpoint_store.put_aside(each, "unreached")
             return UsableCheckpoint(
                 directory, older, f"{newest} is not used: it is of step {meta.step}, but {lack} only"
             )
+        passed.append(directory)
     raise ConfigError(
         f"the run cannot go on: its checkpoint {newest} is of step {meta.step}, but {lack} only, and no older intact "
         f"checkpoint is left. Put the complete {' and '.join(path.name for path in short)} back from a copy; or take "

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 META_FILE = "meta.json"
 _TEMPORARY_PREFIX = ".tmp-"
-_CORRUPT_PREFIX = "corrupt-"
 _SIZES_ALONE = 1
 """Schema without checksums, also of ``meta.json`` itself; it is still read."""
 _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
@@ -91,6 +90,15 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
     May be called again after an OSError. Raises CheckpointError if a file that a rank wrote is gone or cut off.
     """
     checkpoints = temporary.parent
+    final = checkpoints / _name(meta.step)
+    if temporary.exists() or problem_of(final) is not None:  # else an earlier call has renamed it, and then failed
+        _complete(temporary, final, meta)
+    _fsync(checkpoints)
+    _prune(checkpoints, keep)
+    return final
+
+
+def _complete(temporary: Path, final: Path, meta: CheckpointMeta) -> None:
     sums = read_sums(temporary)
     problem = _size_problem(temporary, sums)
     if problem is not None:
@@ -99,16 +107,12 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
     _write_durably(temporary / META_FILE, _meta_text(replace(meta, files=sums | sums_of(others))))
     (temporary / SUMS_FILE).unlink(missing_ok=True)
     _fsync(temporary)
-    final = checkpoints / _name(meta.step)
-    if problem_of(final) is not None:
-        if final.exists():
-            _retire(final)
-        temporary.rename(final)
-        _fsync(checkpoints)
-    else:
+    if problem_of(final) is None:
         shutil.rmtree(temporary, ignore_errors=True)
-    _prune(checkpoints, keep)
-    return final
+        return
+    if final.exists():
+        _retire(final)
+    temporary.rename(final)
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
@@ -129,7 +133,7 @@ def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
 def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterator[Path]:
     """Yield the intact checkpoints from the highest step down; others are skipped with a line in the log.
 
-    set_aside: rename corrupt ones, so that they count for nothing from now on; call it only as the run's owner.
+    set_aside: put corrupt ones aside; call it only as the run's owner.
     """
     for path in complete_newest_first(checkpoints):
         problem = corruption_of(path)
@@ -138,7 +142,12 @@ def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterat
             continue
         logger.warning("checkpoint %s is corrupt and is not used: %s", path, problem)
         if set_aside:
-            path.rename(path.with_name(f"{_CORRUPT_PREFIX}{path.name}-{secrets.token_hex(4)}"))
+            put_aside(path, "corrupt")
+
+
+def put_aside(final: Path, why: str) -> None:
+    """Rename a checkpoint, so that it counts for nothing from now on. why: a word; the name then begins with it."""
+    final.rename(final.with_name(f"{why}-{final.name}-{secrets.token_hex(4)}"))
 
 
 def read_meta(directory: Path) -> CheckpointMeta:
@@ -169,8 +178,11 @@ def problem_of(directory: Path) -> str | None:
 
 def corruption_of(directory: Path) -> str | None:
     """Why a complete checkpoint is not intact, or None; reads all files, once for as long as they do not change."""
-    stats = [path.stat() for path in _files(directory)]
-    return _corruption(directory, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
+    try:
+        stats = [path.stat() for path in _files(directory)]
+        return _corruption(directory, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
+    except OSError as error:  # a broken disk refuses to read what it has lost
+        return f"it cannot be read: {error}"
 
 
 @lru_cache(maxsize=16)

@@ -144,7 +144,7 @@ def answers(calls: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> list[Any]:
         if isinstance(error.cause, FlowTrainError):
             raise error.cause from error
         raise
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:  # it died, or its node did before it started
         raise ResourceError(f"a probe could not run on its node: {error}") from error
 
 

@@ -157,15 +157,16 @@ def enumerate_backbone(
     shards = (dp == 1) | is_even_sharded[which_shape]
     pruned[PruneReason.HEADS] += int(len(dp) - shards.sum())
     dp, which_shape = dp[shards], which_shape[shards]
-    least_dp, least_peak = _least_data_degrees(shapes, which_shape, dp, peak_nbytes, memory_nbytes)
-    fits = dp >= least_dp[which_shape]
-    pruned[PruneReason.MEMORY] += int(len(dp) - fits.sum())
-    dp, which_shape = dp[fits], which_shape[fits]
-    reduces_each = None
+    each = np.ones(len(dp), dtype=bool)
     if peak_of_step is not None:
         least_of_step, _ = _least_data_degrees(shapes, which_shape, dp, peak_of_step, memory_nbytes)
-        reduces_each = dp < least_of_step[which_shape]
+        each = dp < least_of_step[which_shape]
+    least_dp, least_peak = _least_data_degrees(shapes, which_shape[each], dp[each], peak_nbytes, memory_nbytes)
+    fits = ~each | (dp >= least_dp[which_shape])
+    pruned[PruneReason.MEMORY] += int(len(dp) - fits.sum())
+    dp, which_shape = dp[fits], which_shape[fits]
     pp, tp = shapes[which_shape, 1], shapes[which_shape, 0]
+    reduces_each = each[fits] if peak_of_step is not None else None
     columns = CandidateColumns(module, device_type.name, dp, pp, tp, reduces_each)
     return Enumeration(columns, _counted(pruned), None if len(columns) else least_peak)
 

@@ -13,7 +13,7 @@ from flowtrain.errors import ConfigError, FlowTrainError
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""A disk that is full or broken can fail any write, so that no traceback helps."""
+"""A disk that is full or broken can fail any read or write, so that no traceback helps."""
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def errors_to_exit_codes() -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        typer.echo(f"flowtrain: {error}: the disk takes no more data; make room on it, or write elsewhere", err=True)
+        typer.echo(f"flowtrain: {error}: the disk is full or broken; make room on it, or use another", err=True)
         raise typer.Exit(EXIT_FAILED) from error
     except KeyboardInterrupt as error:
         typer.echo("flowtrain: interrupted", err=True)

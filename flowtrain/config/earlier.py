@@ -10,6 +10,9 @@ def in_todays_words(values: dict[str, Any]) -> None:
 
     Only for a run's own file: a user who writes ``shuffle: true`` today means ``blocks``.
     """
+    backbone = values.get("backbone")
+    if isinstance(backbone, dict) and backbone.get("tensor_parallel_size", 1) != 1:
+        backbone.setdefault("sequence_parallel", False)  # norms and residuals were whole; a resume says that it changed
     data = values.get("data")
     if not isinstance(data, dict):
         return

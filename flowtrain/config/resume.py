@@ -30,7 +30,7 @@ _MAY_CHANGE = (
     "encoders.*.num_devices",
     "encoders.*.accelerator_type",
     "encoders.*.decode_threads",
-    "backbone.data_parallel_size",  # the checkpoint is resharded; losses agree closely, see controller/start.py
+    "backbone.data_parallel_size",  # the checkpoint is resharded; losses agree closely, see controller/resume.py
     "backbone.tensor_parallel_size",
     "backbone.pipeline_parallel_size",
     "backbone.pipeline_schedule",

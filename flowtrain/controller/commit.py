@@ -48,7 +48,7 @@ class Committer:
             self._drop_incomplete()  # this one replaces it, and needs the room
         try:
             self._complete(written)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._incomplete = written
             self._note(
                 f"the checkpoint of step {written.step} is not complete: {error}; training goes on, and the next "
@@ -75,7 +75,7 @@ class Committer:
             return
         try:
             self._complete(written)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             last = checkpoint_store.latest_complete(self._files.checkpoints)
             raise CheckpointError(
                 f"the last checkpoint, of step {written.step}, could not be made complete: {error}. With --resume the "

@@ -17,7 +17,8 @@ from flowtrain.actors.link import node_address
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.watch import StopRequested
 from flowtrain.errors import FlowTrainError, ResourceError, StallError
-from flowtrain.models.hub import FetchState, HubFetch, HubModel, hub_models
+from flowtrain.models.hub import HubFetch, hub_models
+from flowtrain.types.nodes import FetchState, HubModel
 
 TICK_S = 1.0
 SHOWN_EVERY_S = 5.0
@@ -89,7 +90,7 @@ def fetch_models(
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
             options = remote.options(num_cpus=0, max_concurrency=2, scheduling_strategy=there)
             actors.append(options.remote(models))
-        addresses = _answers([actor.address.remote() for actor in actors], node_ids)
+        addresses = _answers([actor.address.remote() for actor in actors], node_ids, stall_timeout_s)
         names = [
             address if addresses.count(address) == 1 else f"{address} ({node_id[:6]})"
             for address, node_id in zip(addresses, node_ids, strict=True)
@@ -117,11 +118,11 @@ def _watch(
         done, _ = ray.wait(list(running), num_returns=1, timeout=TICK_S)
         for ref in done:
             node = running.pop(ref)
-            (commits[node.name],) = _answers([ref], [node.name])
+            (commits[node.name],) = _answers([ref], [node.name], stall_timeout_s)
         if stop is not None and stop.is_set():
             raise StopRequested
         states = {node.name: node.fetch.state.remote() for node in running.values()}
-        answers = _answers(list(states.values()), list(states))
+        answers = _answers(list(states.values()), list(states), stall_timeout_s)
         for node, state in zip(running.values(), answers, strict=True):
             _note(node, state, stall_timeout_s, models)
         if running and time.monotonic() - shown_s >= SHOWN_EVERY_S:
@@ -156,17 +157,22 @@ def _names(models: Sequence[HubModel]) -> str:
     return ", ".join(model.repo_id for model in models)
 
 
-def _answers(calls: Sequence[ray.ObjectRef[Any]], nodes: Sequence[str]) -> list[Any]:
+def _answers(calls: Sequence[ray.ObjectRef[Any]], nodes: Sequence[str], timeout_s: float) -> list[Any]:
     """Wait for calls, one of each node; an error names the node."""
     found = []
     for call, node in zip(calls, nodes, strict=True):
         try:
-            found.append(ray.get(call))
+            found.append(ray.get(call, timeout=timeout_s))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FlowTrainError):
                 raise ResourceError(f"node {node}: {error.cause}; {WAYS_OUT}") from error
             raise
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.GetTimeoutError as error:
+            raise StallError(
+                f"node {node}: the process that fetches the models did not answer within limits.stall_timeout_s "
+                f"({timeout_s:g} s); the node may hang, or lack room for a process"
+            ) from error
+        except ray.exceptions.RayError as error:  # it died, or its node did before it started
             raise ResourceError(f"node {node}: the process that fetches the models was lost: {error}") from error
     return found
 

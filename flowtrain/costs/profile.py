@@ -234,6 +234,7 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
         "optimizer": config.training.optimizer,
         "attention": backbone.attention,
         "sharding": backbone.sharding,
+        "sequence_parallel": backbone.sequence_parallel,
         "activation_checkpointing": backbone.activation_checkpointing,
         "checkpoint_every": backbone.checkpoint_every,
         "compile": backbone.compile,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ResourceError
+from flowtrain.types.nodes import FetchState, HubModel
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -20,26 +20,6 @@ _NOT_READ = ("*/*.safetensors",)
 """Copies of the weights in another form, as some repositories have in folders of their own."""
 _PARTIAL = "*.incomplete"
 """Files of huggingface_hub's cache that are being downloaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """A model of the hub that a run reads."""
-
-    repo_id: str
-    key: str
-    """The configuration key that names it."""
-    has_weights: bool
-    """Whether weights are read, not only settings and the tokenizer."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchState:
-    """How far a machine's download is; bytes of all models."""
-
-    done_nbytes: int
-    total_nbytes: int | None
-    """None: not known yet, or the machine does not reach the hub."""
 
 
 def hub_models(config: RunConfig, with_backbone: bool = True) -> tuple[HubModel, ...]:

@@ -94,6 +94,7 @@ def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
     final = final_directory(temporary.parent, meta.step)
     if temporary.exists() or problem_of(final) is not None:  # else only the last call's pruning failed
         _complete(temporary, final, meta)
+    sync_directory(temporary.parent)
     _prune(temporary.parent, keep)
     return final
 
@@ -112,7 +113,6 @@ def _complete(temporary: Path, final: Path, meta: CheckpointMeta) -> None:
     if final.exists():
         _retire(final)
     temporary.rename(final)
-    sync_directory(final.parent)
     (final / SUMS_FILE).unlink(missing_ok=True)  # only now: a second call needs the ranks' own sums
 
 
@@ -134,7 +134,7 @@ def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
 def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterator[Path]:
     """Yield the intact checkpoints from the highest step down; others are skipped with a line in the log.
 
-    set_aside: rename corrupt ones, so that they count for nothing from now on; call it only as the run's owner.
+    set_aside: put corrupt ones aside; call it only as the run's owner.
     """
     for path in complete_newest_first(checkpoints):
         problem = corruption_of(path)
@@ -191,8 +191,8 @@ def corruption_of(directory: Path) -> str | None:
     try:
         stats = [path.stat() for path in _files(directory)]
         return _corruption(directory, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
-    except (FileNotFoundError, CheckpointError) as error:  # another process removes it
-        return str(error)
+    except (OSError, CheckpointError) as error:  # a broken disk, or another process removes it
+        return f"it cannot be read: {error}"
 
 
 @lru_cache(maxsize=16)

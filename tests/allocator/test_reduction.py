@@ -49,6 +49,16 @@ def test_each_configuration_reduces_once_a_step_where_that_fits(gibibytes: int) 
         assert found.get(degrees) == ("step" if once else "microbatch" if each else None), degrees
 
 
+def test_a_reduction_once_a_step_may_fit_where_one_with_each_microbatch_does_not() -> None:
+    """Buffers of the reductions take more than whole gradients of few layers."""
+    small = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=2))
+    asked = choosing(request(cluster(h200=2), small, setup=replace(SETUP, dtype="float32")))
+    once, each = (peak(asked, Degrees(2), reduction) for reduction in ("step", "microbatch"))
+    assert once < each
+    found = candidates(with_memory(replace(asked, max_batch_patches={"vision": 256}), once))
+    assert found[Degrees(2)] == "step"
+
+
 def test_what_is_configured_is_not_chosen() -> None:
     asked = request(cluster(h200=16))
     assert set(candidates(asked).values()) == {"step"}

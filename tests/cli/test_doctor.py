@@ -24,9 +24,10 @@ from flowtrain.cli.app import app
 from flowtrain.config.load import load_config
 from flowtrain.controller.doctor.checks import judge
 from flowtrain.controller.doctor.links import rounds
-from flowtrain.controller.doctor.report import Check, DoctorReport, NodeFacts, NodeReport
+from flowtrain.controller.doctor.report import Check, DoctorReport, NodeReport
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.types.memory import HostMemory, Link
+from flowtrain.types.nodes import NodeFacts
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"

@@ -229,3 +229,4 @@ def test_hybrid_groups_are_planned_and_saved(tmp_path: Path) -> None:
     assert f"backbone.hybrid_shard_size={chosen.hybrid_shard_size}" in record["overrides"]
     fewer = record_of(SMALL, "--device", "h200=2x8", *settings, "backbone.hybrid_shard_size=2")
     assert fewer["allocation"]["modules"][-1]["num_shards"] == 2
+    assert not [note for note in fewer["notes"] if "refuses this plan: backbone.hybrid_shard_size" in note]

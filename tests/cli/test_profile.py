@@ -109,6 +109,7 @@ AGAIN = "run flowtrain profile again on these devices, or plan by --device witho
         ),
         ({}, ("model.dtype=bfloat16",), "model.dtype is 'float32' there and 'bfloat16' in this run"),
         ({}, ("backbone.sharding=gradients",), "model.sharding is 'full' there and 'gradients' in this run"),
+        ({}, ("backbone.sequence_parallel=false",), "model.sequence_parallel is True there and False in this run"),
         ({}, ("backbone.num_threads=2",), "model.threads.backbone is 1 there and 2 in this run"),
         ({}, ("scheduler.microbatch_tokens=1024",), "layers.1 was measured up to 512, scheduler.microbatch_tokens is"),
         ({"versions": {"torch": "1.0"}}, (), "versions.torch is '1.0' there and "),

@@ -12,6 +12,7 @@ from flowtrain.controller.commit import Committer
 from flowtrain.errors import CheckpointError, RunFileError
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.training import checkpoint_store
+from flowtrain.training.checksums import FileSum, write_sums
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten
 from flowtrain.types.samples import SamplerState
 from tests.controller.test_recorder import make_prepared
@@ -78,6 +79,19 @@ def test_a_run_whose_last_checkpoint_cannot_become_complete_fails_with_the_reaso
     world.commit(4)
     with pytest.raises(CheckpointError, match=r"of step 4, could not be made complete.*No space.*from .*step-00000002"):
         world.committer.finish()
+
+
+def test_a_checkpoint_that_lost_a_file_does_not_end_training(world: World) -> None:
+    directory = checkpoint_store.temporary_directory(world.files.checkpoints, 2, "run")
+    directory.mkdir(parents=True)
+    write_sums(directory, {"shard": FileSum(7, "00000000")})
+    world.committer.commit(CheckpointWritten(2, str(directory)))
+    (note,) = world.notes
+    assert "checkpoint of step 2 is not complete" in note and "shard has no file where 7 bytes" in note
+    with pytest.raises(CheckpointError, match="of step 2, could not be made complete"):
+        world.committer.finish()
+    world.commit(4)
+    assert world.names() == ["step-00000004"]
 
 
 def test_a_checkpoint_that_ranks_could_not_write_is_said_and_makes_room(world: World) -> None:

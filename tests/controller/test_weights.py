@@ -14,7 +14,7 @@ from flowtrain.controller import weights
 from flowtrain.controller.watch import StopRequested
 from flowtrain.controller.weights import fetch_models, progress_text
 from flowtrain.errors import ResourceError, StallError
-from flowtrain.models.hub import FetchState, HubModel
+from flowtrain.types.nodes import FetchState, HubModel
 from tests.controller.fake_ray import Ref
 
 MODELS = (HubModel("owner/model", "backbone.path", True),)
@@ -51,7 +51,9 @@ def done(value: Any) -> Ref:
     return ref
 
 
-def get(ref: Ref) -> Any:
+def get(ref: Ref, timeout: float) -> Any:
+    if not ref.is_done:
+        raise ray.exceptions.GetTimeoutError(f"not within {timeout}")
     if isinstance(ref.value, BaseException):
         raise ref.value
     return ref.value
@@ -118,3 +120,13 @@ def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_size_that_is_not_known_is_said() -> None:
     assert progress_text(MODELS, {"a": FetchState(10**9, None)}, set()).endswith("a 1.00 of ? GB")
+
+
+def test_a_process_that_never_starts_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, lost = FakeNode("a", growing(2), "c1"), FakeNode("b", growing(2), "c1")
+    silent.address = SimpleNamespace(remote=lambda: Ref("address"))
+    with pytest.raises(StallError, match=r"node a: .*did not answer within limits.stall_timeout_s \(30 s\)"):
+        follow(monkeypatch, silent)
+    lost.address = SimpleNamespace(remote=lambda: done(ray.exceptions.ActorUnschedulableError("its node is dead")))
+    with pytest.raises(ResourceError, match=r"node b: the process that fetches the models was lost.*its node is dead"):
+        follow(monkeypatch, lost)

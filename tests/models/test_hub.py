@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flowtrain.models.hub import HubModel, hub_models
+from flowtrain.models.hub import hub_models
+from flowtrain.types.nodes import HubModel
 from tests.hub_server import HubServer, hub_server
 from tests.training.ranks import make_config
 
@@ -23,7 +24,8 @@ MODEL = HubModel("owner/model", "backbone.path", has_weights=True)
 FETCH = """
 import json, sys
 from flowtrain.errors import ResourceError
-from flowtrain.models.hub import HubFetch, HubModel
+from flowtrain.models.hub import HubFetch
+from flowtrain.types.nodes import HubModel
 from flowtrain.models.weight_files import safetensors_files
 models = [HubModel(**each) for each in json.loads(sys.argv[1])]
 fetch = HubFetch(models)

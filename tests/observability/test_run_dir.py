@@ -71,6 +71,18 @@ def test_a_run_of_an_earlier_version_goes_on_row_by_row(config: RunConfig) -> No
     assert open_run_dir(rows, resume=True).load_config() == rows
 
 
+def test_a_tensor_parallel_run_of_an_earlier_version_had_whole_norms(config: RunConfig) -> None:
+    """A resume splits them by tokens and says so; without tensor parallelism there is nothing to say."""
+    for tp, then in ((1, True), (2, False)):
+        split = override_config(config, [f"name=tp{tp}", f"backbone.tensor_parallel_size={tp}"])
+        run = open_run_dir(split, resume=False)
+        text = run.config.read_text()
+        assert text.count("  sequence_parallel: true\n") == 1
+        run.config.write_text(text.replace("  sequence_parallel: true\n", ""))
+        assert run.load_config().backbone.sequence_parallel is then
+        open_run_dir(split, resume=True)
+
+
 def test_a_resume_of_what_was_not_begun_begins_it(config: RunConfig) -> None:
     assert open_run_dir(config, resume=True).load_config() == config
 

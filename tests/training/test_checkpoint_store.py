@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import subprocess
@@ -38,6 +39,22 @@ def test_commit_names_prunes_and_keeps_the_driver_state(tmp_path):
     assert store.latest_complete(tmp_path) == final
     meta = store.read_meta(final)
     assert (meta.step, meta.state, meta.files) == (10, META.state, {"shard": FileSum(11, "6b87b1ec")})
+
+
+@pytest.mark.parametrize("call", ["_fsync", "_prune"])
+def test_a_commit_that_failed_after_its_rename_succeeds_again(tmp_path, monkeypatch, call):
+    temporary, real = write(tmp_path, 2), getattr(store, call)
+
+    def refuse(*args):
+        if not temporary.exists():
+            raise OSError(errno.EIO, "Input/output error")
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, call, refuse)
+        with pytest.raises(OSError, match="Input/output"):
+            store.commit(temporary, replace(META, step=2), keep=2)
+    assert store.commit(temporary, replace(META, step=2), keep=2) == store.latest_complete(tmp_path)
 
 
 def test_a_commit_leaves_the_next_write_alone(tmp_path):

@@ -60,6 +60,19 @@ def test_a_corrupt_file_is_named_with_both_sums_and_the_one_before_is_used(tmp_p
     assert first.exists()
 
 
+def test_a_file_that_the_disk_refuses_to_read_is_corrupt(tmp_path, monkeypatch, caplog):
+    first, second = write_and_commit(tmp_path, 1), write_and_commit(tmp_path, 2)
+
+    def read(path):
+        if path.parent == second:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return sum_of(path)
+
+    monkeypatch.setattr("flowtrain.training.checksums.sum_of", read)
+    assert next(store.intact_newest_first(tmp_path)) == first
+    assert "step-00000002 is corrupt and is not used: it cannot be read: [Errno 5] Input/output error" in caplog.text
+
+
 def test_what_a_rank_wrote_and_is_gone_is_not_committed(tmp_path):
     temporary = write(tmp_path, 2)
     write_sums(temporary, sums_of([temporary / "shard"]) | {"other": FileSum(7, "00000000")})

@@ -22,13 +22,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import flowtrain
 from flowtrain.controller import cluster
-from flowtrain.controller.doctor.report import NodeFacts, NodeReport
+from flowtrain.controller.doctor.report import NodeReport
 from flowtrain.errors import FlowTrainError, ResourceError
 from flowtrain.mempool.host import host_memory
 from flowtrain.mempool.probe import Probe
 from flowtrain.mempool.transports.nixl_agent import nixl_module
-from flowtrain.models.hub import HubFetch, HubModel
+from flowtrain.models.hub import HubFetch
 from flowtrain.types.memory import HostMemory
+from flowtrain.types.nodes import HubModel, NodeFacts
 
 Pair = tuple[ActorHandle, ActorHandle]
 """Two probes of one node."""
@@ -143,7 +144,7 @@ def answers(calls: Sequence[ray.ObjectRef[Any]], timeout_s: float) -> list[Any]:
         if isinstance(error.cause, FlowTrainError):
             raise error.cause from error
         raise
-    except ray.exceptions.RayActorError as error:
+    except ray.exceptions.RayError as error:  # it died, or its node did before it started
         raise ResourceError(f"a probe could not run on its node: {error}") from error
 
 

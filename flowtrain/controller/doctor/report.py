@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowtrain.types.memory import HostMemory, Link, Tier
+from flowtrain.types.nodes import NodeFacts
 
 DOCTOR_SCHEMA = 2
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What a process on a node sees, other than memory."""
-
-    versions: Mapping[str, str | None]
-    """By package, and of Python; None: not installed."""
-    sees_runs_dir: bool
-    """Whether the node sees what the driver has written beside the runs."""
-    can_write: bool
-    """Whether it may write there."""
-    has_rdma: bool
-    """Whether the node has network devices that read memory by themselves."""
-    cache_free_nbytes: int
-    """Free space where models from the hub are kept."""
-    to_fetch_nbytes: int = 0
-    """Bytes of models that the cache lacks."""
-    no_hub: str | None = None
-    """Why models that the cache lacks cannot be fetched; None if they can, or if none are lacking."""
-    clock_s: float = 0.0
-    """The node's clock minus the driver's."""
-    clock_error_s: float = 0.0
-    """Half of the round trip by which ``clock_s`` was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,14 @@ _REFUSED = "a run refuses this plan"
 
 def plan_faults(planned: Planned, plan: Plan) -> list[Fault]:
     """Return why a run refuses a plan; faults of the pool are in ``pool_need``."""
-    config = planned.config
+    config, refused = planned.config, []
+    try:
+        config = config.with_plan(plan)
+    except ConfigError as error:
+        refused = [fault for fault in error.faults if fault.code is not FaultCode.POOL]
     chunks = config.backbone.chunks_per_rank
     faults = degree_faults(plan.backbone.degrees, planned.model.backbone, chunks_per_rank=chunks)
-    faults += startable_faults(config)
-    try:
-        config.with_plan(plan)
-    except ConfigError as error:
-        faults += [fault for fault in error.faults if fault.code is not FaultCode.POOL]
-    return faults
+    return [*faults, *startable_faults(config), *refused]
 
 
 def notes(

@@ -91,7 +91,9 @@ class LlavaFamily(Family):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]  # read at the first use
         """See ``Family``."""
-        return load_tokenizer(self._tokenizer_path(), self.config.model)
+        tokenizer = load_tokenizer(self._tokenizer_path(), self.config.model)
+        ensure_image_token(tokenizer, self.config.model.image_token)
+        return tokenizer
 
     @cached_property
     def image_token_id(self) -> int:  # type: ignore[override]

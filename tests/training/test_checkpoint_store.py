@@ -41,7 +41,7 @@ def test_commit_names_prunes_and_keeps_the_driver_state(tmp_path):
     assert (meta.step, meta.state, meta.files) == (10, META.state, {"shard": FileSum(11, "6b87b1ec")})
 
 
-@pytest.mark.parametrize("call", ["_fsync", "_prune"])
+@pytest.mark.parametrize("call", ["sync_directory", "_prune"])
 def test_a_commit_that_failed_after_its_rename_succeeds_again(tmp_path, monkeypatch, call):
     temporary, real = write(tmp_path, 2), getattr(store, call)
 

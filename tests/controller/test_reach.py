@@ -112,23 +112,3 @@ def test_a_gap_ends_the_reach(tmp_path: Path) -> None:
 def test_the_last_step_without_a_gap(steps: list[int]) -> None:
     last = last_without_gap(steps)
     assert set(range(1, last + 1)) <= set(steps) and last + 1 not in steps
-
-
-def test_checkpoints_that_are_passed_over_are_put_aside_when_the_run_goes_on(tmp_path: Path) -> None:
-    """They would count as the newest: they would push out the new ones, and a rewind would go to a later step."""
-    files = run_of(tmp_path, 3, 6, 9, 12, num_steps=12)
-    cut(files.metrics, 6)
-    for set_aside in (False, True):
-        usable = usable_checkpoint(files, set_aside=set_aside)
-        assert usable is not None and usable.meta.step == 6
-        assert checkpoint_store.final_directory(files.checkpoints, 12).exists() == (not set_aside), (
-            "a look changes nothing"
-        )
-    aside = sorted(path.name[:23] for path in files.checkpoints.glob("unreached-*"))
-    assert aside == ["unreached-step-00000009", "unreached-step-00000012"]
-    temporary = checkpoint_store.temporary_directory(files.checkpoints, 8, "nonce")
-    temporary.mkdir()
-    checkpoint_store.commit(temporary, checkpoint_store.CheckpointMeta(8, {}, "digest", 1, 1, "torch"), keep=1)
-    write_audit(files, 8)
-    usable = usable_checkpoint(files)
-    assert usable is not None and usable.meta.step == 8

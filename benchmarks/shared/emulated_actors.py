@@ -26,6 +26,7 @@ from flowtrain.pipeline.executor import checked_schedule
 from flowtrain.pipeline.partition import split_layers
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, StepPlan, UnitKind
 from shared.thread_replica import ThreadChannel, ThreadReplica
@@ -222,8 +223,22 @@ class EmulatedTrainer:
         """Nothing can diverge: there are no weights."""
         return True
 
-    def save_checkpoint(self, directory: object) -> None:
-        """Do nothing: there are no weights."""
+
+class EmulatedSaver:
+    """Stands in for a rank's ``CheckpointSaver``: there is nothing to save."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def prepare(self) -> None:
+        """See ``CheckpointSaver``."""
+
+    def save(self, step: int, directory: object) -> None:
+        """See ``CheckpointSaver``."""
+        self.step = step
+
+    def wait(self) -> None:
+        """See ``CheckpointSaver``."""
 
 
 class EmulatedGroup:
@@ -244,6 +259,9 @@ class EmulatedGroup:
 
 class EmulatedRank(BackboneRank):
     """A backbone rank whose stage waits instead of computing."""
+
+    def _make_saver(self, first_step: int) -> CheckpointSaver:
+        return cast(CheckpointSaver, EmulatedSaver(first_step))
 
     def prepare(self, family: Family, meetings: Meetings, times: EmulatedTimes) -> None:
         """Stands in for ``start``; builds no process group and no model."""

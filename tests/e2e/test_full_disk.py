@@ -63,7 +63,7 @@ def config_on(disk: SmallDisk, world: Path, name: str) -> RunConfig:
 
 def test_training_goes_on_and_the_next_checkpoint_succeeds(world: Path, disk: SmallDisk) -> None:
     log = world / "full.log"
-    with driver(config_on(disk, world, "full"), log, wrapper=disk.prefix) as running:
+    with driver(config_on(disk, world, "full"), log, prefix=disk.prefix) as running:
         running.wait_until(lambda: f"step {EVERY_CHECKPOINT} was not written" in log.read_text(), "a full disk")
         (disk.outside / "ballast").unlink()
         assert running.wait() == 0, running.report("the run did not survive a full disk")
@@ -79,7 +79,7 @@ def test_training_goes_on_and_the_next_checkpoint_succeeds(world: Path, disk: Sm
 
 def test_a_run_whose_last_checkpoint_has_no_room_ends_with_an_error(world: Path, disk: SmallDisk) -> None:
     log = world / "never.log"
-    with driver(config_on(disk, world, "never"), log, wrapper=disk.prefix) as running:
+    with driver(config_on(disk, world, "never"), log, prefix=disk.prefix) as running:
         assert running.wait() == 1, running.report("nothing of the run is kept, and it says nothing")
         running.check_nothing_is_left()
     said = " ".join(log.read_text().split())

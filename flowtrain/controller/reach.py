@@ -24,16 +24,23 @@ class UsableCheckpoint:
 
 
 def usable_checkpoint(files: RunDir, *, set_aside: bool = False) -> UsableCheckpoint | None:
-    """Return the newest intact checkpoint that metrics and ledger reach; None if there is no intact one.
+    """Return the newest intact checkpoint that metrics and ledger reach; None if the run has no checkpoint.
 
-    Otherwise the steps between would be missing in the run's audit. Raises ConfigError if they reach none.
+    Otherwise the steps between would be missing in the run's audit. Raises ConfigError if they reach none, or if all
+    are damaged: to begin anew would delete the run's metrics and ledger.
 
     set_aside: rename corrupt checkpoints, and later ones than that which is returned; call it only as the run's owner.
     """
     intact = checkpoint_store.intact_newest_first(files.checkpoints, set_aside=set_aside)
     newest = next(intact, None)
     if newest is None:
-        return None
+        if not (damaged := checkpoint_store.damaged(files.checkpoints)):
+            return None
+        raise ConfigError(
+            f"the run cannot go on: none of its checkpoints is intact ({', '.join(path.name for path in damaged)} in "
+            f"{files.checkpoints}). Put one back from a copy; or start a run under another name; or remove them all: "
+            "--resume then begins anew and deletes the run's metrics and ledger"
+        )
     meta = checkpoint_store.read_meta(newest)
     reaches = {files.metrics: _metrics_reach(files.metrics), files.ledger: _ledger_reach(files.ledger)}
     short = {path: step for path, step in reaches.items() if step < meta.step}

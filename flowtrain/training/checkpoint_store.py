@@ -131,6 +131,12 @@ def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
             logger.warning("checkpoint %s is skipped: %s", path, problem)
 
 
+def damaged(checkpoints: Path) -> list[Path]:
+    """Checkpoints in the directory or put aside, none of which may be intact."""
+    aside = (path for path in checkpoints.glob(f"{_CORRUPT}-*") if path.is_dir())
+    return [*_newest_first(checkpoints), *sorted(aside)]
+
+
 def intact_newest_first(checkpoints: Path, *, set_aside: bool = False) -> Iterator[Path]:
     """Yield the intact checkpoints from the highest step down; others are skipped with a line in the log.
 

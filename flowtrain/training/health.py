@@ -140,16 +140,19 @@ class TrainingHealth:
     def _error(self, step: int, what: str, checkpoint: int | None) -> NonFiniteError:
         config, result = self._config, self._last
         assert result is not None
-        kept = "there is no checkpoint to go back to"
+        kept, resume = "there is no checkpoint to go back to", ""
         if checkpoint is not None:
             kept = f"the last healthy checkpoint is {checkpoint_store.final_directory(self._checkpoints, checkpoint)}"
+            resume = (
+                "; or, if only some data is bad (ledger.parquet has the rows of each step), --resume with "
+                "training.on_nonfinite=rewind or more training.max_skipped_steps"
+            )
         return NonFiniteError(
             f"step {step}: training diverged: {what} (loss {result.loss:g}, norm of the gradients "
             f"{result.grad_norm:g}, learning rate {result.lr:g}); training.on_nonfinite is {config.on_nonfinite} and "
             f"training.max_skipped_steps is {config.max_skipped_steps}; {kept}. Ways out: a lower "
             "training.learning_rate, more training.warmup_steps or a lower training.max_grad_norm in a run under "
-            "another name; or, if only some data is bad (ledger.parquet has the rows of each step), --resume with "
-            "training.on_nonfinite=rewind or more training.max_skipped_steps"
+            f"another name{resume}"
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from flowtrain.models.parallel_layers import local_shard
 
 CONNECTOR = "connector"
 BACKBONE = "backbone"
+_NORM_ELEMENTS = 1 << 14
 
 
 def module_of(parameter_name: str) -> str:
@@ -95,8 +97,15 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> float:
     """
     if not gradients:
         return 0.0
-    norms = torch.stack(list(torch._foreach_norm([local_shard(gradient) for gradient in gradients]))).tolist()
-    return sum(norm**2 / num_replicas(gradient) for norm, gradient in zip(norms, gradients, strict=True))
+    pieces = [_pieces(local_shard(gradient)) for gradient in gradients]
+    norms = iter(torch.stack(list(torch._foreach_norm(list(chain.from_iterable(pieces))))).tolist())
+    squares = [sum(norm**2 for norm in islice(norms, len(each))) for each in pieces]
+    return sum(square / num_replicas(gradient) for square, gradient in zip(squares, gradients, strict=True))
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut a tensor for its norm on a CPU, where torch adds up squares in float32: 5e7 of them are off by 0.8 %."""
+    return tensor.reshape(-1).split(_NORM_ELEMENTS) if tensor.device.type == "cpu" else [tensor]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

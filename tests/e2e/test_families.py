@@ -12,7 +12,10 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from flowtrain.controller.export import export_run
 from flowtrain.controller.run import run_training
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.training.checkpoint import load_backbone_state
+from flowtrain.models.initial_weights import local_index
+from flowtrain.training.checkpoint import load_backbone_state, stored_frozen
+from flowtrain.training.frozen import digests_of
+from flowtrain.training.optimizer import module_of
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 
@@ -82,10 +85,16 @@ def test_frozen_modules_stay_as_they_are(tmp_path: Path, ray_cluster: None, free
     summary = run_training(config)
     assert summary.checkpoint is not None
     trained = load_backbone_state(summary.checkpoint)
-    initial = family_from_config(config).load_backbone().state_dict()
+    initial = family_from_config(config).load_backbone()
     changed = {
-        "connector" if name.startswith("connector") else "backbone"
-        for name in initial
-        if not torch.equal(initial[name], trained[name])
+        module_of(name) for name, tensor in trained.items() if not torch.equal(initial.state_dict()[name], tensor)
     }
+    frozen = [
+        (name, parameter.detach(), local_index(parameter))
+        for name, parameter in initial.named_parameters()
+        if module_of(name) in freeze
+    ]
+    found = {module: entry["digest"] for module, entry in stored_frozen(summary.checkpoint).items()}
+    assert found == {module: f"{digest:016x}" for module, digest in digests_of(frozen).items()}
+    assert {module_of(name) for name in trained} == changed, "what is frozen is not stored"
     assert changed == {"connector", "backbone"} - set(freeze)

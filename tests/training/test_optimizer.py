@@ -125,3 +125,8 @@ def test_denominators_follow_what_was_planned_and_what_was_run():
 
 def test_the_measured_peak_is_a_rate():
     assert 1e8 < measure_peak_flops(torch.device("cpu"), torch.float32, size=128) < 1e16
+
+
+def test_the_norm_of_a_large_tensor_is_exact():
+    gradient = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    assert sum_of_squares([gradient]) == pytest.approx(float(gradient.double().square().sum()), rel=1e-6)

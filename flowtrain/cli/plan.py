@@ -18,7 +18,7 @@ from flowtrain.allocator.program.solvers import SolverName
 from flowtrain.cli.output_path import check_output_path, check_plot_path
 from flowtrain.cli.plan_tables import plan_report_tables
 from flowtrain.config.yaml_text import dotted
-from flowtrain.controller.planning.planned import is_model_file
+from flowtrain.controller.planning.planned import assumed_settings, is_model_file
 from flowtrain.controller.planning.report import PlanReport
 from flowtrain.errors import ConfigError
 
@@ -63,6 +63,8 @@ def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Pa
 
     Without ``RAY_ADDRESS`` a run has this machine alone, so a plan for several nodes names its cluster.
     """
+    if is_model_file(config):
+        overrides = [*assumed_settings(report.planned.config), *overrides]
     decided = {dotted(key) for key in report.plan.settings()}
     sections = {dotted(key[:length]) for key in report.plan.settings() for length in range(1, len(key))}
     keys = {text: text.partition("=")[0].strip() for text in overrides}

@@ -262,7 +262,8 @@ def test_a_saved_plan_says_how_it_is_started(tmp_path: Path) -> None:
     *_, line = plan(QUICKSTART, *changed, *given).stdout.splitlines()
     assert line == f"flowtrain train {QUICKSTART} 'model.freeze=[connector]' --plan {saved}", "one line, as it is typed"
     *_, line = plan(MODELS_6B, "--devices", "8", "--save", str(saved)).stdout.splitlines()
-    assert line == f"flowtrain train CONFIG --plan {saved}"
+    assert line.startswith("flowtrain train CONFIG model.dtype=bfloat16 backbone.activation_checkpointing=full ")
+    assert line.endswith(f" --plan {saved}"), "with all settings that the file's plan takes for granted"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,18 @@ def is_model_file(path: str | PathLike[str]) -> bool:
     return isinstance(values, dict) and "workload" in values
 
 
+def assumed_settings(config: RunConfig) -> list[str]:
+    """Return the settings with which a model file is planned, as overrides of a run's configuration."""
+    keys = {
+        "model.dtype": config.model.dtype,
+        "backbone.activation_checkpointing": config.backbone.activation_checkpointing,
+        "training.global_batch_size": config.training.global_batch_size,
+        "scheduler.microbatch_tokens": config.scheduler.microbatch_tokens,
+    }
+    keys |= {f"encoders.{name}.max_batch_patches": each.max_batch_patches for name, each in config.encoders.items()}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
 def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Planned:
     """Read a model file; overrides may change the other settings that decide its plan. Raises ConfigError.
 

@@ -215,7 +215,7 @@ class BackboneRank:
             actions,
             TimedStages(self.trainer.stages, clock),
             self._microbatches(prefetcher),
-            self._ran,
+            partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
         step = plan.unit.step
@@ -243,7 +243,7 @@ class BackboneRank:
 
         return next_microbatch
 
-    def _ran(self, fetched: Fetched) -> None:
+    def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
         """Note that a microbatch is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
 

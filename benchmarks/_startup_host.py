@@ -31,7 +31,7 @@ from flowtrain.training.batch import PackedBatch
 from flowtrain.types.events import Event, UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import LocatedTexts, MicrobatchLocation, RankReport
-from flowtrain.types.plan import Degrees, DevicePeak, StepPlan
+from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, StepPlan
 from flowtrain.types.sources import SourceIndex
 
 RECORDS = "FLOWTRAIN_STARTUP_RECORDS"
@@ -159,9 +159,11 @@ class EmulatedRank:
         """No rank meets another."""
         return 1
 
-    def start(self, host: str, port: int, checkpoint: str | None, eval_every: int | None) -> DevicePeak:
+    def start(
+        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+    ) -> RankStart:
         """Load nothing."""
-        return DevicePeak("emulated", 1e15, "emulated")
+        return RankStart(DevicePeak("emulated", 1e15, "emulated"), GradientReduction("step", "emulated"))
 
     def run(self, link: RayLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
         """Run units until the coordinator sends stop."""

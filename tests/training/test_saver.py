@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from flowtrain.errors import CheckpointError
 from flowtrain.models.parallel_layers import local_shard
@@ -206,6 +207,7 @@ def save_with_a_limit(rank, degrees, host, port, listener, directory):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     problems = [trainer.write_snapshot(directory, trainer.snapshot(None))]
     remains = directory.exists()
+    dist.barrier(group=group.checkpoint_group)  # the other rank's second try makes the directory anew
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     problems.append(trainer.write_snapshot(directory, trainer.snapshot(None)))
     group.close()

@@ -90,6 +90,6 @@ def test_handles_name_the_actors_of_a_process(run_spec: RunSpec) -> None:
     ]
     addresses = [handle.node_address.remote() for handle in handles]
     assert addresses == ["10.64.0.1"] * 2 + ["10.64.0.2"] * 2, "two ranks a node"
-    assert handles[3].start.remote("host", 1, None, None).device == "emulated"
+    assert handles[3].start.remote("host", 1, None, None, None).peak.device == "emulated"
     actor = nodes._processes[0].process._actors[specs[3].name]  # type: ignore[attr-defined]
     assert isinstance(actor, Future) and actor.result()[1] == 1

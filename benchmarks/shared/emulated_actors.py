@@ -203,7 +203,7 @@ class EmulatedTrainer:
         """See ``Trainer``."""
         self._plan = plan
         lists = checked_schedule(
-            self._config.backbone.pipeline_schedule,
+            self._config.pipeline.schedule,
             pp_size=self._meetings.degrees.pp,
             num_microbatches=plan.num_slots,
             training=plan.unit.kind is UnitKind.TRAIN,

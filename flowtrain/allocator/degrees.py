@@ -10,7 +10,7 @@ from flowtrain.types.plan import Degrees
 
 _TP = "backbone.tensor_parallel_size"
 _PP = "backbone.pipeline_parallel_size"
-_CHUNKS = "backbone.chunks_per_rank"
+_CHUNKS = "pipeline.chunks"
 
 
 def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: int = 1) -> list[Fault]:

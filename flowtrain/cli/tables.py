@@ -47,9 +47,9 @@ def plan_tables(
     run.add_row("cost", _cost(run_spec))
     run.add_row("backbone ranks", _backbone_ranks(run_spec.plan.backbone.degrees))
     if run_spec.plan.backbone.degrees.pp > 1:
-        chunks = config.backbone.chunks_per_rank
+        chunks = config.pipeline.chunks
         stages = f"{chunks} slices of the layers a rank" if chunks > 1 else "a slice of the layers a rank"
-        run.add_row("pipeline", f"{config.backbone.pipeline_schedule}, {stages}")
+        run.add_row("pipeline", f"{config.pipeline.schedule}, {stages}")
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = needs.num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")

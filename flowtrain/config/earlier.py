@@ -1,8 +1,15 @@
-"""Resolved configurations that earlier versions wrote into runs, in the words of this one."""
+"""Keys of earlier versions, and resolved configurations that these wrote into runs, in the words of this one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+MOVED_KEYS: Mapping[str, str] = {
+    "backbone.pipeline_schedule": "pipeline.schedule",
+    "backbone.chunks_per_rank": "pipeline.chunks",
+}
+"""Keys that have another place now, by their former one."""
 
 
 def in_todays_words(values: dict[str, Any]) -> None:
@@ -13,6 +20,11 @@ def in_todays_words(values: dict[str, Any]) -> None:
     backbone = values.get("backbone")
     if isinstance(backbone, dict) and backbone.get("tensor_parallel_size", 1) != 1:
         backbone.setdefault("sequence_parallel", False)  # norms and residuals were whole; a resume says that it changed
+    for former, key in MOVED_KEYS.items():
+        section, name = former.split(".")
+        if isinstance(values.get(section), dict) and name in values[section]:
+            new_section, new_name = key.split(".")
+            values.setdefault(new_section, {})[new_name] = values[section].pop(name)
     data = values.get("data")
     if not isinstance(data, dict):
         return

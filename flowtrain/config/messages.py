@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from flowtrain.config.earlier import MOVED_KEYS
 from flowtrain.config.yaml_text import Path, dotted
 from flowtrain.errors import ConfigError, Fault, FaultCode
 
@@ -129,6 +130,8 @@ def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Pa
 
 
 def _unknown_key(document: Document, path: Path, value: Any) -> str:
+    if (moved := MOVED_KEYS.get(dotted(path))) is not None:
+        return f"{dotted(path)} = {show_value(value)}: this key is called {moved} now; write it there"
     near = document.nearest(path, document.values)
     way_out = f"did you mean {near}?" if near else "remove it"
     return f"{dotted(path)} = {show_value(value)}: unknown key; {way_out}"

@@ -27,13 +27,13 @@ class ModelConfig(ConfigModel):
     dtype: Dtype = "float32"
     """Compute type of encoders and backbone. Master weights are always float32."""
     freeze: tuple[Literal["connector", "backbone"], ...] = ()
-    """Modules that are not trained. Encoders never are."""
+    """Modules that are not trained. Encoders are not either, unless they are ``trainable``."""
     device: Literal["auto", "cpu"] = "auto"
     """``auto``: accelerators if the cluster has some; ``cpu``: none."""
 
 
 class EncoderConfig(ConfigModel):
-    """One frozen vision encoder and the actors that run it."""
+    """One vision encoder and, in modes that have them, the actors that run it."""
 
     path: str | None = None
     """Hugging Face vision model (directory or hub id)."""
@@ -45,8 +45,10 @@ class EncoderConfig(ConfigModel):
     """Hidden state whose rows are the features; -1 is the last."""
     feature_select: Literal["default", "full"] | None = None
     """``default`` drops a leading class token, ``full`` keeps it; None: chosen by the tower's type."""
+    trainable: bool = False
+    """Train it with the rest of the model; only in ``mode: monolithic``."""
     data_parallel_size: int = Field(1, ge=1, le=4096)
-    """Number of replicas."""
+    """Number of replicas. ``mode: colocated`` has one on each device of the backbone instead."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Actors that split the layers of one replica, on one node."""
     max_batch_patches: int = Field(4096, ge=1)
@@ -101,9 +103,6 @@ class BackboneConfig(ConfigModel):
     gradient_reduction: Literal["auto", "microbatch", "step"] = "auto"
     """When data-parallel ranks sum gradients. ``microbatch``: after each, so gradients stay in shards. ``step``: after
     the last microbatch, so each rank holds whole float32 gradients until then. ``auto``: once a step if that fits."""
-    pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
-    """``interleaved_1f1b`` gives each pipeline rank ``chunks_per_rank`` slices of the layers."""
-    chunks_per_rank: int = Field(1, ge=1)
     compile: bool = False
     """Run ``torch.compile`` on the decoder layers."""
     num_cpus: float = Field(1.0, ge=0)

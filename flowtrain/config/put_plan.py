@@ -17,7 +17,7 @@ def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) ->
     encoders differ from the plan's. A section that is not a mapping is left for validation to refuse.
     """
     encoders = values.get("encoders")
-    if isinstance(encoders, dict) and set(encoders) != set(plan.encoders):
+    if plan.encoders and isinstance(encoders, dict) and set(encoders) != set(plan.encoders):
         raise ConfigError.of(
             "encoders",
             FaultCode.ENCODERS,

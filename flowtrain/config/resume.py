@@ -33,8 +33,7 @@ _MAY_CHANGE = (
     "backbone.data_parallel_size",  # the checkpoint is resharded; losses agree closely, see controller/resume.py
     "backbone.tensor_parallel_size",
     "backbone.pipeline_parallel_size",
-    "backbone.pipeline_schedule",
-    "backbone.chunks_per_rank",
+    "pipeline.*",
     "backbone.num_cpus",
     "backbone.num_devices",
     "backbone.accelerator_type",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -13,10 +12,11 @@ from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
+from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
 from flowtrain.errors import ConfigError, Fault, FaultCode
-from flowtrain.types.run_plan import Plan
+from flowtrain.types.run_plan import ENCODER_MODES, Mode, Plan
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 
 
@@ -28,13 +28,14 @@ class RunConfig(ConfigModel):
     runs_dir: str = "runs"
     seed: int = Field(0, ge=0)
     """Decides the order of the data and random initial weights."""
-    mode: Literal["decoupled"] = "decoupled"
-    """``decoupled`` is FlowTrain's."""
+    mode: Mode = "decoupled"
+    """How encoders and backbone share devices and time (docs/modes.md)."""
     model: ModelConfig = ModelConfig()
     encoders: dict[str, EncoderConfig] = Field(min_length=1)
     """Encoders by name. A run can have one; ``flowtrain plan`` plans several."""
     connector: ConnectorConfig = ConnectorConfig()
     backbone: BackboneConfig = BackboneConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig
     training: TrainingConfig = TrainingConfig(max_steps=1000)
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -55,6 +56,9 @@ class RunConfig(ConfigModel):
             _split_encoders_have_a_place,
             _ranks_have_whole_devices,
             _schedule_has_its_chunks,
+            _partition_has_its_stages,
+            _encoders_are_trained_inside,
+            _colocated_encoders_are_derived,
             _shard_size_has_hybrid_sharding,
             _segments_fit_the_space,
             _processes_fit_the_space,
@@ -65,6 +69,31 @@ class RunConfig(ConfigModel):
         if fault is not None:
             raise ConfigError(fault.text, [fault])
         return self
+
+    @property
+    def has_encoder_actors(self) -> bool:
+        """Whether actors of their own run the encoders."""
+        return self.mode in ENCODER_MODES
+
+    @property
+    def trains_encoders(self) -> bool:
+        """Whether an encoder is trained."""
+        return any(encoder.trainable for encoder in self.encoders.values())
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """The modules that are not trained: those of ``model.freeze``, and ``encoders`` unless they are trainable."""
+        return self.model.freeze if self.trains_encoders else (*self.model.freeze, "encoders")
+
+    def encoder_replicas(self, name: str) -> int:
+        """Return the data parallel size of an encoder's actors: as configured, or as ``colocated`` needs; 0 without."""
+        if not self.has_encoder_actors:
+            return 0
+        encoder, backbone = self.encoders[name], self.backbone
+        if self.mode != "colocated":
+            return encoder.data_parallel_size
+        ranks = backbone.data_parallel_size * backbone.pipeline_parallel_size * backbone.tensor_parallel_size
+        return max(1, ranks // encoder.tensor_parallel_size)
 
     def with_plan(self, plan: Plan) -> RunConfig:
         """Return the configuration with a plan's degrees, resources and segments; ConfigError if they do not fit it."""
@@ -176,21 +205,67 @@ def _ranks_have_whole_devices(config: RunConfig) -> Iterator[Fault]:
 
 
 def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
-    schedule, chunks = config.backbone.pipeline_schedule, config.backbone.chunks_per_rank
+    schedule, chunks = config.pipeline.schedule, config.pipeline.chunks
     if schedule == "interleaved_1f1b" and chunks < 2:
         yield Fault(
-            "backbone.chunks_per_rank",
+            "pipeline.chunks",
             FaultCode.CONFLICT,
-            f"backbone.pipeline_schedule ({schedule!r}) needs backbone.chunks_per_rank ({chunks}) of at least 2; raise "
-            "it, or set the schedule to '1f1b'",
+            f"pipeline.schedule ({schedule!r}) needs pipeline.chunks ({chunks}) of at least 2; raise it, or set the "
+            "schedule to '1f1b'",
         )
     if schedule == "1f1b" and chunks > 1:
         yield Fault(
-            "backbone.chunks_per_rank",
+            "pipeline.chunks",
             FaultCode.CONFLICT,
-            f"backbone.chunks_per_rank ({chunks}) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now "
-            f"{schedule!r}); set that, or set chunks_per_rank to 1",
+            f"pipeline.chunks ({chunks}) above 1 needs pipeline.schedule 'interleaved_1f1b' (now {schedule!r}); set "
+            "that, or set chunks to 1",
         )
+
+
+def _partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
+    pipeline, pp_size = config.pipeline, config.backbone.pipeline_parallel_size
+    if pipeline.partition is not None and len(pipeline.partition) != pp_size * pipeline.chunks:
+        yield Fault(
+            "pipeline.partition",
+            FaultCode.CONFLICT,
+            f"pipeline.partition has {len(pipeline.partition)} entries and the pipeline has "
+            f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
+            f"({pipeline.chunks}); give one number of layers for each stage",
+        )
+    if pipeline.encoder_layers != "first" and config.mode != "monolithic":
+        yield Fault(
+            "pipeline.encoder_layers",
+            FaultCode.CONFLICT,
+            f"pipeline.encoder_layers ({pipeline.encoder_layers!r}) needs mode 'monolithic' (now {config.mode!r}): in "
+            "other modes the pipeline has no encoder; set the mode, or leave out the key",
+        )
+
+
+def _encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
+    if config.mode == "monolithic":
+        return
+    for name, encoder in config.encoders.items():
+        if encoder.trainable:
+            yield Fault(
+                f"encoders.{name}.trainable",
+                FaultCode.CONFLICT,
+                f"encoders.{name}.trainable (true) needs mode 'monolithic' (now {config.mode!r}): only there gradients "
+                "reach the encoder; set the mode, or trainable to false",
+            )
+
+
+def _colocated_encoders_are_derived(config: RunConfig) -> Iterator[Fault]:
+    if config.mode != "colocated":
+        return
+    for name, encoder in config.encoders.items():
+        derived, given = config.encoder_replicas(name), encoder.data_parallel_size
+        if given not in (1, derived):
+            yield Fault(
+                f"encoders.{name}.data_parallel_size",
+                FaultCode.DEGREES,
+                f"encoders.{name}.data_parallel_size ({given}) is not {derived}: mode 'colocated' has one encoder "
+                "actor on each device of the backbone; leave out the key",
+            )
 
 
 def _shard_size_has_hybrid_sharding(config: RunConfig) -> Iterator[Fault]:
@@ -223,7 +298,7 @@ def _segments_fit_the_space(config: RunConfig) -> Iterator[Fault]:
 def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
     backbone, limit = config.backbone, config.pool.max_processes
     ranks = backbone.data_parallel_size * backbone.pipeline_parallel_size * backbone.tensor_parallel_size
-    encoders = sum(encoder.data_parallel_size for encoder in config.encoders.values())
+    encoders = sum(map(config.encoder_replicas, config.encoders))
     needed = ranks + encoders + (config.data.num_feeders or 1)
     if needed > limit:
         yield Fault(

@@ -15,6 +15,8 @@ class LearningRateConfig(ConfigModel):
 
     connector: float | None = Field(None, ge=0)
     backbone: float | None = Field(None, ge=0)
+    encoders: float | None = Field(None, ge=0)
+    """Of encoders that are ``trainable``."""
 
 
 class TrainingConfig(ConfigModel):

@@ -98,7 +98,7 @@ class Committer:
             dp_size=degrees.dp,
             pp_size=degrees.pp,
             tp_size=degrees.tp,
-            num_chunks=self._config.backbone.chunks_per_rank,
+            num_chunks=self._config.pipeline.chunks,
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
             gradient_reduction=self.gradient_reduction,

@@ -137,7 +137,7 @@ def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_ty
 
     degrees: the backbone's. tower_type: ``model_type`` of the vision tower.
     """
-    faults = degree_faults(degrees, spec.backbone, chunks_per_rank=config.backbone.chunks_per_rank)
+    faults = degree_faults(degrees, spec.backbone, chunks_per_rank=config.pipeline.chunks)
     for name, encoder in config.encoders.items():
         tp = encoder.tensor_parallel_size
         faults += encoder_degree_faults(name, tp, spec.encoders[name], tower_type, TOWER_PLANS)

@@ -142,7 +142,7 @@ def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterat
     reduction, configured = _reduction_of(meta), run_spec.config.backbone.gradient_reduction
     for name, then, now in (
         ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), run_spec.plan.backbone.degrees),
-        ("backbone.chunks_per_rank", meta.num_chunks, run_spec.config.backbone.chunks_per_rank),
+        ("pipeline.chunks", meta.num_chunks, run_spec.config.pipeline.chunks),
         ("backbone.gradient_reduction", reduction, reduction if configured == "auto" else configured),
         ("backbone threads", meta.num_threads, run_spec.config.backbone.num_threads),
         ("torch", meta.torch_version, str(torch.__version__)),

@@ -91,7 +91,7 @@ def build_chunks(
     tied = tied_names(whole)
     stages = {}
     pp_size = group.degrees.pp
-    layers = split_layers(len(whole.decoder_layers), pp_size * config.backbone.chunks_per_rank)
+    layers = split_layers(len(whole.decoder_layers), pp_size * config.pipeline.chunks)
     for stage in range(group.pp_rank, len(layers), pp_size):
         module = whole if len(layers) == 1 else take_stage(whole, layers[stage])
         if group.degrees.tp > 1:

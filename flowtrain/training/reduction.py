@@ -80,11 +80,12 @@ def predicted_peak_nbytes(
 
     All its tokens then carry loss, or all are images'. shard_size: data parallel ranks that share one set of shards.
     """
-    backbone, tokens = config.backbone, config.scheduler.microbatch_tokens
-    num_stages = degrees.pp * backbone.chunks_per_rank
+    backbone, pipeline = config.backbone, config.pipeline
+    tokens = config.scheduler.microbatch_tokens
+    num_stages = degrees.pp * pipeline.chunks
     lengths = [len(stage) for stage in split_layers(spec.num_layers, num_stages)]
     # An interleaved schedule keeps most in flight with this many microbatches; 1F1B with these or more.
-    in_flight = in_flight_by_chunk(degrees.pp, pp_rank, 2 * degrees.pp - 1, chunks_per_rank=backbone.chunks_per_rank)
+    in_flight = in_flight_by_chunk(degrees.pp, pp_rank, 2 * degrees.pp - 1, chunks_per_rank=pipeline.chunks)
     chunks = tuple(
         Chunk(lengths[stage], stage == 0, stage == num_stages - 1, count)
         for stage, count in zip(range(pp_rank, num_stages, degrees.pp), in_flight, strict=True)

@@ -128,11 +128,11 @@ class Trainer:
         scale = degrees.dp / planned_denominator(plan, self.config.loss_normalization)
         self.stages.begin(scale if training else None)
         lists = checked_schedule(
-            backbone.pipeline_schedule,
+            self._run_config.pipeline.schedule,
             pp_size=degrees.pp,
             num_microbatches=plan.num_slots,
             training=training,
-            chunks_per_rank=backbone.chunks_per_rank,
+            chunks_per_rank=self._run_config.pipeline.chunks,
             memory=configured_strategy(backbone) if training else MemoryStrategy.KEEP,
         )
         return lists[self.group.pp_rank]

@@ -13,6 +13,12 @@ from flowtrain.types.plan import PLAN_SCHEMA, Degrees
 _Degree = Annotated[int, Field(ge=1)]
 _Amount = Annotated[float, Field(ge=0)]
 
+Mode = Literal["decoupled", "colocated", "monolithic", "disaggregated", "llm_only"]
+"""How encoders and backbone share devices and time; docs/modes.md describes each."""
+
+ENCODER_MODES: frozenset[Mode] = frozenset({"decoupled", "colocated", "disaggregated"})
+"""Modes in which actors of their own run the encoders."""
+
 Key = tuple[str, ...]
 """A key of the configuration, as ``("backbone", "num_cpus")``."""
 
@@ -53,7 +59,7 @@ class Plan:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     encoders: dict[str, ModulePlan]
-    """By name, in the configuration's order."""
+    """By name, in the configuration's order; empty in modes without encoder actors."""
     backbone: ModulePlan
     feeder: ModulePlan
     """A segment of 0 bytes: as large as the run's data need."""
@@ -63,6 +69,7 @@ class Plan:
     """``backbone.gradient_reduction``; None: as configured."""
     hybrid_shard_size: Annotated[int, Field(ge=2)] | None = None
     """``backbone.hybrid_shard_size``; None: as configured."""
+    mode: Mode = "decoupled"
     schema: int = PLAN_SCHEMA
 
     @property
@@ -99,6 +106,7 @@ class Plan:
         Includes the type and share of devices; whether devices are used is decided at run time.
         """
         found: dict[Key, int | float | str] = dict(self.degree_settings())
+        found["mode",] = self.mode
         for section, module in self._sections():
             found[*section, "num_cpus"] = module.num_cpus
         for section, module in self._sections():

@@ -34,7 +34,7 @@ def test_every_rank_has_its_coordinates_and_tensor_groups_are_neighbours(degrees
         (Degrees(tp=4), 1, replace(SPEC, intermediate_size=26), "intermediate_size (26)"),
         (Degrees(dp=2, tp=2), 1, replace(SPEC, vocab_size=65), "vocab_size (65)"),
         (Degrees(dp=2, tp=4), 1, replace(SPEC, hidden_size=18), "hidden_size (18)"),
-        (Degrees(), 2, SPEC, "backbone.chunks_per_rank (2) needs"),
+        (Degrees(), 2, SPEC, "pipeline.chunks (2) needs"),
         (Degrees(pp=3), 2, SPEC, "layers (4)"),
     ],
 )

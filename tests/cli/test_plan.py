@@ -170,7 +170,7 @@ def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes(tmp_path: Path) ->
 
 
 def test_interleaved_pipelines_are_planned_as_they_run() -> None:
-    chunked = ("backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2")
+    chunked = ("pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2")
     plain, interleaved = record_of(*PAPER), record_of(*PAPER, *chunked)
     assert interleaved["assumptions"]["chunks_per_rank"] == 2
     assert interleaved["allocation"]["modules"][-1]["degrees"]["pp"] >= 2
@@ -201,7 +201,7 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
         (("none.yaml",), "none.yaml: the configuration cannot be read"),
         ((*PAPER, "--save", "nowhere/plan.yaml"), "--save nowhere/plan.yaml: there is no directory nowhere; create it"),
         (
-            (*PAPER[:1], "--devices", "1", "backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2"),
+            (*PAPER[:1], "--devices", "1", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"),
             "backbone has no feasible configuration (on 1 h200: no pipeline, which several chunks a rank need)",
         ),
     ],

@@ -63,7 +63,7 @@ def test_an_encoder_lies_on_one_type_although_two_would_be_faster(tmp_path: Path
 
 def test_a_level_keeps_the_solution_of_the_level_before() -> None:
     """Of these devices HiGHS called the last level infeasible, with tolerances as wide as the pins."""
-    chunked = ("backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2")
+    chunked = ("pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2")
     devices = ("--device", "h20=7x16", "--device", "l4=5", "--device", "h100=2x1")
     record = record_of(str(MODELS / "omnibal_6b_20b.yaml"), *chunked, *devices, "--solver", "highs")
     assert len(record["allocation"]["alternatives"]) == 3

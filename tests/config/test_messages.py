@@ -123,14 +123,14 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "support; set it to 1, or the parallel sizes to 1",
         ),
         (
-            ["backbone.pipeline_parallel_size=2", "backbone.pipeline_schedule=interleaved_1f1b"],
-            "backbone.pipeline_schedule ('interleaved_1f1b') needs backbone.chunks_per_rank (1) of at least 2; raise "
+            ["backbone.pipeline_parallel_size=2", "pipeline.schedule=interleaved_1f1b"],
+            "pipeline.schedule ('interleaved_1f1b') needs pipeline.chunks (1) of at least 2; raise "
             "it, or set the schedule to '1f1b'",
         ),
         (
-            ["backbone.pipeline_parallel_size=2", "backbone.chunks_per_rank=3"],
-            "backbone.chunks_per_rank (3) above 1 needs backbone.pipeline_schedule 'interleaved_1f1b' (now '1f1b'); "
-            "set that, or set chunks_per_rank to 1",
+            ["backbone.pipeline_parallel_size=2", "pipeline.chunks=3"],
+            "pipeline.chunks (3) above 1 needs pipeline.schedule 'interleaved_1f1b' (now '1f1b'); "
+            "set that, or set chunks to 1",
         ),
         (
             ["backbone.hybrid_shard_size=4", "backbone.data_parallel_size=8"],

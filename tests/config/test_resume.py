@@ -42,7 +42,7 @@ def test_what_leaves_the_losses_alone_may_change(minimal: Path, override: str) -
 
 def test_the_pipelines_schedule_may_change(minimal: Path) -> None:
     pipeline = ["backbone.pipeline_parallel_size=2"]
-    interleaved = ["backbone.pipeline_schedule=interleaved_1f1b", "backbone.chunks_per_rank=2"]
+    interleaved = ["pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"]
     old, new = load_config(minimal, pipeline), load_config(minimal, pipeline + interleaved)
     check_resumable(old, new)
     assert config_digest(old) == config_digest(new)

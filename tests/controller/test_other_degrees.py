@@ -67,7 +67,7 @@ def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
     ("changes", "said"),
     [
         ({"dp_size": 2, "pp_size": 1, "tp_size": 2}, "degrees dp=2 pp=1 tp=2, now dp=1 pp=2 tp=1"),
-        ({"num_chunks": 2}, "backbone.chunks_per_rank 2, now 1"),
+        ({"num_chunks": 2}, "pipeline.chunks 2, now 1"),
         ({"num_threads": 3}, "backbone threads 3, now 1"),
         ({"gradient_reduction": "step"}, "backbone.gradient_reduction step, now microbatch"),
         ({"gradient_reduction": None}, "backbone.gradient_reduction step, now microbatch"),

@@ -110,8 +110,9 @@ def test_the_models_shapes_are_those_that_are_trained(data: Path) -> None:
 
 
 def test_all_that_speaks_against_the_degrees_is_said_before_anything_starts(data: Path) -> None:
-    overrides = ["tensor_parallel_size=5", "pipeline_parallel_size=2", "chunks_per_rank=2"]
-    config = config_of(data, *(f"backbone.{key}" for key in overrides), "backbone.pipeline_schedule=interleaved_1f1b")
+    overrides = ["tensor_parallel_size=5", "pipeline_parallel_size=2"]
+    interleaved = ["pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"]
+    config = config_of(data, *(f"backbone.{key}" for key in overrides), *interleaved)
     with pytest.raises(ConfigError) as caught:
         prepare(config)
     assert str(caught.value).splitlines() == [
@@ -119,7 +120,7 @@ def test_all_that_speaks_against_the_degrees_is_said_before_anything_starts(data
         "  - backbone.tensor_parallel_size (5) does not divide the backbone's attention heads (4)",
         "  - backbone.tensor_parallel_size (5) does not divide the backbone's key-value heads (2)",
         "  - backbone.tensor_parallel_size (5) does not divide the backbone's intermediate_size (96)",
-        "  - backbone.pipeline_parallel_size (2) times backbone.chunks_per_rank (2) is more than the backbone's layers "
+        "  - backbone.pipeline_parallel_size (2) times pipeline.chunks (2) is more than the backbone's layers "
         "(2); lower one of them",
     ]
 

@@ -76,9 +76,8 @@ def config_of(directory: Path, name: str, shape: Shape, chunks: int = 1, num_ste
             "data_parallel_size": data_parallel,
             "pipeline_parallel_size": pipeline_parallel,
             "tensor_parallel_size": tensor_parallel,
-            "pipeline_schedule": "1f1b" if chunks == 1 else "interleaved_1f1b",
-            "chunks_per_rank": chunks,
         },
+        pipeline={"schedule": "1f1b" if chunks == 1 else "interleaved_1f1b", "chunks": chunks},
     )
     heads = [f"backbone.config.{key}={NUM_HEADS}" for key in ("num_attention_heads", "num_key_value_heads")]
     return override_config(

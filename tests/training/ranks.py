@@ -248,15 +248,15 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
 def _random_lists(pp_size: int, job: Job, plan: StepPlan) -> Schedule:
     """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged."""
     assert job.schedule_seed is not None
-    random, backbone = Random(job.schedule_seed * 1000 + plan.unit.step), job.config.backbone
+    random, pipeline = Random(job.schedule_seed * 1000 + plan.unit.step), job.config.pipeline
     if plan.unit.step % 2:
-        return random_schedule(random, stage_ranks(pp_size, backbone.chunks_per_rank), [1] * plan.num_slots)
+        return random_schedule(random, stage_ranks(pp_size, pipeline.chunks), [1] * plan.num_slots)
     lists = build_schedule(
-        backbone.pipeline_schedule,
+        pipeline.schedule,
         pp_size=pp_size,
         num_microbatches=plan.num_slots,
         training=True,
-        chunks_per_rank=backbone.chunks_per_rank,
+        chunks_per_rank=pipeline.chunks,
     )
     return shuffle_legally(random, lists, plan.num_slots, num_tries=60)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.training.checkpoint import load_backbone_state
 from flowtrain.types.plan import Degrees
@@ -76,8 +77,16 @@ RUNS = {
 }
 
 
-def config_with(backbone: dict[str, Any], config: RunConfig = CONFIG) -> RunConfig:
-    return config.model_copy(update={"backbone": config.backbone.model_copy(update=backbone)})
+def config_with(settings: dict[str, Any], config: RunConfig = CONFIG) -> RunConfig:
+    """The configuration with these keys of ``backbone``, and those of ``pipeline`` that are among them."""
+    pipeline = {key: value for key, value in settings.items() if key in PipelineConfig.model_fields}
+    backbone = {key: value for key, value in settings.items() if key not in pipeline}
+    return config.model_copy(
+        update={
+            "backbone": config.backbone.model_copy(update=backbone),
+            "pipeline": config.pipeline.model_copy(update=pipeline),
+        }
+    )
 
 
 def two_steps(dp_size: int) -> tuple[Any, ...]:

@@ -97,26 +97,26 @@ def test_compiled_layers_split_over_tensors_equal_a_plain_loop() -> None:
 
 # --- what a shape meets besides plain steps ---------------------------------------------------------------------------
 
-INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "chunks_per_rank": 2}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "chunks": 2}
 
 
 @pytest.mark.parametrize("degrees", [each for each in SHAPES if each.pp > 1], ids=shape)
 def test_interleaved_stages_equal_a_plain_loop(degrees: Degrees) -> None:
     family = replace(FAMILY, num_layers=max(4, 2 * degrees.pp))
-    config = CONFIG.model_copy(update={"backbone": CONFIG.backbone.model_copy(update=INTERLEAVED)})
+    config = CONFIG.model_copy(update={"pipeline": CONFIG.pipeline.model_copy(update=INTERLEAVED)})
     outcomes = run_ranks(degrees, Job(config, steps_for(degrees.dp), family))
     assert_equal_training(merged(outcomes), oracle_of(family), 1e-4)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("degrees", "backbone"),
+    ("degrees", "pipeline"),
     [(Degrees(pp=2), {}), (Degrees(pp=3), {}), (Degrees(pp=2), INTERLEAVED), (Degrees(dp=2, pp=2), INTERLEAVED)],
     ids=shape,
 )
-def test_any_legal_order_gives_the_same_gradients(degrees: Degrees, backbone: dict[str, Any], seed: int) -> None:
+def test_any_legal_order_gives_the_same_gradients(degrees: Degrees, pipeline: dict[str, Any], seed: int) -> None:
     """Random schedules and exchanged neighbours, every memory strategy among them, run over real transfers."""
-    config = CONFIG.model_copy(update={"backbone": CONFIG.backbone.model_copy(update=backbone)})
+    config = CONFIG.model_copy(update={"pipeline": CONFIG.pipeline.model_copy(update=pipeline)})
     outcomes = run_ranks(degrees, Job(config, steps_for(degrees.dp), FAMILY, schedule_seed=seed))
     assert_equal_training(merged(outcomes), oracle_of(FAMILY), 1e-4)
 
@@ -192,7 +192,7 @@ def test_bfloat16_comes_close() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "backbone"),
+    ("saved", "resumed", "pipeline"),
     [
         (Degrees(dp=2), Degrees(pp=2, tp=2), {}),
         (Degrees(pp=2, tp=2), Degrees(dp=2, pp=2), {}),
@@ -204,11 +204,11 @@ def test_bfloat16_comes_close() -> None:
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_resumes_under_other_degrees(
-    tmp_path: Path, saved: Degrees, resumed: Degrees, backbone: dict[str, Any], tied: bool
+    tmp_path: Path, saved: Degrees, resumed: Degrees, pipeline: dict[str, Any], tied: bool
 ) -> None:
     family = replace(FAMILY, tied=tied)
     run_ranks(saved, Job(CONFIG, steps_for(saved.dp)[:2], family, save_to=tmp_path / "checkpoint"))
-    config = CONFIG.model_copy(update={"backbone": CONFIG.backbone.model_copy(update=backbone)})
+    config = CONFIG.model_copy(update={"pipeline": CONFIG.pipeline.model_copy(update=pipeline)})
     job = Job(config, steps_for(resumed.dp)[2:], family, first_step=3, load_from=tmp_path / "checkpoint")
     oracle = run_oracle(Job(CONFIG, steps_for(1), family))
     oracle.results, oracle.gradients = oracle.results[2:], oracle.gradients[2:]

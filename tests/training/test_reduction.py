@@ -49,9 +49,10 @@ def test_where_there_is_nothing_to_decide(configured: str, decided: GradientRedu
     [(Degrees(dp=4), 1), (Degrees(dp=2, tp=2), 1), (Degrees(dp=2, pp=4), 1), (Degrees(dp=2, pp=4), 2)],
 )
 def test_the_prediction_is_the_planners_for_the_fullest_microbatches(degrees: Degrees, chunks: int) -> None:
-    schedule = {"pipeline_schedule": "1f1b" if chunks == 1 else "interleaved_1f1b", "chunks_per_rank": chunks}
+    schedule = {"schedule": "1f1b" if chunks == 1 else "interleaved_1f1b", "chunks": chunks}
     config = make_config(
-        backbone={"path": "unused", "attention": "flash_attn", "activation_checkpointing": "full", **schedule},
+        backbone={"path": "unused", "attention": "flash_attn", "activation_checkpointing": "full"},
+        pipeline=schedule,
         model={"dtype": "bfloat16"},
         scheduler={"microbatch_tokens": 8192},
     )

@@ -23,7 +23,7 @@ def plan_faults(planned: Planned, plan: Plan) -> list[Fault]:
         config = config.with_plan(plan)
     except ConfigError as error:
         refused = [fault for fault in error.faults if fault.code is not FaultCode.POOL]
-    chunks = config.backbone.chunks_per_rank
+    chunks = config.pipeline.chunks
     faults = degree_faults(plan.backbone.degrees, planned.model.backbone, chunks_per_rank=chunks)
     return [*faults, *startable_faults(config), *refused]
 

@@ -97,7 +97,7 @@ class PlanReport:
                 "memory": asdict(self.budget),
                 "fill": self.planned.workload.fill,
                 "setup": {key: value for key, value in asdict(self.setup).items() if key not in _OF_A_CHOICE},
-                "chunks_per_rank": self.planned.config.backbone.chunks_per_rank,
+                "chunks_per_rank": self.planned.config.pipeline.chunks,
             },
             "pool": self.pool.as_record(),
             "overrides": list(self.overrides),
@@ -114,7 +114,7 @@ def make_report(
     setup, efficiency = _setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
-    chunks = config.backbone.chunks_per_rank
+    chunks = config.pipeline.chunks
     request = Request(
         cluster,
         planned.model,

@@ -11,7 +11,7 @@ from math import isqrt
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.pack import DEFAULT_STEPS, Progress, StepPrediction, Workload, WorkloadStep, first_steps
-from flowtrain.controller.prepare import RunSpec, model_spec, prepare
+from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.data.feed import Feed
 from flowtrain.flow.units import unit_sequence
 from flowtrain.models.families.registry import family_from_config
@@ -109,7 +109,7 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
 
 def run_cost(config: RunConfig) -> CostModel:
     """Return the cost model that plans a run's first step; its data are not read."""
-    spec = model_spec(family_from_config(config))
+    spec = family_from_config(config).model_spec
     return first_cost(config, spec, configured_profile(config, spec))
 
 

@@ -14,8 +14,7 @@ from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
 from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
-from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
-from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.start_limit import start_limit
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
@@ -93,7 +92,7 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
         num_eval = min(config.data.eval.max_samples, len(sources.evaluation))
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
-    spec = model_spec(family)
+    spec = family.model_spec
     plan = fixed_plan(config)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
     if plan.backbone.tensor_parallel_size > 1:
@@ -120,16 +119,6 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
     )
-
-
-def model_spec(family: Family) -> ModelSpec:
-    """The model's shapes for the cost model; a tower counts only the layers that are computed."""
-    backbone = from_hf_text_config(family.text_config.to_dict())
-    vision = from_hf_vision_config(family.vision_config.to_dict())
-    name = family.encoder_names[0]
-    vision = replace(vision, num_layers=family.num_encoder_layers(name))
-    connector = ConnectorSpec(family.feature_dim(name), backbone.hidden_size, backbone.hidden_size)
-    return ModelSpec({name: vision}, connector, backbone)
 
 
 def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_type: str) -> None:

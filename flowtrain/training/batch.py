@@ -38,6 +38,16 @@ class SampleText:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageBatch:
+    """The images of a microbatch for encoder stages, in the order of their feature rows."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """Height and width (pixels) of each image as it enters the tower; known to all ranks."""
+    pixels: tuple[torch.Tensor, ...] = ()
+    """[C, H, W] of each image, float32; empty on ranks without the first encoder stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One microbatch as the backbone takes it: T tokens of S sequences, R feature rows.
 
@@ -66,10 +76,13 @@ class PackedBatch:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+    images: ImageBatch | None = None
+    """What the pipeline's encoder stages take; None without them. ``features`` is empty then, [0, D]."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
-        return [value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)]
+        own = [value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)]
+        return [*own, *(self.images.pixels if self.images is not None else ())]
 
     def with_features(self, features: torch.Tensor) -> PackedBatch:
         """Return this batch with these feature rows, [R, D] of all its samples in order."""
@@ -81,7 +94,8 @@ class PackedBatch:
 
     def forward_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``Backbone.forward``."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if not field.name.startswith("num_")}
+        names = [field.name for field in fields(self) if not field.name.startswith("num_") and field.name != "images"]
+        return {name: getattr(self, name) for name in names}
 
 
 def build_batch(

@@ -16,7 +16,7 @@ from flowtrain.controller.planning.devices import AskedDevices
 from flowtrain.controller.planning.planned_run import planned_run
 from flowtrain.controller.planning.report import make_report
 from flowtrain.controller.predict import image_tokens, sized_units
-from flowtrain.controller.prepare import check_memory, memory_shortage, model_spec, prepare
+from flowtrain.controller.prepare import check_memory, memory_shortage, prepare
 from flowtrain.errors import ConfigError, DataError
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
@@ -100,7 +100,7 @@ def test_sources_without_rows_are_refused(data: Path) -> None:
 
 def test_the_models_shapes_are_those_that_are_trained(data: Path) -> None:
     family = family_from_config(config_of(data))
-    spec = model_spec(family)
+    spec = family.model_spec
     assert (spec.backbone.hidden_size, spec.backbone.num_layers) == (64, 2)
     encoder = family.load_encoder("vision")
     num_computed = len(encoder.tower.encoder.layers)  # those behind the hidden state that is taken are cut off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -12,6 +13,8 @@ import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
+from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
 from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.models.export import MAX_SHARD_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
@@ -65,6 +68,16 @@ class Family(ABC):
     @abstractmethod
     def num_encoder_layers(self, encoder: str) -> int:
         """Number of the tower's layers that are computed: up to the hidden state that becomes the features."""
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        """The model's shapes for the cost model; a tower counts only the layers that are computed."""
+        backbone = from_hf_text_config(self.text_config.to_dict())
+        vision = from_hf_vision_config(self.vision_config.to_dict())
+        name = self.encoder_names[0]
+        vision = replace(vision, num_layers=self.num_encoder_layers(name))
+        connector = ConnectorSpec(self.feature_dim(name), backbone.hidden_size, backbone.hidden_size)
+        return ModelSpec({name: vision}, connector, backbone)
 
     def row_nbytes(self, encoder: str) -> int:
         """Bytes of one feature row in the pool, in the compute type."""

@@ -89,7 +89,7 @@ class Trainer:
         before_optimizer: Callable[[ModelChunks], None] | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        if {"connector", "backbone"} <= set(config.model.freeze):
+        if {"connector", "backbone", "encoders"} <= set(config.frozen_modules):
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
         torch.set_num_threads(config.backbone.num_threads)
         self.config, self.group, self.num_steps = config.training, group, num_steps
@@ -101,7 +101,6 @@ class Trainer:
         self.stages = Stages(
             self.model,
             group,
-            hidden_size=next(iter(self.model.stages.values())).language_model.config.hidden_size,
             dtype=getattr(torch, config.model.dtype),
             reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
@@ -110,7 +109,7 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
-        self._frozen_parts = frozen_parts(self.model)
+        self._frozen_parts = frozen_parts(self.model, group)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
@@ -126,7 +125,6 @@ class Trainer:
         self.model.train(training)
         # FSDP averages over the replicas; the loss is a sum over them.
         scale = degrees.dp / planned_denominator(plan, self.config.loss_normalization)
-        self.stages.begin(scale if training else None)
         lists = checked_schedule(
             self._run_config.pipeline.schedule,
             pp_size=degrees.pp,
@@ -135,7 +133,9 @@ class Trainer:
             chunks_per_rank=self._run_config.pipeline.chunks,
             memory=configured_strategy(backbone) if training else MemoryStrategy.KEEP,
         )
-        return lists[self.group.pp_rank]
+        actions = lists[self.group.pp_rank]
+        self.stages.begin(scale if training else None, actions)
+        return actions
 
     def finish_unit(self) -> StepResult:
         """Reduce the totals; in training, also correct the gradients for rejected samples, clip and update."""

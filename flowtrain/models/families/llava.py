@@ -15,7 +15,6 @@ from torch import nn
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.models.activation_memory import configured_strategy
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
@@ -53,6 +52,7 @@ from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.configured import configured_strategy
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:

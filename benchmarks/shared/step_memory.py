@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config
 from flowtrain.costs.memory import StepMemory, predict_step_memory
@@ -184,7 +185,7 @@ def _measured(rank: int, case: Case, port: int, listener: Any) -> Measured:
     return Measured(parameters + live.peak_nbytes - host.bound_nbytes, host.peak_nbytes)
 
 
-class _Source:
+class _Source(TextSource):
     """The trainer's model source."""
 
     def backbone_skeleton(self) -> Backbone:

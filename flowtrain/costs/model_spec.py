@@ -88,6 +88,8 @@ class VisionSpec:
     qkv_bias: bool = True
     layer_scale: bool = False
     """A learned scale vector after each block."""
+    quick_gelu: bool = False
+    """GELU is approximated by x sigmoid(1.702 x), whose sigmoid is kept too."""
 
     @property
     def patch_matmul_parameters(self) -> int:

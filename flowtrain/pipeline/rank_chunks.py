@@ -21,7 +21,7 @@ class RankChunks:
 def rank_chunks(partition: Partition, rank: int, num_microbatches: int) -> RankChunks:
     """Return the chunks of a pipeline rank, with the microbatches that each keeps at once."""
     stages = partition.stages
-    kept = in_flight_by_chunk(partition.pp_size, rank, num_microbatches, chunks_per_rank=partition.num_segments)
+    kept = in_flight_by_chunk(partition, rank, num_microbatches)
     backbone: list[Chunk] = []
     encoder: list[EncoderChunk] = []
     for at, stage in enumerate(stages):

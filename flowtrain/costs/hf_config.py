@@ -76,7 +76,13 @@ def _siglip(config: HFConfig) -> VisionSpec:
 def _clip(config: HFConfig) -> VisionSpec:
     hidden = _int(config, "hidden_size")
     outside = _patch_parameters(config) + hidden + (_num_patches(config) + 1) * hidden + 4 * hidden
-    return _vision_spec(config, _int(config, "intermediate_size"), num_prefix_tokens=1, outside_parameters=outside)
+    return _vision_spec(
+        config,
+        _int(config, "intermediate_size"),
+        num_prefix_tokens=1,
+        outside_parameters=outside,
+        quick_gelu=config.get("hidden_act", "quick_gelu") == "quick_gelu",
+    )
 
 
 def _dinov2(config: HFConfig) -> VisionSpec:

@@ -37,8 +37,10 @@ class EncoderShare:
 
     @property
     def outer_parameters(self) -> int:
-        """Parameters outside the layers, on the rank with the first ones."""
-        return self.spec.outside_parameters if any(chunk.is_first for chunk in self.chunks) else 0
+        """Parameters outside the layers: those before the first one, on the rank that has it."""
+        if not any(chunk.is_first for chunk in self.chunks):
+            return 0
+        return self.spec.outside_parameters - self.spec.unused_parameters
 
 
 def encoder_forward_nbytes(spec: VisionSpec, tp: int, *, num_tokens: int, dtype_nbytes: int) -> int:

@@ -36,6 +36,7 @@ from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.models.operators import Operators
+from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 from tests.training.towers import (
     COMPUTED_LAYERS,
     FEATURE_DIM,
@@ -46,7 +47,6 @@ from tests.training.towers import (
     tower_config,
     tower_stage,
 )
-from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
 
 IMAGE_TOKEN, VOCAB = 3, 32
 CPU = torch.device("cpu")

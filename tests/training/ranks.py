@@ -295,14 +295,14 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
 def _random_lists(partition: Partition, job: Job, plan: StepPlan) -> Schedule:
     """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged.
 
-    In the first, encoder stages run microbatches in up to three parts.
+    In the first, encoder stages run microbatches in up to three parts, which join in any of them or after them.
     """
     assert job.schedule_seed is not None
     random, size = Random(job.schedule_seed * 1000 + plan.unit.step), plan.num_slots
     if plan.unit.step % 2:
         num_encoder = len(partition.of_module(StageModule.ENCODER))
         parts = [random.randint(1, 3) if num_encoder else 1 for _ in range(size)]
-        return random_schedule(random, partition, parts, join_at=num_encoder)
+        return random_schedule(random, partition, parts, join_at=random.randint(0, num_encoder))
     lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=size, training=True)
     return shuffle_legally(random, lists, partition, size, num_tries=60)
 
@@ -397,6 +397,9 @@ def run_oracle(job: Job) -> Outcome:
                 kwargs["features"] = torch.cat([plain_features(tower, image) for image in batch.images.pixels])
         loss = torch.stack([model(**kwargs) for kwargs in arguments]).sum() / denominator
         loss.backward()
+        for parameter in tower.parameters() if job.family.trains_tower else ():
+            if parameter.grad is None:  # a step without images is a step of its optimizer too, as of the connector's
+                parameter.grad = torch.zeros_like(parameter)
         gradients = {n: p.grad.numpy().copy() for n, p in named.items() if p.grad is not None}
         outcome.gradients.append(gradients)
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or float("inf"))

@@ -7,6 +7,7 @@ from math import prod
 
 from pydantic import Field, ValidationError, model_validator
 
+from flowtrain.config.allocator import AllocatorConfig
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
@@ -40,6 +41,7 @@ class RunConfig(ConfigModel):
     training: TrainingConfig = TrainingConfig(max_steps=1000)
     scheduler: SchedulerConfig = SchedulerConfig()
     pool: PoolConfig = PoolConfig()
+    allocator: AllocatorConfig = AllocatorConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

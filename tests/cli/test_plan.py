@@ -200,7 +200,8 @@ def test_a_given_partition_is_noted(counts: list[int] | None, tmp_path: Path) ->
 
 @pytest.mark.parametrize("mode", ["colocated", "monolithic", "disaggregated", "llm_only"])
 def test_other_modes_start_with_their_own_degrees(mode: str, tmp_path: Path) -> None:
-    message = refused(QUICKSTART, f"runs_dir={tmp_path}", f"mode={mode}", "--devices", "2")
+    one = "encoders.vision.data_parallel_size=1"
+    message = refused(QUICKSTART, f"runs_dir={tmp_path}", f"mode={mode}", one, "--devices", "2")
     assert f"chooses degrees for mode 'decoupled' (now '{mode}')" in message and "--dry-run shows them" in message
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.encoder_memory import EncoderShare
@@ -230,7 +231,7 @@ def _measured(rank: int, case: Case, port: int, listener: Any) -> Measured:
     return Measured(parameters + live.peak_nbytes - host.bound_nbytes, host.peak_nbytes)
 
 
-class _Source:
+class _Source(TextSource):
     """The trainer's model source."""
 
     def __init__(self, case: Case) -> None:

@@ -14,7 +14,6 @@ from PIL import Image
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.models.activation_memory import configured_strategy
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
@@ -50,6 +49,7 @@ from flowtrain.models.towers import image_size, patch_grid, square_patch_size, t
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.configured import configured_strategy
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         lease_timeout_s=config.limits.lease_timeout_s,
         keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
+        ranks_read_images=config.mode == "monolithic",
     )
     return assemble_flow(
         members=Members(config.pool.max_processes, config.pool.processes_per_node),
@@ -58,6 +59,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         last_traced_step=settings.start_step + config.observability.trace_steps,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
+        whole_units=config.mode == "disaggregated",
     )
 
 
@@ -78,9 +80,10 @@ def assemble_flow(
     last_traced_step: int = 0,
     num_rejected: int = 0,
     num_seen: int = 0,
+    whole_units: bool = False,
 ) -> Flow:
     """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
-    microbatches = Microbatches(parts)
+    microbatches = Microbatches(parts, whole_units)
     steps = Steps(
         units=units,
         leftovers=leftovers,
@@ -120,4 +123,4 @@ def _order(config: RunConfig, settings: FlowSettings, parts: Parts) -> Order:
     window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, settings.eval_every)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     make_batches = partial(make_encode_batches, max_batch_patches=limits, alignment=config.pool.alignment)
-    return ByArrival(window, parts, make_batches, settings.sampler_state)
+    return ByArrival(window, parts, make_batches if config.has_encoder_actors else no_batches, settings.sampler_state)

@@ -92,8 +92,8 @@ def colocated_devices_are_shared(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             key,
             FaultCode.DEGREES,
-            f"{key} ({sum(shares.values()):g}) leaves the backbone {rest:g} of each device: mode 'colocated' needs more "
-            "than 0.5, so that no two ranks share a device; lower it below 0.5",
+            f"{key} ({sum(shares.values()):g}) leaves the backbone {rest:g} of each device: mode 'colocated' needs "
+            "more than 0.5, so that no two ranks share a device; lower it below 0.5",
         )
     elif backbone.num_devices not in (1.0, rest):
         yield Fault(

@@ -10,13 +10,13 @@ from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
+from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
 from flowtrain.config.modes import (
     colocated_devices_are_shared,
     colocated_encoders_are_derived,
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
-from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig

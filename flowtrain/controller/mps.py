@@ -40,7 +40,7 @@ def nodes_without_mps() -> list[str]:
 def without_mps_text(nodes: Sequence[str]) -> str:
     """What follows from nodes without MPS, and the way out."""
     return (
-        f"MPS does not run on {', '.join(nodes)}: encoder and rank of a device take turns on it instead of overlapping; "
+        f"MPS does not run on {', '.join(nodes)}: encoder and rank of a device take turns on it; "
         f"start nvidia-cuda-mps-control -d there before `ray start` ({_PIPES}, or {_DEFAULT_PIPES}, shows that it runs)"
     )
 

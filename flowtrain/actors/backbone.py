@@ -26,6 +26,7 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import unchecked_family
+from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import pack_texts
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
@@ -106,6 +107,7 @@ class BackboneRank:
         )
         reduction = decide_reduction(self._config, self._family, self._group)
         self._config = with_reduction(self._config, reduction.name)
+        self._partition = configured_partition(self._config, self._family.model_spec, self._degrees.pp)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return RankStart(device_peak(device, self._dtype), reduction)
@@ -144,7 +146,7 @@ class BackboneRank:
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
-        pool = self._join_pool() if self._pp_rank == 0 else None
+        pool = self._join_pool() if self._reads_pool else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
@@ -161,6 +163,12 @@ class BackboneRank:
         # Not after an error: this would wait for what other ranks never send, and delay the error.
         self._group.close()
 
+    @property
+    def _reads_pool(self) -> bool:
+        """Whether this rank reads features or images. The replica's leader reads texts in every mode."""
+        is_leader = self._pp_rank == self._tp_rank == 0
+        return is_leader or (self._pp_rank == 0 and self._config.mode != "llm_only")
+
     def _join_pool(self) -> Pool:
         return join_pool(
             self._link, self._config.pool, self._run_id, self._name, 0, "backbone", self._group.device
@@ -176,7 +184,7 @@ class BackboneRank:
             dtype=self._dtype,
             loss_normalization=self._config.training.loss_normalization,
             device=device,
-            with_features=pool is not None,
+            with_features=self._pp_rank == self._partition.token_rank and self._config.mode != "llm_only",
         )
         reader = MicrobatchReader(
             dp_rank=self._dp_rank,

@@ -171,6 +171,8 @@ class Coordinator(Answering, CoordinatorApi):
     async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int, ends: bool = False) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.microbatches.release(unit, slots, dp_rank)
+        if self._flow.microbatches.whole_units:
+            self._wake_backbone()  # of a unit that lost parts, the rest may be complete now
         self._room_signal.notify()
         if self._flow.parts.leases.has_line:  # otherwise encoders wait for batches, not for memory
             self._lease_signal.notify()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+FROZEN_ENCODERS = ("encoders",)
+"""The modules that are not trained if nothing is configured, as in ``config.frozen_modules``."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransformerSpec:
@@ -147,6 +150,8 @@ class ModelSpec:
         return encoders + self.connector.num_parameters + self.backbone.num_parameters
 
     def num_trainable_parameters(self, freeze: Collection[str]) -> int:
-        """Parameters that are trained. freeze: as in ``model.freeze``; encoders are always frozen."""
-        modules = {"connector": self.connector.num_parameters, "backbone": self.backbone.num_parameters}
+        """Parameters that are trained. freeze: modules that are not, as in ``config.frozen_modules``."""
+        encoders = sum(encoder.num_parameters for encoder in self.encoders.values())
+        backbone, connector = self.backbone.num_parameters, self.connector.num_parameters
+        modules = {"encoders": encoders, "connector": connector, "backbone": backbone}
         return sum(count for name, count in modules.items() if name not in freeze)

@@ -195,7 +195,8 @@ class Flow:
         lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         if lease is None and not is_fresh:
             return ASK_AGAIN if owner in self._grown or may_evict(parts, owner, encoder) else None
-        if lease is None and make_room(parts, owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner)):
+        room = free_nbytes + parts.holdings.released_nbytes(owner)
+        if lease is None and make_room(parts, owner, encoder, room, self.microbatches.kept_unit):
             lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         return LeaseOrder(lease, parts.holdings.take_released(owner), stop=False) if lease is not None else None
 

@@ -107,7 +107,7 @@ def _disk(run_spec: RunSpec) -> Check:
     """Check the room for all kept checkpoints and the one being written."""
     config = run_spec.config
     count = config.checkpoint.keep + 1
-    one = RESUMED_NBYTES * run_spec.model_spec.num_trainable_parameters(config.model.freeze)
+    one = RESUMED_NBYTES * run_spec.model_spec.num_trainable_parameters(config.frozen_modules)
     root = run_dir(config).root
     free = shutil.disk_usage(existing(root)).free
     detail = f"{count} checkpoints of about {one} bytes (checkpoint.keep + 1); {free} bytes are free at {root}"

@@ -107,6 +107,6 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         workload,
         global_batch_size=config.training.global_batch_size,
         microbatch_tokens=config.scheduler.microbatch_tokens,
-        freeze=config.model.freeze,
+        freeze=config.frozen_modules,
     )
     return Planned(config, fixed_plan(config), file.model, workload, f"model file {file.name}", num_devices=None)

@@ -11,7 +11,7 @@ from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
-from flowtrain.pipeline.partition import split_layers
+from flowtrain.pipeline.partition import build_partition, split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
 from flowtrain.types.plan import Degrees
 
@@ -48,6 +48,7 @@ def _memory_of_ranks(
     num_microbatches = max(1, math.ceil(per_rank - 1e-9))
     pp, num_stages = degrees.pp, degrees.pp * chunks_per_rank
     lengths = [len(stage) for stage in split_layers(model.backbone.num_layers, num_stages)]
+    partition = build_partition(model.backbone.num_layers, pp, chunks_per_rank)
     layers = [sum(lengths[rank::pp]) for rank in range(pp)]
     tokens = workload.microbatch_tokens
     size = MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
@@ -57,7 +58,7 @@ def _memory_of_ranks(
             Chunk(lengths[stage], stage == 0, stage == num_stages - 1, in_flight)
             for stage, in_flight in zip(
                 range(rank, num_stages, pp),
-                in_flight_by_chunk(pp, rank, num_microbatches, chunks_per_rank=chunks_per_rank),
+                in_flight_by_chunk(partition, rank, num_microbatches),
                 strict=True,
             )
         )

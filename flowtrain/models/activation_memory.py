@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from flowtrain.config.model import BackboneConfig
 from flowtrain.models.activation_offload import OffloadedCall, store_for
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 
@@ -34,17 +33,6 @@ _COSTLY_OPERATORS = frozenset(
 Gathered tokens (sequence parallelism) are not among them: each rank would keep the tokens of all.
 Batched products are not among them: attention without a fused kernel would keep its scores, quadratic in the length.
 """
-
-
-def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
-    """The strategy that ``backbone.activation_checkpointing`` stands for."""
-    return {
-        "none": MemoryStrategy.KEEP,
-        "full": MemoryStrategy.RECOMPUTE,
-        "selective": MemoryStrategy.SELECTIVE,
-        "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, every=config.checkpoint_every),
-        "offload": MemoryStrategy.OFFLOAD,
-    }[config.activation_checkpointing]
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from flowtrain.config.model import BackboneConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec, TransformerSpec, VisionSpec
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy, StageMemory, StageModule
 from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partition
 
 VISION_SHARE = 0.5
@@ -34,3 +36,23 @@ def encoder_layer_cost(
     encoder_passes, backbone_passes = 3 if is_trained else 1, 2 if backbone_is_frozen else 3
     encoder_flops = VISION_SHARE * encoder_passes * encoder.layer_matmul_parameters
     return encoder_flops / (backbone_passes * backbone.layer_matmul_parameters)
+
+
+def configured_memory(config: RunConfig, partition: Partition) -> dict[tuple[StageModule, int], StageMemory]:
+    """Return the memory strategy of every (module, stage)."""
+    strategy = configured_strategy(config.backbone)
+    return {
+        (stage.module, stage.index): strategy if stage.has_backward else MemoryStrategy.KEEP
+        for stage in partition.stages
+    }
+
+
+def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
+    """Return the strategy that ``backbone.activation_checkpointing`` stands for."""
+    return {
+        "none": MemoryStrategy.KEEP,
+        "full": MemoryStrategy.RECOMPUTE,
+        "selective": MemoryStrategy.SELECTIVE,
+        "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, every=config.checkpoint_every),
+        "offload": MemoryStrategy.OFFLOAD,
+    }[config.activation_checkpointing]

@@ -61,6 +61,8 @@ class CheckpointMeta:
     """Slices of the layers on each pipeline rank."""
     gradient_reduction: str | None = None
     """``microbatch`` or ``step``, as the ranks decided; None in older checkpoints, which summed once a step."""
+    trained: tuple[str, ...] = ()
+    """Modules that were trained, by the configuration's keys; empty in older checkpoints, which do not say."""
     files: dict[str, FileSum] = field(default_factory=dict)
     """Size and checksum of every other file by its name; `commit` fills it in."""
     schema: int = CHECKPOINT_SCHEMA
@@ -179,6 +181,7 @@ def read_meta(directory: Path) -> CheckpointMeta:
             values["files"] = {name: {"nbytes": nbytes, "crc32": None} for name, nbytes in values["files"].items()}
         elif (expected := values.pop("crc32")) != (found := _crc32(values)) or _sealed(values) != text:
             raise CheckpointError(f"{path} is damaged: it has CRC-32 {found} where {expected} was written")
+        values["trained"] = tuple(values.get("trained", ()))
         return CheckpointMeta(**values | {"files": {name: FileSum(**each) for name, each in values["files"].items()}})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error

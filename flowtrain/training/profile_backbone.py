@@ -64,7 +64,7 @@ class BackboneProfiler:
     def __init__(self, config: RunConfig, source: ShallowSource, group: BackboneGroup) -> None:
         self._config, self._source, self._group = config, source, group
         self._trainer = Trainer(config, source, group, num_steps=10**6)
-        self._module = next(iter(self._trainer.model.stages.values()))
+        self._module = self._trainer.model.backbone[0]
         self._layers = self._module.decoder_layers
         self._now_s = clock_of(group.device, is_alone=group.world_size == 1)
         self._steps = 0

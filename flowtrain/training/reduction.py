@@ -15,7 +15,7 @@ from flowtrain.costs.memory import USABLE_SHARE, predict_step_memory
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
 from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.models.families.base import Family
-from flowtrain.pipeline.partition import split_layers
+from flowtrain.pipeline.partition import build_partition, split_layers
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import memory_nbytes
@@ -84,8 +84,9 @@ def predicted_peak_nbytes(
     tokens = config.scheduler.microbatch_tokens
     num_stages = degrees.pp * pipeline.chunks
     lengths = [len(stage) for stage in split_layers(spec.num_layers, num_stages)]
+    partition = build_partition(spec.num_layers, degrees.pp, pipeline.chunks)
     # An interleaved schedule keeps most in flight with this many microbatches; 1F1B with these or more.
-    in_flight = in_flight_by_chunk(degrees.pp, pp_rank, 2 * degrees.pp - 1, chunks_per_rank=pipeline.chunks)
+    in_flight = in_flight_by_chunk(partition, pp_rank, 2 * degrees.pp - 1)
     chunks = tuple(
         Chunk(lengths[stage], stage == 0, stage == num_stages - 1, count)
         for stage, count in zip(range(pp_rank, num_stages, degrees.pp), in_flight, strict=True)

@@ -13,6 +13,7 @@ from flowtrain.allocator.candidates import Candidate, PruneReason
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.request import enumerate_module
 from flowtrain.allocator.surrogate import Surrogate, fill_slots
+from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import BACKBONE, cluster, request, roofline_surrogate
@@ -26,7 +27,7 @@ SLOT_S = 3.0
 def test_the_fill_is_that_of_the_action_lists(pp: int, num_microbatches: int, chunks: int) -> None:
     chunks = 1 if pp == 1 else chunks
     fill = float(fill_slots(np.array([pp]), np.array([float(num_microbatches)]), chunks)[0])
-    lists = one_f_one_b(pp, num_microbatches, chunks_per_rank=chunks)
+    lists = one_f_one_b(build_partition(pp * chunks, pp, chunks), num_microbatches)
     assert makespan(lists, num_microbatches, chunks) == pytest.approx(SLOT_S * (num_microbatches + fill))
 
 

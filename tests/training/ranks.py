@@ -24,6 +24,7 @@ from flowtrain.models.connector import Connector
 from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.pipeline.actions import Schedule
 from flowtrain.pipeline.executor import execute
+from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
 from flowtrain.training.chunks import ModelChunks
@@ -253,10 +254,9 @@ def _random_lists(pp_size: int, job: Job, plan: StepPlan) -> Schedule:
         return random_schedule(random, stage_ranks(pp_size, pipeline.chunks), [1] * plan.num_slots)
     lists = build_schedule(
         pipeline.schedule,
-        pp_size=pp_size,
+        build_partition(pp_size * pipeline.chunks, pp_size, pipeline.chunks),
         num_microbatches=plan.num_slots,
         training=True,
-        chunks_per_rank=pipeline.chunks,
     )
     return shuffle_legally(random, lists, plan.num_slots, num_tries=60)
 

@@ -2,81 +2,119 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Schedule, shared_action
+from flowtrain.pipeline.actions import (
+    Action,
+    ActionKind,
+    MemoryStrategy,
+    Schedule,
+    StageMemory,
+    StageModule,
+    shared_action,
+)
+from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.pipeline.transfers import insert_transfers
+
+ScheduleMemory = MemoryStrategy | Mapping[tuple[StageModule, int], StageMemory]
+"""The memory strategy of every stage: one for all, or one for each (module, stage)."""
+
+
+def strategy_of(memory: ScheduleMemory, module: StageModule, stage: int) -> StageMemory:
+    """Return the strategy of one stage."""
+    return memory if isinstance(memory, MemoryStrategy) else memory[module, stage]
 
 
 def one_f_one_b(
-    pp_size: int, num_microbatches: int, *, chunks_per_rank: int = 1, memory: MemoryStrategy = MemoryStrategy.KEEP
+    partition: Partition, num_microbatches: int, *, memory: ScheduleMemory = MemoryStrategy.KEEP
 ) -> Schedule:
-    """Action lists of all ranks for training; chunk c of rank r is stage c * pp_size + r.
+    """Action lists of all ranks for training.
 
-    With one chunk, rank r runs up to pp_size - 1 - r forwards to warm up, then alternates, then drains. It holds at
-    most pp_size - r microbatches. With v chunks, the ranks pass microbatches through a chunk in groups (Narayanan et
-    al. 2021, section 2.2). They warm up with 2 (pp_size - 1 - r) forwards and v - 1 chunks of the first group, and the
-    bubble is 1 / v of that of one chunk. Groups are as even as possible, with at least pp_size microbatches each. So
-    any number of microbatches from pp_size on reaches this bubble; groups of pp_size with a short last one would stall.
-    Raises ValueError for fewer than one rank or chunk, or a negative number of microbatches.
+    A rank's stages of one segment run as one chunk: forward one after another, backward in reverse; a stage without
+    backward only runs forward. With one segment, rank r runs up to pp_size - 1 - r forwards to warm up, then
+    alternates, then drains. It holds at most pp_size - r microbatches. With v segments, the ranks pass microbatches
+    through a segment in groups (Narayanan et al. 2021, section 2.2). They warm up with 2 (pp_size - 1 - r) forwards and
+    v - 1 chunks of the first group, and the bubble of equal chunks is 1 / v of that of one segment. Groups are as even
+    as possible, with at least pp_size microbatches each. So any number of microbatches from pp_size on reaches this
+    bubble; groups of pp_size with a short last one would stall.
+    Raises ValueError for a negative number of microbatches.
     """
-    groups = _groups(pp_size, num_microbatches, chunks_per_rank)
-    largest = _largest_group(pp_size, num_microbatches, chunks_per_rank)
-    chunks = range(chunks_per_rank)
-    forwards = [(chunk, k) for group in groups for chunk in chunks for k in group]
-    backwards = [(chunk, k) for group in groups for chunk in reversed(chunks) for k in group]
+    pp_size, num_segments = partition.pp_size, partition.num_segments
+    groups = _groups(pp_size, num_microbatches)
+    largest = _largest_group(pp_size, num_microbatches)
+    segments = range(num_segments)
+    forwards = [(segment, k) for group in groups for segment in segments for k in group]
+    backwards = [(segment, k) for group in groups for segment in reversed(segments) for k in group]
     orders = []
-    for rank in range(pp_size):
-        num_warmup = min(_num_warmup(pp_size, rank, chunks_per_rank, largest), len(forwards))
+    for rank, chunks in enumerate(_chunks(partition)):
+        num_warmup = min(_num_warmup(pp_size, rank, num_segments, largest), len(forwards))
         num_steady = len(forwards) - num_warmup
-        ahead = [_compute(ActionKind.FORWARD_STAGE, pp_size, rank, *work, memory) for work in forwards]
-        back = [_compute(ActionKind.BACKWARD_STAGE, pp_size, rank, *work, memory) for work in backwards]
-        steady = (action for pair in zip(ahead[num_warmup:], back, strict=False) for action in pair)
-        orders.append([*ahead[:num_warmup], *steady, *back[num_steady:]])
-    return insert_transfers(orders, training=True, num_microbatches=num_microbatches)
+        ahead = [_forward(chunks[segment], k, memory) for segment, k in forwards]
+        back = [_backward(chunks[segment], k, memory) for segment, k in backwards]
+        steady = (chunk for pair in zip(ahead[num_warmup:], back, strict=False) for chunk in pair)
+        order = [*ahead[:num_warmup], *steady, *back[num_steady:]]
+        orders.append([action for chunk in order for action in chunk])
+    return insert_transfers(orders, training=True, num_microbatches=num_microbatches, frozen=partition.frozen)
 
 
-def in_flight_by_chunk(pp_size: int, rank: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> list[int]:
-    """Return for each chunk of a pipeline rank how many microbatches it keeps when the first backward starts.
+def in_flight_by_chunk(partition: Partition, rank: int, num_microbatches: int) -> list[int]:
+    """Return for each segment of a rank how many microbatches it keeps when the first backward starts.
 
     Their sum is also the most that the rank keeps later. It counts the warm-up and the forward that follows it. In an
-    interleaved schedule, microbatches go through a chunk in groups. Raises as `one_f_one_b` does.
+    interleaved schedule, microbatches go through a chunk in groups. A chunk without backward keeps none; if groups then
+    differ in size, the rank later keeps up to one more for each such chunk, which the last count includes. Raises as
+    `one_f_one_b` does.
     """
-    group = _largest_group(pp_size, num_microbatches, chunks_per_rank)
-    ahead = _num_warmup(pp_size, rank, chunks_per_rank, group) + 1
-    in_flight = [0] * chunks_per_rank
-    left = min(ahead, num_microbatches * chunks_per_rank)
+    pp_size, num_segments = partition.pp_size, partition.num_segments
+    group = _largest_group(pp_size, num_microbatches)
+    ahead = _num_warmup(pp_size, rank, num_segments, group) + 1
+    in_flight = [0] * num_segments
+    left = min(ahead, num_microbatches * num_segments)
     while left:
-        for chunk in range(chunks_per_rank):
+        for segment in range(num_segments):
             added = min(left, group)
-            in_flight[chunk] += added
+            in_flight[segment] += added
             left -= added
-    return in_flight
+    kept = {stage.segment for stage in partition.of_rank(rank) if stage.has_backward}
+    if len(kept) < num_segments and num_microbatches % _num_groups(pp_size, num_microbatches):
+        in_flight[-1] = min(in_flight[-1] + num_segments - len(kept), num_microbatches)
+    return [count if segment in kept else 0 for segment, count in enumerate(in_flight)]
 
 
-def _num_warmup(pp_size: int, rank: int, chunks_per_rank: int, group: int) -> int:
+def _num_warmup(pp_size: int, rank: int, num_segments: int, group: int) -> int:
     later_ranks = pp_size - 1 - rank
-    return later_ranks if chunks_per_rank == 1 else 2 * later_ranks + (chunks_per_rank - 1) * group
+    return later_ranks if num_segments == 1 else 2 * later_ranks + (num_segments - 1) * group
 
 
-def forward_only(pp_size: int, num_microbatches: int, *, chunks_per_rank: int = 1) -> Schedule:
+def forward_only(partition: Partition, num_microbatches: int) -> Schedule:
     """Action lists of all ranks for evaluation, in the order of `one_f_one_b`'s forwards; raises as it does."""
-    groups = _groups(pp_size, num_microbatches, chunks_per_rank)
+    groups = _groups(partition.pp_size, num_microbatches)
     orders = [
         [
-            _compute(ActionKind.FORWARD_STAGE, pp_size, rank, chunk, k, MemoryStrategy.KEEP)
+            action
             for group in groups
-            for chunk in range(chunks_per_rank)
+            for chunk in chunks
             for k in group
+            for action in _forward(chunk, k, MemoryStrategy.KEEP)
         ]
-        for rank in range(pp_size)
+        for chunks in _chunks(partition)
     ]
     return insert_transfers(orders, training=False, num_microbatches=num_microbatches)
 
 
-def _groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> list[range]:
+def _chunks(partition: Partition) -> list[list[tuple[Stage, ...]]]:
+    """The stages of every rank by segment."""
+    chunks: list[list[tuple[Stage, ...]]] = [[()] * partition.num_segments for _ in range(partition.pp_size)]
+    for stage in partition.stages:
+        chunks[stage.rank][stage.segment] += (stage,)
+    assert all(map(all, chunks)), f"a rank has no stage in a segment: {partition}"
+    return chunks
+
+
+def _groups(pp_size: int, num_microbatches: int) -> list[range]:
     """The microbatches in even groups of at least pp_size, larger groups first; one group if there are fewer."""
-    num_groups = _num_groups(pp_size, num_microbatches, chunks_per_rank)
+    num_groups = _num_groups(pp_size, num_microbatches)
     if num_microbatches == 0:
         return []
     size, num_larger = divmod(num_microbatches, num_groups)
@@ -84,19 +122,26 @@ def _groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> list[r
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _largest_group(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> int:
+def _largest_group(pp_size: int, num_microbatches: int) -> int:
     """Size of the first of ``_groups``, without building them: the allocator asks for thousands."""
-    return -(-num_microbatches // _num_groups(pp_size, num_microbatches, chunks_per_rank))
+    return -(-num_microbatches // _num_groups(pp_size, num_microbatches))
 
 
-def _num_groups(pp_size: int, num_microbatches: int, chunks_per_rank: int) -> int:
-    if pp_size < 1 or chunks_per_rank < 1 or num_microbatches < 0:
-        raise ValueError(
-            f"pp_size ({pp_size}) and chunks_per_rank ({chunks_per_rank}) must be at least 1, num_microbatches "
-            f"({num_microbatches}) at least 0"
-        )
+def _num_groups(pp_size: int, num_microbatches: int) -> int:
+    if num_microbatches < 0:
+        raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 0")
     return max(1, num_microbatches // pp_size)
 
 
-def _compute(kind: ActionKind, pp_size: int, rank: int, chunk: int, microbatch: int, memory: MemoryStrategy) -> Action:
-    return shared_action(kind, chunk * pp_size + rank, microbatch, segment=chunk, memory=memory)
+def _forward(chunk: tuple[Stage, ...], microbatch: int, memory: ScheduleMemory) -> list[Action]:
+    return [_compute(ActionKind.FORWARD_STAGE, stage, microbatch, memory) for stage in chunk]
+
+
+def _backward(chunk: tuple[Stage, ...], microbatch: int, memory: ScheduleMemory) -> list[Action]:
+    trained = (stage for stage in reversed(chunk) if stage.has_backward)
+    return [_compute(ActionKind.BACKWARD_STAGE, stage, microbatch, memory) for stage in trained]
+
+
+def _compute(kind: ActionKind, stage: Stage, microbatch: int, memory: ScheduleMemory) -> Action:
+    own = strategy_of(memory, stage.module, stage.index) if stage.has_backward else MemoryStrategy.KEEP
+    return shared_action(kind, stage.index, microbatch, segment=stage.segment, module=stage.module, memory=own)

@@ -41,6 +41,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         lease_timeout_s=config.limits.lease_timeout_s,
         keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
+        ranks_read_images=config.mode == "monolithic",
     )
     return assemble_flow(
         members=Members(config.pool.max_processes, config.pool.processes_per_node),

@@ -211,8 +211,8 @@ class Flow:
         self._note_plan(self.steps.plan_now(unit_index))
         return self.steps.plan_of(unit_index)
 
-    def plan_reply(self, unit_index: int) -> PlanReply | None:
-        """Return a unit's plan, or that the unit will not come; None while a replica must wait."""
+    def plan_reply(self, unit_index: int, dp_rank: int) -> PlanReply | None:
+        """Return a unit's plan as a replica needs it, or that the unit will not come; None while a replica must wait."""
         plan = self.plan_of(unit_index)
         if plan is None and not self.steps.is_past_end(unit_index):
             return None
@@ -224,6 +224,10 @@ class Flow:
             return LocateReply((), is_past_end=True)
         found = self.microbatches.locate(unit_index, slot, dp_rank, limit)
         return LocateReply(found, is_past_end=False) if found else None
+
+    def reject(self, dp_rank: int, rejections: Iterable[Rejection]) -> None:
+        """Quarantine samples that a replica has found bad in microbatches which it reads, as ``Microbatches.reject``."""
+        self.log.rejected([each for each in rejections if self.microbatches.reject(dp_rank, each)])
 
     def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
         """Note that a replica finished a unit. The last one consumes its positions and moves the window: then True.

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from flowtrain.errors import PoolError
 from flowtrain.flow.leases import FED_PARTS
 from flowtrain.flow.parts import Parts
-from flowtrain.flow.records import MicrobatchRecord
+from flowtrain.flow.records import MicrobatchRecord, PartRecord, PositionRecord
 from flowtrain.types.messages import MicrobatchLocation, PartLocation
 from flowtrain.types.plan import StepPlan, Unit
+from flowtrain.types.samples import IMAGES_PART, Rejection
 
 
 @dataclass(slots=True)
@@ -145,6 +146,21 @@ class Microbatches:
         record = self._units.get(unit)
         return record is not None and not record.num_unread
 
+    def reject(self, dp_rank: int, rejection: Rejection) -> bool:
+        """Quarantine a sample of a microbatch that a replica is reading; its ranks all leave it out.
+
+        Returns False if it was rejected before. Raises PoolError unless the replica knows where its microbatch lies,
+        and has not reported it as read: otherwise it could have trained on the sample.
+        """
+        position = self._parts[rejection.ref.position]
+        microbatch = position.microbatch
+        if microbatch is None or microbatch.dp_rank != dp_rank or not microbatch.is_located or microbatch.is_released:
+            why = _why(microbatch)
+            if microbatch is not None and microbatch.dp_rank != dp_rank:
+                why = f"replica {microbatch.dp_rank} runs it"
+            raise PoolError(f"position {rejection.ref.position} cannot be rejected by replica {dp_rank}: {why}")
+        return self._parts.reject(rejection, by_reader=True)
+
     def end(self, unit: int) -> Unit:
         """Forget a unit, and return it. Raises PoolError if it is not planned, or not fully released."""
         record = self._units.get(unit)
@@ -184,7 +200,7 @@ def _located(microbatch: MicrobatchRecord) -> MicrobatchLocation:
     microbatch.is_located = True
     parts = tuple(
         [
-            PartLocation(position.ref.position, part.name, part.extents)
+            _place(position, part)
             for position in microbatch.positions
             if not position.rejected
             for part in position.parts
@@ -192,6 +208,12 @@ def _located(microbatch: MicrobatchRecord) -> MicrobatchLocation:
     )
     rejected = tuple([position.ref.position for position in microbatch.positions if position.rejected])
     return MicrobatchLocation(microbatch.unit, microbatch.slot, microbatch.dp_rank, parts, rejected)
+
+
+def _place(position: PositionRecord, part: PartRecord) -> PartLocation:
+    if part.name != IMAGES_PART:
+        return PartLocation(position.ref.position, part.name, part.extents)
+    return PartLocation(position.ref.position, part.name, part.extents, position.image_nbytes, position.ref)
 
 
 def _why(microbatch: MicrobatchRecord | None) -> str:

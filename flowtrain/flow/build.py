@@ -15,7 +15,7 @@ from flowtrain.flow.feeding import Feeding
 from flowtrain.flow.flow import Flow
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
-from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order
+from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order, no_batches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import FlopsOf, Steps

@@ -29,7 +29,7 @@ from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import TrainingSetup
-from flowtrain.errors import Fault
+from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import ModulePlan, Plan
 
 PLANNING_SCHEMA = 2
@@ -113,6 +113,12 @@ def make_report(
 ) -> PlanReport:
     """Choose degrees by Eq. 2 of FlowTrain 3.3, with data sheets' or a profile's rates; ConfigError if none fit."""
     config = planned.config
+    if config.mode != "decoupled":
+        text = (
+            f"flowtrain plan chooses degrees for mode 'decoupled' (now {config.mode!r}); for this mode start with the "
+            "degrees of the configuration: flowtrain train --dry-run shows them"
+        )
+        raise ConfigError.of("mode", FaultCode.CONFLICT, text)
     cluster = cluster_of(asked, planned, profile)
     setup, efficiency = configured_setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
@@ -133,7 +139,7 @@ def make_report(
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
     surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, slices)
-    allocation = allocate(request, surrogate, Solver(solver))
+    allocation = allocate(request, surrogate, Solver(solver), config.allocator.method)
     replication = replicate(request, surrogate)
     plan = with_pool(planned, _plan(planned, allocation, cluster), _devices_per_node(cluster))
     plan = with_network(plan, config, nodes_needed(allocation, cluster))

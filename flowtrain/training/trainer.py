@@ -136,9 +136,7 @@ class Trainer:
         partition = self.model.partition
         carried = plan.schedules[self.group.dp_rank] if plan.schedules else ()
         if carried:
-            return carried_schedule(
-                carried, partition, num_microbatches=size, training=training, memory=self._memory
-            )
+            return carried_schedule(carried, partition, num_microbatches=size, training=training, memory=self._memory)
         return checked_schedule(
             self._run_config.pipeline.schedule,
             partition,

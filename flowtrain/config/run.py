@@ -71,6 +71,7 @@ class RunConfig(ConfigModel):
             _segments_fit_the_space,
             _processes_fit_the_space,
             _hbm_has_a_device,
+            _exchange_is_possible,
             _modules_have_an_origin,
         )
         fault = next((fault for check in checks for fault in check(self)), None)
@@ -288,6 +289,33 @@ def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
             FaultCode.CONFLICT,
             f"pool.hbm_low_watermark ({pool.hbm_low_watermark:g}) is above pool.hbm_high_watermark "
             f"({pool.hbm_high_watermark:g}); lower the first or raise the second",
+        )
+
+
+def _exchange_is_possible(config: RunConfig) -> Iterator[Fault]:
+    pool = config.pool
+    if pool.exchange == "pool":
+        return
+    if not config.has_encoder_actors:
+        yield Fault(
+            "pool.exchange",
+            FaultCode.CONFLICT,
+            f"pool.exchange ({pool.exchange!r}) moves features from encoder actors to the backbone, and mode "
+            f"{config.mode!r} has no such actors; leave out the key",
+        )
+    if pool.network != "none":
+        yield Fault(
+            "pool.exchange",
+            FaultCode.CONFLICT,
+            f"pool.exchange ({pool.exchange!r}) works inside one node, and pool.network ({pool.network!r}) lets a run "
+            "use several; set the second to 'none', or the first to 'pool'",
+        )
+    if pool.hbm_segment_nbytes:
+        yield Fault(
+            "pool.hbm_segment_nbytes",
+            FaultCode.CONFLICT,
+            f"pool.hbm_segment_nbytes ({pool.hbm_segment_nbytes}) is memory that others map, and pool.exchange "
+            f"({pool.exchange!r}) maps none for features; set the first to 0",
         )
 
 

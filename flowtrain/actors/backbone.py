@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from flowtrain.actors.decoding import ImageReader
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
@@ -167,7 +168,7 @@ class BackboneRank:
     def _reads_pool(self) -> bool:
         """Whether this rank reads features or images. The replica's leader reads texts in every mode."""
         is_leader = self._pp_rank == self._tp_rank == 0
-        return is_leader or (self._pp_rank == 0 and self._config.mode != "llm_only")
+        return is_leader or (self._pp_rank == self._partition.entry_rank and self._config.mode != "llm_only")
 
     def _join_pool(self) -> Pool:
         return join_pool(
@@ -197,6 +198,8 @@ class BackboneRank:
             tp_size=self._degrees.tp,
             staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
             exchange=self._group.exchange,
+            rows_of=self._rows_of if self._config.mode == "monolithic" else None,
+            images=self._image_reader(pool),
         )
         return Prefetcher(
             name=self._name,
@@ -209,6 +212,22 @@ class BackboneRank:
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
         )
+
+    def _image_reader(self, pool: Pool | None) -> ImageReader | None:
+        """Return what decodes images for the encoder's first stage, on ranks that hold it."""
+        if self._config.mode != "monolithic" or self._pp_rank != self._partition.entry_rank:
+            return None
+        assert pool is not None
+        name = self._family.encoder_names[0]
+        return ImageReader(
+            pool,
+            partial(self._family.preprocess, name),
+            self._config.data.max_image_pixels,
+            self._config.encoders[name].decode_threads,
+        )
+
+    def _rows_of(self, height: int, width: int) -> int:
+        return self._family.image_layout(self._family.encoder_names[0], width, height).num_rows
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""

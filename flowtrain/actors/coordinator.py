@@ -178,7 +178,7 @@ class Coordinator(Answering, CoordinatorApi):
         if self._flow.parts.leases.has_line:  # otherwise encoders wait for batches, not for memory
             self._lease_signal.notify()
         plan = self._flow.steps.plan_of(unit + 1) if ends else None
-        return PlanReply(plan, is_past_end=False) if plan is not None else NO_PLAN_YET
+        return PlanReply(plan.for_replica(dp_rank), is_past_end=False) if plan is not None else NO_PLAN_YET
 
     async def reject(self, dp_rank: int, rejections: tuple[Rejection, ...]) -> None:
         """See ``CoordinatorApi``."""

@@ -108,7 +108,7 @@ class Prefetcher:
                 link,
                 channel,
                 dp_rank,
-                read_texts=reader.read_texts,
+                lead=reader.lead,
                 room=self._room,
                 arrival=arrival,
                 first_unit=first_unit,

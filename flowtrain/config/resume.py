@@ -19,6 +19,7 @@ _MAY_CHANGE = (
     "checkpoint.*",
     "limits.*",
     "pool.*",
+    "allocator.*",
     "data.max_rejected_fraction",
     "data.num_feeders",  # every sample is read and sized the same, whoever does it
     "data.read_ahead_blocks",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, ValidationError, model_validator
 
+from flowtrain.config.allocator import AllocatorConfig
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
@@ -45,6 +46,7 @@ class RunConfig(ConfigModel):
     training: TrainingConfig = TrainingConfig(max_steps=1000)
     scheduler: SchedulerConfig = SchedulerConfig()
     pool: PoolConfig = PoolConfig()
+    allocator: AllocatorConfig = AllocatorConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

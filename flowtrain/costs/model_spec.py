@@ -88,6 +88,10 @@ class VisionSpec:
     qkv_bias: bool = True
     layer_scale: bool = False
     """A learned scale vector after each block."""
+    unused_parameters: int = 0
+    """Those of ``outside_parameters`` that features do not need: the norm after the layers, the pooling head."""
+    quick_gelu: bool = False
+    """GELU is approximated by x sigmoid(1.702 x), whose sigmoid is kept too."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -113,6 +117,11 @@ class VisionSpec:
     def num_parameters(self) -> int:
         """All parameters of the tower."""
         return self.outside_parameters + self.num_layers * self.layer_parameters
+
+    @property
+    def num_computed_parameters(self) -> int:
+        """Parameters that features need, with ``num_layers`` counting only the layers that are computed."""
+        return self.num_parameters - self.unused_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +160,7 @@ class ModelSpec:
 
     def num_trainable_parameters(self, freeze: Collection[str]) -> int:
         """Parameters that are trained. freeze: modules that are not, as in ``config.frozen_modules``."""
-        encoders = sum(encoder.num_parameters for encoder in self.encoders.values())
+        encoders = sum(encoder.num_computed_parameters for encoder in self.encoders.values())
         backbone, connector = self.backbone.num_parameters, self.connector.num_parameters
         modules = {"encoders": encoders, "connector": connector, "backbone": backbone}
         return sum(count for name, count in modules.items() if name not in freeze)

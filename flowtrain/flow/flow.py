@@ -216,7 +216,7 @@ class Flow:
         plan = self.plan_of(unit_index)
         if plan is None and not self.steps.is_past_end(unit_index):
             return None
-        return PlanReply(plan, is_past_end=plan is None)
+        return PlanReply(plan.for_replica(dp_rank) if plan is not None else None, is_past_end=plan is None)
 
     def locate_reply(self, unit_index: int, slot: int | None, dp_rank: int, limit: int = 1) -> LocateReply | None:
         """Return where microbatches lie, as ``Microbatches.locate``; or that their unit will not come; None: wait."""

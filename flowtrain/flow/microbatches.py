@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowtrain.errors import PoolError
-from flowtrain.flow.leases import FED_PARTS
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.records import MicrobatchRecord, PartRecord, PositionRecord
 from flowtrain.types.messages import MicrobatchLocation, PartLocation
 from flowtrain.types.plan import StepPlan, Unit
-from flowtrain.types.samples import IMAGES_PART, Rejection
+from flowtrain.types.samples import FED_PARTS, IMAGES_PART, Rejection
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from flowtrain.models.vision_stage import VisionStage
 
 
 class VisionEncoder(nn.Module):
-    """A frozen HF vision tower in a process of its own; arguments as for ``VisionStage``, of which it is a whole one."""
+    """A frozen HF vision tower in a process of its own. It is a whole ``VisionStage``; so are its arguments."""
 
     announce: Callable[[Tensor], None] | None = None
     """Set if the tower's layers are split: gets every batch before its forward, so that the other ranks forward it too.

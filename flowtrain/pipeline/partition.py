@@ -159,12 +159,6 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     return _ranges([each + (first_longer <= stage < first_longer + extra) for stage in range(num_stages)])
 
 
-def layers_by_rank(num_layers: int, pp: int, chunks_per_rank: int = 1) -> list[int]:
-    """Return the number of layers of each pipeline rank; rank r holds the stages r, r + pp, r + 2 pp and so on."""
-    stages = [len(stage) for stage in split_layers(num_layers, pp * chunks_per_rank)]
-    return [sum(stages[rank::pp]) for rank in range(pp)]
-
-
 def balanced_counts(costs: Sequence[float], num_stages: int, least: int = 1) -> tuple[int, ...]:
     """Return how many neighbours each stage takes, so that the costliest stage costs as little as possible.
 

@@ -15,8 +15,8 @@ from flowtrain.training.mesh import PP_AXIS, BackboneGroup
 class TiedEmbeddings:
     """Keeps the two copies equal: both get the sum of their gradients, so the optimizers of both apply the same update.
 
-    Both are sharded in the same way over replicas and tensors, so each rank exchanges its shard with one other rank, or has
-    both.
+    Both are sharded in the same way over replicas and tensors, so each rank exchanges its shard with one other rank,
+    or has both.
     copies: names of this rank's parameters whose values another rank has under their first name.
     """
 

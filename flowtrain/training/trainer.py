@@ -96,8 +96,7 @@ class Trainer:
         self._run_config = config
         self._before_optimizer = before_optimizer
         self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
-        self._partition = self.model.partition
-        self._memory = configured_memory(config, self._partition)
+        self._memory = configured_memory(config, self.model.partition)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
         self._tied = TiedEmbeddings(self.model, group)
         self.stages = Stages(
@@ -134,14 +133,13 @@ class Trainer:
     def _schedule(self, plan: StepPlan) -> Schedule:
         """The lists of this replica's pipeline ranks: those that the plan carries, else the named schedule's."""
         training, size = plan.unit.kind is UnitKind.TRAIN, plan.num_slots
+        partition = self.model.partition
         carried = plan.schedules[self.group.dp_rank] if plan.schedules else ()
         if carried:
-            return carried_schedule(
-                carried, self._partition, num_microbatches=size, training=training, memory=self._memory
-            )
+            return carried_schedule(carried, partition, num_microbatches=size, training=training, memory=self._memory)
         return checked_schedule(
             self._run_config.pipeline.schedule,
-            self._partition,
+            partition,
             num_microbatches=size,
             training=training,
             memory=self._memory if training else MemoryStrategy.KEEP,

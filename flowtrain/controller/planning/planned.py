@@ -28,6 +28,7 @@ _MODEL_FILE_KEYS = re.compile(
     r"model\.(dtype|freeze)|training\.(global_batch_size|optimizer)|scheduler\.(microbatch_tokens|lookahead_steps)|"
     r"backbone\.(activation_checkpointing|checkpoint_every|sharding|hybrid_shard_size|gradient_reduction|"
     r"sequence_parallel|attention|num_cpus)|pipeline\.(schedule|chunks|partition)|"
+    r"allocator\.method|"
     r"encoders\.\w+\.(max_batch_patches|segment_nbytes|num_cpus)|"
     r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes|network)|data\.num_feeders"
 )

@@ -160,9 +160,7 @@ class MicrobatchReader:
     def _row_nbytes(self) -> int:
         return self._feature_dim * self._feature_dtype.itemsize
 
-    def _decode(
-        self, images: ImageReader, location: MicrobatchLocation, leave_out: Collection[int] = ()
-    ) -> Decoded:
+    def _decode(self, images: ImageReader, location: MicrobatchLocation, leave_out: Collection[int] = ()) -> Decoded:
         started = time.time()
         decoded = images.read(location, leave_out)
         self._spans.add("decode", started, time.time(), samples=len(decoded.pixels) + len(decoded.rejections))

@@ -212,7 +212,7 @@ class Flow:
         return self.steps.plan_of(unit_index)
 
     def plan_reply(self, unit_index: int, dp_rank: int) -> PlanReply | None:
-        """Return a unit's plan as a replica needs it, or that the unit will not come; None while a replica must wait."""
+        """Return a unit's plan as a replica needs it, or that the unit will not come; None while it must wait."""
         plan = self.plan_of(unit_index)
         if plan is None and not self.steps.is_past_end(unit_index):
             return None
@@ -226,7 +226,7 @@ class Flow:
         return LocateReply(found, is_past_end=False) if found else None
 
     def reject(self, dp_rank: int, rejections: Iterable[Rejection]) -> None:
-        """Quarantine samples that a replica has found bad in microbatches which it reads, as ``Microbatches.reject``."""
+        """Quarantine samples that a replica has found bad while it reads them, as ``Microbatches.reject``."""
         self.log.rejected([each for each in rejections if self.microbatches.reject(dp_rank, each)])
 
     def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:

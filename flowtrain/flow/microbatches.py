@@ -101,7 +101,8 @@ class Microbatches:
     def locate(self, unit: int, slot: int | None, dp_rank: int, limit: int = 1) -> tuple[MicrobatchLocation, ...]:
         """Return where a microbatch of a replica and those after it lie, up to the first that is not ready.
 
-        Empty while the first one, or with ``whole_units`` any of the unit, is not ready. May be called again for the same microbatch by its slot.
+        Empty while the first one, or with ``whole_units`` any of the unit, is not ready. May be called again for the
+        same microbatch by its slot.
 
         slot: the first microbatch. None (``arrival`` order): any ready one that the replica does not know yet.
         limit: most microbatches to return.

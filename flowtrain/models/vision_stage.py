@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.stage import LayerSlice, shallow_copy
 from flowtrain.models.towers import TOWERS, TowerKind, image_size, patch_grid
-from flowtrain.pipeline.actions import MemoryStrategy
+from flowtrain.pipeline.actions import StageMemory
 
 ImageSize = tuple[int, int]
 """Height and width in pixels."""
@@ -106,7 +106,7 @@ class VisionStage(nn.Module):
         return super().train(mode and self.is_trained)
 
     def forward(
-        self, inputs: Sequence[Tensor] | Tensor, sizes: Sequence[ImageSize], memory: MemoryStrategy | None = None
+        self, inputs: Sequence[Tensor] | Tensor, sizes: Sequence[ImageSize], memory: StageMemory | None = None
     ) -> Tensor:
         """Run images through the stage.
 
@@ -132,7 +132,7 @@ class VisionStage(nn.Module):
             of_images |= zip(indices, state, strict=True)
         return torch.cat([of_images[index] for index in range(len(sizes))])
 
-    def run(self, batches: Sequence[Tensor], memory: MemoryStrategy | None = None) -> list[Tensor]:
+    def run(self, batches: Sequence[Tensor], memory: StageMemory | None = None) -> list[Tensor]:
         """Run images of one size a batch: ``[B, C, H, W]``, or hidden states ``[B, tokens, D]`` of the stage before.
 
         Returns ``[B, tokens, D]`` for each batch, the last stage ``[B, rows, D]``.

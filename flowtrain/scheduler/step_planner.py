@@ -86,9 +86,7 @@ class StepPlanner:
         uneven = [capacity if i == 0 else 1 + (i % 3) * capacity // 4 for i in range(count)]
         for sizes in (similar, uneven):  # each takes other branches in the methods
             samples = [
-                SizedSample(
-                    SampleRef(i, 0, i, 0), size, 1, 1, tuple(PartSize(e, 1, 1, 1, 1) for e in self._encoders)
-                )
+                SizedSample(SampleRef(i, 0, i, 0), size, 1, 1, tuple(PartSize(e, 1, 1, 1, 1) for e in self._encoders))
                 for i, size in enumerate(sizes)
             ]
             self.plan(Unit(0, UnitKind.TRAIN, 1, 0, count), samples)
@@ -101,8 +99,8 @@ class StepPlanner:
         """Plan one unit from its samples without the rejected ones; the order of ``samples`` does not matter.
 
         Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches are in the
-        order of the slots; a unit chosen from ready samples, or without encoder actors, has none. Raises ConfigError for a sample that is longer
-        than a microbatch.
+        order of the slots; a unit chosen from ready samples, or without encoder actors, has none. Raises ConfigError
+        for a sample that is longer than a microbatch.
         """
         sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
         self._check(unit, sizes)

@@ -120,9 +120,7 @@ def as_text(position: int) -> SizedSample:
 
 def planner_of(dp_size: int, mode: Mode = "decoupled") -> StepPlanner:
     batches = mode in ENCODER_MODES
-    return StepPlanner(
-        dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT, has_encode_batches=batches
-    )
+    return StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT, has_encode_batches=batches)
 
 
 def build_flow(

@@ -368,9 +368,7 @@ class FlowMachine(RuleBasedStateMachine):
         for event in self.events:
             assert [row.position for row in event.ledger] == list(event.unit.positions)
             for row in event.ledger:
-                bad = is_found_bad_early(row.position) or (
-                    is_found_bad_late(row.position) and self.mode != "llm_only"
-                )
+                bad = is_found_bad_early(row.position) or (is_found_bad_late(row.position) and self.mode != "llm_only")
                 assert row.state == ("rejected" if bad else "consumed")
             if event.unit.kind is UnitKind.TRAIN:
                 self.check_order(event, consumed)

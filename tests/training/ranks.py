@@ -25,7 +25,7 @@ from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.models.vision_stage import VisionStage
-from flowtrain.pipeline.actions import Schedule
+from flowtrain.pipeline.actions import Schedule, schedule_text
 from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.build import build_schedule
@@ -189,7 +189,7 @@ def make_batch(positions: Sequence[int], config: RunConfig, *, with_pixels: bool
 class Job:
     """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
 
-    schedule_seed: run random legal action lists instead of those that the trainer gives.
+    schedule_seed: the plans carry random legal action lists.
     save_after: the step after which ``save_to`` is written, beside the later ones; None: after all.
     """
 
@@ -283,9 +283,10 @@ def _saver(trainer: Trainer) -> CheckpointSaver:
 def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
+    if job.schedule_seed is not None and plan.unit.kind is UnitKind.TRAIN:
+        lists = schedule_text(_random_lists(trainer.group.degrees.pp, job, plan))
+        plan = replace(plan, schedules=(lists,) * plan.dp_size).for_replica(trainer.group.dp_rank)
     actions = trainer.begin_unit(plan)
-    if job.schedule_seed is not None:
-        actions = _random_lists(trainer.group.degrees.pp, job, plan)[trainer.group.pp_rank]
     with_pixels = trainer.group.pp_rank == trainer.model.partition.entry_rank
     execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config, with_pixels=with_pixels))
     return trainer.finish_unit()

@@ -51,7 +51,7 @@ from flowtrain.models.towers import image_size, patch_grid, square_patch_size, t
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
-from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.actions import MemoryStrategy
 from flowtrain.pipeline.configured import configured_strategy
 from flowtrain.types.samples import ImageLayout
 
@@ -234,7 +234,8 @@ class LlavaFamily(Family):
             assert frozen is not None
             frozen.requires_grad_(False)
         if self.config.backbone.compile:
-            if memory.kind is MemoryKind.SELECTIVE:
+            words = self.config.backbone.activation_checkpointing
+            if "selective" in ((words,) if isinstance(words, str) else words):
                 raise ConfigError(
                     "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
                     "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile "

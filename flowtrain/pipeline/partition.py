@@ -86,6 +86,15 @@ class Partition:
         return frozenset(stage.module for stage in self.stages if not stage.has_backward)
 
     @property
+    def text(self) -> str:
+        """Each stage's layers and its rank, in the order of the flow; a semicolon ends a segment."""
+        segments: list[list[str]] = [[] for _ in range(self.num_segments)]
+        for stage in self.stages:
+            layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if stage.layers else "no layers"
+            segments[stage.segment].append(f"{stage.module.value} {layers} @{stage.rank}")
+        return "; ".join(", ".join(segment) for segment in segments)
+
+    @property
     def entry_rank(self) -> int:
         """The rank on which data enter: images if there is an encoder, else tokens."""
         return self.stages[0].rank

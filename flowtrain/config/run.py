@@ -14,7 +14,7 @@ from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
 from flowtrain.config.modes import (
     colocated_devices_are_shared,
-    colocated_encoders_are_derived,
+    colocated_encoders_fit_their_ranks,
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
@@ -65,7 +65,7 @@ class RunConfig(ConfigModel):
             _schedule_has_its_chunks,
             _partition_has_its_stages,
             encoders_are_trained_inside,
-            colocated_encoders_are_derived,
+            colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
             _shard_size_has_hybrid_sharding,
             _segments_fit_the_space,
@@ -223,13 +223,6 @@ def _partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
             f"pipeline.partition has {len(pipeline.partition)} entries and the pipeline has "
             f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
             f"({pipeline.chunks}); give one number of layers for each stage",
-        )
-    if pipeline.encoder_layers != "first" and config.mode != "monolithic":
-        yield Fault(
-            "pipeline.encoder_layers",
-            FaultCode.CONFLICT,
-            f"pipeline.encoder_layers ({pipeline.encoder_layers!r}) needs mode 'monolithic' (now {config.mode!r}): in "
-            "other modes the pipeline has no encoder; set the mode, or leave out the key",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
@@ -51,7 +51,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         units=units_left(settings),
         leftovers=leftover_units(settings),
         lookahead=config.scheduler.lookahead_steps,
-        flops_of=partial(_flops_of, model, config.frozen_modules, config.mode != "llm_only"),
+        flops_of=partial(_flops_of, model, config),
         sampler_state=settings.sampler_state,
         dp_size=settings.dp_size,
         num_feeders=settings.num_feeders,
@@ -114,15 +114,16 @@ def assemble_flow(
     )
 
 
-def _flops_of(spec: ModelSpec, freeze: Collection[str], has_features: bool, sizes: SampleSizes) -> SampleFlops:
+def _flops_of(spec: ModelSpec, config: RunConfig, sizes: SampleSizes) -> SampleFlops:
+    sees = config.mode != "llm_only"  # else neither encoder nor connector computes anything
     return sample_flops(
         spec,
         positions=sizes.positions,
         lengths=sizes.tokens,
-        vision_lengths=sizes.vision_tokens if has_features else np.zeros_like(sizes.vision_tokens),
+        vision_lengths=sizes.vision_tokens if sees else np.zeros_like(sizes.vision_tokens),
         target_lengths=sizes.target_tokens,
-        images={name: (part.images, part.patches) for name, part in sizes.parts.items()},
-        freeze=freeze,
+        images={name: (part.images, part.patches) for name, part in sizes.parts.items() if sees},
+        freeze=config.frozen_modules,
     )
 
 

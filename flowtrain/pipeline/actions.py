@@ -163,7 +163,7 @@ class Action:
     """Global stage index within its module. For a transfer, the stage of this rank that produces or uses the payload:
     stage s's isend of an activation matches stage s+1's irecv."""
     microbatch: int
-    """Index in the order in which the rank starts them."""
+    """Index in the order in which the ranks fetch them; usually they start them in that order too."""
     segment: int = 0
     """Pipeline segment (PipeWeaver's): the model chunk of an interleaved schedule."""
     module: StageModule = StageModule.BACKBONE

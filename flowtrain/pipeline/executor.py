@@ -69,19 +69,21 @@ def execute(
 ) -> None:
     """Run a list in order, neighbouring launches as one group.
 
-    next_microbatch(k): returns the list's microbatch k. It is called once, right before the first action of k, and may
-    block. It gives microbatches in plan order, or any that is ready (``data.order: arrival``), the same on all ranks of
-    a pipeline. The first action may be a receive, up to one computation ahead of the forward, or any member of the
-    group that contains this receive.
+    next_microbatch(k): returns the list's microbatch k. It is called once for each k, in their order, right before the
+    first action of k or of a later one, and may block. It gives microbatches in plan order, or any that is ready
+    (``data.order: arrival``), the same on all ranks of a pipeline. The first action may be a receive, up to one
+    computation ahead of the forward, or any member of the group that contains this receive.
     release: is called with a microbatch after its last action, when no saved tensor and no send refers to it.
     """
     remaining_uses = Counter(action.microbatch for action in actions)
     remaining_backwards = Counter(_stage(action) for action in actions if action.kind is ActionKind.BACKWARD_STAGE)
     held: dict[int, T] = {}
+    num_fetched = 0
     for group in _groups(actions):
         for action in group:
-            if action.microbatch not in held:
-                held[action.microbatch] = next_microbatch(action.microbatch)
+            for k in range(num_fetched, action.microbatch + 1):
+                held[k] = next_microbatch(k)
+            num_fetched = max(num_fetched, action.microbatch + 1)
         first = group[0]
         if first.kind.is_launch:
             runtime.start_transfers([(action, held[action.microbatch]) for action in group])
@@ -173,7 +175,7 @@ def carried_schedule(
     """Lists of all ranks from the text that a plan carries, validated; cached by the arguments.
 
     memory: the strategy of actions that name none.
-    Raises ScheduleError also if a rank does not start the microbatches in their order, in which they are fetched.
+    Raises ScheduleError if they cannot be read or run.
     """
     return _carried_schedule(lists, partition, num_microbatches, training, _hashable(memory))
 
@@ -191,12 +193,6 @@ def _carried_schedule(
     except ValueError as error:
         raise ScheduleError(f"the plan's schedule cannot be read: {error}") from error
     validate(schedule, training=training, num_microbatches=num_microbatches, partition=partition)
-    for rank, actions in enumerate(schedule):
-        started = list(dict.fromkeys(action.microbatch for action in actions))
-        if started != sorted(started):
-            raise ScheduleError(
-                f"rank {rank} starts the microbatches in the order {started}; a list numbers them as it starts them"
-            )
     default = _readable(memory)
     return tuple(tuple(_with_memory(action, default) for action in actions) for actions in schedule)
 

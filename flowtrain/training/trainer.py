@@ -18,7 +18,6 @@ from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.pipeline.actions import Action, MemoryStrategy, Schedule
 from flowtrain.pipeline.configured import configured_memory
 from flowtrain.pipeline.executor import carried_schedule, checked_schedule
-from flowtrain.pipeline.partition import build_partition
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.checkpoint_writer import write_snapshot
@@ -90,24 +89,19 @@ class Trainer:
         before_optimizer: Callable[[ModelChunks], None] | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        if {"connector", "backbone"} <= set(config.model.freeze):
+        if {"connector", "backbone", "encoders"} <= set(config.frozen_modules):
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
         torch.set_num_threads(config.backbone.num_threads)
         self.config, self.group, self.num_steps = config.training, group, num_steps
         self._run_config = config
         self._before_optimizer = before_optimizer
         self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
-        language_model = next(iter(self.model.stages.values())).language_model
-        self._partition = build_partition(
-            language_model.config.num_hidden_layers, group.degrees.pp, config.pipeline.chunks
-        )
-        self._memory = configured_memory(config, self._partition)
+        self._memory = configured_memory(config, self.model.partition)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
         self._tied = TiedEmbeddings(self.model, group)
         self.stages = Stages(
             self.model,
             group,
-            hidden_size=language_model.config.hidden_size,
             dtype=getattr(torch, config.model.dtype),
             reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
@@ -116,7 +110,7 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
-        self._frozen_parts = frozen_parts(self.model)
+        self._frozen_parts = frozen_parts(self.model, group)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
@@ -132,20 +126,20 @@ class Trainer:
         self.model.train(training)
         # FSDP averages over the replicas; the loss is a sum over them.
         scale = degrees.dp / planned_denominator(plan, self.config.loss_normalization)
-        self.stages.begin(scale if training else None)
-        return self._schedule(plan)[self.group.pp_rank]
+        actions = self._schedule(plan)[self.group.pp_rank]
+        self.stages.begin(scale if training else None, actions)
+        return actions
 
     def _schedule(self, plan: StepPlan) -> Schedule:
         """The lists of this replica's pipeline ranks: those that the plan carries, else the named schedule's."""
         training, size = plan.unit.kind is UnitKind.TRAIN, plan.num_slots
+        partition = self.model.partition
         carried = plan.schedules[self.group.dp_rank] if plan.schedules else ()
         if carried:
-            return carried_schedule(
-                carried, self._partition, num_microbatches=size, training=training, memory=self._memory
-            )
+            return carried_schedule(carried, partition, num_microbatches=size, training=training, memory=self._memory)
         return checked_schedule(
             self._run_config.pipeline.schedule,
-            self._partition,
+            partition,
             num_microbatches=size,
             training=training,
             memory=self._memory if training else MemoryStrategy.KEEP,

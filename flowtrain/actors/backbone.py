@@ -211,6 +211,7 @@ class BackboneRank:
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
+            whole_units=self._config.pool.exchange == "point_to_point",
         )
 
     def _image_reader(self, pool: Pool | None) -> ImageReader | None:

@@ -57,8 +57,8 @@ def encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
             )
 
 
-def colocated_encoders_are_derived(config: RunConfig) -> Iterator[Fault]:
-    """Refuse, in mode ``colocated``, encoders that are not one on each device of the backbone."""
+def colocated_encoders_fit_their_ranks(config: RunConfig) -> Iterator[Fault]:
+    """Refuse, in mode ``colocated``, encoders that could not share the devices of one tensor parallel group."""
     if config.mode != "colocated":
         return
     tp_size = config.backbone.tensor_parallel_size
@@ -70,15 +70,6 @@ def colocated_encoders_are_derived(config: RunConfig) -> Iterator[Fault]:
                 f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) does not divide "
                 f"backbone.tensor_parallel_size ({tp_size}): in mode 'colocated' an encoder shares the devices of one "
                 "tensor parallel group; set it to 1",
-            )
-            continue
-        derived, given = config.encoder_replicas(name), encoder.data_parallel_size
-        if given not in (1, derived):
-            yield Fault(
-                f"encoders.{name}.data_parallel_size",
-                FaultCode.DEGREES,
-                f"encoders.{name}.data_parallel_size ({given}) is not {derived}: mode 'colocated' has one encoder "
-                "actor on each device of the backbone; set it to 1, or leave out the key",
             )
 
 

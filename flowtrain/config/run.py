@@ -14,7 +14,7 @@ from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
 from flowtrain.config.modes import (
     colocated_devices_are_shared,
-    colocated_encoders_are_derived,
+    colocated_encoders_fit_their_ranks,
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
@@ -65,12 +65,13 @@ class RunConfig(ConfigModel):
             _schedule_has_its_chunks,
             _partition_has_its_stages,
             encoders_are_trained_inside,
-            colocated_encoders_are_derived,
+            colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
             _shard_size_has_hybrid_sharding,
             _segments_fit_the_space,
             _processes_fit_the_space,
             _hbm_has_a_device,
+            _exchange_is_possible,
             _modules_have_an_origin,
         )
         fault = next((fault for check in checks for fault in check(self)), None)
@@ -223,13 +224,6 @@ def _partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
             f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
             f"({pipeline.chunks}); give one number of layers for each stage",
         )
-    if pipeline.encoder_layers != "first" and config.mode != "monolithic":
-        yield Fault(
-            "pipeline.encoder_layers",
-            FaultCode.CONFLICT,
-            f"pipeline.encoder_layers ({pipeline.encoder_layers!r}) needs mode 'monolithic' (now {config.mode!r}): in "
-            "other modes the pipeline has no encoder; set the mode, or leave out the key",
-        )
 
 
 def _shard_size_has_hybrid_sharding(config: RunConfig) -> Iterator[Fault]:
@@ -288,6 +282,33 @@ def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
             FaultCode.CONFLICT,
             f"pool.hbm_low_watermark ({pool.hbm_low_watermark:g}) is above pool.hbm_high_watermark "
             f"({pool.hbm_high_watermark:g}); lower the first or raise the second",
+        )
+
+
+def _exchange_is_possible(config: RunConfig) -> Iterator[Fault]:
+    pool = config.pool
+    if pool.exchange == "pool":
+        return
+    if not config.has_encoder_actors:
+        yield Fault(
+            "pool.exchange",
+            FaultCode.CONFLICT,
+            f"pool.exchange ({pool.exchange!r}) moves features from encoder actors to the backbone, and mode "
+            f"{config.mode!r} has no such actors; leave out the key",
+        )
+    if pool.network != "none":
+        yield Fault(
+            "pool.exchange",
+            FaultCode.CONFLICT,
+            f"pool.exchange ({pool.exchange!r}) works inside one node, and pool.network ({pool.network!r}) lets a run "
+            "use several; set the second to 'none', or the first to 'pool'",
+        )
+    if pool.hbm_segment_nbytes:
+        yield Fault(
+            "pool.hbm_segment_nbytes",
+            FaultCode.CONFLICT,
+            f"pool.hbm_segment_nbytes ({pool.hbm_segment_nbytes}) is memory that others map, and pool.exchange "
+            f"({pool.exchange!r}) maps none for features; set the first to 0",
         )
 
 

@@ -56,9 +56,12 @@ def encoder_forward_nbytes(spec: VisionSpec, tp: int, *, num_tokens: int, dtype_
 def encoder_chunk_activation_nbytes(
     spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> int:
-    """Return the bytes that one microbatch keeps on a trained chunk until its backward."""
+    """Return the device bytes that one microbatch keeps on a trained chunk until its backward."""
     tokens = microbatch.num_tower_tokens
-    kept = chunk.num_layers * encoder_layer_activation_nbytes(spec, setup, tokens)
+    kept = sum(
+        count * encoder_kept_nbytes(spec, setup, tokens, word)
+        for word, count in chunk.layers_by_strategy(setup).items()
+    )
     if chunk.is_first:
         kept += (
             setup.dtype_nbytes * spec.num_channels * spec.patch_size**2 * tokens
@@ -79,6 +82,24 @@ def encoder_output_nbytes(
 def encoder_layer_activation_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
     """Return the bytes that autograd keeps for one layer of the tower."""
     return sum(_layer_tensors(spec, setup).values()) * num_tokens
+
+
+def encoder_kept_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
+    """Return the device bytes that a layer with a memory strategy keeps, as ``activation_checkpointing`` names it.
+
+    ``full``: its input. ``selective``: also the results of matrix products and attention; what is summed over ranks
+    exists before and after the sum.
+    """
+    dtype, hidden = setup.dtype_nbytes, spec.hidden_size
+    if word == "offload":
+        return 0
+    if word == "full":
+        return dtype * hidden * num_tokens
+    if word == "selective":
+        heads = (4 * dtype * hidden + FLOAT32_NBYTES * spec.num_heads) // setup.tp
+        mlp = (2 if spec.gated_mlp else 1) * dtype * spec.intermediate_size // setup.tp
+        return (heads + mlp + dtype * hidden * (3 if setup.tp == 1 else 5)) * num_tokens
+    return encoder_layer_activation_nbytes(spec, setup, num_tokens)
 
 
 def encoder_backward_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:

@@ -6,7 +6,7 @@ communication libraries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flowtrain.costs.activations import (
@@ -21,6 +21,7 @@ from flowtrain.costs.encoder_memory import (
     encoder_backward_nbytes,
     encoder_chunk_activation_nbytes,
     encoder_forward_nbytes,
+    encoder_kept_nbytes,
     encoder_layer_activation_nbytes,
     encoder_output_nbytes,
 )
@@ -161,7 +162,7 @@ def _backbone_memory(
 def _with_trained_encoder(
     memory: StepMemory, encoder: EncoderShare, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> StepMemory:
-    """Add encoder layers, which are sharded, gathered and reduced as the backbone's are, and recompute nothing."""
+    """Add encoder layers, which are sharded, gathered and reduced as the backbone's are."""
     dtype, tokens, per_layer = setup.dtype_nbytes, microbatch.num_tower_tokens, encoder.layer_parameters(setup.tp)
     whole = encoder.num_layers * per_layer + encoder.outer_parameters
     shard = -(-whole // setup.num_shards)
@@ -172,8 +173,11 @@ def _with_trained_encoder(
         chunk.in_flight * encoder_chunk_activation_nbytes(encoder.spec, chunk, setup, microbatch)
         for chunk in encoder.chunks
     )
-    activations = encoder_layer_activation_nbytes(encoder.spec, setup, tokens)
-    backward = encoder_backward_nbytes(encoder.spec, setup, tokens)
+    # As for decoder layers: what is recomputed or fetched exists while a layer runs backward.
+    layer, words = encoder_layer_activation_nbytes(encoder.spec, setup, tokens), _words(encoder.chunks, setup)
+    backward = encoder_backward_nbytes(encoder.spec, setup, tokens) + (0 if words == {"none"} else layer)
+    freed = min(0 if word == "full" else encoder_kept_nbytes(encoder.spec, setup, tokens, word) for word in words)
+    num_offloaded = [chunk.layers_by_strategy(setup).get("offload", 0) for chunk in encoder.chunks]
     return replace(
         memory,
         parameters=memory.parameters + FLOAT32_NBYTES * shard,
@@ -181,9 +185,11 @@ def _with_trained_encoder(
         optimizer_state=memory.optimizer_state + FLOAT32_NBYTES * shard * _OPTIMIZER_STATES[setup.optimizer],
         accumulated=memory.accumulated + (FLOAT32_NBYTES * accumulated if setup.accumulates else 0),
         gathered=memory.gathered + dtype * (num_gathered * per_layer + encoder.outer_parameters),
-        activations=memory.activations + kept,
-        working=max(memory.working, _backward_peak_nbytes(setup, backward, per_layer, activations)),
+        activations=memory.activations + kept + (layer if any(num_offloaded) else 0),
+        working=max(memory.working, _backward_peak_nbytes(setup, backward, per_layer, freed)),
         reduced=max(memory.reduced, _reduction_nbytes(setup, encoder.outer_parameters or per_layer)),
+        host=memory.host
+        + sum(chunk.in_flight * layer * count for chunk, count in zip(encoder.chunks, num_offloaded, strict=True)),
     )
 
 
@@ -237,7 +243,7 @@ def _backward_peak_nbytes(setup: TrainingSetup, gradients: int, per_layer: int, 
     return computing + max(0, buffer)
 
 
-def _words(chunks: tuple[Chunk, ...], setup: TrainingSetup) -> set[str]:
+def _words(chunks: Sequence[Chunk | EncoderChunk], setup: TrainingSetup) -> set[str]:
     """Memory strategies of the chunks' layers."""
     return {word for chunk in chunks for word, count in chunk.layers_by_strategy(setup).items() if count}
 

@@ -95,11 +95,8 @@ class Chunk:
     def layers_by_strategy(self, setup: TrainingSetup) -> Mapping[str, int]:
         """Return how many of its layers follow each strategy; ``every_n`` is ``full`` in the first of every n."""
         words = setup.activation_checkpointing
-        if words == "every_n":
-            recomputed = -(-self.num_layers // setup.checkpoint_every)
-            return {"full": recomputed, "none": self.num_layers - recomputed}
         if isinstance(words, str):
-            return {words: self.num_layers}
+            return _by_strategy(words, self.num_layers, setup)
         return Counter(words[self.first_layer : self.first_layer + self.num_layers])
 
 
@@ -117,6 +114,18 @@ class EncoderChunk:
     """Its output goes to another rank."""
     in_flight: int = 1
     """Microbatches whose activations it keeps at once if it is trained."""
+
+    def layers_by_strategy(self, setup: TrainingSetup) -> Mapping[str, int]:
+        """Return how many of its layers follow each strategy: the backbone's word; with a list all keep all."""
+        words = setup.activation_checkpointing
+        return _by_strategy(words if isinstance(words, str) else "none", self.num_layers, setup)
+
+
+def _by_strategy(word: str, num_layers: int, setup: TrainingSetup) -> dict[str, int]:
+    if word != "every_n":
+        return {word: num_layers}
+    recomputed = -(-num_layers // setup.checkpoint_every)
+    return {"full": recomputed, "none": num_layers - recomputed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         last_traced_step=settings.start_step + config.observability.trace_steps,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
-        whole_units=config.mode == "disaggregated",
+        whole_units=config.mode == "disaggregated" or config.pool.exchange == "point_to_point",
+        in_turn=config.pool.exchange == "point_to_point",
     )
 
 
@@ -81,6 +82,7 @@ def assemble_flow(
     num_rejected: int = 0,
     num_seen: int = 0,
     whole_units: bool = False,
+    in_turn: bool = False,
 ) -> Flow:
     """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
     microbatches = Microbatches(parts, whole_units)
@@ -101,7 +103,15 @@ def assemble_flow(
         num_seen=num_seen,
     )
     feeding = Feeding(steps, num_feeders, sampler_state)
-    return Flow(members=members, parts=parts, microbatches=microbatches, steps=steps, log=log, feeding=feeding)
+    return Flow(
+        members=members,
+        parts=parts,
+        microbatches=microbatches,
+        steps=steps,
+        log=log,
+        feeding=feeding,
+        in_turn=in_turn,
+    )
 
 
 def _flops_of(spec: ModelSpec, config: RunConfig, sizes: SampleSizes) -> SampleFlops:

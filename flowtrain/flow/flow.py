@@ -47,6 +47,7 @@ class Flow:
     steps: units.
     log: events for the driver.
     feeding: what each feeder has sized.
+    in_turn: a unit is encoded only when the backbone has read all units before it (``pool.exchange: point_to_point``).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Flow:
         steps: Steps,
         log: EventLog,
         feeding: Feeding,
+        in_turn: bool = False,
     ) -> None:
         self.members = members
         self.parts = parts
@@ -65,6 +67,7 @@ class Flow:
         self.steps = steps
         self.log = log
         self.feeding = feeding
+        self._in_turn = in_turn
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
 
     # --- processes ----------------------------------------------------------------------------------------------
@@ -192,6 +195,9 @@ class Flow:
         if is_fresh:
             self._grown.discard(owner)
         parts.expire_leases()
+        first = parts.leases.first_in_line(encoder) if self._in_turn else None
+        if first is not None and not self.steps.is_turn_to_encode(first.batch.unit):
+            return None
         lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         if lease is None and not is_fresh:
             return ASK_AGAIN if owner in self._grown or may_evict(parts, owner, encoder) else None

@@ -123,10 +123,9 @@ class VisionStage(nn.Module):
             groups.setdefault(size, []).append(index)
         batches = self._batches(inputs, sizes, groups) if sizes else [self._blank(inputs)]
         states = self.run(batches, memory)
-        if not sizes:
-            return states[0].flatten(0, 1)[:0]
         if len(states) == 1:
-            return states[0].flatten(0, 1)
+            flat = states[0].flatten(0, 1) if sizes else states[0].flatten(0, 1)[:0]
+            return flat.clone() if self.is_trained else flat  # FSDP warns of views
         of_images: dict[int, Tensor] = {}
         for indices, state in zip(groups.values(), states, strict=True):
             of_images |= zip(indices, state, strict=True)

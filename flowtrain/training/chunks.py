@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -43,8 +43,13 @@ class BackboneSource(Protocol):
     def backbone_weights(self) -> InitialWeights:
         """The skeleton's first values, the same for every rank."""
 
+
+@runtime_checkable
+class EncoderSource(Protocol):
+    """What ``mode: monolithic`` needs of it too."""
+
     def encoder_skeleton(self, encoder: str) -> VisionStage:
-        """What is computed of an encoder, as ``backbone_skeleton``; only for ``mode: monolithic``."""
+        """What is computed of an encoder, as ``backbone_skeleton``."""
 
     def encoder_weights(self, encoder: str) -> InitialWeights:
         """That skeleton's first values."""
@@ -152,6 +157,7 @@ def build_chunks(
         backbone[stage.index] = module
     encoder, vision = None, dict[int, VisionStage]()
     if partition.of_module(StageModule.ENCODER):
+        assert isinstance(source, EncoderSource), source
         name = next(iter(config.encoders))
         tower = source.encoder_skeleton(name)
         encoder = Encoder(name, tower.shape)

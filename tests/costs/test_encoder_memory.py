@@ -19,7 +19,8 @@ from flowtrain.costs.memory import predict_step_memory
 from flowtrain.costs.training_setup import Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weights import tower_class
-from tests.costs.test_memory import CONNECTOR, MICROBATCH, SPEC, LiveStorages, setup_of
+from flowtrain.pipeline.actions import MemoryStrategy
+from tests.costs.test_memory import CONNECTOR, MICROBATCH, SPEC, STRATEGIES, LiveStorages, setup_of
 
 NUM_LAYERS, NUM_IMAGES, SIDE = 4, 3, 56
 SHAPE = {
@@ -52,7 +53,7 @@ def make_stage(name: str, dtype: torch.dtype) -> VisionStage:
     return VisionStage(tower, feature_layer=-2, drop_first=drops_first, trainable=True).to(dtype)
 
 
-def kept_nbytes(stage: VisionStage, dtype: torch.dtype) -> int:
+def kept_nbytes(stage: VisionStage, dtype: torch.dtype, memory: MemoryStrategy = MemoryStrategy.KEEP) -> int:
     """Bytes that stay alive after a forward, with what the stage got."""
     live, sizes = LiveStorages(), [(SIDE, SIDE)] * NUM_IMAGES
     with live:
@@ -61,7 +62,7 @@ def kept_nbytes(stage: VisionStage, dtype: torch.dtype) -> int:
         else:
             num_tokens = NUM_IMAGES * stage.shape.num_tokens(sizes[0])
             given = torch.randn(num_tokens, stage.shape.width, dtype=dtype).requires_grad_()
-        result = stage(given, sizes)
+        result = stage(given, sizes, memory)
         if stage.is_first:
             del given  # of the batch, not of the stage
     nbytes = live.nbytes(stage)
@@ -92,6 +93,22 @@ def test_a_layer_is_what_one_more_layer_keeps(name: str, dtype: torch.dtype) -> 
     num_tokens = NUM_IMAGES * whole.shape.num_tokens((SIDE, SIDE))
     predicted = encoder_layer_activation_nbytes(spec, setup_of(dtype), num_tokens)
     assert predicted == pytest.approx(three - two, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", STRATEGIES)
+@pytest.mark.parametrize("name", ["siglip", "dinov2, gated"])
+def test_recomputed_layers_keep_what_torch_keeps(name: str, checkpointing: str, dtype: torch.dtype) -> None:
+    stage = make_stage(name, dtype)
+    spec = from_hf_vision_config(stage.shape.config.to_dict())
+    size = (SIDE, SIDE)
+    microbatch = MicrobatchSize(
+        0, 0, NUM_IMAGES * stage.shape.num_rows(size), NUM_IMAGES * stage.shape.num_tokens(size)
+    )
+    setup = setup_of(dtype, activation_checkpointing=checkpointing)
+    chunk = EncoderChunk(NUM_LAYERS, is_trained=True, sends=True)
+    predicted = encoder_chunk_activation_nbytes(spec, chunk, setup, microbatch)
+    assert predicted == pytest.approx(kept_nbytes(stage, dtype, STRATEGIES[checkpointing]), rel=0.05)
 
 
 @pytest.mark.parametrize("name", TOWERS)

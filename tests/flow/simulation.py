@@ -136,6 +136,7 @@ def build_flow(
     num_feeders: int = 1,
     trace_steps: int = 0,
     mode: Mode = "decoupled",
+    in_turn: bool = False,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
     """Return a flow over ``num_steps`` steps of ``BATCH`` samples. sampler_state: after ``start_step``, by arrival."""
@@ -167,7 +168,8 @@ def build_flow(
         dp_size=dp_size,
         num_feeders=num_feeders,
         last_traced_step=start_step + trace_steps,
-        whole_units=mode == "disaggregated",
+        whole_units=mode == "disaggregated" or in_turn,
+        in_turn=in_turn,
     )
 
 

@@ -64,6 +64,7 @@ class FlowMachine(RuleBasedStateMachine):
         num_feeders=st.integers(1, 3),
         short_of_room=st.booleans(),
         mode=st.sampled_from(MODES),
+        in_turn=st.booleans(),
     )
     def start(
         self,
@@ -78,8 +79,10 @@ class FlowMachine(RuleBasedStateMachine):
         num_feeders: int,
         short_of_room: bool,
         mode: Mode,
+        in_turn: bool,
     ) -> None:
         self.now = 0.0
+        self.in_turn = in_turn and mode in ENCODER_MODES
         self.mode = mode
         self.planner = planner_of(DP_SIZE, mode)
         self.num_feeders = num_feeders
@@ -109,6 +112,7 @@ class FlowMachine(RuleBasedStateMachine):
             dp_size=DP_SIZE,
             num_feeders=self.num_feeders,
             mode=self.mode,
+            in_turn=self.in_turn,
             clock=lambda: self.now,
         )
         self.owners: dict[int, Owner] = {}
@@ -198,6 +202,8 @@ class FlowMachine(RuleBasedStateMachine):
         encoder = self.encoders[which]
         order = self.flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes)
         encoder.take(order)
+        if order is not None and order.lease is not None and self.in_turn:
+            assert all(replica.reading >= order.lease.batch.unit for replica in self.replicas)
         if order is not None and order.stop:
             assert self.nothing_is_left_to_run()
 

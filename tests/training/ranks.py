@@ -27,7 +27,7 @@ from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.pipeline.actions import Schedule, schedule_text
 from flowtrain.pipeline.executor import execute
-from flowtrain.pipeline.partition import build_partition
+from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.training.batch import ImageBatch, PackedBatch, SampleArrays, SampleText, build_batch, pack_texts
 from flowtrain.training.chunks import ModelChunks
@@ -36,7 +36,7 @@ from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.models.operators import Operators
-from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
+from tests.pipeline.random_schedules import random_lists, shuffle_legally
 from tests.training.towers import (
     COMPUTED_LAYERS,
     FEATURE_DIM,
@@ -284,7 +284,7 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     if job.schedule_seed is not None and plan.unit.kind is UnitKind.TRAIN:
-        lists = schedule_text(_random_lists(trainer.group.degrees.pp, job, plan))
+        lists = schedule_text(_random_lists(trainer.model.partition, job, plan))
         plan = replace(plan, schedules=(lists,) * plan.dp_size).for_replica(trainer.group.dp_rank)
     actions = trainer.begin_unit(plan)
     with_pixels = trainer.group.pp_rank == trainer.model.partition.entry_rank
@@ -292,19 +292,14 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     return trainer.finish_unit()
 
 
-def _random_lists(pp_size: int, job: Job, plan: StepPlan) -> Schedule:
+def _random_lists(partition: Partition, job: Job, plan: StepPlan) -> Schedule:
     """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged."""
     assert job.schedule_seed is not None
-    random, pipeline = Random(job.schedule_seed * 1000 + plan.unit.step), job.config.pipeline
+    random = Random(job.schedule_seed * 1000 + plan.unit.step)
     if plan.unit.step % 2:
-        return random_schedule(random, stage_ranks(pp_size, pipeline.chunks), [1] * plan.num_slots)
-    lists = build_schedule(
-        pipeline.schedule,
-        build_partition(pp_size * pipeline.chunks, pp_size, pipeline.chunks),
-        num_microbatches=plan.num_slots,
-        training=True,
-    )
-    return shuffle_legally(random, lists, plan.num_slots, num_tries=60)
+        return random_lists(random, partition, plan.num_slots)
+    lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=plan.num_slots, training=True)
+    return shuffle_legally(random, lists, plan.num_slots, num_tries=60, frozen=partition.frozen)
 
 
 def listening_addresses() -> set[str]:
@@ -397,6 +392,9 @@ def run_oracle(job: Job) -> Outcome:
                 kwargs["features"] = torch.cat([plain_features(tower, image) for image in batch.images.pixels])
         loss = torch.stack([model(**kwargs) for kwargs in arguments]).sum() / denominator
         loss.backward()
+        for parameter in tower.parameters() if job.family.trains_tower else ():
+            if parameter.grad is None:  # a step without images is a step of its optimizer too, as of the connector's
+                parameter.grad = torch.zeros_like(parameter)
         gradients = {n: p.grad.numpy().copy() for n, p in named.items() if p.grad is not None}
         outcome.gradients.append(gradients)
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or float("inf"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from flowtrain.pipeline.actions import (
@@ -38,69 +39,136 @@ def one_f_one_b(
     v - 1 chunks of the first group, and the bubble of equal chunks is 1 / v of that of one segment. Groups are as even
     as possible, with at least pp_size microbatches each. So any number of microbatches from pp_size on reaches this
     bubble; groups of pp_size with a short last one would stall.
+
+    Segments without any backward, which come first, are not among the v: each rank spreads their forwards evenly over
+    the others', so that every rank does the same work in the same time, and early enough to be waited for by nobody.
     Raises ValueError for a negative number of microbatches.
     """
-    pp_size, num_segments = partition.pp_size, partition.num_segments
-    groups = _groups(pp_size, num_microbatches)
-    largest = _largest_group(pp_size, num_microbatches)
-    segments = range(num_segments)
-    forwards = [(segment, k) for group in groups for segment in segments for k in group]
-    backwards = [(segment, k) for group in groups for segment in reversed(segments) for k in group]
+    order = _Order.of(partition, num_microbatches)
+    forwards, backwards = order.forwards(), order.backwards()
     orders = []
     for rank, chunks in enumerate(_chunks(partition)):
-        num_warmup = min(_num_warmup(pp_size, rank, num_segments, largest), len(forwards))
+        num_warmup = min(order.num_warmup(rank), len(forwards))
         num_steady = len(forwards) - num_warmup
-        ahead = [_forward(chunks[segment], k, memory) for segment, k in forwards]
         back = [_backward(chunks[segment], k, memory) for segment, k in backwards]
-        steady = (chunk for pair in zip(ahead[num_warmup:], back, strict=False) for chunk in pair)
-        order = [*ahead[:num_warmup], *steady, *back[num_steady:]]
-        orders.append([action for chunk in order for action in chunk])
+        actions: list[Action] = []
+        for index, (segment, k) in enumerate(forwards):
+            actions += _early_forwards(order, index, chunks, memory)
+            actions += _forward(chunks[segment], k, memory)
+            if index >= num_warmup:
+                actions += back[index - num_warmup]
+        orders.append([*actions, *(action for chunk in back[num_steady:] for action in chunk)])
     return insert_transfers(orders, training=True, num_microbatches=num_microbatches, frozen=partition.frozen)
+
+
+def forward_only(partition: Partition, num_microbatches: int) -> Schedule:
+    """Action lists of all ranks for evaluation, in the order of `one_f_one_b`'s forwards; raises as it does."""
+    order, memory = _Order.of(partition, num_microbatches), MemoryStrategy.KEEP
+    orders = []
+    for chunks in _chunks(partition):
+        actions: list[Action] = []
+        for index, (segment, k) in enumerate(order.forwards()):
+            actions += _early_forwards(order, index, chunks, memory)
+            actions += _forward(chunks[segment], k, memory)
+        orders.append(actions)
+    return insert_transfers(orders, training=False, num_microbatches=num_microbatches)
 
 
 def in_flight_by_chunk(partition: Partition, rank: int, num_microbatches: int) -> list[int]:
     """Return for each segment of a rank how many microbatches it keeps when the first backward starts.
 
     Their sum is also the most that the rank keeps later. It counts the warm-up and the forward that follows it. In an
-    interleaved schedule, microbatches go through a chunk in groups. A chunk without backward keeps none; if groups then
-    differ in size, the rank later keeps up to one more for each such chunk, which the last count includes. Raises as
-    `one_f_one_b` does.
+    interleaved schedule, microbatches go through a chunk in groups. A chunk without backward keeps none; if it is not
+    in a segment of such chunks and groups differ in size, the rank later keeps up to one more for each, which the last
+    count includes. Raises as `one_f_one_b` does.
     """
-    pp_size, num_segments = partition.pp_size, partition.num_segments
-    group = _largest_group(pp_size, num_microbatches)
-    ahead = _num_warmup(pp_size, rank, num_segments, group) + 1
-    in_flight = [0] * num_segments
-    left = min(ahead, num_microbatches * num_segments)
+    order = _Order.of(partition, num_microbatches)
+    in_flight = [0] * partition.num_segments
+    left = min(order.num_warmup(rank) + 1, num_microbatches * order.num_segments)
     while left:
-        for segment in range(num_segments):
-            added = min(left, group)
+        for segment in order.segments:
+            added = min(left, order.largest_group)
             in_flight[segment] += added
             left -= added
     kept = {stage.segment for stage in partition.of_rank(rank) if stage.has_backward}
-    if len(kept) < num_segments and num_microbatches % _num_groups(pp_size, num_microbatches):
-        in_flight[-1] = min(in_flight[-1] + num_segments - len(kept), num_microbatches)
+    if len(kept) < order.num_segments and num_microbatches % order.num_groups:
+        in_flight[-1] = min(in_flight[-1] + order.num_segments - len(kept), num_microbatches)
     return [count if segment in kept else 0 for segment, count in enumerate(in_flight)]
 
 
-def _num_warmup(pp_size: int, rank: int, num_segments: int, group: int) -> int:
-    later_ranks = pp_size - 1 - rank
-    return later_ranks if num_segments == 1 else 2 * later_ranks + (num_segments - 1) * group
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The order in which ranks run the chunks of their segments."""
+
+    pp_size: int
+    num_early: int
+    """Segments without any backward; they come first."""
+    num_segments: int
+    """The other segments."""
+    num_microbatches: int
+
+    @classmethod
+    def of(cls, partition: Partition, num_microbatches: int) -> _Order:
+        if num_microbatches < 0:
+            raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 0")
+        num_early = min(stage.segment for stage in partition.stages if stage.has_backward)
+        return cls(partition.pp_size, num_early, partition.num_segments - num_early, num_microbatches)
+
+    @property
+    def segments(self) -> range:
+        """Segments with a backward."""
+        return range(self.num_early, self.num_early + self.num_segments)
+
+    @property
+    def num_groups(self) -> int:
+        """Even groups of at least pp_size microbatches, larger groups first; one group if there are fewer."""
+        return max(1, self.num_microbatches // self.pp_size)
+
+    @property
+    def largest_group(self) -> int:
+        """Microbatches of the first group."""
+        return -(-self.num_microbatches // self.num_groups)
+
+    def groups(self) -> list[range]:
+        size, num_larger = divmod(self.num_microbatches, self.num_groups)
+        starts = [index * size + min(index, num_larger) for index in range(self.num_groups + 1)]
+        return [range(start, end) for start, end in pairwise(starts)]
+
+    def forwards(self) -> list[tuple[int, int]]:
+        """(segment, microbatch) of every forward chunk, without the early segments."""
+        return [(segment, k) for group in self.groups() for segment in self.segments for k in group]
+
+    def backwards(self) -> list[tuple[int, int]]:
+        return [(segment, k) for group in self.groups() for segment in reversed(self.segments) for k in group]
+
+    def num_warmup(self, rank: int) -> int:
+        """Forwards before the one after which forwards and backwards alternate."""
+        later_ranks = self.pp_size - 1 - rank
+        if self.num_segments == 1:
+            return later_ranks
+        return 2 * later_ranks + (self.num_segments - 1) * self.largest_group
+
+    def num_early_done(self, segment: int, index: int) -> int:
+        """Microbatches that an early segment has run before forward chunk ``index`` of the others; 0 before the first.
+
+        A rank is one microbatch ahead of the next rank. In a group, the others' first segment comes first as a whole.
+        """
+        if index < 0:
+            return 0
+        burst = self.largest_group - -(-self.largest_group // self.num_segments)
+        ahead = (self.num_early - segment) * self.pp_size + burst
+        return min(index // self.num_segments + ahead, self.num_microbatches)
 
 
-def forward_only(partition: Partition, num_microbatches: int) -> Schedule:
-    """Action lists of all ranks for evaluation, in the order of `one_f_one_b`'s forwards; raises as it does."""
-    groups = _groups(partition.pp_size, num_microbatches)
-    orders = [
-        [
-            action
-            for group in groups
-            for chunk in chunks
-            for k in group
-            for action in _forward(chunk, k, MemoryStrategy.KEEP)
-        ]
-        for chunks in _chunks(partition)
-    ]
-    return insert_transfers(orders, training=False, num_microbatches=num_microbatches)
+def _early_forwards(
+    order: _Order, index: int, chunks: Sequence[tuple[Stage, ...]], memory: ScheduleMemory
+) -> list[Action]:
+    """Forwards of the early segments right before forward chunk ``index`` of the others."""
+    actions: list[Action] = []
+    for segment in range(order.num_early):
+        for k in range(order.num_early_done(segment, index - 1), order.num_early_done(segment, index)):
+            actions += _forward(chunks[segment], k, memory)
+    return actions
 
 
 def _chunks(partition: Partition) -> list[list[tuple[Stage, ...]]]:
@@ -110,27 +178,6 @@ def _chunks(partition: Partition) -> list[list[tuple[Stage, ...]]]:
         chunks[stage.rank][stage.segment] += (stage,)
     assert all(map(all, chunks)), f"a rank has no stage in a segment: {partition}"
     return chunks
-
-
-def _groups(pp_size: int, num_microbatches: int) -> list[range]:
-    """The microbatches in even groups of at least pp_size, larger groups first; one group if there are fewer."""
-    num_groups = _num_groups(pp_size, num_microbatches)
-    if num_microbatches == 0:
-        return []
-    size, num_larger = divmod(num_microbatches, num_groups)
-    starts = [index * size + min(index, num_larger) for index in range(num_groups + 1)]
-    return [range(start, end) for start, end in pairwise(starts)]
-
-
-def _largest_group(pp_size: int, num_microbatches: int) -> int:
-    """Size of the first of ``_groups``, without building them: the allocator asks for thousands."""
-    return -(-num_microbatches // _num_groups(pp_size, num_microbatches))
-
-
-def _num_groups(pp_size: int, num_microbatches: int) -> int:
-    if num_microbatches < 0:
-        raise ValueError(f"num_microbatches ({num_microbatches}) must be at least 0")
-    return max(1, num_microbatches // pp_size)
 
 
 def _forward(chunk: tuple[Stage, ...], microbatch: int, memory: ScheduleMemory) -> list[Action]:

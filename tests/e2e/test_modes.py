@@ -69,7 +69,7 @@ def config_of(directory: Path, mode: str, name: str, *overrides: str) -> RunConf
         directory / "data.parquet",
         name,
         data={"shuffle": False, "eval": {"path": str(directory / "eval.parquet"), "every_steps": 2}},
-        training={"global_batch_size": BATCH, "max_steps": NUM_STEPS, "optimizer": "sgd", "learning_rate": 0.1},
+        training={"global_batch_size": BATCH, "max_steps": NUM_STEPS, "optimizer": "sgd"},
         checkpoint={"every_steps": CHECKPOINT_STEP, "background": False},
     )
     given = [f"mode={mode}", "encoders.vision.data_parallel_size=1", "encoders.vision.config.num_hidden_layers=3"]

@@ -27,7 +27,7 @@ from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.types.plan import StepPlan
 from tests.e2e.disturbed import exact_metrics, json_lines
-from tests.e2e.oracle import PlainLoop, relative_difference
+from tests.e2e.oracle import PlainLoop
 from tests.e2e.worlds import World, tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -224,7 +224,9 @@ TOWER = "model.vision_tower."
 @pytest.fixture(scope="module")
 def trained(directory: Path, ray_cluster: None) -> RunConfig:
     """A run that trains the encoder too."""
-    config = config_of(directory, "monolithic", "trained", "encoders.vision.trainable=true")
+    # Without clipping, since torch sums norms in float32, which would scale all of the plain loop's updates.
+    overrides = ("encoders.vision.trainable=true", "training.max_grad_norm=0")
+    config = config_of(directory, "monolithic", "trained", *overrides)
     run_training(config)
     return config
 
@@ -243,7 +245,8 @@ def test_a_trained_encoder_is_that_of_the_plain_loop_and_is_exported(trained: Ru
     ours, theirs = model.state_dict(), loop.model.state_dict()
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
-        assert relative_difference(ours[name], expected) < 1e-5, name
+        # Biases begin at zero, so that they show the gradients; that of a key projection is noise around zero.
+        assert float((ours[name] - expected).norm()) < 1e-5 * max(float(expected.norm()), 1e-6), name
     changed = [name for name in first if not torch.equal(ours[name], first[name])]
     layers = {name.split(".layers.")[1].split(".")[0] for name in changed if ".layers." in name}
     assert layers == {"0", "1"}, "the last layer computes no feature"

@@ -44,6 +44,16 @@ def refusal(path: Path, *overrides: str) -> str:
         ("limits.stall_timeout_s=.inf", "limits.stall_timeout_s = inf: must be a finite number"),
         ("training.betas=0.9", "training.betas = 0.9: must be a list"),
         ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be 'blocks', 'rows' or 'none'"),
+        (
+            "backbone.activation_checkpointing=sometimes",
+            "backbone.activation_checkpointing = 'sometimes': must be one of none, full, selective, offload, every_n, "
+            "or a list with a word for each decoder layer",
+        ),
+        (
+            "backbone.activation_checkpointing=[none, every_n]",
+            "backbone.activation_checkpointing.1 = 'every_n': a list has one of none, full, selective, offload for "
+            "each decoder layer",
+        ),
         ("data.order=arival", "data.order = 'arival': must be 'deterministic' or 'arrival'; did you mean 'arrival'?"),
         ("data.sources=[]", "data.sources has 0 entries; it must have at least 1"),
         ("encoders={}", "encoders has 0 entries; it must have at least 1"),
@@ -66,6 +76,21 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         (
             ["pool.hbm_segment_nbytes=2097152", "pool.max_segment_nbytes=1048576", "pool.feeder_segment_nbytes=65536"],
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
+        ),
+        (
+            ["pool.exchange=point_to_point", "mode=llm_only"],
+            "pool.exchange ('point_to_point') moves features from encoder actors to the backbone, and mode 'llm_only' "
+            "has no such actors; leave out the key",
+        ),
+        (
+            ["pool.exchange=point_to_point", "pool.network=auto"],
+            "pool.exchange ('point_to_point') works inside one node, and pool.network ('auto') lets a run use several; "
+            "set the second to 'none', or the first to 'pool'",
+        ),
+        (
+            ["pool.exchange=point_to_point", "pool.hbm_segment_nbytes=4096", "model.device=auto"],
+            "pool.hbm_segment_nbytes (4096) is memory that others map, and pool.exchange ('point_to_point') maps none "
+            "for features; set the first to 0",
         ),
         (
             ["pool.max_processes=6", "backbone.data_parallel_size=4", "data.num_feeders=2"],

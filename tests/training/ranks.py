@@ -36,7 +36,7 @@ from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.models.operators import Operators
-from tests.pipeline.random_schedules import random_lists, shuffle_legally
+from tests.pipeline.random_schedules import random_schedule, shuffle_legally
 from tests.training.towers import (
     COMPUTED_LAYERS,
     FEATURE_DIM,

@@ -12,6 +12,7 @@ from shared.backbone_data import FEATURE_DIM, PlainBatch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
+from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
@@ -113,7 +114,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _Source(TextSource):
     """The trainer's model source: the benchmark's language model, with a connector that gets no rows."""
 
     setting: Setting

@@ -23,6 +23,7 @@ from _report import Figure, at_most, commit, emit
 from rich.console import Console
 from shared.backbone_data import FEATURE_DIM
 
+from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
@@ -40,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(TextSource):
     """The trainer's model source: a language model of random weights, frozen or not, and a connector."""
 
     setting: Setting

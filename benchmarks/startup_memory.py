@@ -26,6 +26,7 @@ from _report import Figure, at_most, emit
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
@@ -47,7 +48,7 @@ START_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(TextSource):
     """A Qwen3 of these sizes, and the source of its weights."""
 
     num_layers: int

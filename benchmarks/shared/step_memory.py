@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.encoder_memory import EncoderShare
@@ -74,8 +75,8 @@ class Case:
     num_microbatches: int = 2
     encoder: Mapping[str, Any] | None = None
     """Keys of the encoder in the pipeline (``mode: monolithic``); None: features come from outside."""
-    place: str = "first"
-    """As ``pipeline.encoder_layers``."""
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the configuration's section."""
 
     @property
     def feature_dim(self) -> int:
@@ -90,7 +91,7 @@ class Case:
                 "mode": "decoupled" if self.encoder is None else "monolithic",
                 "model": {"dtype": self.dtype},
                 "encoders": {"vision": {"path": "unused", **(self.encoder or {})}},
-                "pipeline": {"encoder_layers": self.place},
+                "pipeline": self.pipeline,
                 "backbone": {"path": "unused", "pipeline_parallel_size": self.degrees.pp, **self.backbone},
                 "data": {"sources": [{"path": "unused"}]},
                 "training": {"max_steps": 10, "global_batch_size": 64},
@@ -124,6 +125,9 @@ class Case:
 _EACH, _ONCE = {"gradient_reduction": "microbatch"}, {"gradient_reduction": "step"}
 _HYBRID = {"sharding": "hybrid", "hybrid_shard_size": 2}
 _WHOLE = {"sequence_parallel": False}
+_WORDS = ["none", "full", "selective", "offload", "full", "none"]
+_DTYPE, _OWN = "bfloat16", {"encoder_layers": "own"}
+_MIXED = {"encoder_layers": "mixed", "partition": [4, 8]}  # the first rank has nothing but encoder layers
 _TRAINED, _RECOMPUTED = {"trainable": True}, _EACH | {"activation_checkpointing": "full"}
 CASES = {
     case.name: case
@@ -140,14 +144,14 @@ CASES = {
         Case("tp 4, tokens whole", Degrees(tp=4), _ONCE | _WHOLE),
         Case("tp 2, selective", Degrees(dp=2, tp=2), _EACH | {"activation_checkpointing": "selective"}),
         Case("tp 2, offloaded", Degrees(dp=2, tp=2), _EACH | {"activation_checkpointing": "offload"}),
-        Case("frozen encoder", Degrees(dp=4), _EACH, encoder={}),
+        Case("a word for each layer", Degrees(dp=4), _EACH | {"activation_checkpointing": _WORDS}),
+        Case("pp 2", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4),
         Case("frozen encoder, recomputed", Degrees(dp=4), _RECOMPUTED, encoder={}),
         Case("trained encoder", Degrees(dp=4), _EACH, encoder=_TRAINED),
         Case("trained encoder, recomputed", Degrees(dp=4), _RECOMPUTED, encoder=_TRAINED),
-        Case("trained encoder, pp 2, first", Degrees(dp=2, pp=2), _ONCE, encoder=_TRAINED),
-        Case("trained encoder, pp 2, mixed", Degrees(dp=2, pp=2), _EACH, encoder=_TRAINED, place="mixed"),
-        Case("trained encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, encoder=_TRAINED, place="own"),
-        Case("frozen encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, encoder={}, place="own"),
+        Case("trained encoder, pp 2, mixed", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4, _TRAINED, _MIXED),
+        Case("trained encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4, _TRAINED, _OWN),
+        Case("frozen encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, _DTYPE, 4, {}, _OWN),
     )
 }
 """Each of four ranks, so that they differ in one setting from another."""
@@ -222,7 +226,7 @@ def _measured(rank: int, case: Case, port: int, listener: Any) -> Measured:
     return Measured(parameters + live.peak_nbytes - host.bound_nbytes, host.peak_nbytes)
 
 
-class _Source:
+class _Source(TextSource):
     """The trainer's model source."""
 
     def __init__(self, case: Case) -> None:

@@ -124,10 +124,10 @@ class BackboneConfig(ConfigModel):
         if not isinstance(value, list | tuple):
             if value in words:
                 return value
-            said = f"{key} ({value!r}) is none of {', '.join(words)}, nor a list with a word for each decoder layer"
+            said = f"{key} = {value!r}: must be one of {', '.join(words)}, or a list with a word for each decoder layer"
             raise ConfigError.of(key, FaultCode.VALUE, said)
         for layer, word in enumerate(value):
             if word not in each:
-                said = f"{key}: layer {layer} has {word!r}; a list has one of {', '.join(each)} for each decoder layer"
+                said = f"{key}.{layer} = {word!r}: a list has one of {', '.join(each)} for each decoder layer"
                 raise ConfigError.of(key, FaultCode.VALUE, said)
         return tuple(value)

@@ -1,18 +1,24 @@
-"""Tensor parallelism of frozen vision towers, with one plan for each type: transformers has none for most types."""
+"""Tensor parallelism of vision towers, with one plan for each type: transformers has none for most types."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from flowtrain.errors import ConfigError
-from flowtrain.models.parallel_layers import ColwiseLinear, RowwiseLinear, shard_bounds
+from flowtrain.models.parallel_layers import (
+    ColwiseLinear,
+    RowwiseLinear,
+    local_shard,
+    shard_bounds,
+    with_local_parameters,
+)
 
 _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 
@@ -34,36 +40,110 @@ TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
 """By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split."""
 
 
+def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:
+    """Raise ConfigError if ``size`` ranks cannot split a tower's layers; needs neither ranks nor memory.
+
+    key: whose ``tensor_parallel_size`` it is.
+    """
+    config = tower.config
+    if config.num_attention_heads % size:
+        raise ConfigError(
+            f"{key}.tensor_parallel_size ({size}) does not divide the tower's num_attention_heads "
+            f"({config.num_attention_heads})"
+        )
+    found = {_pattern(name).rpartition(".")[2] for name, _ in tower.named_modules() if _style(tower, name)}
+    if not found >= set(_QUERY_KEY_VALUE) or not found & {"fc1", "gate_proj"}:
+        raise ConfigError(
+            f"{key}.tensor_parallel_size: the installed transformers builds {config.model_type} in a way that "
+            "FlowTrain cannot split; set it to 1"
+        )
+
+
+def _pattern(name: str) -> str:
+    """A module's name, with ``*`` for numbers."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _style(tower: PreTrainedModel, name: str) -> str | None:
+    """How a module is split; None: it is not."""
+    return TOWER_PLANS[tower.config.model_type].get(_pattern(name))
+
+
 def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> None:
     """Split a frozen tower's layers over the ranks of ``mesh`` (one axis, size above 1), in place.
 
     Each rank has its share of the attention heads and of the MLP's features; embeddings, norms and everything after the
-    layers stay whole. Split weights become plain tensors that hold only the rank's part, on the device ``meta``
-    DTensors, which say which part that is: for inference. key: whose ``tensor_parallel_size`` it is, for messages.
-    Raises ConfigError if the heads cannot be split evenly, or if the installed
-    transformers builds such a tower in another way.
+    layers stay whole. Weights become plain tensors that hold only the rank's part: for inference. Raises as
+    ``check_tower_split``.
     """
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
-    num_heads = tower.config.num_attention_heads
-    if num_heads % mesh.size():
-        raise ConfigError(
-            f"{key}.tensor_parallel_size ({mesh.size()}) does not divide the tower's num_attention_heads ({num_heads})"
-        )
-    plan, found = TOWER_PLANS[tower.config.model_type], set()
+    check_tower_split(tower, mesh.size(), key)
     for name, module in list(tower.named_modules()):
-        pattern = re.sub(r"\b\d+\b", "*", name)
-        style = plan.get(pattern)
+        style = _style(tower, name)
         if style is not None:
-            found.add(pattern.rpartition(".")[2])
             _SPLITS[style](cast(nn.Linear, module), mesh)
+            module.__dict__["enters_region"] = False  # no gradients
+    _share_heads(tower, mesh)
+
+
+def distribute_tower(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split a tower of the backbone's ranks, or a stage's part of one, on the device ``meta``, in place.
+
+    Every parameter becomes a DTensor on ``mesh``, as ``tensor_parallel.parallelize`` has it. What is not split computes
+    the same on all ranks, and its gradients are the same there, since those of split layers' inputs are summed.
+    """
+    for name, module in list(tower.named_modules()):
+        style = _style(tower, name)
+        if style is not None:
+            assert type(module) is nn.Linear, module
+            _distribute(module, mesh, 0 if style == "colwise" else 1)
+            _become(module, ColwiseLinear if style == "colwise" else RowwiseLinear, mesh)
+        else:
+            _distribute(module, mesh, None)
+            if module._parameters and not name.startswith("embeddings"):
+                module.__class__ = with_local_parameters(type(module))
+    if embeddings := tower._modules.get("embeddings"):
+        embeddings.__class__ = _with_local_tree(type(embeddings))
+    _share_heads(tower, mesh)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int | None) -> None:
+    """Make a module's own parameters DTensors; dim: of the weight, along which it is split; None: on all ranks."""
+    for name, parameter in module.named_parameters(recurse=False):
+        splits = dim is not None and (name == "weight" or dim == 0)  # the bias of a rowwise layer is whole
+        placement = Shard(dim) if splits and dim is not None else Replicate()
+        tensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+
+
+def _with_local_tree(module_class: type[nn.Module]) -> type[nn.Module]:
+    """As ``with_local_parameters``, for a module that also reads parameters of its children."""
+
+    class WithLocalTree(module_class):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            whole = {module: module._parameters for module in self.modules()}
+            for module, parameters in whole.items():
+                module._parameters = {
+                    name: None if parameter is None else local_shard(parameter)
+                    for name, parameter in parameters.items()
+                }
+            try:
+                return super().forward(*args, **kwargs)
+            finally:
+                for module, parameters in whole.items():
+                    module._parameters = parameters
+
+    WithLocalTree.__name__ = module_class.__name__
+    return WithLocalTree
+
+
+def _share_heads(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Let attention modules know that a rank has a share of the heads."""
+    plan, num_heads = TOWER_PLANS[tower.config.model_type], tower.config.num_attention_heads
+    for name, module in tower.named_modules():
         for attribute in ("num_heads", "num_attention_heads"):
-            if f"{pattern}.q_proj" in plan and hasattr(module, attribute):
+            if f"{_pattern(name)}.q_proj" in plan and hasattr(module, attribute):
                 setattr(module, attribute, num_heads // mesh.size())
-    if not found >= set(_QUERY_KEY_VALUE) or not found & {"fc1", "gate_proj"}:
-        raise ConfigError(
-            f"{key}.tensor_parallel_size: the installed transformers builds {tower.config.model_type} in a way that "
-            "FlowTrain cannot split; set it to 1"
-        )
 
 
 def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
@@ -71,7 +151,6 @@ def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
     if linear.bias is not None:
         _keep(linear, "bias", 0, mesh)
     _become(linear, ColwiseLinear, mesh)
-    linear.__dict__["enters_region"] = False  # no gradients
 
 
 def _split_rows(linear: nn.Linear, mesh: DeviceMesh) -> None:
@@ -86,9 +165,7 @@ def _keep(linear: nn.Linear, name: str, dim: int, mesh: DeviceMesh) -> None:
     """Keep a part of a parameter, as a copy, so that the rest is freed."""
     whole = linear.get_parameter(name).detach()
     start, stop = shard_bounds(whole.shape[dim], mesh)
-    part: Tensor = whole.narrow(dim, start, stop - start).clone()
-    if whole.is_meta:
-        part = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+    part = whole.narrow(dim, start, stop - start).clone()
     linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
 

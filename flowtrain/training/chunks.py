@@ -16,7 +16,7 @@ from flowtrain.models.families.base import encoder_prefix
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.models.stage import take_stage, tied_names
 from flowtrain.models.tensor_parallel import parallelize
-from flowtrain.models.tower_plans import parallelize_tower
+from flowtrain.models.tower_plans import distribute_tower
 from flowtrain.models.vision_stage import TowerShape, VisionStage
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.configured import configured_partition
@@ -189,7 +189,7 @@ def _build_vision(
     for stage in (each for each in stages if each.rank == group.pp_rank):
         module = tower.take(stage.layers, is_first=stage.index == 0, is_last=stage.index == len(stages) - 1)
         if group.degrees.tp > 1:
-            parallelize_tower(module.tower, group.mesh[TP_AXIS], "backbone")
+            distribute_tower(module.tower, group.mesh[TP_AXIS])
         if tower.is_trained:
             _shard(module, module.layers, config, group)
         materialize(module, group.device, weights, from_checkpoint=from_checkpoint)

@@ -44,6 +44,16 @@ def refusal(path: Path, *overrides: str) -> str:
         ("limits.stall_timeout_s=.inf", "limits.stall_timeout_s = inf: must be a finite number"),
         ("training.betas=0.9", "training.betas = 0.9: must be a list"),
         ("data.shuffle=perhaps", "data.shuffle = 'perhaps': must be 'blocks', 'rows' or 'none'"),
+        (
+            "backbone.activation_checkpointing=sometimes",
+            "backbone.activation_checkpointing = 'sometimes': must be one of none, full, selective, offload, every_n, "
+            "or a list with a word for each decoder layer",
+        ),
+        (
+            "backbone.activation_checkpointing=[none, every_n]",
+            "backbone.activation_checkpointing.1 = 'every_n': a list has one of none, full, selective, offload for "
+            "each decoder layer",
+        ),
         ("data.order=arival", "data.order = 'arival': must be 'deterministic' or 'arrival'; did you mean 'arrival'?"),
         ("data.sources=[]", "data.sources has 0 entries; it must have at least 1"),
         ("encoders={}", "encoders has 0 entries; it must have at least 1"),

@@ -7,7 +7,7 @@ import torch
 
 from flowtrain.config.model import BackboneConfig
 from flowtrain.models.activation_memory import applied
-from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy, parse_memory
 from flowtrain.pipeline.configured import configured_strategy
 from tests.models.operators import Operators
 from tests.models.ranks import QWEN3, assert_close, full_gradients, make_backbone, make_batch
@@ -15,7 +15,9 @@ from tests.models.ranks import QWEN3, assert_close, full_gradients, make_backbon
 KEEP, RECOMPUTE, SELECTIVE = MemoryStrategy.KEEP, MemoryStrategy.RECOMPUTE, MemoryStrategy.SELECTIVE
 OFFLOAD = MemoryStrategy.OFFLOAD
 EVERY_2, EVERY_3 = (MemoryStrategy(MemoryKind.RECOMPUTE, every) for every in (2, 3))
-ALL = [KEEP, RECOMPUTE, SELECTIVE, EVERY_2, EVERY_3, OFFLOAD]
+BY_LAYER = parse_memory("offload*1+recompute*1+selective*1")
+ENDS_OFFLOADED = parse_memory("offload*1+keep*1+offload*1")
+ALL = [KEEP, RECOMPUTE, SELECTIVE, EVERY_2, EVERY_3, OFFLOAD, BY_LAYER, ENDS_OFFLOADED]
 
 
 def run(backbone, strategy):
@@ -36,7 +38,15 @@ def test_gradients_are_the_same(strategy):
 
 @pytest.mark.parametrize(
     ("strategy", "recomputed"),
-    [(KEEP, []), (RECOMPUTE, [0, 1, 2]), (EVERY_2, [0, 2]), (EVERY_3, [0]), (OFFLOAD, [])],
+    [
+        (KEEP, []),
+        (RECOMPUTE, [0, 1, 2]),
+        (EVERY_2, [0, 2]),
+        (EVERY_3, [0]),
+        (OFFLOAD, []),
+        (BY_LAYER, [1, 2]),
+        (ENDS_OFFLOADED, []),
+    ],
 )
 def test_which_layers_run_twice(strategy, recomputed):
     backbone, runs = make_backbone(QWEN3), []
@@ -114,6 +124,7 @@ def test_a_call_that_does_not_say_follows_the_backbone():
         ({"activation_checkpointing": "selective"}, SELECTIVE),
         ({"activation_checkpointing": "every_n", "checkpoint_every": 3}, EVERY_3),
         ({"activation_checkpointing": "offload"}, OFFLOAD),
+        ({"activation_checkpointing": ["full", "none"]}, KEEP),
     ],
 )
 def test_what_the_configuration_stands_for(settings, strategy):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Sequence
 from random import Random
 
 from flowtrain.errors import ScheduleError
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryKind, MemoryStrategy, Schedule, StageModule
-from flowtrain.pipeline.partition import Partition
+from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.pipeline.transfers import insert_transfers
 from flowtrain.pipeline.validate import validate
 
@@ -22,79 +19,49 @@ STRATEGIES = (
     MemoryStrategy.OFFLOAD,
 )
 
+_Done = tuple[ActionKind, int, int, int | None]
+"""Kind, position of the stage, microbatch and part of a computation."""
 
-def stage_ranks(pp_size: int, chunks_per_rank: int, random: Random | None = None) -> list[int]:
-    """The rank of every stage: in the usual order, or with each chunk's stages on the ranks in a random order."""
-    ranks: list[int] = []
-    for _ in range(chunks_per_rank):
-        chunk = list(range(pp_size))
-        if random is not None:
-            random.shuffle(chunk)
-        ranks += chunk
-    return ranks
+
+def shuffled(random: Random, pp_size: int, chunks: int) -> Partition:
+    """A backbone of which each segment's stages lie on the ranks in a random order."""
+    stages: list[Stage] = []
+    for segment in range(chunks):
+        for rank in random.sample(range(pp_size), pp_size):
+            index = len(stages)
+            stages.append(Stage(StageModule.BACKBONE, index, rank, segment, range(2 * index, 2 * index + 2)))
+    return Partition(tuple(stages))
 
 
 def random_schedule(
-    random: Random, ranks: Sequence[int], num_parts: Sequence[int], *, join_stage: int = 0, training: bool = True
+    random: Random, partition: Partition, num_parts: Sequence[int], *, join_at: int = 0, training: bool = True
 ) -> Schedule:
     """Lists of a random order that can run.
 
-    ranks: rank of every stage. num_parts: number of sub-microbatches of each microbatch before ``join_stage``; from
-    that stage on it runs whole. 1: it is always whole.
+    num_parts: number of sub-microbatches of each microbatch in the stages before position ``join_at``; from that stage
+    on it runs whole. 1: it is always whole.
     """
-    pp_size = max(ranks) + 1
-    orders: list[list[Action]] = [[] for _ in range(pp_size)]
-    waiting = _computations(random, ranks, num_parts, join_stage, training, pp_size)
-    done: set[tuple[ActionKind, int, int, int | None]] = set()
+    stages = partition.stages
+    orders: list[list[Action]] = [[] for _ in range(partition.pp_size)]
+    waiting = _computations(random, stages, num_parts, join_at, training)
+    done: set[_Done] = set()
     while waiting:
-        ready = [action for action, needs in waiting.items() if needs <= done]
-        action = random.choice(ready)
-        del waiting[action]
-        done.add((action.kind, action.stage, action.microbatch, action.sub_microbatch))
-        orders[ranks[action.stage]].append(action)
+        action = random.choice([action for action, (_, needs) in waiting.items() if needs <= done])
+        position, _ = waiting.pop(action)
+        done.add((action.kind, position, action.microbatch, action.sub_microbatch))
+        orders[stages[position].rank].append(action)
     durations = {kind: random.choice([0.5, 1.0, 3.0]) for kind in ActionKind}
     return insert_transfers(
         orders,
         training=training,
         num_microbatches=len(num_parts),
+        frozen=partition.frozen,
         duration=lambda action: durations[action.kind] * (1 + action.microbatch % 3),
     )
 
 
-def random_lists(random: Random, partition: Partition, num_microbatches: int) -> Schedule:
-    """Lists of a random order over the stages of a partition; microbatches join from parts somewhere in the encoder."""
-    stages = partition.stages
-    join, parts = random.randint(0, len(partition.of_module(StageModule.ENCODER))), Counter[int]()
-    for k in range(num_microbatches):
-        parts[k] = random.randint(1, 3)
-
-    def names(place: int, k: int) -> list[int | None]:
-        return [None] if place >= join or parts[k] == 1 else list(range(parts[k]))
-
-    waiting: dict[tuple[bool, int, int, int | None], tuple[Action, set[tuple[bool, int, int, int | None]]]] = {}
-    for (place, stage), k in product(enumerate(stages), range(num_microbatches)):
-        before = names(place - 1, k) if place else []
-        for part in names(place, k):
-            memory = random.choice(STRATEGIES) if stage.has_backward else MemoryStrategy.KEEP
-            forward = Action(ActionKind.FORWARD_STAGE, stage.index, k, stage.segment, stage.module, part, memory)
-            needs = {(False, place - 1, k, each) for each in ([part] if part in before else before)}
-            waiting[False, place, k, part] = forward, needs
-            if stage.has_backward:
-                needs = {(False, place, k, part)}
-                if place + 1 < len(stages):
-                    needs.add((True, place + 1, k, part if part in names(place + 1, k) else None))
-                waiting[True, place, k, part] = replace(forward, kind=ActionKind.BACKWARD_STAGE), needs
-    orders: list[list[Action]] = [[] for _ in range(partition.pp_size)]
-    done: set[tuple[bool, int, int, int | None]] = set()
-    while waiting:
-        work = random.choice([work for work, (_, needs) in waiting.items() if needs <= done])
-        orders[stages[work[1]].rank].append(waiting.pop(work)[0])
-        done.add(work)
-    return insert_transfers(orders, training=True, num_microbatches=num_microbatches, frozen=partition.frozen)
-
-
 def shuffle_legally(
-    random: Random, lists: Schedule, num_microbatches: int, num_tries: int, frozen: Collection[StageModule] = ()
+    random: Random, lists: Schedule, partition: Partition, num_microbatches: int, num_tries: int
 ) -> Schedule:
     """Exchange neighbours in training lists at random, keeping the exchanges that the validator accepts."""
     for _ in range(num_tries):
@@ -106,7 +73,7 @@ def shuffle_legally(
         actions[first : first + 2] = reversed(actions[first : first + 2])
         changed = (*lists[:rank], tuple(actions), *lists[rank + 1 :])
         try:
-            validate(changed, training=True, num_microbatches=num_microbatches, frozen=frozen)
+            validate(changed, training=True, num_microbatches=num_microbatches, partition=partition)
         except ScheduleError:
             continue
         lists = changed
@@ -114,26 +81,27 @@ def shuffle_legally(
 
 
 def _computations(
-    random: Random, ranks: Sequence[int], num_parts: Sequence[int], join_stage: int, training: bool, pp_size: int
-) -> dict[Action, set[tuple[ActionKind, int, int, int | None]]]:
-    """Every computation with the computations that it needs."""
+    random: Random, stages: Sequence[Stage], num_parts: Sequence[int], join_at: int, training: bool
+) -> dict[Action, tuple[int, set[_Done]]]:
+    """Every computation with its position in the flow and the computations that it needs."""
     forward, backward = ActionKind.FORWARD_STAGE, ActionKind.BACKWARD_STAGE
 
-    def parts(stage: int, k: int) -> list[int | None]:
-        return [None] if stage >= join_stage or num_parts[k] == 1 else list(range(num_parts[k]))
+    def parts(position: int, k: int) -> list[int | None]:
+        return [None] if position >= join_at or num_parts[k] == 1 else list(range(num_parts[k]))
 
-    needs: dict[Action, set[tuple[ActionKind, int, int, int | None]]] = {}
-    for stage in range(len(ranks)):
+    needs: dict[Action, tuple[int, set[_Done]]] = {}
+    for at, stage in enumerate(stages):
         for k in range(len(num_parts)):
             memory = random.choice(STRATEGIES)
-            for part in parts(stage, k):
-                action = Action(forward, stage, k, stage // pp_size, sub_microbatch=part, memory=memory)
-                before = parts(stage - 1, k) if stage else []
-                needs[action] = {(forward, stage - 1, k, part if part in before else each) for each in before}
-                if training:
-                    action = Action(backward, stage, k, stage // pp_size, sub_microbatch=part, memory=memory)
-                    needs[action] = {(forward, stage, k, part)}
-                    if stage + 1 < len(ranks):
-                        after = parts(stage + 1, k)
-                        needs[action].add((backward, stage + 1, k, part if part in after else None))
+            for part in parts(at, k):
+                place = {"module": stage.module, "sub_microbatch": part, "memory": memory}
+                before = parts(at - 1, k) if at else []
+                inputs: set[_Done] = {(forward, at - 1, k, part if part in before else each) for each in before}
+                needs[Action(forward, stage.index, k, stage.segment, **place)] = at, inputs
+                if not training or not stage.has_backward:
+                    continue
+                inputs = {(forward, at, k, part)}
+                if at + 1 < len(stages):
+                    inputs.add((backward, at + 1, k, part if part in parts(at + 1, k) else None))
+                needs[Action(backward, stage.index, k, stage.segment, **place)] = at, inputs
     return needs

@@ -1,6 +1,7 @@
 """A pipeline of scalar stages over threads, exact in integers, on a transport that buffers nothing.
 
-Stage s computes ``y = w_s * x + s`` for each number of a microbatch; the loss is half the sum of squares. The transport
+Stage s computes ``y = w_s * x + s`` for each number of a microbatch; the loss is half the sum of squares. Stages are
+counted over encoder and backbone; the first ones may be frozen. The transport
 has the restrictions that the validator assumes: transfers between two ranks match by order alone, a rank's groups of
 launches run one after the other, and a wait lasts until its whole group has ended.
 """
@@ -14,15 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from flowtrain.pipeline.actions import Action, ActionKind, Payload
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
 from flowtrain.pipeline.executor import execute
+from flowtrain.pipeline.partition import Partition
 
 LIMIT_S = 5.0
 Numbers = list[int]
 
 
-def plain_gradients(weights: Sequence[int], microbatches: Sequence[Numbers]) -> list[int]:
-    """The gradient of every weight without any pipeline."""
+def plain_gradients(weights: Sequence[int], microbatches: Sequence[Numbers], num_frozen: int = 0) -> list[int]:
+    """The gradient of every weight without any pipeline; 0 for those of frozen stages."""
     gradients = [0] * len(weights)
     for number in (number for microbatch in microbatches for number in microbatch):
         inputs = [number]
@@ -32,7 +34,7 @@ def plain_gradients(weights: Sequence[int], microbatches: Sequence[Numbers]) -> 
         for stage in reversed(range(len(weights))):
             gradients[stage] += gradient * inputs[stage]
             gradient *= weights[stage]
-    return gradients
+    return [0 if stage < num_frozen else gradient for stage, gradient in enumerate(gradients)]
 
 
 @dataclass(eq=False)
@@ -119,8 +121,12 @@ class Wires:
 class ScalarRuntime:
     """The stages of one rank."""
 
-    def __init__(self, rank: int, wires: Wires, weights: Sequence[int], num_parts: Sequence[int]) -> None:
+    def __init__(
+        self, rank: int, wires: Wires, weights: Sequence[int], num_parts: Sequence[int], partition: Partition | None
+    ) -> None:
         self._rank, self._wires, self._weights, self._num_parts = rank, wires, weights, num_parts
+        self._stages = () if partition is None else partition.stages
+        self._num_encoder = sum(stage.module is StageModule.ENCODER for stage in self._stages)
         self._values: dict[tuple[Payload, int, int, int | None], Numbers] = {}  # by the stage that produced them
         self._inputs: dict[tuple[int, int, int | None], Numbers] = {}
         self._launched: dict[Action, _End] = {}
@@ -128,18 +134,19 @@ class ScalarRuntime:
         self.finished: list[int] = []
 
     def forward_stage(self, action: Action, microbatch: Numbers) -> None:
-        stage, k, part = action.stage, action.microbatch, action.sub_microbatch
+        stage, k, part = self._position(action), action.microbatch, action.sub_microbatch
         assert stage not in self.finished
         if stage == 0:
             inputs = microbatch if part is None else cut(microbatch, self._num_parts[k])[part]
         else:
             inputs = self._take(Payload.ACTIVATION, stage - 1, k, part)
-        self._inputs[stage, k, part] = inputs
+        if not self._stages or self._stages[stage].has_backward:
+            self._inputs[stage, k, part] = inputs
         outputs = [self._weights[stage] * number + stage for number in inputs]
         self._values[Payload.ACTIVATION, stage, k, part] = outputs
 
     def backward_stage(self, action: Action, microbatch: Numbers, *, is_last: bool) -> None:
-        stage, k, part = action.stage, action.microbatch, action.sub_microbatch
+        stage, k, part = self._position(action), action.microbatch, action.sub_microbatch
         assert stage not in self.finished
         is_loss = stage + 1 == len(self._weights)
         gradient = self._take(
@@ -158,7 +165,7 @@ class ScalarRuntime:
             numbers = None
             if action.kind is ActionKind.ISEND:
                 assert action.payload is not None
-                numbers = self._take(action.payload, action.stage, action.microbatch, action.sub_microbatch)
+                numbers = self._take(action.payload, self._position(action), action.microbatch, action.sub_microbatch)
             self._launched[action] = _End(action, group, numbers)
             group.ends.append(self._launched[action])
         self._wires.launch(group)
@@ -168,11 +175,14 @@ class ScalarRuntime:
         self._wires.wait(end.group)
         if action.kind is ActionKind.WAIT_IRECV:
             assert end.numbers is not None and action.payload is not None
-            maker = action.stage + (1 if action.payload is Payload.GRADIENT else -1)
+            maker = self._position(action) + (1 if action.payload is Payload.GRADIENT else -1)
             self._values[action.payload, maker, action.microbatch, action.sub_microbatch] = end.numbers
 
     def is_empty(self) -> bool:
         return not (self._launched or self._inputs)
+
+    def _position(self, action: Action) -> int:
+        return action.stage + (self._num_encoder if action.module is StageModule.BACKBONE else 0)
 
     def _take(self, payload: Payload, maker: int, k: int, part: int | None) -> Numbers:
         """The result of a stage, as the requested whole or part."""
@@ -198,11 +208,15 @@ def pipeline_gradients(
     weights: Sequence[int],
     microbatches: Sequence[Numbers],
     num_parts: Sequence[int] | None = None,
+    partition: Partition | None = None,
 ) -> list[int]:
-    """The gradient of every weight by the executors of all ranks; raises HangError if they hang."""
+    """The gradient of every weight by the executors of all ranks; raises HangError if they hang.
+
+    partition: needed for lists with an encoder.
+    """
     wires = Wires(len(lists))
     num_parts = num_parts or [1] * len(microbatches)
-    runtimes = [ScalarRuntime(rank, wires, weights, num_parts) for rank in range(len(lists))]
+    runtimes = [ScalarRuntime(rank, wires, weights, num_parts, partition) for rank in range(len(lists))]
 
     def run(rank: int) -> None:
         failed = True

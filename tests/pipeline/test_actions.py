@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 from flowtrain.pipeline.actions import (
     Action,
     ActionKind,
+    LayerStrategies,
     MemoryKind,
     MemoryStrategy,
     Payload,
     StageModule,
     parse_action,
     parse_memory,
+    parse_schedule,
+    schedule_text,
+    stage_memory,
 )
+from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
+from tests.pipeline.partitions import with_encoder
 
 INDEX = st.integers(0, 10_000)
 PLACE = {
@@ -25,8 +31,10 @@ PLACE = {
     "module": st.sampled_from(StageModule),
     "sub_microbatch": st.none() | INDEX,
 }
-STRATEGY = st.builds(MemoryStrategy, st.sampled_from(MemoryKind)) | st.builds(
-    MemoryStrategy, st.just(MemoryKind.RECOMPUTE), st.integers(1, 100)
+STRATEGY = (
+    st.builds(MemoryStrategy, st.sampled_from(MemoryKind))
+    | st.builds(MemoryStrategy, st.just(MemoryKind.RECOMPUTE), st.integers(1, 100))
+    | st.builds(LayerStrategies, st.lists(st.sampled_from(MemoryKind), min_size=1, max_size=12).map(tuple))
 )
 COMPUTE = st.builds(
     Action,
@@ -72,6 +80,10 @@ def test_an_action_has_one_text_form(action):
             "B s5 c1 m3 recompute/2",
         ),
         (
+            Action(ActionKind.BACKWARD_STAGE, 4, 3, memory=parse_memory("keep*2+recompute*1+keep*1")),
+            "B s4 m3 keep*2+recompute*1+keep*1",
+        ),
+        (
             Action(ActionKind.FORWARD_STAGE, 0, 3, module=StageModule.ENCODER, sub_microbatch=2),
             "F encoder s0 m3.2",
         ),
@@ -104,3 +116,25 @@ def test_a_wait_names_its_launch():
     wait = parse_action("wait_isend s0 c1 m3.1 activation ->1")
     assert str(wait.launch) == "isend s0 c1 m3.1 activation ->1"
     assert wait.launch.launch == wait.launch
+
+
+def test_the_kinds_of_layers():
+    keep, recompute = MemoryKind.KEEP, MemoryKind.RECOMPUTE
+    assert parse_memory("recompute/2").of_layers(5) == (recompute, keep, recompute, keep, recompute)
+    assert parse_memory("offload").of_layers(0) == ()
+    assert parse_memory("keep*2+recompute*1").of_layers(3) == (keep, keep, recompute)
+    assert stage_memory([recompute] * 3) == MemoryStrategy.RECOMPUTE and stage_memory([]) == MemoryStrategy.KEEP
+    assert str(stage_memory([keep, recompute, recompute])) == "keep*1+recompute*2"
+
+
+@pytest.mark.parametrize(
+    "text", ["keep*0", "keep*1+keep*2", "keep+recompute*2", "keep*", "sometimes", "keep*2/2", "keep*02"]
+)
+def test_a_strategy_has_one_text_form(text):
+    with pytest.raises(ValueError):
+        parse_action(f"F s0 m0 {text}")
+
+
+def test_the_text_of_a_schedule_reads_back():
+    lists = one_f_one_b(with_encoder(3, "mixed", is_trained=True), 4, memory=MemoryStrategy.SELECTIVE)
+    assert parse_schedule(schedule_text(lists)) == lists

@@ -10,11 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy
-from flowtrain.pipeline.executor import checked_schedule, execute
+from flowtrain.pipeline.actions import (
+    Action,
+    ActionKind,
+    MemoryKind,
+    MemoryStrategy,
+    StageModule,
+    schedule_text,
+    stage_memory,
+)
+from flowtrain.pipeline.executor import carried_schedule, checked_schedule, execute
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
-from tests.pipeline.partitions import even, parse_actions
-from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
+from tests.pipeline.partitions import ANY_PARTITION, even, parse_actions, with_encoder
+from tests.pipeline.random_schedules import random_schedule, shuffle_legally, shuffled
 from tests.pipeline.scalar_pipeline import pipeline_gradients, plain_gradients
 
 
@@ -95,24 +103,72 @@ def test_schedules_compute_the_plain_gradients(name, pp_size, num_microbatches):
     assert pipeline_gradients(lists, weights, microbatches) == plain_gradients(weights, microbatches)
 
 
+@given(st.randoms(use_true_random=False), ANY_PARTITION, st.integers(0, 6), st.booleans())
+def test_lists_with_an_encoder_compute_the_plain_gradients(random, partition, num_microbatches, in_parts):
+    """Of the named schedule, or in a random order with the encoder's parts joining in the backbone's first stage."""
+    parts = [1] * num_microbatches
+    if in_parts:
+        parts = [random.randint(1, 3) for _ in parts]
+        lists = random_schedule(random, partition, parts, join_at=len(partition.of_module(StageModule.ENCODER)))
+    else:
+        lists = one_f_one_b(partition, num_microbatches)
+    weights = [random.randint(-3, 3) for _ in partition.stages]
+    microbatches = [[random.randint(-5, 5) for _ in range(random.randint(0, 6))] for _ in parts]
+    num_frozen = sum(not stage.has_backward for stage in partition.stages)
+    found = pipeline_gradients(lists, weights, microbatches, parts, partition)
+    assert found == plain_gradients(weights, microbatches, num_frozen)
+
+
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
 def test_any_legal_order_computes_the_plain_gradients(random, pp_size, chunks_per_rank, num_microbatches):
     """With stages on random ranks, and microbatches cut into parts that join at some stage."""
-    ranks = stage_ranks(pp_size, chunks_per_rank, random)
+    partition = shuffled(random, pp_size, chunks_per_rank)
     parts = [random.randint(1, 3) for _ in range(num_microbatches)]
-    lists = random_schedule(random, ranks, parts, join_stage=random.randint(0, len(ranks)))
-    weights = [random.randint(-3, 3) for _ in ranks]
+    lists = random_schedule(random, partition, parts, join_at=random.randint(0, len(partition.stages)))
+    weights = [random.randint(-3, 3) for _ in partition.stages]
     microbatches = [[random.randint(-5, 5) for _ in range(random.randint(1, 6))] for _ in parts]
     assert pipeline_gradients(lists, weights, microbatches, parts) == plain_gradients(weights, microbatches)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 2), st.integers(1, 4))
 def test_any_legal_permutation_computes_the_plain_gradients(random, pp_size, chunks_per_rank, num_microbatches):
-    lists = one_f_one_b(even(pp_size, chunks_per_rank), num_microbatches)
-    lists = shuffle_legally(random, lists, num_microbatches, num_tries=60)
+    partition = even(pp_size, chunks_per_rank)
+    lists = one_f_one_b(partition, num_microbatches)
+    lists = shuffle_legally(random, lists, partition, num_microbatches, num_tries=60)
     weights = [random.randint(-3, 3) for _ in range(pp_size * chunks_per_rank)]
     microbatches = [[random.randint(-5, 5) for _ in range(random.randint(1, 6))] for _ in range(num_microbatches)]
     assert pipeline_gradients(lists, weights, microbatches) == plain_gradients(weights, microbatches)
+
+
+def test_microbatches_are_fetched_in_their_order_whichever_runs_first():
+    log = log_of(parse_actions("F s0 m1\nB s0 m1\nF s0 m0\nB s0 m0"))
+    assert log == ["ask 0", "ask 1", "F1 b", "B1 b", "release b", "F0 c", "B0 c last", "release c"]
+
+
+def test_a_microbatch_of_forwards_alone_is_released_after_the_last():
+    (first, _) = one_f_one_b(with_encoder(2, "own"), 1)
+    assert [entry for entry in log_of(first) if "F" in entry or "B" in entry or "release" in entry] == [
+        *("F0 c", "F0 c", "B0 c last", "release c")
+    ]
+
+
+@given(st.randoms(use_true_random=False), ANY_PARTITION, st.integers(0, 4), st.booleans())
+def test_carried_lists_are_read_and_checked(random, partition, num_microbatches, training):
+    lists = random_schedule(random, partition, [1] * num_microbatches, training=training)
+    sizes = {"num_microbatches": num_microbatches, "training": training}
+    assert carried_schedule(schedule_text(lists), partition, **sizes) == lists
+    if num_microbatches:
+        last = schedule_text(lists)[-1]
+        with pytest.raises(ScheduleError):
+            carried_schedule((*schedule_text(lists)[:-1], last[:-1]), partition, **sizes)
+        with pytest.raises(ScheduleError, match="cannot be read: action 'F s0'"):
+            carried_schedule((*schedule_text(lists)[:-1], (*last, "F s0")), partition, **sizes)
+
+
+def test_carried_actions_without_a_strategy_get_the_configured_one():
+    memory = {(StageModule.BACKBONE, 0): stage_memory([MemoryKind.KEEP, MemoryKind.RECOMPUTE])}
+    found = carried_schedule((("F s0 m0", "B s0 m0"),), even(1), num_microbatches=1, training=True, memory=memory)
+    assert schedule_text(found) == (("F s0 m0 keep*1+recompute*1", "B s0 m0 keep*1+recompute*1"),)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload
+from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload, StageModule
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.pipeline.validate import validate
-from tests.pipeline.partitions import even
-from tests.pipeline.random_schedules import random_schedule, stage_ranks
+from tests.pipeline.partitions import ANY_PARTITION, even
+from tests.pipeline.random_schedules import random_schedule, shuffled
 from tests.pipeline.scalar_pipeline import HangError, pipeline_gradients, plain_gradients
 
 Lists = list[list[Action]]
@@ -59,6 +59,7 @@ def relabel(random: Random, lists: Lists) -> bool:
         {"stage": action.stage + 1},
         {"segment": action.segment + 1},
         {"sub_microbatch": 1 if action.sub_microbatch is None else None},
+        {"module": next(module for module in StageModule if module is not action.module)},
     ]
     if action.kind.is_compute:
         changes += [{"memory": next(s for s in (MemoryStrategy.KEEP, MemoryStrategy.SELECTIVE) if s != action.memory)}]
@@ -81,20 +82,23 @@ def move_to_another_rank(random: Random, lists: Lists) -> bool:
 @pytest.mark.parametrize("mutate", [drop, duplicate, retarget, relabel, move_to_another_rank])
 @given(
     random=st.randoms(use_true_random=False),
-    pp_size=st.integers(1, 4),
-    chunks_per_rank=st.integers(1, 3),
+    partition=ANY_PARTITION,
     num_microbatches=st.integers(1, 5),
 )
-def test_a_list_with_a_wrong_action_is_refused(mutate, random, pp_size, chunks_per_rank, num_microbatches):
+def test_a_list_with_a_wrong_action_is_refused(mutate, random, partition, num_microbatches):
     if random.random() < 0.5:
-        lists = one_f_one_b(even(pp_size, chunks_per_rank), num_microbatches)
+        lists = one_f_one_b(partition, num_microbatches)
     else:
+        if not partition.of_module(StageModule.ENCODER):
+            partition = shuffled(random, partition.pp_size, partition.num_segments)
         parts = [random.randint(1, 2) for _ in range(num_microbatches)]
-        lists = random_schedule(random, stage_ranks(pp_size, chunks_per_rank, random), parts, join_stage=pp_size)
+        lists = random_schedule(random, partition, parts, join_at=random.randint(0, len(partition.stages)))
     mutated = [list(actions) for actions in lists]
     if mutate(random, mutated):
         with pytest.raises(ScheduleError):
-            validate(mutated, training=True, num_microbatches=num_microbatches)
+            # Lists without any action of an encoder are right if there is none.
+            expected = partition if partition.of_module(StageModule.ENCODER) else None
+            validate(mutated, training=True, num_microbatches=num_microbatches, partition=expected)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(1, 6))

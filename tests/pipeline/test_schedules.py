@@ -11,14 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy
+from flowtrain.pipeline.actions import (
+    Action,
+    ActionKind,
+    MemoryKind,
+    MemoryStrategy,
+    StageMemory,
+    StageModule,
+    stage_memory,
+)
 from flowtrain.pipeline.dataflow import trace_dataflow
+from flowtrain.pipeline.executor import checked_schedule
+from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, in_flight_by_chunk, one_f_one_b
 from flowtrain.pipeline.transfers import insert_transfers, run_orders
 from flowtrain.pipeline.validate import validate
-from tests.pipeline.partitions import even, with_encoder
-from tests.pipeline.random_schedules import random_schedule, stage_ranks
+from tests.pipeline.partitions import ANY_PARTITION, PLACES, even, with_encoder
+from tests.pipeline.random_schedules import random_schedule, shuffled
 
 STEP = {ActionKind.FORWARD_STAGE: 1, ActionKind.BACKWARD_STAGE: -1}
 
@@ -143,13 +153,84 @@ def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(pp_size,
     assert bubble == pytest.approx(3 * (pp_size - 1) / chunks_per_rank)
 
 
+@given(ANY_PARTITION, st.integers(0, 13), st.booleans())
+def test_every_partition_has_valid_lists_that_keep_what_is_predicted(partition, num_microbatches, training):
+    """Validated with the counts of ``in_flight_by_chunk`` as limits."""
+    lists = checked_schedule(
+        "interleaved_1f1b", partition, num_microbatches=num_microbatches, training=training, memory=layerwise(partition)
+    )
+    computations = Counter((a.kind, a.module, a.stage) for actions in lists for a in actions if a.kind.is_compute)
+    assert computations == Counter(
+        {
+            (kind, stage.module, stage.index): num_microbatches
+            for stage in partition.stages
+            for kind in STEP
+            if num_microbatches and (kind is ActionKind.FORWARD_STAGE or (training and stage.has_backward))
+        }
+    )
+    for actions in lists:
+        assert list(dict.fromkeys(action.microbatch for action in actions)) == list(range(num_microbatches))
+
+
+def layerwise(partition: Partition) -> dict[tuple[StageModule, int], StageMemory]:
+    """Strategies that differ by layer."""
+    kinds = list(MemoryKind)
+    return {
+        (stage.module, stage.index): stage_memory([kinds[layer % len(kinds)] for layer in stage.layers])
+        for stage in partition.stages
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pp_size", [1, 2, 4])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_frozen_encoder_leaves_no_more_bubbles_with_more_microbatches(place, pp_size, chunks):
+    """Beside the busiest rank's work, a step takes less than one microbatch's way through all stages."""
+    cost = 0.5
+    partition = with_encoder(pp_size, place, chunks=chunks, cost=cost)
+
+    def seconds(stage: Stage) -> float:
+        return len(stage.layers) * (cost if stage.module is StageModule.ENCODER else 3.0)
+
+    def duration(action: Action) -> float:
+        stage = partition.of_module(action.module)[action.stage]
+        share = (1.5 - 0.5 * STEP[action.kind]) / 3 if stage.has_backward else 1.0
+        return max(share * seconds(stage), 1e-6)
+
+    way = sum(map(seconds, partition.stages))
+    busiest = max(sum(map(seconds, partition.of_rank(rank))) for rank in range(pp_size))
+    for num_microbatches in (1, 4, 9, 24):
+        lists = one_f_one_b(partition, num_microbatches)
+        orders = [[action for action in actions if action.kind.is_compute] for actions in lists]
+        flow = trace_dataflow(orders, training=True, num_microbatches=num_microbatches, frozen=partition.frozen)
+        spans = run_orders(orders, flow, duration)
+        bubble = max(rank_spans[-1][1] for rank_spans in spans) - num_microbatches * busiest
+        assert -1e-3 <= bubble <= way + 1e-3
+
+
+def test_a_frozen_segment_runs_ahead_of_the_others():
+    assert [with_chunks(actions) for actions in one_f_one_b(with_encoder(2, "own"), 4)] == [
+        "F0.0 F0.1 F1.0 F0.2 F1.1 B1.0 F0.3 F1.2 B1.1 F1.3 B1.2 B1.3",
+        "F0.0 F0.1 F1.0 B1.0 F0.2 F1.1 B1.1 F0.3 F1.2 B1.2 F1.3 B1.3",
+    ]
+
+
+def test_stages_of_one_chunk_run_in_the_order_of_the_flow_and_back():
+    first, _ = one_f_one_b(with_encoder(2, "first", is_trained=True), 1)
+    assert [str(action) for action in first if action.kind.is_compute] == [
+        *("F encoder s0 m0 keep", "F s0 m0 keep", "B s0 m0 keep", "B encoder s0 m0 keep")
+    ]
+    assert not [action for action in first if action.module is StageModule.ENCODER and not action.kind.is_compute]
+
+
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
 def test_any_order_that_can_run_becomes_valid_lists(random, pp_size, chunks_per_rank, num_microbatches):
-    ranks = stage_ranks(pp_size, chunks_per_rank, random)
+    partition = shuffled(random, pp_size, chunks_per_rank)
     parts = [random.randint(1, 3) for _ in range(num_microbatches)]
     training = random.random() < 0.8
-    lists = random_schedule(random, ranks, parts, join_stage=random.randint(0, len(ranks)), training=training)
-    validate(lists, training=training, num_microbatches=num_microbatches)
+    join_at = random.randint(0, len(partition.stages))
+    lists = random_schedule(random, partition, parts, join_at=join_at, training=training)
+    validate(lists, training=training, num_microbatches=num_microbatches, partition=partition)
 
 
 def test_orders_that_wait_in_a_circle_are_refused():
@@ -163,7 +244,7 @@ def test_orders_that_wait_in_a_circle_are_refused():
 
 def test_random_schedules_differ_from_each_other():
     """Without this, the tests above would prove nothing."""
-    seen = {random_schedule(Random(seed), stage_ranks(2, 2), [1, 2, 1], join_stage=2) for seed in range(8)}
+    seen = {random_schedule(Random(seed), even(2, 2), [1, 2, 1], join_at=2) for seed in range(8)}
     assert len(seen) == 8
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, MemoryStrategy
+from flowtrain.pipeline.actions import Action, MemoryStrategy, StageModule
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from flowtrain.pipeline.validate import validate
-from tests.pipeline.partitions import even, parse_actions
+from tests.pipeline.partitions import even, parse_actions, with_encoder
 
 Lists = list[list[Action]]
 
@@ -114,6 +114,36 @@ def test_the_encoders_parts_join_into_the_backbones_microbatch():
     cut_again = backbone.replace("F s0 m0", "F s0 m0.0").replace("B s0 m0", "B s0 m0.0")
     said = refusal(read(encoder, cut_again), training=True)
     assert "stage 0 of the backbone runs parts 0 of microbatch 0, and the stage before it parts 0, 1" in said
+
+
+def test_a_frozen_encoder_has_neither_backward_nor_gradients():
+    partition, trained = with_encoder(2, "own"), with_encoder(2, "own", is_trained=True)
+    lists, with_backward = one_f_one_b(partition, 2), one_f_one_b(trained, 2)
+    validate(lists, training=True, num_microbatches=2, frozen=[StageModule.ENCODER])
+    said = refusal(lists, 2, training=True)
+    assert "F encoder s0 m0 keep has no backward" in said and " F0^e0 " in said.replace("[", " ").replace("]", " ")
+    said = refusal(with_backward, 2, training=True, partition=partition)
+    assert said.startswith("B encoder s0 m0 keep: the encoder is frozen and has no backward")
+    gradients = [line for line in map(str, with_backward[0]) if "gradient" in line and "m0" in line]
+    assert "isend s0 m0 gradient ->1" in [line.replace(" c1", "") for line in gradients]
+    sends = [[str(each).replace(" c1", "") for each in actions] for actions in lists]
+    assert not [line for line in sends[0] if "isend s0" in line and "gradient" in line]
+
+
+def test_actions_lie_where_the_partition_has_their_stage():
+    partition = with_encoder(2, "own")
+    lists = one_f_one_b(partition, 1)
+    validate(lists, training=True, num_microbatches=1, partition=partition)
+    for other, said in (
+        (even(2), "F encoder s0 m0 keep: the partition has no such stage"),
+        (with_encoder(2, "first"), "the partition has that stage on rank 0, in segment 0"),
+        (with_encoder(3, "own"), "there are lists of 2 ranks, and the partition has 3"),
+    ):
+        assert said in refusal(lists, 1, training=True, partition=other)
+    said = refusal(one_f_one_b(even(1), 1), 1, training=True, partition=with_encoder(1, "first"))
+    assert "the lists lack encoder stage 0 of the partition" in said
+    said = refusal(read("F s0 m0 keep*3\nB s0 m0 keep*3"), training=True, partition=even(1))
+    assert "F s0 m0 keep*3 has memory strategies for 3 layers, and its stage 2" in said
 
 
 # --- order of transfers, and circles --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -95,6 +96,15 @@ def test_a_digest_tells_plans_apart() -> None:
     plan = make_planner().plan(make_unit(8), samples)
     assert plan.digest() == "f8aed72fc542585c"  # the same in every process and release
     assert plan.digest() != make_planner(dp_size=4).plan(make_unit(8), samples).digest()
+
+
+def test_a_replica_gets_only_its_own_lists() -> None:
+    plan = make_planner().plan(make_unit(8), [make_sample(position, 9 + position) for position in range(8)])
+    lists = tuple(((f"F s0 m{rank}", f"B s0 m{rank}"),) for rank in range(2))
+    carrying = replace(plan, schedules=lists)
+    assert carrying.for_replica(1).schedules == ((), lists[1])
+    assert replace(carrying.for_replica(0), schedules=()) == plan == plan.for_replica(0)
+    assert len({each.digest() for each in (plan, carrying, carrying.for_replica(0), carrying.for_replica(1))}) == 4
 
 
 @settings(deadline=None)

@@ -25,7 +25,7 @@ from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.models.vision_stage import VisionStage
-from flowtrain.pipeline.actions import Schedule, schedule_text
+from flowtrain.pipeline.actions import Schedule, StageModule, schedule_text
 from flowtrain.pipeline.executor import execute
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import build_schedule
@@ -36,7 +36,7 @@ from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.models.operators import Operators
-from tests.pipeline.random_schedules import random_lists, shuffle_legally
+from tests.pipeline.random_schedules import random_schedule, shuffle_legally
 from tests.training.towers import (
     COMPUTED_LAYERS,
     FEATURE_DIM,
@@ -293,13 +293,18 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
 
 
 def _random_lists(partition: Partition, job: Job, plan: StepPlan) -> Schedule:
-    """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged."""
+    """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged.
+
+    In the first, encoder stages run microbatches in up to three parts, which join in any of them or after them.
+    """
     assert job.schedule_seed is not None
-    random = Random(job.schedule_seed * 1000 + plan.unit.step)
+    random, size = Random(job.schedule_seed * 1000 + plan.unit.step), plan.num_slots
     if plan.unit.step % 2:
-        return random_lists(random, partition, plan.num_slots)
-    lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=plan.num_slots, training=True)
-    return shuffle_legally(random, lists, plan.num_slots, num_tries=60, frozen=partition.frozen)
+        num_encoder = len(partition.of_module(StageModule.ENCODER))
+        parts = [random.randint(1, 3) if num_encoder else 1 for _ in range(size)]
+        return random_schedule(random, partition, parts, join_at=random.randint(0, num_encoder))
+    lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=size, training=True)
+    return shuffle_legally(random, lists, partition, size, num_tries=60)
 
 
 def listening_addresses() -> set[str]:

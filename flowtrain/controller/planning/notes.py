@@ -47,10 +47,10 @@ def notes(
             f"its best degrees, as an ablation; milp would give {allocation.rate_milp:.4g} samples/s, "
             f"{allocation.rate_milp / allocation.rate:.2f} times as many"
         )
-    given = planned.config.pipeline.partition
-    if given is not None:
+    counts = planned.config.pipeline.partition
+    if counts is not None:
         pp, chunks = plan.backbone.pipeline_parallel_size, planned.config.pipeline.chunks
-        for_pp = len(given) // chunks
+        for_pp = len(counts) // chunks
         remedy = "" if pp == for_pp else f"; the plan has {pp}: start it with pipeline.partition=null"
         yield (
             f"pipeline.partition is for backbone.pipeline_parallel_size {for_pp}; plans with another one have balanced "

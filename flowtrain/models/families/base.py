@@ -124,7 +124,10 @@ class Family(ABC):
 
     @abstractmethod
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise ConfigError, naming the key of ``backbone``, if ``size`` ranks cannot share the layers."""
+        """Raise ConfigError, naming the key of ``backbone``, if ``size`` ranks cannot share the layers.
+
+        In ``mode: monolithic`` these are the encoder's layers too.
+        """
 
     @abstractmethod
     def shallow(self, num_layers: int) -> Self:

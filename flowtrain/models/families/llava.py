@@ -47,6 +47,7 @@ from flowtrain.models.llava_config import feature_layer, read_llava_config, text
 from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
+from flowtrain.models.tower_plans import check_tower_split
 from flowtrain.models.towers import image_size, patch_grid, square_patch_size, tower_kind
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weight_files import WeightFiles
@@ -248,6 +249,8 @@ class LlavaFamily(Family):
         """See ``Family``; uses transformers' plan for the language model's type."""
         skeleton = self._skeleton(implementation_name("sdpa"))
         checked_styles(skeleton, size, sequence_parallel=self.config.backbone.sequence_parallel)
+        if self.config.mode == "monolithic":
+            check_tower_split(self._tower_skeleton(), size, "backbone")
 
     def shallow(self, num_layers: int) -> Self:
         """See ``Family``; repeats the model's kinds of layers in turn."""

@@ -61,7 +61,7 @@ TOWER: Mapping[str, Any] = {
 }
 IMAGE_ROWS = 16
 """Feature rows of an image in that tower."""
-NUM_SAMPLES, SAMPLE_TOKENS, SAMPLE_ROWS = 4, 128, 96
+NUM_SAMPLES, SAMPLE_TOKENS = 4, 128
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class Case:
     """Keys of the encoder in the pipeline (``mode: monolithic``); None: features come from outside."""
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the configuration's section."""
+
+    @property
+    def sample_rows(self) -> int:
+        """Feature rows of a sample."""
+        return 32 if self.encoder is None else 6 * IMAGE_ROWS
 
     @property
     def feature_dim(self) -> int:
@@ -266,7 +271,7 @@ class _Source(TextSource):
 
 
 def _batch(case: Case) -> PackedBatch:
-    samples = [_sample(position) for position in range(NUM_SAMPLES)]
+    samples = [_sample(position, case.sample_rows) for position in range(NUM_SAMPLES)]
     dtype = getattr(torch, case.dtype)
     if case.encoder is None:
         return build_batch(
@@ -278,29 +283,29 @@ def _batch(case: Case) -> PackedBatch:
             device=CPU,
         )
     batch = pack_texts(
-        [SampleText(sample.position, sample.text, SAMPLE_ROWS) for sample in samples],
+        [SampleText(sample.position, sample.text, case.sample_rows) for sample in samples],
         image_token_id=IMAGE_TOKEN,
         feature_dim=case.feature_dim,
         dtype=dtype,
         loss_normalization="token",
         device=CPU,
     )
-    side, count = TOWER["image_size"], NUM_SAMPLES * SAMPLE_ROWS // IMAGE_ROWS
+    side, count = TOWER["image_size"], NUM_SAMPLES * case.sample_rows // IMAGE_ROWS
     return replace(batch, images=ImageBatch(((side, side),) * count, tuple(torch.rand(count, 3, side, side))))
 
 
-def _sample(position: int) -> SampleArrays:
+def _sample(position: int, num_rows: int) -> SampleArrays:
     rng = np.random.default_rng(position)
-    text = rng.integers(4, SHAPE["vocab_size"], size=SAMPLE_TOKENS - SAMPLE_ROWS)
-    ids = np.concatenate([np.full(SAMPLE_ROWS, IMAGE_TOKEN), text])
+    text = rng.integers(4, SHAPE["vocab_size"], size=SAMPLE_TOKENS - num_rows)
+    ids = np.concatenate([np.full(num_rows, IMAGE_TOKEN), text])
     labels = np.where(np.arange(ids.size) > ids.size // 2, ids, -100)
-    features = torch.from_numpy(rng.standard_normal((SAMPLE_ROWS, FEATURE_DIM)).astype(np.float32))
+    features = torch.from_numpy(rng.standard_normal((num_rows, FEATURE_DIM)).astype(np.float32))
     return SampleArrays(position, np.stack([ids, labels]).astype(np.int32), features)
 
 
 def _plan(case: Case, step: int) -> StepPlan:
     num_targets = _batch(case).num_target_tokens // NUM_SAMPLES
-    samples = tuple(PlannedSample(at, SAMPLE_TOKENS, SAMPLE_ROWS, num_targets) for at in range(NUM_SAMPLES))
+    samples = tuple(PlannedSample(at, SAMPLE_TOKENS, case.sample_rows, num_targets) for at in range(NUM_SAMPLES))
     rows = tuple(
         tuple(Microbatch(slot, rank, samples, 1.0) for rank in range(case.degrees.dp))
         for slot in range(case.num_microbatches)

@@ -178,6 +178,33 @@ def test_interleaved_pipelines_are_planned_as_they_run() -> None:
     assert not [note for note in interleaved["notes"] if "refuses" in note or "modelled" in note]
 
 
+@pytest.mark.parametrize(("method", "how"), [("even", "half and half"), ("flops", "in proportion to FLOPs")])
+def test_an_ablation_is_noted(method: str, how: str) -> None:
+    asked = (MODELS_6B, "--devices", "32")
+    best, found = record_of(*asked), record_of(*asked, f"allocator.method={method}")
+    note = next(note for note in found["notes"] if note.startswith(f"allocator.method ({method!r}) gave this plan"))
+    assert f"devices are split {how}" in note and f"milp would give {best['allocation']['rate']:.4g} samples/s" in note
+    assert found["allocation"]["method"] == method and best["allocation"]["method"] == "milp"
+    assert not [note for note in best["notes"] if "allocator.method" in note]
+
+
+@pytest.mark.parametrize("counts", [None, [1, 3]])
+def test_a_given_partition_is_noted(counts: list[int] | None, tmp_path: Path) -> None:
+    """The quickstart has one device a module, so the plan has no pipeline."""
+    keys = [] if counts is None else [f"pipeline.partition={counts}", "backbone.pipeline_parallel_size=2"]
+    notes = record_of(QUICKSTART, f"runs_dir={tmp_path}", *keys, "--devices", "2")["notes"]
+    found = [note for note in notes if note.startswith("pipeline.partition is for backbone.pipeline_parallel_size 2")]
+    assert len(found) == (counts is not None)
+    assert all("start it with pipeline.partition=null" in note for note in found)
+
+
+@pytest.mark.parametrize("mode", ["colocated", "monolithic", "disaggregated", "llm_only"])
+def test_other_modes_start_with_their_own_degrees(mode: str, tmp_path: Path) -> None:
+    one = "encoders.vision.data_parallel_size=1"
+    message = refused(QUICKSTART, f"runs_dir={tmp_path}", f"mode={mode}", one, "--devices", "2")
+    assert f"chooses degrees for mode 'decoupled' (now '{mode}')" in message and "--dry-run shows them" in message
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,14 +12,23 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.predict import sized_units
 from flowtrain.controller.prepare import RunSpec, check_memory, prepare, unsplittable
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError, DataError, Fault
+from flowtrain.errors import ConfigError, DataError, Fault, FaultCode
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.types.samples import SizedSample
 
 
 def planned_run(config: RunConfig) -> Planned:
-    """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises what ``prepare`` raises."""
+    """Size the samples of a run's first steps, as ``flowtrain pack`` does.
+
+    Raises ConfigError for a mode that no plan is for, and what ``prepare`` raises.
+    """
+    if config.mode != "decoupled":
+        text = (
+            f"flowtrain plan chooses degrees for mode 'decoupled' (now {config.mode!r}); for this mode start with the "
+            "degrees of the configuration: flowtrain train --dry-run shows them"
+        )
+        raise ConfigError.of("mode", FaultCode.CONFLICT, text)
     run_spec = prepare(config, check_pool=False)
     workload = workload_of(config, planned_samples(run_spec))
     usual = replace(run_spec.plan, feeder=fixed_plan(config).feeder)  # a run sizes its segment by its data

@@ -29,7 +29,7 @@ from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import TrainingSetup
-from flowtrain.errors import ConfigError, Fault, FaultCode
+from flowtrain.errors import Fault
 from flowtrain.types.run_plan import ModulePlan, Plan
 
 PLANNING_SCHEMA = 2
@@ -113,12 +113,6 @@ def make_report(
 ) -> PlanReport:
     """Choose degrees by Eq. 2 of FlowTrain 3.3, with data sheets' or a profile's rates; ConfigError if none fit."""
     config = planned.config
-    if config.mode != "decoupled":
-        text = (
-            f"flowtrain plan chooses degrees for mode 'decoupled' (now {config.mode!r}); for this mode start with the "
-            "degrees of the configuration: flowtrain train --dry-run shows them"
-        )
-        raise ConfigError.of("mode", FaultCode.CONFLICT, text)
     cluster = cluster_of(asked, planned, profile)
     setup, efficiency = configured_setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)

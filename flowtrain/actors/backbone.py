@@ -68,6 +68,7 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
+        self._read_nbytes = 0
         self._is_checkpoint_due = False
 
     # --- start --------------------------------------------------------------------------------------------------
@@ -274,6 +275,7 @@ class BackboneRank:
     def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
         """Note that a microbatch is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
+        self._read_nbytes += fetched.read_nbytes
 
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
@@ -306,10 +308,12 @@ class BackboneRank:
             finished_s=time.time(),
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
+            read_nbytes=self._read_nbytes,
             microbatch_s=microbatch_s,
             rewound_to=rewound_to,
         )
         self._starved_s = self._fetch_s = 0.0
+        self._read_nbytes = 0
         members = self._replica.collect((report, self._spans.take()))
 
         def finish() -> bool:

@@ -41,6 +41,8 @@ class Fetched:
     """Bytes of its features, of which this rank has read its share; None if ``batch`` has what the rank needs."""
     ready: torch.Event | None = None
     """On an accelerator, an event after the copies that brought it there."""
+    read_nbytes: int = 0
+    """Bytes of features or encoded images that this rank read for it."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of it."""
@@ -143,7 +145,8 @@ class MicrobatchReader:
         ready = self._staging.mark() if self._staging is not None else None
         finished = time.time()
         self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
-        return Fetched(location.slot, batch, finished - started, features, ready)
+        read_nbytes = self._read_nbytes(location, rejected)
+        return Fetched(location.slot, batch, finished - started, features, ready, read_nbytes)
 
     def complete(self, fetched: Fetched) -> Fetched:
         """Return a microbatch with its features; for the training thread, in the same order on all ranks."""
@@ -159,6 +162,16 @@ class MicrobatchReader:
     @property
     def _row_nbytes(self) -> int:
         return self._feature_dim * self._feature_dtype.itemsize
+
+    def _read_nbytes(self, location: MicrobatchLocation, rejected: Collection[int]) -> int:
+        """Return the bytes of features or images that this rank has read of a microbatch."""
+        if self._pool is None:
+            return 0
+        parts = [part for part in location.parts if part.part != TEXT_PART and part.position not in rejected]
+        extents = [extent for part in parts for extent in part.extents]
+        if self._images is None:
+            extents, _ = share_of(extents, self._tp_rank, self._tp_size)
+        return sum(extent.nbytes for extent in extents)
 
     def _decode(self, images: ImageReader, location: MicrobatchLocation, leave_out: Collection[int] = ()) -> Decoded:
         started = time.time()

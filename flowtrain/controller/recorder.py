@@ -215,6 +215,7 @@ class Recorder:
             starved_s=fmean(each.starved_s for each in done.reports),
             blocked_s=done.blocked_s,
             fetch_s=fmean(each.fetch_s for each in done.reports),
+            read_nbytes=sum(each.read_nbytes for each in done.reports),
             plan_digest=done.plan_digest,
             plan_time_s=done.plan_time_s,
             produced_samples_per_s=done.produced_samples / step_time_s,

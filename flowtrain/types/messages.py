@@ -145,6 +145,8 @@ class RankReport:
     """Seconds of each microbatch's forward and backward, by slot, without waits for data. Empty for an evaluation."""
     rewound_to: int | None = None
     """Step of the checkpoint to which weights and optimizer went back after the unit; None: they did not."""
+    read_nbytes: int = 0
+    """Bytes of features or encoded images that this rank read for the unit."""
 
 
 @dataclass(frozen=True, slots=True)

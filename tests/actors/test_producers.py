@@ -96,6 +96,7 @@ class Rank:
             depth=2,
             arrival=config.data.order == "arrival",
             first_unit=0,
+            whole_units=config.pool.exchange == "point_to_point",
         )
 
     def run(self, stop_after: int | None = None) -> int:
@@ -226,11 +227,12 @@ def test_a_rank_gets_every_good_sample_once(config: RunConfig, expected: dict[in
     check_samples(rank.samples, expected)
 
 
+@pytest.mark.parametrize("change", ["mode=disaggregated", "pool.exchange=point_to_point"])
 @pytest.mark.parametrize("order", ["deterministic", "arrival"])
 def test_a_step_begins_when_all_its_features_are_there(
-    config: RunConfig, expected: dict[int, SampleArrays], order: str
+    config: RunConfig, expected: dict[int, SampleArrays], order: str, change: str
 ) -> None:
-    rank, ledger, rejected, _ = run_everybody(override_config(config, ["mode=disaggregated", f"data.order={order}"]))
+    rank, ledger, rejected, _ = run_everybody(override_config(config, [change, f"data.order={order}"]))
     assert sorted(row.position for row in ledger) == list(range(BATCH * NUM_STEPS))
     assert sorted(rejected) == [TORN_ROW, OVERSIZED_ROW]
     assert rank.samples.keys() == expected.keys()

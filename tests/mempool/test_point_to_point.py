@@ -237,7 +237,7 @@ def test_an_owner_that_is_killed_in_the_middle_is_lost() -> None:
         reader = open_pool(run_id, 4, 0, [export])
         assert (reader.get(extents) == payload(0, 1 << 20)).all()
         os.kill(owner.pid or 0, signal.SIGSTOP)  # it takes requests, and answers none
-        killer = Thread(target=lambda: os.kill(owner.pid or 0, signal.SIGKILL))
+        killer = threading.Thread(target=owner.kill)
         killer.start()
         with pytest.raises(OwnerLostError, match=r"process 3 \(pid"):
             for _ in range(3):

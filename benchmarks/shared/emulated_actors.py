@@ -23,7 +23,7 @@ from flowtrain.costs.profile import Profile
 from flowtrain.models.families.base import Family
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload
 from flowtrain.pipeline.executor import checked_schedule
-from flowtrain.pipeline.partition import split_layers
+from flowtrain.pipeline.partition import build_partition, split_layers
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.saver import CheckpointSaver
@@ -204,7 +204,7 @@ class EmulatedTrainer:
         self._plan = plan
         lists = checked_schedule(
             self._config.pipeline.schedule,
-            pp_size=self._meetings.degrees.pp,
+            build_partition(self._meetings.degrees.pp, self._meetings.degrees.pp),
             num_microbatches=plan.num_slots,
             training=plan.unit.kind is UnitKind.TRAIN,
             memory=MemoryStrategy.KEEP,

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.hf_config import from_hf_text_config
+from flowtrain.costs.configured_setup import configured_setup
+from flowtrain.costs.encoder_memory import EncoderShare
+from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.memory import StepMemory, predict_step_memory
-from flowtrain.costs.model_spec import ConnectorSpec
-from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
+from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.costs.training_setup import MicrobatchSize
 from flowtrain.models.activation_offload import store_for
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.initial_weights import BuiltWeights
+from flowtrain.models.vision_stage import VisionStage
+from flowtrain.models.weights import tower_class
+from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.executor import execute
-from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
+from flowtrain.pipeline.rank_chunks import rank_chunks
+from flowtrain.training.batch import ImageBatch, PackedBatch, SampleArrays, SampleText, build_batch, pack_texts
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
@@ -42,7 +48,19 @@ SHAPE: Mapping[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": False,
 }
-NUM_SAMPLES, SAMPLE_TOKENS, SAMPLE_ROWS = 4, 128, 32
+TOWER: Mapping[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+IMAGE_ROWS = 16
+"""Feature rows of an image in that tower."""
+NUM_SAMPLES, SAMPLE_TOKENS, SAMPLE_ROWS = 4, 128, 96
 
 
 @dataclass(frozen=True)
@@ -54,47 +72,59 @@ class Case:
     backbone: Mapping[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     num_microbatches: int = 2
+    encoder: Mapping[str, Any] | None = None
+    """Keys of the encoder in the pipeline (``mode: monolithic``); None: features come from outside."""
+    place: str = "first"
+    """As ``pipeline.encoder_layers``."""
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of a feature row."""
+        return FEATURE_DIM if self.encoder is None else TOWER["hidden_size"]
 
     def config(self) -> RunConfig:
         """Return the configuration of a run with it; its paths are not used."""
         return RunConfig.model_validate(
             {
                 "name": "memory",
+                "mode": "decoupled" if self.encoder is None else "monolithic",
                 "model": {"dtype": self.dtype},
-                "encoders": {"vision": {"path": "unused"}},
-                "backbone": {"path": "unused", **self.backbone},
+                "encoders": {"vision": {"path": "unused", **(self.encoder or {})}},
+                "pipeline": {"encoder_layers": self.place},
+                "backbone": {"path": "unused", "pipeline_parallel_size": self.degrees.pp, **self.backbone},
                 "data": {"sources": [{"path": "unused"}]},
                 "training": {"max_steps": 10, "global_batch_size": 64},
             }
         )
 
     def predicted(self) -> StepMemory:
-        """Return the cost model's prediction."""
-        backbone, degrees = self.config().backbone, self.degrees
-        spec = from_hf_text_config(Qwen3Config(**SHAPE).to_dict())
+        """Return the cost model's prediction for the fullest rank."""
+        config, degrees = self.config(), self.degrees
+        backbone = config.backbone
         assert backbone.gradient_reduction != "auto", "only a run decides that"
-        setup = TrainingSetup(
+        setup = replace(
+            configured_setup(config, on_cpu=True),
             dp=degrees.dp,
             tp=degrees.tp,
-            dtype=self.dtype,  # type: ignore[arg-type]  # one of the configuration's
-            sharding=backbone.sharding,
-            shard_size=backbone.hybrid_shard_size,
-            gradient_reduction=backbone.gradient_reduction,
-            sequence_parallel=backbone.sequence_parallel,
-            activation_checkpointing=backbone.activation_checkpointing,
-            checkpoint_every=backbone.checkpoint_every,
-            attention="sdpa",
             accumulates=self.num_microbatches > 1,
         )
-        connector = ConnectorSpec(FEATURE_DIM, spec.hidden_size, spec.hidden_size)
-        batch = _batch(self.dtype)
-        size = MicrobatchSize(batch.num_tokens, batch.num_target_tokens, len(batch.feature_index))
-        return predict_step_memory(spec, connector, (Chunk(spec.num_layers),), setup, size)
+        model, batch = _Source(self).model_spec, _batch(self)
+        num_rows = len(batch.feature_index)
+        size = MicrobatchSize(batch.num_tokens, batch.num_target_tokens, num_rows, num_tower_tokens=num_rows)
+        partition = configured_partition(config, model, degrees.pp)
+        ranks = [rank_chunks(partition, rank, self.num_microbatches) for rank in range(degrees.pp)]
+        shares = [EncoderShare(model.encoders["vision"], held.encoder) for held in ranks]
+        predicted = [
+            predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, share)
+            for held, share in zip(ranks, shares, strict=True)
+        ]
+        return max(predicted, key=lambda memory: memory.peak)
 
 
 _EACH, _ONCE = {"gradient_reduction": "microbatch"}, {"gradient_reduction": "step"}
 _HYBRID = {"sharding": "hybrid", "hybrid_shard_size": 2}
 _WHOLE = {"sequence_parallel": False}
+_TRAINED, _RECOMPUTED = {"trainable": True}, _EACH | {"activation_checkpointing": "full"}
 CASES = {
     case.name: case
     for case in (
@@ -102,7 +132,7 @@ CASES = {
         Case("microbatch", Degrees(dp=4), _EACH),
         Case("hybrid step", Degrees(dp=4), _ONCE | _HYBRID),
         Case("hybrid microbatch", Degrees(dp=4), _EACH | _HYBRID),
-        Case("recomputed", Degrees(dp=4), _EACH | {"activation_checkpointing": "full"}),
+        Case("recomputed", Degrees(dp=4), _RECOMPUTED),
         Case("offloaded", Degrees(dp=4), _EACH | {"activation_checkpointing": "offload"}),
         Case("tp 2", Degrees(dp=2, tp=2), _EACH),
         Case("tp 2, tokens whole", Degrees(dp=2, tp=2), _EACH | _WHOLE),
@@ -110,6 +140,14 @@ CASES = {
         Case("tp 4, tokens whole", Degrees(tp=4), _ONCE | _WHOLE),
         Case("tp 2, selective", Degrees(dp=2, tp=2), _EACH | {"activation_checkpointing": "selective"}),
         Case("tp 2, offloaded", Degrees(dp=2, tp=2), _EACH | {"activation_checkpointing": "offload"}),
+        Case("frozen encoder", Degrees(dp=4), _EACH, encoder={}),
+        Case("frozen encoder, recomputed", Degrees(dp=4), _RECOMPUTED, encoder={}),
+        Case("trained encoder", Degrees(dp=4), _EACH, encoder=_TRAINED),
+        Case("trained encoder, recomputed", Degrees(dp=4), _RECOMPUTED, encoder=_TRAINED),
+        Case("trained encoder, pp 2, first", Degrees(dp=2, pp=2), _ONCE, encoder=_TRAINED),
+        Case("trained encoder, pp 2, mixed", Degrees(dp=2, pp=2), _EACH, encoder=_TRAINED, place="mixed"),
+        Case("trained encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, encoder=_TRAINED, place="own"),
+        Case("frozen encoder, pp 2, own", Degrees(dp=2, pp=2), _EACH, encoder={}, place="own"),
     )
 }
 """Each of four ranks, so that they differ in one setting from another."""
@@ -167,10 +205,10 @@ def _measured(rank: int, case: Case, port: int, listener: Any) -> Measured:
         start_timeout_s=START_TIMEOUT_S,
     )
     store_for.cache_clear()  # each case has host memory of its own
-    trainer = Trainer(case.config(), _Source(), group, num_steps=10)
+    trainer = Trainer(case.config(), _Source(case), group, num_steps=10)
 
     def step(number: int) -> None:
-        execute(trainer.begin_unit(_plan(case, number)), trainer.stages, lambda _: _batch(case.dtype))
+        execute(trainer.begin_unit(_plan(case, number)), trainer.stages, lambda _: _batch(case))
         trainer.finish_unit()
 
     parameters = held_by([parameter for _, parameter in trainer.model.named_parameters()])
@@ -187,6 +225,29 @@ def _measured(rank: int, case: Case, port: int, listener: Any) -> Measured:
 class _Source:
     """The trainer's model source."""
 
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        backbone = from_hf_text_config(Qwen3Config(**SHAPE).to_dict())
+        connector = ConnectorSpec(self._case.feature_dim, backbone.hidden_size, backbone.hidden_size)
+        return ModelSpec({"vision": from_hf_vision_config(TOWER)}, connector, backbone)
+
+    def encoder_skeleton(self, encoder: str) -> VisionStage:
+        with torch.device("meta"):
+            return self._tower()
+
+    def encoder_weights(self, encoder: str) -> BuiltWeights:
+        return BuiltWeights(self._tower)
+
+    def _tower(self) -> VisionStage:
+        config = AutoConfig.for_model(**TOWER)
+        trainable = self._case.config().trains_encoders
+        return VisionStage(
+            tower_class(config)._from_config(config), feature_layer=-1, drop_first=False, trainable=trainable
+        )
+
     def backbone_skeleton(self) -> Backbone:
         with torch.device("meta"):
             return self._backbone()
@@ -197,18 +258,31 @@ class _Source:
     def _backbone(self) -> Backbone:
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE), attn_implementation=implementation_name("sdpa"))
-        return Backbone(Connector(FEATURE_DIM, SHAPE["hidden_size"]), model)
+        return Backbone(Connector(self._case.feature_dim, SHAPE["hidden_size"]), model)
 
 
-def _batch(dtype: str) -> PackedBatch:
-    return build_batch(
-        [_sample(position) for position in range(NUM_SAMPLES)],
+def _batch(case: Case) -> PackedBatch:
+    samples = [_sample(position) for position in range(NUM_SAMPLES)]
+    dtype = getattr(torch, case.dtype)
+    if case.encoder is None:
+        return build_batch(
+            samples,
+            image_token_id=IMAGE_TOKEN,
+            feature_dim=FEATURE_DIM,
+            dtype=dtype,
+            loss_normalization="token",
+            device=CPU,
+        )
+    batch = pack_texts(
+        [SampleText(sample.position, sample.text, SAMPLE_ROWS) for sample in samples],
         image_token_id=IMAGE_TOKEN,
-        feature_dim=FEATURE_DIM,
-        dtype=getattr(torch, dtype),
+        feature_dim=case.feature_dim,
+        dtype=dtype,
         loss_normalization="token",
         device=CPU,
     )
+    side, count = TOWER["image_size"], NUM_SAMPLES * SAMPLE_ROWS // IMAGE_ROWS
+    return replace(batch, images=ImageBatch(((side, side),) * count, tuple(torch.rand(count, 3, side, side))))
 
 
 def _sample(position: int) -> SampleArrays:
@@ -221,7 +295,7 @@ def _sample(position: int) -> SampleArrays:
 
 
 def _plan(case: Case, step: int) -> StepPlan:
-    num_targets = _batch(case.dtype).num_target_tokens // NUM_SAMPLES
+    num_targets = _batch(case).num_target_tokens // NUM_SAMPLES
     samples = tuple(PlannedSample(at, SAMPLE_TOKENS, SAMPLE_ROWS, num_targets) for at in range(NUM_SAMPLES))
     rows = tuple(
         tuple(Microbatch(slot, rank, samples, 1.0) for rank in range(case.degrees.dp))

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from flowtrain.actors.decoding import ImageReader
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
@@ -26,6 +27,7 @@ from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import unchecked_family
+from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import pack_texts
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
@@ -106,6 +108,7 @@ class BackboneRank:
         )
         reduction = decide_reduction(self._config, self._family, self._group)
         self._config = with_reduction(self._config, reduction.name)
+        self._partition = configured_partition(self._config, self._family.model_spec, self._degrees.pp)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return RankStart(device_peak(device, self._dtype), reduction)
@@ -144,7 +147,7 @@ class BackboneRank:
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
-        pool = self._join_pool() if self._pp_rank == 0 else None
+        pool = self._join_pool() if self._reads_pool else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
@@ -161,6 +164,12 @@ class BackboneRank:
         # Not after an error: this would wait for what other ranks never send, and delay the error.
         self._group.close()
 
+    @property
+    def _reads_pool(self) -> bool:
+        """Whether this rank reads features or images. The replica's leader reads texts in every mode."""
+        is_leader = self._pp_rank == self._tp_rank == 0
+        return is_leader or (self._pp_rank == self._partition.entry_rank and self._config.mode != "llm_only")
+
     def _join_pool(self) -> Pool:
         return join_pool(
             self._link, self._config.pool, self._run_id, self._name, 0, "backbone", self._group.device
@@ -176,7 +185,7 @@ class BackboneRank:
             dtype=self._dtype,
             loss_normalization=self._config.training.loss_normalization,
             device=device,
-            with_features=pool is not None,
+            with_features=self._pp_rank == self._partition.token_rank and self._config.mode != "llm_only",
         )
         reader = MicrobatchReader(
             dp_rank=self._dp_rank,
@@ -189,6 +198,8 @@ class BackboneRank:
             tp_size=self._degrees.tp,
             staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
             exchange=self._group.exchange,
+            rows_of=self._rows_of if self._config.mode == "monolithic" else None,
+            images=self._image_reader(pool),
         )
         return Prefetcher(
             name=self._name,
@@ -200,7 +211,24 @@ class BackboneRank:
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
+            whole_units=self._config.pool.exchange == "point_to_point",
         )
+
+    def _image_reader(self, pool: Pool | None) -> ImageReader | None:
+        """Return what decodes images for the encoder's first stage, on ranks that hold it."""
+        if self._config.mode != "monolithic" or self._pp_rank != self._partition.entry_rank:
+            return None
+        assert pool is not None
+        name = self._family.encoder_names[0]
+        return ImageReader(
+            pool,
+            partial(self._family.preprocess, name),
+            self._config.data.max_image_pixels,
+            self._config.encoders[name].decode_threads,
+        )
+
+    def _rows_of(self, height: int, width: int) -> int:
+        return self._family.image_layout(self._family.encoder_names[0], width, height).num_rows
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation, SplitPoint, Timings
 from flowtrain.allocator.candidates import Candidate, Enumeration
+from flowtrain.allocator.fixed_split import solve_split
 from flowtrain.allocator.infeasible import infeasible
 from flowtrain.allocator.program.flow import Choice, FlowProblem, Levels, adds_up, levels, production
 from flowtrain.allocator.program.milp import Solution, solve
@@ -18,13 +19,19 @@ from flowtrain.allocator.program.splits import Split, best_splits, production_cu
 from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem, front
 from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
+from flowtrain.config.allocator import AllocationMethod
 
 NUM_ALTERNATIVES = 3
 _SAME = 1e-6
 
 
-def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = None) -> Allocation:
-    """Return the best allocation; if there is none, raises a ConfigError that names the changes that would help."""
+def allocate(
+    request: Request, surrogate: Surrogate, solver: Solver | None = None, method: AllocationMethod = "milp"
+) -> Allocation:
+    """Return the best allocation, or that of an ablation's method.
+
+    If there is none, raises a ConfigError that names the changes that would help.
+    """
     solver = solver if solver is not None else Solver()
     started = time.perf_counter()
     enumerations = enumerate_all(request)
@@ -40,11 +47,17 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
     if adds_up(problem, solution.choice):
         rate_added, solution = solution.levels.rate, solve(startable, solver)
         assert solution is not None, "one producer of each work is feasible if several are"
+    rate_milp = None
+    if method != "milp":
+        rate_milp, rate_added = solution.levels.rate, None
+        solution = solve_split(request, problem, fronts, method)
+    shared = shared and method == "milp"
     solved = time.perf_counter()
     splits = best_splits(problem)
     search = not splits and not shared
     others = rivals(startable, solution.choice.consumer, solver, NUM_ALTERNATIVES) if search else ()
-    alternatives = _alternatives(solution, splits or others, len(request.cluster.device_types) > 1)
+    several = len(request.cluster.device_types) > 1
+    alternatives = _alternatives(solution, splits or others, several) if method == "milp" else ()
     compared = time.perf_counter()
     timings = Timings(enumerated - started, predicted - enumerated, solved - predicted, compared - solved)
     return Allocation(
@@ -67,6 +80,8 @@ def allocate(request: Request, surrogate: Surrogate, solver: Solver | None = Non
         solver=solution.solver,
         timings=timings,
         shared=shared,
+        method=method,
+        rate_milp=rate_milp,
         rate_apart=levels(problem, solution.choice).rate if shared else None,
         rate_added=rate_added if rate_added is not None and rate_added > solution.levels.rate * (1.0 + _SAME) else None,
     )

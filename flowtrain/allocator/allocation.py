@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flowtrain.config.allocator import AllocationMethod
 from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
@@ -131,7 +132,7 @@ class Allocation:
     production_curve: tuple[tuple[int, float], ...]
     """(devices of all encoders, samples/s that they produce on these); empty with several types of devices."""
     solver: str
-    """The solver that was used; ``none`` if there is no choice."""
+    """The solver that was used; ``none`` if there is no choice, else the method if it is not ``milp``."""
     timings: Timings
     shared: bool = False
     """All modules share one device, one after the other."""
@@ -141,6 +142,10 @@ class Allocation:
     """Samples/s with an encoder's replicas on several types of devices; None if that is not more.
 
     No run can start with that yet."""
+    method: AllocationMethod = "milp"
+    """``allocator.method``."""
+    rate_milp: float | None = None
+    """Samples/s of the plan that ``milp`` would give, if another method gave this one."""
     schema: int = ALLOCATION_SCHEMA
 
     @property

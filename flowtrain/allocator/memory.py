@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from flowtrain.allocator.slices import ONE_EACH, Slices, layers_of_ranks
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
+from flowtrain.costs.training_setup import Checkpointing, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
-from flowtrain.pipeline.partition import split_layers
-from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
+from flowtrain.pipeline.rank_chunks import rank_chunks
 from flowtrain.types.plan import Degrees
 
 
@@ -30,35 +31,47 @@ class MemoryBudget:
 
 
 def backbone_memory(
-    model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, chunks_per_rank: int = 1
+    model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, slices: Slices = ONE_EACH
 ) -> StepMemory:
     """Return the predicted memory of the fullest rank under 1F1B, interleaved if ranks hold several chunks.
 
     setup: its ``dp``, ``tp`` and ``accumulates`` are ignored.
     """
-    each = _memory_of_ranks(model, workload, setup, degrees, chunks_per_rank)
+    num_microbatches = microbatches_of_a_replica(workload, degrees.dp)
+    partition = slices.partition(model.backbone.num_layers, degrees.pp)
+    at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
+    size = microbatch_size(workload)
+    ranks = _ranks_to_compare(slices, model.backbone.num_layers, degrees.pp, setup.activation_checkpointing)
+    each = (
+        predict_step_memory(
+            model.backbone, model.connector, rank_chunks(partition, rank, num_microbatches).backbone, at, size
+        )
+        for rank in ranks
+    )
     return max(each, key=lambda memory: memory.peak)
 
 
-def _memory_of_ranks(
-    model: ModelSpec, workload: Workload, setup: TrainingSetup, degrees: Degrees, chunks_per_rank: int
-) -> Iterator[StepMemory]:
-    """Of the first rank, which keeps most activations, the last, which has the loss, and one with most layers."""
-    per_rank = workload.tokens_per_step / degrees.dp / (workload.microbatch_tokens * workload.fill)
-    num_microbatches = max(1, math.ceil(per_rank - 1e-9))
-    pp, num_stages = degrees.pp, degrees.pp * chunks_per_rank
-    lengths = [len(stage) for stage in split_layers(model.backbone.num_layers, num_stages)]
-    layers = [sum(lengths[rank::pp]) for rank in range(pp)]
+def microbatches_of_a_replica(workload: Workload, dp: int) -> int:
+    """Return the microbatches of a step on each replica."""
+    per_replica = workload.tokens_per_step / dp / (workload.microbatch_tokens * workload.fill)
+    return max(1, math.ceil(per_replica - 1e-9))
+
+
+def microbatch_size(workload: Workload) -> MicrobatchSize:
+    """Return the size of a full microbatch with the data's mean shares of images and of tokens with loss."""
     tokens = workload.microbatch_tokens
-    size = MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
-    at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
-    for rank in sorted({0, layers.index(max(layers)), pp - 1}):
-        held = tuple(
-            Chunk(lengths[stage], stage == 0, stage == num_stages - 1, in_flight)
-            for stage, in_flight in zip(
-                range(rank, num_stages, pp),
-                in_flight_by_chunk(pp, rank, num_microbatches, chunks_per_rank=chunks_per_rank),
-                strict=True,
-            )
-        )
-        yield predict_step_memory(model.backbone, model.connector, held, at, size)
+    return MicrobatchSize(tokens, math.ceil(tokens * workload.target_share), math.ceil(tokens * workload.vision_share))
+
+
+@lru_cache(maxsize=4096)
+def _ranks_to_compare(slices: Slices, num_layers: int, pp: int, checkpointing: Checkpointing) -> tuple[int, ...]:
+    """Ranks of which one is the fullest: of those with the same layers the first, which keeps most, and the last.
+
+    The last has the loss.
+    """
+    words = checkpointing if not isinstance(checkpointing, str) else None
+    first: dict[tuple[object, ...], int] = {}
+    for rank, layers in enumerate(layers_of_ranks(slices, num_layers, pp)):
+        same = (len(layers), *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()))
+        first.setdefault(same, rank)
+    return tuple(sorted({0, pp - 1, *first.values()}))

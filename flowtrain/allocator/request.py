@@ -20,6 +20,7 @@ from flowtrain.allocator.memory import MemoryBudget, backbone_memory
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
 from flowtrain.allocator.shards import num_shards
+from flowtrain.allocator.slices import ONE_EACH, Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import Cluster, DeviceType
 from flowtrain.costs.flops import IntArray
@@ -47,8 +48,8 @@ class Request:
     budget: MemoryBudget
     max_batch_patches: Mapping[str, int]
     """Patches of an encoder's largest batch, by encoder."""
-    chunks_per_rank: int = 1
-    """Slices of the backbone's layers that each pipeline rank holds."""
+    slices: Slices = ONE_EACH
+    """How pipeline ranks share the backbone's layers."""
     whole: frozenset[str] = frozenset()
     """Modules whose layers cannot be split by tensor parallelism."""
     chooses_reduction: bool = False
@@ -82,7 +83,7 @@ class Request:
         """Predicted memory of the backbone's fullest rank."""
         shards, reduction = self.num_shards(candidate), candidate.gradient_reduction
         setup = replace(self.setup, shard_size=shards, gradient_reduction=reduction)
-        return backbone_memory(self.model, self.workload, setup, candidate.degrees, self.chunks_per_rank)
+        return backbone_memory(self.model, self.workload, setup, candidate.degrees, self.slices)
 
     def num_shards(self, candidate: Candidate) -> int:
         """DP ranks of the backbone that hold one set of shards."""
@@ -136,7 +137,7 @@ def _enumerate_backbone(request: Request, device_type: DeviceType) -> Enumeratio
         global_batch_size=request.workload.global_batch_size,
         peak_nbytes=partial(peak_with, "microbatch"),
         memory_nbytes=request.memory_nbytes(BACKBONE, device_type.name),
-        chunks_per_rank=request.chunks_per_rank,
+        chunks_per_rank=request.slices.chunks,
         splits_tensors=BACKBONE not in request.whole,
         peak_of_step=partial(peak_with, "step") if request.chooses_reduction else None,
         splits_evenly=splits_evenly if setup.sharding == "hybrid" else None,

@@ -7,13 +7,14 @@ microbatches of a step, pipeline fill, transfers between stages, FSDP's gathers 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.shards import num_shards
+from flowtrain.allocator.slices import ONE_EACH, Slices, layers_of_ranks
 from flowtrain.costs.activations import layer_activation_nbytes
 from flowtrain.costs.cluster import Cluster, DeviceType
 from flowtrain.costs.flops import FloatArray, IntArray
@@ -21,7 +22,6 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
-from flowtrain.pipeline.partition import layers_by_rank
 
 BACKBONE = "backbone"
 _MANY_TOKENS = 1 << 16
@@ -67,21 +67,28 @@ class Surrogate:
         setup: TrainingSetup,
         times: Mapping[str, ModuleTimes],
         link_efficiency: float = 0.8,
-        chunks_per_rank: int = 1,
+        slices: Slices = ONE_EACH,
     ) -> None:
         """times: by type of device.
 
         setup: its dp and tp are ignored.
         link_efficiency: share of the links' bandwidth that is reached.
-        chunks_per_rank: slices of the layers that each pipeline rank holds; interleaved 1F1B above 1.
+        slices: how pipeline ranks share the layers; interleaved 1F1B with several chunks.
         """
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
         self._times, self._link_efficiency = times, link_efficiency
-        self._chunks = chunks_per_rank
-        # Layers of the first, the last and the longest pipeline rank, by pipeline degree.
+        self._chunks = slices.chunks
+        # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
-        ranks = [layers_by_rank(depth, pp, chunks_per_rank) for pp in range(1, depth // chunks_per_rank + 1)]
-        self._stages = np.array([(0, 0, 0), *((each[0], each[-1], max(each)) for each in ranks)], dtype=np.int64)
+        ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
+        rows = ((len(each[0]), len(each[-1]), max(map(len, each)), self._most_offloaded(each)) for each in ranks)
+        self._stages = np.array([(0, 0, 0, 0), *rows], dtype=np.int64)
+
+    def _most_offloaded(self, ranks: Sequence[Sequence[int]]) -> int:
+        words = self._setup.activation_checkpointing
+        if isinstance(words, str):
+            return max(map(len, ranks)) if words == "offload" else 0
+        return max(sum(words[layer] == "offload" for layer in layers) for layers in ranks)
 
     def rate(self, candidate: Candidate) -> float:
         """Return samples/s of one configuration."""
@@ -161,14 +168,14 @@ class Surrogate:
 
     def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
         """Seconds of a microbatch's copies that its forward and its backward do not hide."""
-        if self._setup.activation_checkpointing != "offload":
+        if not self._stages[:, 3].any():
             return np.zeros(len(columns))
         host = self._cluster[columns.device_type].links.host * self._link_efficiency
-        longest, copying = self._stages[columns.pp].T[2], np.empty(len(columns))
+        offloaded, copying = self._stages[columns.pp].T[3], np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at, setup = columns.tp == tp, replace(self._setup, tp=tp)
             per_token = layer_activation_nbytes(self._model.backbone, setup, _MANY_TOKENS) / _MANY_TOKENS
-            copying[at] = longest[at] * per_token * tokens[at] / host
+            copying[at] = offloaded[at] * per_token * tokens[at] / host
         return np.maximum(copying - stage / 3.0, 0.0) + np.maximum(copying - 2.0 / 3.0 * stage, 0.0)
 
     def _shards(self, columns: CandidateColumns) -> IntArray:
@@ -188,7 +195,7 @@ class Surrogate:
 
     def _stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
         """Seconds of forward and backward of one microbatch on the slowest pipeline rank."""
-        times, (first, last, longest) = self._times[columns.device_type], self._stages[columns.pp].T
+        times, (first, last, longest, _) = self._times[columns.device_type], self._stages[columns.pp].T
         slowest = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at = columns.tp == tp
@@ -201,7 +208,7 @@ class Surrogate:
 
     def _stage_parameters(self, columns: CandidateColumns) -> FloatArray:
         """Parameters that each device of the fullest stage holds before data parallel sharding."""
-        backbone, (first, last, longest) = self._model.backbone, self._stages[columns.pp].T
+        backbone, (first, last, longest, _) = self._model.backbone, self._stages[columns.pp].T
         table, layer = backbone.head_parameters, backbone.layer_parameters
         ends = np.maximum(first * layer + table + self._model.connector.num_parameters, last * layer + table)
         alone = backbone.num_parameters + self._model.connector.num_parameters

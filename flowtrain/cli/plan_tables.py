@@ -8,12 +8,12 @@ from dataclasses import fields
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation
+from flowtrain.allocator.allocation import Allocation, Alternative
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.planning.report import PlanReport
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.memory import MOMENTS
+from flowtrain.costs.memory import MOMENTS, StepMemory
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64
@@ -25,7 +25,9 @@ def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
     asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
     result = facts_table(_result_rows(report))
     rest = facts_table([*_assumption_rows(report), *_start_rows(report)])
-    tables = [asked, _modules(found), _memory(found.modules[-1]), result, _left_out(found)]
+    memory = found.modules[-1].memory
+    assert memory is not None
+    tables = [asked, _modules(found), memory_table(memory), result, _left_out(found)]
     if found.alternatives:
         tables.append(_alternatives(found))
     return *tables, rest
@@ -69,20 +71,19 @@ def _modules(found: Allocation) -> Table:
     return table
 
 
-def _memory(backbone: ModuleAllocation) -> Table:
-    """What the backbone's fullest rank holds at each moment that can be the worst, and its share of host memory."""
-    assert backbone.memory is not None
-    table = _table("memory of a backbone rank, GiB", *(f"at the {moment}" for moment in MOMENTS))
-    for field in fields(backbone.memory):
-        if field.name == "host":
-            continue
-        nbytes = getattr(backbone.memory, field.name)
-        cells = (_gib(nbytes) if field.name in held else "" for held in MOMENTS.values())
-        table.add_row(field.name.replace("_", " "), *cells)
+def memory_table(memory: StepMemory, title: str = "memory of a backbone rank, GiB") -> Table:
+    """What a rank holds at each moment that can be the worst, and its share of host memory."""
+    moments = memory.moments
+    table = _table(title, *(f"at the {moment}" for moment in moments))
+    for field in fields(memory):
+        nbytes = getattr(memory, field.name)
+        if nbytes and field.name != "host":
+            cells = (_gib(nbytes) if field.name in MOMENTS[moment] else "" for moment in moments)
+            table.add_row(field.name.replace("_", " "), *cells)
     table.add_section()
-    table.add_row("device", *(_gib(backbone.memory.at(moment)) for moment in MOMENTS))
-    if backbone.memory.host:
-        table.add_row("host, pinned", *(_gib(backbone.memory.host) for _ in MOMENTS))
+    table.add_row("device", *(_gib(memory.at(moment)) for moment in moments))
+    if memory.host:
+        table.add_row("host, pinned", *(_gib(memory.host) for _ in moments))
     return table
 
 
@@ -175,7 +176,7 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield (
         "",
         f"{report.budget.usable:.0%} of the memory for a process; activation checkpointing "
-        f"{setup.activation_checkpointing}, attention {setup.attention}, {_sharded(report)}, {setup.optimizer}",
+        f"{setup.checkpointing_text}, attention {setup.attention}, {_sharded(report)}, {setup.optimizer}",
     )
     times = found.timings
     yield (

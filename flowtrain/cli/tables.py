@@ -114,10 +114,10 @@ def summary_table(summary: RunSummary) -> Table:
 
 def _parameters(run_spec: RunSpec) -> str:
     """Total and trainable parameters; an encoder counts only the layers that are computed."""
-    spec, freeze = run_spec.model_spec, run_spec.config.model.freeze
+    spec, freeze = run_spec.model_spec, run_spec.config.frozen_modules
     counts = {name: encoder.num_parameters for name, encoder in spec.encoders.items()}
     counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
-    frozen = {*spec.encoders, *freeze}
+    frozen = {*freeze, *(spec.encoders if "encoders" in freeze else ())}
     each = ", ".join(f"{name} {count:,}{' (frozen)' * (name in frozen)}" for name, count in counts.items())
     return f"{spec.num_parameters:,}, {spec.num_trainable_parameters(freeze):,} trainable: {each}"
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.errors import ConfigError, FaultCode
 
 Dtype = Literal["float32", "bfloat16"]
+LayerCheckpointing = Literal["none", "full", "selective", "offload"]
+Checkpointing = Literal[LayerCheckpointing, "every_n"]
 
 
 class ModelConfig(ConfigModel):
@@ -85,10 +88,10 @@ class BackboneConfig(ConfigModel):
     context_parallel_size: int = Field(1, ge=1)
     attention: Literal["auto", "flash_attn", "torch_varlen", "sdpa"] = "auto"
     """The kernel that runs packed sequences; ``auto`` chooses by device."""
-    activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
+    activation_checkpointing: Checkpointing | tuple[LayerCheckpointing, ...] = "none"
     """What the backward pass recomputes: nothing, every layer, everything except matrix products and attention
     (``selective``), or each ``checkpoint_every``-th layer (``every_n``). ``offload`` recomputes nothing: what layers
-    keep waits in pinned host memory until their backward pass."""
+    keep waits in pinned host memory until their backward pass. A list has one word for each decoder layer."""
     checkpoint_every: int = Field(2, ge=2)
     sequence_parallel: bool = True
     """Ranks of a tensor parallel group split norms and residuals by tokens, with the same amount of communication.
@@ -112,3 +115,19 @@ class BackboneConfig(ConfigModel):
     prefetch_microbatches: int = Field(3, ge=1)
     """Microbatches that a rank reads from the pool ahead of training; it asks for half of them at once. With hundreds
     of replicas a larger number spares the coordinator questions."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _one_word_or_a_list(cls, value: Any) -> Any:
+        """Name what is wrong; pydantic would name each of the two types."""
+        key, words, each = "backbone.activation_checkpointing", get_args(Checkpointing), get_args(LayerCheckpointing)
+        if not isinstance(value, list | tuple):
+            if value in words:
+                return value
+            said = f"{key} ({value!r}) is none of {', '.join(words)}, nor a list with a word for each decoder layer"
+            raise ConfigError.of(key, FaultCode.VALUE, said)
+        for layer, word in enumerate(value):
+            if word not in each:
+                said = f"{key}: layer {layer} has {word!r}; a list has one of {', '.join(each)} for each decoder layer"
+                raise ConfigError.of(key, FaultCode.VALUE, said)
+        return tuple(value)

@@ -78,7 +78,9 @@ class Recorder:
         plan = run_spec.plan
         self._num_encoders = sum(module.data_parallel_size for module in plan.encoders.values())
         self._num_backbone = plan.backbone.num_actors
-        self._num_devices = self._num_backbone + sum(module.num_actors for module in plan.encoders.values())
+        self._num_devices = self._num_backbone
+        if plan.mode != "colocated":  # there encoders share the ranks' devices
+            self._num_devices += sum(module.num_actors for module in plan.encoders.values())
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None

@@ -20,8 +20,9 @@ def chunk_activation_nbytes(
     """Return the device bytes that one microbatch keeps on one chunk until its backward, without those of the loss."""
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
     slice_nbytes = dtype * spec.hidden_size * setup.sliced(tokens)
-    num_recomputed = num_recomputed_layers(chunk, setup)
-    kept = (chunk.num_layers - num_recomputed) * _kept_nbytes(spec, setup, tokens) + num_recomputed * slice_nbytes
+    kept = sum(
+        count * _kept_nbytes(spec, setup, tokens, word) for word, count in chunk.layers_by_strategy(setup).items()
+    )
     kept += 2 * dtype * spec.head_dim * tokens  # cosines and sines of the positions
     if chunk.is_last:
         kept += _norm_nbytes(spec.hidden_size, 1, dtype) * setup.sliced(tokens)
@@ -36,16 +37,8 @@ def chunk_activation_nbytes(
 
 def offloaded_nbytes(spec: TransformerSpec, chunk: Chunk, setup: TrainingSetup, num_tokens: int) -> int:
     """Return the host bytes that one microbatch keeps of one chunk's layers."""
-    if setup.activation_checkpointing != "offload":
-        return 0
-    return chunk.num_layers * layer_activation_nbytes(spec, setup, num_tokens)
-
-
-def num_recomputed_layers(chunk: Chunk, setup: TrainingSetup) -> int:
-    """Return how many of a chunk's layers run their forward again and keep only their input."""
-    every_n = -(-chunk.num_layers // setup.checkpoint_every)
-    counts = {"none": 0, "selective": 0, "offload": 0, "full": chunk.num_layers, "every_n": every_n}
-    return counts[setup.activation_checkpointing]
+    num_offloaded = chunk.layers_by_strategy(setup).get("offload", 0)
+    return num_offloaded * layer_activation_nbytes(spec, setup, num_tokens) if num_offloaded else 0
 
 
 def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int) -> int:
@@ -101,11 +94,13 @@ class _Widths:
         )
 
 
-def _kept_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int) -> int:
-    """Device bytes of a layer that is not recomputed as a whole."""
-    if setup.activation_checkpointing == "offload":
+def _kept_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
+    """Device bytes that a layer with a strategy keeps; a recomputed one keeps its input."""
+    if word == "offload":
         return 0
-    if setup.activation_checkpointing == "selective":
+    if word == "full":
+        return setup.dtype_nbytes * spec.hidden_size * setup.sliced(num_tokens)
+    if word == "selective":
         return selective_activation_nbytes(spec, setup, num_tokens)
     return layer_activation_nbytes(spec, setup, num_tokens)
 

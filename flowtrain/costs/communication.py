@@ -34,8 +34,8 @@ class TensorCommunication:
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds of one decoder layer, ``[N]``."""
         num_reduces = 4.0 + 2.0 * recomputed_share(self._setup)
-        if self._setup.sequence_parallel and self._setup.activation_checkpointing == "selective":
-            num_reduces += 2.0 * _GATHER
+        if self._setup.sequence_parallel:
+            num_reduces += 2.0 * _GATHER * self._setup.share_of_layers("selective")
         return self._factor(tp) * num_reduces * self._model.backbone.hidden_size * num_tokens
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
@@ -56,6 +56,4 @@ class TensorCommunication:
 
 def recomputed_share(setup: TrainingSetup) -> float:
     """Return the share of layers whose forward runs twice; 0 where no matrix product is repeated."""
-    every_n = 1.0 / setup.checkpoint_every
-    shares = {"none": 0.0, "selective": 0.0, "offload": 0.0, "full": 1.0, "every_n": every_n}
-    return shares[setup.activation_checkpointing]
+    return setup.share_of_layers("full")

@@ -8,8 +8,8 @@ Conventions:
 - The head counts for tokens that carry loss only; it is not computed for others (`flowtrain.models.loss`).
 - Backward costs twice the forward if both weights and inputs need gradients, once if only one of them does.
 - Recomputation (activation checkpointing) is overhead, not model FLOPs. There is no padding.
-- Encoders are frozen: forward only, full attention inside one image, without a tower's pooling head (features are taken
-  before it).
+- Encoders have full attention inside one image, without a tower's pooling head (features are taken before it). Frozen
+  ones only run forward. The patch embedding has no input gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec, TransformerSpec, VisionSpec
+from flowtrain.costs.model_spec import FROZEN_ENCODERS, ConnectorSpec, ModelSpec, TransformerSpec, VisionSpec
 from flowtrain.types.plan import Flops
 
 IntArray = NDArray[np.int64]
@@ -56,8 +56,8 @@ def backbone_training_flops(
 
     lengths: tokens of each sub-sequence.
     num_target_tokens: tokens that carry loss; None: all do.
-    freeze: modules that are not trained, as in ``model.freeze``. A frozen backbone computes no weight gradients, but
-    still passes gradients on to a trained connector. With both frozen there is no backward.
+    freeze: modules that are not trained, as in ``config.frozen_modules``. A frozen backbone computes no weight
+    gradients, but still passes gradients on to a trained connector or encoder. With all frozen there is no backward.
     """
     num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     num_head_tokens = num_tokens if num_target_tokens is None else num_target_tokens
@@ -72,7 +72,7 @@ def sample_flops(
     vision_lengths: IntArray,
     target_lengths: IntArray,
     images: Mapping[str, tuple[IntArray, IntArray]],
-    freeze: Collection[str] = (),
+    freeze: Collection[str] = FROZEN_ENCODERS,
 ) -> SampleFlops:
     """Return the training FLOPs of samples, given as columns int64 ``[S]``.
 
@@ -81,13 +81,13 @@ def sample_flops(
     target_lengths: tokens among them that carry loss.
     images: by encoder, numbers of images and of patches of each sample. A sample's patches are split evenly over its
     images: exact if the images have one size, a lower bound otherwise.
-    freeze: modules that are not trained, as in ``model.freeze``.
+    freeze: modules that are not trained, as in ``config.frozen_modules``.
 
     Raises KeyError for an encoder that ``spec`` does not have.
     """
     encoders = np.zeros(len(positions))
     for name, (num_images, num_patches) in images.items():
-        encoders += _encoder(spec.encoders[name], num_images, num_patches)
+        encoders += _encoder_training(spec.encoders[name], num_images, num_patches, freeze)
     return SampleFlops(
         positions,
         encoders,
@@ -101,7 +101,7 @@ def _backbone_training(
 ) -> Any:
     """Training FLOPs of the backbone; the arguments are numbers, or arrays of one shape."""
     passes = linear_passes = 3
-    if {"backbone", "connector"} <= set(freeze):
+    if {"backbone", "connector", "encoders"} <= set(freeze):
         passes = linear_passes = 1
     elif "backbone" in freeze:
         linear_passes = 2
@@ -110,8 +110,12 @@ def _backbone_training(
 
 
 def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> Any:
-    """Features are constants, so the first layer has no input gradient; a frozen connector has no backward."""
-    first_passes, second_passes = (1, 1) if "connector" in freeze else (2, 3)
+    """Features of frozen encoders are constants, so they get no gradient."""
+    features_are_constant = "encoders" in freeze
+    if "connector" in freeze:
+        first_passes, second_passes = (1, 1) if features_are_constant else (2, 2)
+    else:
+        first_passes, second_passes = (2 if features_are_constant else 3), 3
     first, second = spec.feature_dim * spec.hidden_size, spec.hidden_size * spec.out_dim
     return 2.0 * num_rows * (first_passes * first + second_passes * second)
 
@@ -129,10 +133,13 @@ def _causal_attention(spec: TransformerSpec, squares: Any) -> Any:
     return 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * squares
 
 
-def _encoder(spec: VisionSpec, num_images: IntArray, num_patches: IntArray) -> FloatArray:
+def _encoder_training(
+    spec: VisionSpec, num_images: IntArray, num_patches: IntArray, freeze: Collection[str]
+) -> FloatArray:
+    patch_passes, layer_passes = (1, 1) if "encoders" in freeze else (2, 3)
     each, more = np.divmod(num_patches, np.maximum(num_images, 1))
     tokens = (each + spec.num_prefix_tokens).astype(np.float64)
     squares = more * (tokens + 1) ** 2 + (num_images - more) * tokens**2
     num_tokens = num_patches + spec.num_prefix_tokens * num_images
     layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * squares * spec.hidden_size
-    return 2.0 * num_patches * spec.patch_matmul_parameters + spec.num_layers * layer
+    return 2.0 * patch_passes * num_patches * spec.patch_matmul_parameters + layer_passes * spec.num_layers * layer

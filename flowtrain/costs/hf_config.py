@@ -66,17 +66,25 @@ def from_hf_vision_config(config: HFConfig) -> VisionSpec:
 
 def _siglip(config: HFConfig) -> VisionSpec:
     hidden, intermediate, patches = _int(config, "hidden_size"), _int(config, "intermediate_size"), _num_patches(config)
-    outside = _patch_parameters(config) + hidden + patches * hidden + 2 * hidden
+    outside, unused = _patch_parameters(config) + hidden + patches * hidden + 2 * hidden, 2 * hidden
     if config.get("vision_use_head", True):
         attention, mlp = 4 * hidden * (hidden + 1), 2 * hidden * intermediate + intermediate + hidden
-        outside += hidden + attention + 2 * hidden + mlp  # probe, attention over the patches, norm, MLP
-    return _vision_spec(config, intermediate, num_prefix_tokens=0, outside_parameters=outside)
+        head = hidden + attention + 2 * hidden + mlp  # probe, attention over the patches, norm, MLP
+        outside, unused = outside + head, unused + head
+    return _vision_spec(config, intermediate, num_prefix_tokens=0, outside_parameters=outside, unused_parameters=unused)
 
 
 def _clip(config: HFConfig) -> VisionSpec:
     hidden = _int(config, "hidden_size")
     outside = _patch_parameters(config) + hidden + (_num_patches(config) + 1) * hidden + 4 * hidden
-    return _vision_spec(config, _int(config, "intermediate_size"), num_prefix_tokens=1, outside_parameters=outside)
+    return _vision_spec(
+        config,
+        _int(config, "intermediate_size"),
+        num_prefix_tokens=1,
+        outside_parameters=outside,
+        unused_parameters=2 * hidden,
+        quick_gelu=config.get("hidden_act", "quick_gelu") == "quick_gelu",
+    )
 
 
 def _dinov2(config: HFConfig) -> VisionSpec:
@@ -86,12 +94,13 @@ def _dinov2(config: HFConfig) -> VisionSpec:
         intermediate = (int(intermediate * 2 / 3) + 7) // 8 * 8  # as Dinov2SwiGLUFFN rounds it
     num_prefix = 1 + config.get("num_register_tokens", 0)  # a plain dinov2 has none
     outside = _patch_parameters(config) + hidden + (num_prefix + _num_patches(config) + 1) * hidden + 2 * hidden
-    outside += hidden * bool(config.get("use_mask_token", True))
+    mask = hidden * bool(config.get("use_mask_token", True))
     return _vision_spec(
         config,
         intermediate,
         num_prefix_tokens=num_prefix,
-        outside_parameters=outside,
+        outside_parameters=outside + mask,
+        unused_parameters=2 * hidden + mask,
         gated_mlp=gated,
         qkv_bias=bool(config.get("qkv_bias", True)),
         layer_scale=True,
@@ -106,6 +115,7 @@ def _vit(config: HFConfig) -> VisionSpec:
         _int(config, "intermediate_size"),
         num_prefix_tokens=1,
         outside_parameters=outside + (hidden + 1) * pooled,
+        unused_parameters=2 * hidden + (hidden + 1) * pooled,
         qkv_bias=bool(config.get("qkv_bias", True)),
     )
 

@@ -6,35 +6,45 @@ communication libraries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flowtrain.costs.activations import (
     backward_nbytes,
     chunk_activation_nbytes,
     layer_activation_nbytes,
-    num_recomputed_layers,
     offloaded_nbytes,
     selective_activation_nbytes,
 )
+from flowtrain.costs.encoder_memory import (
+    EncoderShare,
+    encoder_backward_nbytes,
+    encoder_chunk_activation_nbytes,
+    encoder_forward_nbytes,
+    encoder_kept_nbytes,
+    encoder_layer_activation_nbytes,
+    encoder_output_nbytes,
+)
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
-from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
 
 USABLE_SHARE = 0.92
 """Share of a device's memory that a process can use; driver, communication and fragmentation take the rest."""
 _OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
-_ALWAYS = ("parameters", "optimizer_state")
+_ALWAYS = ("parameters", "optimizer_state", "frozen")
 _COMPUTING = (*_ALWAYS, "accumulated", "gathered", "activations")
 MOMENTS: Mapping[str, tuple[str, ...]] = {
     "loss": (*_COMPUTING, "loss"),
     "backward": (*_COMPUTING, "working"),
     "reduction": (*_ALWAYS, "gradients", "gathered", "reduced"),
+    "encoding": (*_ALWAYS, "accumulated", "gathered", "encoding"),
 }
 """Moments of a step that can be the worst, and what of ``StepMemory`` a device holds then.
 
-They are the loss of a microbatch, its first layer's backward, and the last reduction, which the update follows."""
+They are the loss of a microbatch, its first layer's backward, the last reduction, which the update follows, and, on a
+rank with frozen encoder layers, their forward of the last microbatch in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,15 @@ class StepMemory:
     """Memory of a backward's last gradient reduction, in addition to the gradients."""
     host: int = 0
     """Pinned host memory with offloaded activations, over all microbatches in flight; no part of ``peak``."""
+    frozen: int = 0
+    """Weights of frozen encoder layers, whole, in the compute type."""
+    encoding: int = 0
+    """What the forward of encoder layers holds, with the activations of the microbatches before."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Those of ``MOMENTS`` that the rank has."""
+        return tuple(moment for moment in MOMENTS if self.encoding or moment != "encoding")
 
     @property
     def peak(self) -> int:
@@ -73,14 +92,41 @@ class StepMemory:
         return sum(getattr(self, name) for name in MOMENTS[moment])
 
 
+_NOTHING = StepMemory(*(0 for _ in range(9)))
+
+
 def predict_step_memory(
     spec: TransformerSpec,
     connector: ConnectorSpec,
     chunks: tuple[Chunk, ...],
     setup: TrainingSetup,
     microbatch: MicrobatchSize,
+    encoder: EncoderShare | None = None,
 ) -> StepMemory:
-    """Return the memory of a rank with these chunks; microbatch: the largest one. All modules are trained."""
+    """Return the memory of a rank with these chunks; connector and backbone are trained.
+
+    microbatch: the largest one. encoder: the layers of an encoder that the rank holds too.
+    """
+    memory = _backbone_memory(spec, connector, chunks, setup, microbatch) if chunks else _NOTHING
+    if encoder is None or not encoder.chunks:
+        return memory
+    if encoder.is_trained:
+        return _with_trained_encoder(memory, encoder, setup, microbatch)
+    others = sum(
+        (chunk.in_flight - 1) * chunk_activation_nbytes(spec, connector, chunk, setup, microbatch) for chunk in chunks
+    )
+    weights = encoder.num_layers * encoder.layer_parameters(setup.tp) + encoder.outer_parameters
+    computing = max(_encoding_nbytes(encoder.spec, chunk, setup, microbatch) for chunk in encoder.chunks)
+    return replace(memory, frozen=setup.dtype_nbytes * weights, encoding=others + computing)
+
+
+def _backbone_memory(
+    spec: TransformerSpec,
+    connector: ConnectorSpec,
+    chunks: tuple[Chunk, ...],
+    setup: TrainingSetup,
+    microbatch: MicrobatchSize,
+) -> StepMemory:
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
     has_first, has_last = any(chunk.is_first for chunk in chunks), any(chunk.is_last for chunk in chunks)
     num_layers = sum(chunk.num_layers for chunk in chunks)
@@ -95,6 +141,7 @@ def predict_step_memory(
     accumulated = shard if reduces_each else whole
     last_reduced = outer if has_first or has_last else per_layer
     head = dtype * -(-spec.vocab_size // setup.tp) * spec.hidden_size  # its gradient waits for the root's reduction
+    # With offloading the layer called last stays on the device; in the backward its place is that of the layer before.
     return StepMemory(
         parameters=FLOAT32_NBYTES * shard,
         gradients=FLOAT32_NBYTES * shard,
@@ -104,7 +151,7 @@ def predict_step_memory(
         activations=sum(
             chunk.in_flight * chunk_activation_nbytes(spec, connector, chunk, setup, microbatch) for chunk in chunks
         )
-        + _last_offloaded_nbytes(spec, setup, tokens),
+        + (layer_activation_nbytes(spec, setup, tokens) if "offload" in _words(chunks, setup) else 0),
         working=_working_nbytes(spec, chunks, setup, tokens, per_layer) + (head if has_last else 0),
         loss=_loss_nbytes(spec, setup, microbatch) if has_last else 0,
         reduced=_reduction_nbytes(setup, last_reduced),
@@ -112,53 +159,93 @@ def predict_step_memory(
     )
 
 
+def _with_trained_encoder(
+    memory: StepMemory, encoder: EncoderShare, setup: TrainingSetup, microbatch: MicrobatchSize
+) -> StepMemory:
+    """Add encoder layers, which are sharded, gathered and reduced as the backbone's are."""
+    dtype, tokens, per_layer = setup.dtype_nbytes, microbatch.num_tower_tokens, encoder.layer_parameters(setup.tp)
+    whole = encoder.num_layers * per_layer + encoder.outer_parameters
+    shard = -(-whole // setup.num_shards)
+    shards_parameters = setup.sharding != "gradients" and setup.dp > 1
+    num_gathered = min(encoder.num_layers, 2 * len(encoder.chunks)) if shards_parameters else encoder.num_layers
+    accumulated = shard if setup.gradient_reduction == "microbatch" else whole
+    kept = sum(
+        chunk.in_flight * encoder_chunk_activation_nbytes(encoder.spec, chunk, setup, microbatch)
+        for chunk in encoder.chunks
+    )
+    # As for decoder layers: what is recomputed or fetched exists while a layer runs backward.
+    layer, words = encoder_layer_activation_nbytes(encoder.spec, setup, tokens), _words(encoder.chunks, setup)
+    backward = encoder_backward_nbytes(encoder.spec, setup, tokens) + (0 if words == {"none"} else layer)
+    freed = min(0 if word == "full" else encoder_kept_nbytes(encoder.spec, setup, tokens, word) for word in words)
+    num_offloaded = [chunk.layers_by_strategy(setup).get("offload", 0) for chunk in encoder.chunks]
+    return replace(
+        memory,
+        parameters=memory.parameters + FLOAT32_NBYTES * shard,
+        gradients=memory.gradients + FLOAT32_NBYTES * shard,
+        optimizer_state=memory.optimizer_state + FLOAT32_NBYTES * shard * _OPTIMIZER_STATES[setup.optimizer],
+        accumulated=memory.accumulated + (FLOAT32_NBYTES * accumulated if setup.accumulates else 0),
+        gathered=memory.gathered + dtype * (num_gathered * per_layer + encoder.outer_parameters),
+        activations=memory.activations + kept + (layer if any(num_offloaded) else 0),
+        working=max(memory.working, _backward_peak_nbytes(setup, backward, per_layer, freed)),
+        reduced=max(memory.reduced, _reduction_nbytes(setup, encoder.outer_parameters or per_layer)),
+        host=memory.host
+        + sum(chunk.in_flight * layer * count for chunk, count in zip(encoder.chunks, num_offloaded, strict=True)),
+    )
+
+
+def _encoding_nbytes(spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
+    """What the forward of a frozen chunk holds: pixels or received states, its fullest layer, and its output."""
+    tokens, dtype = microbatch.num_tower_tokens, setup.dtype_nbytes
+    computing = encoder_forward_nbytes(spec, setup.tp, num_tokens=tokens, dtype_nbytes=dtype)
+    received = spec.num_channels * spec.patch_size**2 if chunk.is_first else spec.hidden_size
+    return computing + dtype * received * tokens + encoder_output_nbytes(spec, chunk, setup, microbatch)
+
+
 def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dtype_nbytes: int) -> int:
     """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
 
-    Without gradients no activations are kept. Hidden states, queries, keys and values, attention output and the MLP's
-    widths exist at once, in addition to a batch's features until they are in the pool. tp: tensor parallel degree.
+    Without gradients no activations are kept, only a batch's features until they are in the pool. tp: tensor parallel
+    degree.
     """
     weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
-    mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
-    per_patch = 3 * spec.hidden_size + (4 * spec.hidden_size + 2 * mlp) // tp
-    return dtype_nbytes * (weights + per_patch * max_batch_patches)
+    computing = encoder_forward_nbytes(spec, tp, num_tokens=max_batch_patches, dtype_nbytes=dtype_nbytes)
+    return dtype_nbytes * weights + computing
 
 
 def _working_nbytes(
     spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int, per_layer: int
 ) -> int:
-    """The most that one layer's backward holds in addition to activations, with gradients of weights on their way.
+    """The most that one decoder layer's backward holds in addition to activations."""
+    layer, words = layer_activation_nbytes(spec, setup, num_tokens), _words(chunks, setup)
+    restored = 0 if words == {"none"} else layer
+    freed = {"none": layer, "full": 0, "offload": 0}
+    if "selective" in words:
+        freed["selective"] = selective_activation_nbytes(spec, setup, num_tokens)
+    least_freed = min(freed[word] for word in words)
+    return _backward_peak_nbytes(setup, restored + backward_nbytes(spec, setup, num_tokens), per_layer, least_freed)
+
+
+def _backward_peak_nbytes(setup: TrainingSetup, gradients: int, per_layer: int, freed: int) -> int:
+    """The most that one layer's backward holds, with gradients of weights on their way.
 
     FSDP reduces a layer's gradients once its activations are gone, and the buffer of that waits for the next
-    reduction, so it is there during the next layer's backward.
+    reduction, so it is there during the next layer's backward. gradients: of activations, and what is restored. freed:
+    activations of one layer that its backward frees.
     """
-    layer = layer_activation_nbytes(spec, setup, num_tokens)
-    restored = 0 if setup.activation_checkpointing == "none" else layer
     # A float32 run adds each gradient to the accumulated one at once.
     adds_at_once = _sums_whole(setup) and setup.dtype_nbytes == FLOAT32_NBYTES
     of_weights = 0 if adds_at_once else setup.dtype_nbytes * per_layer
-    computing = restored + backward_nbytes(spec, setup, num_tokens) + of_weights
-    buffer = FLOAT32_NBYTES * per_layer - _freed_nbytes(spec, chunks, setup, num_tokens, layer)
+    computing = gradients + of_weights
+    buffer = FLOAT32_NBYTES * per_layer - freed
     if _sums_whole(setup):
         # With the last microbatch the buffer takes the place of the layer's accumulated gradient.
         return max(computing, buffer)
     return computing + max(0, buffer)
 
 
-def _last_offloaded_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int) -> int:
-    """The layer called last stays on the device; in the backward its place is that of the layer before."""
-    return layer_activation_nbytes(spec, setup, num_tokens) if setup.activation_checkpointing == "offload" else 0
-
-
-def _freed_nbytes(
-    spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int, layer: int
-) -> int:
-    """Activations of one layer that its backward frees."""
-    if setup.activation_checkpointing == "selective":
-        return selective_activation_nbytes(spec, setup, num_tokens)
-    if setup.activation_checkpointing == "offload" or any(num_recomputed_layers(each, setup) for each in chunks):
-        return 0
-    return layer
+def _words(chunks: Sequence[Chunk | EncoderChunk], setup: TrainingSetup) -> set[str]:
+    """Memory strategies of the chunks' layers."""
+    return {word for chunk in chunks for word, count in chunk.layers_by_strategy(setup).items() if count}
 
 
 def _reduction_nbytes(setup: TrainingSetup, num_parameters: int) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+FROZEN_ENCODERS = ("encoders",)
+"""The modules that are not trained if nothing is configured, as in ``config.frozen_modules``."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransformerSpec:
@@ -85,6 +88,10 @@ class VisionSpec:
     qkv_bias: bool = True
     layer_scale: bool = False
     """A learned scale vector after each block."""
+    unused_parameters: int = 0
+    """Those of ``outside_parameters`` that features do not need: the norm after the layers, the pooling head."""
+    quick_gelu: bool = False
+    """GELU is approximated by x sigmoid(1.702 x), whose sigmoid is kept too."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -110,6 +117,11 @@ class VisionSpec:
     def num_parameters(self) -> int:
         """All parameters of the tower."""
         return self.outside_parameters + self.num_layers * self.layer_parameters
+
+    @property
+    def num_computed_parameters(self) -> int:
+        """Parameters that features need, with ``num_layers`` counting only the layers that are computed."""
+        return self.num_parameters - self.unused_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,8 @@ class ModelSpec:
         return encoders + self.connector.num_parameters + self.backbone.num_parameters
 
     def num_trainable_parameters(self, freeze: Collection[str]) -> int:
-        """Parameters that are trained. freeze: as in ``model.freeze``; encoders are always frozen."""
-        modules = {"connector": self.connector.num_parameters, "backbone": self.backbone.num_parameters}
+        """Parameters that are trained. freeze: modules that are not, as in ``config.frozen_modules``."""
+        encoders = sum(encoder.num_computed_parameters for encoder in self.encoders.values())
+        backbone, connector = self.backbone.num_parameters, self.connector.num_parameters
+        modules = {"encoders": encoders, "connector": connector, "backbone": backbone}
         return sum(count for name, count in modules.items() if name not in freeze)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +14,8 @@ LOSS_CHUNK_TOKENS = 2048
 DTYPE_NBYTES = {"float32": FLOAT32_NBYTES, "bfloat16": 2}
 """Bytes per number, by ``model.dtype``."""
 
+Checkpointing = Literal["none", "full", "selective", "every_n", "offload"] | tuple[str, ...]
+"""As ``backbone.activation_checkpointing``: one word for all decoder layers, or one word each."""
 ReductionName = Literal["microbatch", "step"]
 """When data parallel ranks sum gradients: with each microbatch, or with a step's last one."""
 
@@ -30,7 +34,7 @@ class TrainingSetup:
     """DP ranks that share one set of shards under ``hybrid``; None: all."""
     gradient_reduction: ReductionName = "step"
     sequence_parallel: bool = True
-    activation_checkpointing: Literal["none", "full", "selective", "every_n", "offload"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     checkpoint_every: int = 2
     optimizer: Literal["adamw", "sgd"] = "adamw"
     attention: Literal["flash_attn", "torch_varlen", "sdpa"] = "flash_attn"
@@ -45,6 +49,24 @@ class TrainingSetup:
     def dtype_nbytes(self) -> int:
         """Bytes per number in the compute type."""
         return DTYPE_NBYTES[self.dtype]
+
+    @property
+    def checkpointing_text(self) -> str:
+        """``activation_checkpointing`` in words."""
+        if isinstance(self.activation_checkpointing, str):
+            return self.activation_checkpointing
+        counts = Counter(self.activation_checkpointing)
+        return ", ".join(f"{word} in {count} layers" for word, count in counts.items())
+
+    def share_of_layers(self, word: str) -> float:
+        """Return the share of decoder layers that follow a strategy; ``every_n`` is ``full`` in each n-th layer."""
+        words = self.activation_checkpointing
+        if not isinstance(words, str):
+            return words.count(word) / len(words)
+        if words == "every_n":
+            recomputed = 1.0 / self.checkpoint_every
+            return {"full": recomputed, "none": 1.0 - recomputed}.get(word, 0.0)
+        return float(words == word)
 
     @property
     def num_shards(self) -> int:
@@ -67,6 +89,43 @@ class Chunk:
     """It includes the final norm, the head and the loss."""
     in_flight: int = 1
     """Microbatches whose activations it keeps at once (1F1B: the pipeline ranks from this one to the last)."""
+    first_layer: int = 0
+    """Number of its first layer in the whole backbone; per-layer strategies depend on it."""
+
+    def layers_by_strategy(self, setup: TrainingSetup) -> Mapping[str, int]:
+        """Return how many of its layers follow each strategy; ``every_n`` is ``full`` in the first of every n."""
+        words = setup.activation_checkpointing
+        if isinstance(words, str):
+            return _by_strategy(words, self.num_layers, setup)
+        return Counter(words[self.first_layer : self.first_layer + self.num_layers])
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderChunk:
+    """A run of an encoder's layers that a rank of the pipeline holds."""
+
+    num_layers: int
+    is_first: bool = True
+    """It includes the embedding of images."""
+    is_last: bool = True
+    """Its output are features."""
+    is_trained: bool = False
+    sends: bool = False
+    """Its output goes to another rank."""
+    in_flight: int = 1
+    """Microbatches whose activations it keeps at once if it is trained."""
+
+    def layers_by_strategy(self, setup: TrainingSetup) -> Mapping[str, int]:
+        """Return how many of its layers follow each strategy: the backbone's word; with a list all keep all."""
+        words = setup.activation_checkpointing
+        return _by_strategy(words if isinstance(words, str) else "none", self.num_layers, setup)
+
+
+def _by_strategy(word: str, num_layers: int, setup: TrainingSetup) -> dict[str, int]:
+    if word != "every_n":
+        return {word: num_layers}
+    recomputed = -(-num_layers // setup.checkpoint_every)
+    return {"full": recomputed, "none": num_layers - recomputed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +137,5 @@ class MicrobatchSize:
     """Tokens that carry loss."""
     num_rows: int = 0
     """Feature rows from encoders."""
+    num_tower_tokens: int = 0
+    """Tokens of its images inside an encoder that the pipeline holds."""

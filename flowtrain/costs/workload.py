@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from flowtrain.costs.flops import IntArray, SampleFlops, sample_flops
-from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.errors import ConfigError
 
 
@@ -31,8 +31,8 @@ class Workload:
     """By encoder: images and patches of each sample."""
     fill: float = 0.97
     """Share of ``microbatch_tokens`` that packing fills."""
-    freeze: tuple[str, ...] = field(default=())
-    """As in ``model.freeze``."""
+    freeze: tuple[str, ...] = FROZEN_ENCODERS
+    """Modules that are not trained, as in ``config.frozen_modules``."""
 
     def __post_init__(self) -> None:
         if not len(self.lengths) or int(self.lengths.min()) < 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+
+import numpy as np
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.flops import SampleFlops, sample_flops
@@ -13,7 +15,7 @@ from flowtrain.flow.feeding import Feeding
 from flowtrain.flow.flow import Flow
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
-from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order
+from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order, no_batches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import FlopsOf, Steps
@@ -39,6 +41,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         lease_timeout_s=config.limits.lease_timeout_s,
         keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
+        ranks_read_images=config.mode == "monolithic",
     )
     return assemble_flow(
         members=Members(config.pool.max_processes, config.pool.processes_per_node),
@@ -48,7 +51,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         units=units_left(settings),
         leftovers=leftover_units(settings),
         lookahead=config.scheduler.lookahead_steps,
-        flops_of=partial(_flops_of, model, config.model.freeze),
+        flops_of=partial(_flops_of, model, config),
         sampler_state=settings.sampler_state,
         dp_size=settings.dp_size,
         num_feeders=settings.num_feeders,
@@ -56,6 +59,8 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         last_traced_step=settings.start_step + config.observability.trace_steps,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
+        whole_units=config.mode == "disaggregated" or config.pool.exchange == "point_to_point",
+        in_turn=config.pool.exchange == "point_to_point",
     )
 
 
@@ -76,9 +81,11 @@ def assemble_flow(
     last_traced_step: int = 0,
     num_rejected: int = 0,
     num_seen: int = 0,
+    whole_units: bool = False,
+    in_turn: bool = False,
 ) -> Flow:
     """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
-    microbatches = Microbatches(parts)
+    microbatches = Microbatches(parts, whole_units)
     steps = Steps(
         units=units,
         leftovers=leftovers,
@@ -96,18 +103,27 @@ def assemble_flow(
         num_seen=num_seen,
     )
     feeding = Feeding(steps, num_feeders, sampler_state)
-    return Flow(members=members, parts=parts, microbatches=microbatches, steps=steps, log=log, feeding=feeding)
+    return Flow(
+        members=members,
+        parts=parts,
+        microbatches=microbatches,
+        steps=steps,
+        log=log,
+        feeding=feeding,
+        in_turn=in_turn,
+    )
 
 
-def _flops_of(spec: ModelSpec, freeze: Collection[str], sizes: SampleSizes) -> SampleFlops:
+def _flops_of(spec: ModelSpec, config: RunConfig, sizes: SampleSizes) -> SampleFlops:
+    sees = config.mode != "llm_only"  # else neither encoder nor connector computes anything
     return sample_flops(
         spec,
         positions=sizes.positions,
         lengths=sizes.tokens,
-        vision_lengths=sizes.vision_tokens,
+        vision_lengths=sizes.vision_tokens if sees else np.zeros_like(sizes.vision_tokens),
         target_lengths=sizes.target_tokens,
-        images={name: (part.images, part.patches) for name, part in sizes.parts.items()},
-        freeze=freeze,
+        images={name: (part.images, part.patches) for name, part in sizes.parts.items() if sees},
+        freeze=config.frozen_modules,
     )
 
 
@@ -117,4 +133,4 @@ def _order(config: RunConfig, settings: FlowSettings, parts: Parts) -> Order:
     window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, settings.eval_every)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     make_batches = partial(make_encode_batches, max_batch_patches=limits, alignment=config.pool.alignment)
-    return ByArrival(window, parts, make_batches, settings.sampler_state)
+    return ByArrival(window, parts, make_batches if config.has_encoder_actors else no_batches, settings.sampler_state)

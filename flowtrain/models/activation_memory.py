@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from flowtrain.config.model import BackboneConfig
 from flowtrain.models.activation_offload import OffloadedCall, store_for
-from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.actions import MemoryKind, StageMemory
 
 _COSTLY_OPERATORS = frozenset(
     {
@@ -36,46 +35,36 @@ Batched products are not among them: attention without a fused kernel would keep
 """
 
 
-def configured_strategy(config: BackboneConfig) -> MemoryStrategy:
-    """The strategy that ``backbone.activation_checkpointing`` stands for."""
-    return {
-        "none": MemoryStrategy.KEEP,
-        "full": MemoryStrategy.RECOMPUTE,
-        "selective": MemoryStrategy.SELECTIVE,
-        "every_n": MemoryStrategy(MemoryKind.RECOMPUTE, every=config.checkpoint_every),
-        "offload": MemoryStrategy.OFFLOAD,
-    }[config.activation_checkpointing]
-
-
 @contextmanager
-def applied(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Let layers that are called inside follow a strategy; under ``recompute/n`` the first of every n recomputes.
+def applied(strategy: StageMemory, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let layers that are called inside follow a strategy, each its own kind.
 
     Only ``forward`` is wrapped, so that a layer's hooks (FSDP2's) stay outside and do not run twice.
     """
-    if strategy.kind is MemoryKind.KEEP or not torch.is_grad_enabled():
+    kinds = strategy.of_layers(len(layers))
+    wrapped = [(layer, kind) for layer, kind in zip(layers, kinds, strict=True) if kind is not MemoryKind.KEEP]
+    if not wrapped or not torch.is_grad_enabled():
         yield
         return
-    wrapped = layers[:: strategy.every]
-    own_forwards = [vars(layer).get("forward") for layer in wrapped]
-    around = _around_forward(strategy, layers)
-    for layer in wrapped:
-        layer.forward = around(layer)
+    own_forwards = [vars(layer).get("forward") for layer, _ in wrapped]
+    around = {kind: _around_forward(kind, layers) for kind in set(kinds) - {MemoryKind.KEEP}}
+    for layer, kind in wrapped:
+        layer.forward = around[kind](layer)
     try:
         yield
     finally:
-        for layer, own_forward in zip(wrapped, own_forwards, strict=True):
+        for (layer, _), own_forward in zip(wrapped, own_forwards, strict=True):
             del layer.forward
             if own_forward is not None:
                 layer.forward = own_forward
 
 
-def _around_forward(strategy: MemoryStrategy, layers: Sequence[nn.Module]) -> Callable[[nn.Module], Callable[..., Any]]:
+def _around_forward(kind: MemoryKind, layers: Sequence[nn.Module]) -> Callable[[nn.Module], Callable[..., Any]]:
     """Return the function that gives a layer's new forward."""
-    if strategy.kind is MemoryKind.OFFLOAD:
+    if kind is MemoryKind.OFFLOAD:
         call = OffloadedCall(store_for(next(layers[0].parameters()).device))
         return lambda layer: partial(call.run, layer, layer.forward)
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if strategy.kind is MemoryKind.SELECTIVE else {}
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if kind is MemoryKind.SELECTIVE else {}
     return lambda layer: partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 

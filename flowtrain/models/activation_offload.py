@@ -8,7 +8,8 @@ Stored is every tensor that a layer's operators save, by its whole storage, exce
 A storage is stored once in a call of the model, however many operators and layers save it (as they do rotary
 positions). The device keeps at most what two neighbouring layers saved: a layer's tensors leave it at the end of the
 next layer's forward, and come back when the backward pass begins with the layer after it. Tensors of the layer called
-last stay there until another layer is called, so a backward pass that follows at once does not wait for them.
+last stay there until another layer is called, so a backward pass that follows at once does not wait for them. If only
+some layers offload, their neighbours are the next ones that do.
 
 An accelerator copies on streams of its own, from and to pinned memory. On a CPU all is copied too, which saves nothing:
 it is there to be tested.

@@ -16,7 +16,7 @@ from flowtrain.models.attention_backends.base import SegmentOffsets
 from flowtrain.models.connector import Connector
 from flowtrain.models.loss import weighted_nll_sum
 from flowtrain.models.token_split import join_tokens, slice_length, split_tokens
-from flowtrain.pipeline.actions import MemoryStrategy
+from flowtrain.pipeline.actions import MemoryStrategy, StageMemory
 
 
 class Backbone(nn.Module):
@@ -84,7 +84,7 @@ class Backbone(nn.Module):
         sequence_lengths: Sequence[int] | None = None,
         target_index: Tensor | None = None,
         hidden: Tensor | None = None,
-        memory: MemoryStrategy | None = None,
+        memory: StageMemory | None = None,
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 

@@ -40,8 +40,8 @@ def join_model(
 ) -> LlavaForConditionalGeneration:
     """Put the parts together in float32.
 
-    backbone_state: names of ``Backbone.state_dict()``. tower_state: names of the HF tower. language_prefix: name of the
-    language model's base model in its causal class (``model``).
+    backbone_state: names of ``Backbone.state_dict()``; those of an encoder are passed over. tower_state: names of the
+    HF tower. language_prefix: name of the language model's base model in its causal class (``model``).
     """
     state = dict(joined_state(backbone_state, tower_state, language_prefix))
     if llava_config.tie_word_embeddings:
@@ -71,7 +71,8 @@ def joined_state(
     Arguments as for ``join_model``.
     """
     places = {f"model.vision_tower.{name}": (tower_state, name) for name in tower_state}
-    places |= {joined_name(name, language_prefix): (backbone_state, name) for name in backbone_state}
+    of_backbone = (name for name in backbone_state if not name.startswith("encoders."))
+    places |= {joined_name(name, language_prefix): (backbone_state, name) for name in of_backbone}
 
     def read(name: str) -> Tensor:
         state, own_name = places[name]

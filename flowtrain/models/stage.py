@@ -32,14 +32,13 @@ class LayerSlice(nn.ModuleList):
         return list(self)[index]
 
 
-def take_stage(backbone: Backbone, layers: range) -> Backbone:
+def take_stage(backbone: Backbone, layers: range, *, is_first: bool, is_last: bool) -> Backbone:
     """Return the stage that holds these decoder layers of a whole backbone, sharing its modules.
 
-    The stage with layer 0 has connector and embedding; the stage with the last layer has final norm and head.
-    Parameters keep their qualified names. A stage of all layers is the whole backbone.
+    The first stage has connector and embedding; the last one has final norm and head. Parameters keep their qualified
+    names. A stage of all layers is the whole backbone.
     """
     all_layers = backbone.decoder_layers
-    is_first, is_last = layers.start == 0, layers.stop == len(all_layers)
     language_model = shallow_copy(backbone.language_model)
     prefix = language_model.base_model_prefix
     base = shallow_copy(getattr(language_model, prefix))

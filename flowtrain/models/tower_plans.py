@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from flowtrain.errors import ConfigError
@@ -37,8 +38,9 @@ def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> Non
     """Split a frozen tower's layers over the ranks of ``mesh`` (one axis, size above 1), in place.
 
     Each rank has its share of the attention heads and of the MLP's features; embeddings, norms and everything after the
-    layers stay whole. Weights become plain tensors that hold only the rank's part: for inference. key: the encoder's
-    configuration key, for messages. Raises ConfigError if the heads cannot be split evenly, or if the installed
+    layers stay whole. Split weights become plain tensors that hold only the rank's part, on the device ``meta``
+    DTensors, which say which part that is: for inference. key: whose ``tensor_parallel_size`` it is, for messages.
+    Raises ConfigError if the heads cannot be split evenly, or if the installed
     transformers builds such a tower in another way.
     """
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
@@ -65,25 +67,28 @@ def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> Non
 
 
 def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    start, stop = shard_bounds(linear.out_features, mesh)
-    _keep(linear, "weight", 0, start, stop)
+    _keep(linear, "weight", 0, mesh)
     if linear.bias is not None:
-        _keep(linear, "bias", 0, start, stop)
+        _keep(linear, "bias", 0, mesh)
     _become(linear, ColwiseLinear, mesh)
     linear.__dict__["enters_region"] = False  # no gradients
 
 
 def _split_rows(linear: nn.Linear, mesh: DeviceMesh) -> None:
-    _keep(linear, "weight", 1, *shard_bounds(linear.in_features, mesh))
+    _keep(linear, "weight", 1, mesh)
     _become(linear, RowwiseLinear, mesh)
 
 
 _SPLITS = {"colwise": _split_columns, "rowwise": _split_rows}
 
 
-def _keep(linear: nn.Linear, name: str, dim: int, start: int, stop: int) -> None:
+def _keep(linear: nn.Linear, name: str, dim: int, mesh: DeviceMesh) -> None:
     """Keep a part of a parameter, as a copy, so that the rest is freed."""
-    part = linear.get_parameter(name).detach().narrow(dim, start, stop - start).clone()
+    whole = linear.get_parameter(name).detach()
+    start, stop = shard_bounds(whole.shape[dim], mesh)
+    part: Tensor = whole.narrow(dim, start, stop - start).clone()
+    if whole.is_meta:
+        part = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
     linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
 

@@ -25,6 +25,12 @@ class TowerKind:
     """Tokens before the patches (class token, registers)."""
     interpolation: Interpolation
     """Whether image sizes other than ``image_size`` need ``interpolate_pos_encoding=True`` or always work."""
+    layers: str = "encoder.layers"
+    """The list of its layers, by its name in HF's class."""
+    pre_norm: str | None = None
+    """The norm between embedding and layers."""
+    unused: tuple[str, ...] = ()
+    """Parameters of the embedding that images do not use."""
 
 
 def _exact(height: int, width: int) -> dict[str, Any]:
@@ -36,13 +42,20 @@ def _crop(height: int, width: int) -> dict[str, Any]:
 
 
 TOWERS: dict[str, TowerKind] = {
-    "clip_vision_model": TowerKind("CLIPImageProcessorPil", _crop, lambda config: 1, "flag"),
+    "clip_vision_model": TowerKind("CLIPImageProcessorPil", _crop, lambda config: 1, "flag", pre_norm="pre_layrnorm"),
     "siglip_vision_model": TowerKind("SiglipImageProcessorPil", _exact, lambda config: 0, "flag"),
-    "dinov2": TowerKind("BitImageProcessorPil", _crop, lambda config: 1, "always"),
-    "dinov2_with_registers": TowerKind(
-        "BitImageProcessorPil", _crop, lambda config: 1 + config.num_register_tokens, "always"
+    "dinov2": TowerKind(
+        "BitImageProcessorPil", _crop, lambda config: 1, "always", layers="encoder.layer", unused=("mask_token",)
     ),
-    "vit": TowerKind("ViTImageProcessorPil", _exact, lambda config: 1, "flag"),
+    "dinov2_with_registers": TowerKind(
+        "BitImageProcessorPil",
+        _crop,
+        lambda config: 1 + config.num_register_tokens,
+        "always",
+        layers="encoder.layer",
+        unused=("mask_token",),
+    ),
+    "vit": TowerKind("ViTImageProcessorPil", _exact, lambda config: 1, "flag", layers="layers"),
 }
 
 

@@ -7,6 +7,7 @@ action has one short text form, for messages, logs and golden tests::
     isend s0 m3 activation ->1
     wait_irecv s5 c1 m3.1 activation <-0
     B encoder s2 m3.1 recompute/2
+    B s4 m3 keep*2+recompute*3
 
 ``s`` is the stage, ``c`` the segment (left out if 0), ``m`` the microbatch and its sub-microbatch. The module is left
 out for the backbone. An arrow points to the peer that receives, or comes from the peer that sends.
@@ -15,8 +16,11 @@ out for the backbone. An arrow points to the peer that receives, or comes from t
 from __future__ import annotations
 
 import enum
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import ClassVar
 
 
@@ -99,6 +103,10 @@ class MemoryStrategy:
         if self.every < 1 or (self.every > 1 and self.kind is not MemoryKind.RECOMPUTE):
             raise ValueError(f"every ({self.every}) must be at least 1, and 1 for {self.kind}")
 
+    def of_layers(self, num_layers: int) -> tuple[MemoryKind, ...]:
+        """Return the kind of each of a stage's layers; under ``recompute/n`` the first of every n recomputes."""
+        return tuple(MemoryKind.KEEP if layer % self.every else self.kind for layer in range(num_layers))
+
     def __str__(self) -> str:
         return self.kind if self.every == 1 else f"{self.kind}/{self.every}"
 
@@ -107,6 +115,36 @@ MemoryStrategy.KEEP = MemoryStrategy(MemoryKind.KEEP)
 MemoryStrategy.RECOMPUTE = MemoryStrategy(MemoryKind.RECOMPUTE)
 MemoryStrategy.SELECTIVE = MemoryStrategy(MemoryKind.SELECTIVE)
 MemoryStrategy.OFFLOAD = MemoryStrategy(MemoryKind.OFFLOAD)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStrategies:
+    """A memory kind for each layer of a stage. Its text form is ``keep*2+recompute*3``, in the order of the layers."""
+
+    kinds: tuple[MemoryKind, ...]
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise ValueError("a list of memory strategies needs an entry for each layer, and it is empty")
+
+    def of_layers(self, num_layers: int) -> tuple[MemoryKind, ...]:
+        """Return the kind of each of a stage's layers."""
+        assert num_layers == len(self.kinds), (num_layers, str(self))
+        return self.kinds
+
+    def __str__(self) -> str:
+        return "+".join(f"{kind}*{len(list(run))}" for kind, run in groupby(self.kinds))
+
+
+StageMemory = MemoryStrategy | LayerStrategies
+"""What the layers of a stage keep for the backward pass."""
+
+
+def stage_memory(kinds: Sequence[MemoryKind]) -> StageMemory:
+    """Return the strategy of a stage whose layers have these kinds; the uniform one where all are equal."""
+    if len(set(kinds)) > 1:
+        return LayerStrategies(tuple(kinds))
+    return MemoryStrategy(kinds[0]) if kinds else MemoryStrategy.KEEP
 
 
 class Payload(enum.StrEnum):
@@ -125,14 +163,14 @@ class Action:
     """Global stage index within its module. For a transfer, the stage of this rank that produces or uses the payload:
     stage s's isend of an activation matches stage s+1's irecv."""
     microbatch: int
-    """Index in the order in which the rank starts them."""
+    """Index in the order in which the ranks fetch them; usually they start them in that order too."""
     segment: int = 0
     """Pipeline segment (PipeWeaver's): the model chunk of an interleaved schedule."""
     module: StageModule = StageModule.BACKBONE
     sub_microbatch: int | None = None
     """Part of the microbatch; None for the whole. Parts may join into the whole at the next stage; the transfers
     between the two stages carry the parts."""
-    memory: MemoryStrategy | None = None
+    memory: StageMemory | None = None
     """For compute kinds only; the same for a forward and its backward."""
     peer: int | None = None
     """Pipeline rank at the other end; for transfers only."""
@@ -183,3 +221,54 @@ shared_action = lru_cache(maxsize=1 << 16)(Action)
 """Like ``Action(...)``, but one object for equal arguments: schedules of different lengths share most actions."""
 
 Schedule = tuple[tuple[Action, ...], ...]  # the action lists of all pipeline ranks, by rank
+
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_FORM = re.compile(
+    rf"(\w+) (?:(encoder) )?s{_NUMBER}(?: c([1-9][0-9]*))? m{_NUMBER}(?:\.{_NUMBER})?"
+    rf"(?: ([a-z][a-z0-9/*+]*))?(?: (->|<-){_NUMBER})?"
+)
+
+
+def parse_action(line: str) -> Action:
+    """Inverse of ``str`` of an action; raises ValueError for any other line."""
+    match = _FORM.fullmatch(line)
+    if match is None:
+        raise ValueError(f"action {line!r} is not of the form 'F s0 m3 keep' or 'isend s0 c1 m3.1 activation ->1'")
+    kind, module, stage, segment, microbatch, sub_microbatch, carried, _, peer = match.groups()
+    action = shared_action(
+        ActionKind(kind),
+        int(stage),
+        int(microbatch),
+        segment=int(segment or 0),
+        module=StageModule(module or StageModule.BACKBONE),
+        sub_microbatch=None if sub_microbatch is None else int(sub_microbatch),
+        memory=parse_memory(carried) if carried and peer is None else None,
+        peer=None if peer is None else int(peer),
+        payload=None if peer is None else Payload(carried),
+    )
+    if str(action) != line:
+        raise ValueError(f"action {line!r} is written {action}")
+    return action
+
+
+def parse_memory(text: str) -> StageMemory:
+    """Inverse of ``str`` of a memory strategy."""
+    if "*" not in text:
+        kind, slash, every = text.partition("/")
+        return MemoryStrategy(MemoryKind(kind), int(every) if slash else 1)
+    kinds: list[MemoryKind] = []
+    for run in text.split("+"):
+        kind, _, count = run.partition("*")
+        kinds += [MemoryKind(kind)] * int(count)
+    return LayerStrategies(tuple(kinds))
+
+
+def parse_schedule(lists: Sequence[Sequence[str]]) -> Schedule:
+    """Return the action lists of all ranks from their text forms; raises ValueError for a line that is no action."""
+    return tuple(tuple(parse_action(line) for line in lines) for lines in lists)
+
+
+def schedule_text(lists: Schedule) -> tuple[tuple[str, ...], ...]:
+    """Return the text form of action lists; inverse of `parse_schedule`."""
+    return tuple(tuple(str(action) for action in actions) for actions in lists)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flowtrain.pipeline.actions import Action, ActionKind, StageModule
@@ -31,6 +31,8 @@ class Dataflow:
     """How a microbatch is cut, by (position, microbatch): (WHOLE,) or (0, 1, ...)."""
     places: dict[Work, tuple[int, int]]
     """(rank, index in the rank's list) of every computation."""
+    num_frozen: int = 0
+    """Stages at the beginning without a backward: gradients end at the first stage that has one."""
 
     def work(self, action: Action) -> Work:
         """What a compute action computes."""
@@ -57,7 +59,8 @@ class Dataflow:
         """The transfers that carry the result of ``work`` to another rank."""
         is_backward, position, microbatch, part = work
         following = position - 1 if is_backward else position + 1
-        if not 0 <= following < len(self.ranks) or self.ranks[following] == self.ranks[position]:
+        first = self.num_frozen if is_backward else 0
+        if not first <= following < len(self.ranks) or self.ranks[following] == self.ranks[position]:
             return []
         if not is_backward:
             return [work]
@@ -81,14 +84,21 @@ class Dataflow:
         return (part,) if part in parts else parts
 
 
-def trace_dataflow(lists: Sequence[Sequence[Action]], *, training: bool, num_microbatches: int) -> Dataflow:
+def trace_dataflow(
+    lists: Sequence[Sequence[Action]],
+    *,
+    training: bool,
+    num_microbatches: int,
+    frozen: Collection[StageModule] = (),
+) -> Dataflow:
     """Derive the flow from the compute actions of all ranks.
 
+    frozen: modules without backward, which a microbatch passes before all others (`Partition.frozen`).
     Raises ScheduleError unless every stage is on one rank and runs the forward of every (sub-)microbatch once, and its
-    backward once if training, otherwise never. Parts of a microbatch may join at a later stage; a whole one is never
-    cut again.
+    backward once if training and not frozen, otherwise never. Parts of a microbatch may join at a later stage; a whole
+    one is never cut again.
     """
-    flow = _find_stages(lists)
+    flow = _find_stages(lists, frozen)
     parts: dict[tuple[int, int], list[int]] = {}
     for rank, actions in enumerate(lists):
         for index, action in enumerate(actions):
@@ -107,8 +117,9 @@ def trace_dataflow(lists: Sequence[Sequence[Action]], *, training: bool, num_mic
     return flow
 
 
-def _find_stages(lists: Sequence[Sequence[Action]]) -> Dataflow:
+def _find_stages(lists: Sequence[Sequence[Action]], frozen: Collection[StageModule]) -> Dataflow:
     """A flow with only its stages filled in."""
+    assert StageModule.BACKBONE not in frozen, "gradients start at the backbone's loss"
     seen: dict[tuple[StageModule, int], tuple[int, int, int]] = {}  # rank, segment, index in the list
     for rank, actions in enumerate(lists):
         for index, action in enumerate(actions):
@@ -129,6 +140,7 @@ def _find_stages(lists: Sequence[Sequence[Action]]) -> Dataflow:
         ranks=tuple(seen[stage][0] for stage in stages),
         parts={},
         places={},
+        num_frozen=sum(module in frozen for module, _ in stages),
     )
 
 
@@ -155,14 +167,16 @@ def _check_complete(lists: Sequence[Sequence[Action]], flow: Dataflow, num_micro
 
 
 def _check_backwards(lists: Sequence[Sequence[Action]], flow: Dataflow, training: bool) -> None:
-    """If training, each forward has a backward with the same memory strategy; otherwise there are no backwards."""
+    """If training, each forward that is not frozen has a backward with the same memory strategy; others have none."""
     for (is_backward, position, microbatch, part), place in flow.places.items():
         action = lists[place[0]][place[1]]
         other_place = flow.places.get((not is_backward, position, microbatch, part))
         if is_backward and not training:
             refuse(lists, f"{action}: lists that only evaluate have no backward", [place])
+        if is_backward and position < flow.num_frozen:
+            refuse(lists, f"{action}: the {action.module} is frozen and has no backward", [place])
         if other_place is None:
-            if training:
+            if training and position >= flow.num_frozen:
                 refuse(lists, f"{action} has no {'forward' if is_backward else 'backward'}", [place])
             continue
         other = lists[other_place[0]][other_place[1]]

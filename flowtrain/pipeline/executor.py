@@ -1,24 +1,37 @@
 """Runs one rank's action list through callbacks.
 
-The lists of all ranks are checked together before they run (`checked_schedule`), so that they cannot hang. The executor
-itself only goes through its list in order.
+The lists of all ranks are checked together before they run (`checked_schedule`, `carried_schedule`), so that they
+cannot hang. The executor itself only goes through its list in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Schedule, StageModule
+from flowtrain.errors import ScheduleError
+from flowtrain.pipeline.actions import (
+    Action,
+    ActionKind,
+    MemoryStrategy,
+    Schedule,
+    StageMemory,
+    StageModule,
+    parse_schedule,
+)
+from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
-from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
+from flowtrain.pipeline.schedules.one_f_one_b import ScheduleMemory, in_flight_by_chunk, strategy_of
 from flowtrain.pipeline.validate import validate
 
 MicrobatchT = TypeVar("MicrobatchT", contravariant=True)
 T = TypeVar("T")
+
+_HashableMemory = MemoryStrategy | tuple[tuple[tuple[StageModule, int], StageMemory], ...]
 
 
 class StageRuntime(Protocol[MicrobatchT]):
@@ -56,19 +69,21 @@ def execute(
 ) -> None:
     """Run a list in order, neighbouring launches as one group.
 
-    next_microbatch(k): returns the list's microbatch k. It is called once, right before the first action of k, and may
-    block. It gives microbatches in plan order, or any that is ready (``data.order: arrival``), the same on all ranks of
-    a pipeline. The first action may be a receive, up to one computation ahead of the forward, or any member of the
-    group that contains this receive.
+    next_microbatch(k): returns the list's microbatch k. It is called once for each k, in their order, right before the
+    first action of k or of a later one, and may block. It gives microbatches in plan order, or any that is ready
+    (``data.order: arrival``), the same on all ranks of a pipeline. The first action may be a receive, up to one
+    computation ahead of the forward, or any member of the group that contains this receive.
     release: is called with a microbatch after its last action, when no saved tensor and no send refers to it.
     """
     remaining_uses = Counter(action.microbatch for action in actions)
     remaining_backwards = Counter(_stage(action) for action in actions if action.kind is ActionKind.BACKWARD_STAGE)
     held: dict[int, T] = {}
+    num_fetched = 0
     for group in _groups(actions):
         for action in group:
-            if action.microbatch not in held:
-                held[action.microbatch] = next_microbatch(action.microbatch)
+            for k in range(num_fetched, action.microbatch + 1):
+                held[k] = next_microbatch(k)
+            num_fetched = max(num_fetched, action.microbatch + 1)
         first = group[0]
         if first.kind.is_launch:
             runtime.start_transfers([(action, held[action.microbatch]) for action in group])
@@ -101,31 +116,96 @@ def _groups(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
             yield from ((action,) for action in run)
 
 
-@lru_cache(maxsize=256)
 def checked_schedule(
     name: ScheduleName,
+    partition: Partition,
     *,
-    pp_size: int,
     num_microbatches: int,
     training: bool,
-    chunks_per_rank: int = 1,
-    memory: MemoryStrategy = MemoryStrategy.KEEP,
+    memory: ScheduleMemory = MemoryStrategy.KEEP,
 ) -> Schedule:
     """Lists of all ranks by `build_schedule`, validated; cached by the arguments.
 
     Raises ScheduleError also if a rank would keep more microbatches at once than the memory prediction assumes.
     """
+    return _checked_schedule(name, partition, num_microbatches, training, _hashable(memory))
+
+
+@lru_cache(maxsize=256)
+def _checked_schedule(
+    name: ScheduleName,
+    partition: Partition,
+    num_microbatches: int,
+    training: bool,
+    memory: _HashableMemory,
+) -> Schedule:
     schedule = build_schedule(
         name,
-        pp_size=pp_size,
+        partition,
         num_microbatches=num_microbatches,
         training=training,
-        chunks_per_rank=chunks_per_rank,
-        memory=memory,
+        memory=_readable(memory),
     )
-    in_flight = (
-        in_flight_by_chunk(pp_size, rank, num_microbatches, chunks_per_rank=chunks_per_rank) for rank in range(pp_size)
+    validate(
+        schedule,
+        training=training,
+        num_microbatches=num_microbatches,
+        partition=partition,
+        held=_chunks_begun(partition),
+        limits=[sum(in_flight_by_chunk(partition, rank, num_microbatches)) for rank in range(partition.pp_size)],
     )
-    limits = [sum(by_chunk) for by_chunk in in_flight]
-    validate(schedule, training=training, num_microbatches=num_microbatches, held=lambda _: 1, limits=limits)
     return schedule
+
+
+def _chunks_begun(partition: Partition) -> Callable[[Action], int]:
+    """Count a chunk once: 1 for a forward of its first stage with a backward."""
+    trained = {(stage.rank, stage.segment): stage for stage in reversed(partition.stages) if stage.has_backward}
+    first = {(stage.module, stage.index) for stage in trained.values()}
+    return lambda action: int((action.module, action.stage) in first)
+
+
+def carried_schedule(
+    lists: tuple[tuple[str, ...], ...],
+    partition: Partition,
+    *,
+    num_microbatches: int,
+    training: bool,
+    memory: ScheduleMemory = MemoryStrategy.KEEP,
+) -> Schedule:
+    """Lists of all ranks from the text that a plan carries, validated; cached by the arguments.
+
+    memory: the strategy of actions that name none.
+    Raises ScheduleError if they cannot be read or run.
+    """
+    return _carried_schedule(lists, partition, num_microbatches, training, _hashable(memory))
+
+
+@lru_cache(maxsize=16)
+def _carried_schedule(
+    lists: tuple[tuple[str, ...], ...],
+    partition: Partition,
+    num_microbatches: int,
+    training: bool,
+    memory: _HashableMemory,
+) -> Schedule:
+    try:
+        schedule = parse_schedule(lists)
+    except ValueError as error:
+        raise ScheduleError(f"the plan's schedule cannot be read: {error}") from error
+    validate(schedule, training=training, num_microbatches=num_microbatches, partition=partition)
+    default = _readable(memory)
+    return tuple(tuple(_with_memory(action, default) for action in actions) for actions in schedule)
+
+
+def _with_memory(action: Action, default: ScheduleMemory) -> Action:
+    if not action.kind.is_compute or action.memory is not None:
+        return action
+    return replace(action, memory=strategy_of(default, action.module, action.stage))
+
+
+def _hashable(memory: ScheduleMemory) -> _HashableMemory:
+    return memory if isinstance(memory, MemoryStrategy) else tuple(memory.items())
+
+
+def _readable(memory: _HashableMemory) -> ScheduleMemory:
+    return memory if isinstance(memory, MemoryStrategy) else dict(memory)

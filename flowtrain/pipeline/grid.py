@@ -7,12 +7,12 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, Payload
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
 
 _AROUND = 4  # actions shown on either side of a mark, fewer where a row has several
 _LEGEND = (
     "[ ] marks the actions concerned. F, B: forward, backward of a microbatch; A>r: launch of its activation to rank "
-    "r; G<r: launch of its gradient from rank r; w: the wait for that; ^s: stage"
+    "r; G<r: launch of its gradient from rank r; w: the wait for that; ^s: stage, ^es: stage of the encoder"
 )
 
 
@@ -28,7 +28,7 @@ def draw_grid(lists: Sequence[Sequence[Action]], marks: Sequence[tuple[int, int]
     other end of the same transfer, then one of the same kind.
     """
     about = lists[marks[0][0]][marks[0][1]] if marks else None
-    several_stages = any(len({action.stage for action in actions}) > 1 for actions in lists)
+    several_stages = any(len({(each.module, each.stage) for each in actions}) > 1 for actions in lists)
     rows = []
     for rank, actions in enumerate(lists):
         own_marks = [index for where, index in marks if where == rank]
@@ -58,7 +58,8 @@ def _best_match(actions: Sequence[Action], about: Action, rank: int) -> int:
 
 def _cell(action: Action, several_stages: bool) -> str:
     part = "" if action.sub_microbatch is None else f".{action.sub_microbatch}"
-    stage = f"^{action.stage}" if several_stages else ""
+    module = "e" if action.module is StageModule.ENCODER else ""
+    stage = f"^{module}{action.stage}" if several_stages else ""
     if action.kind.is_compute:
         return f"{'F' if action.kind is ActionKind.FORWARD_STAGE else 'B'}{action.microbatch}{part}{stage}"
     payload = "A" if action.payload is Payload.ACTIVATION else "G"

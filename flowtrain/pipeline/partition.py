@@ -86,6 +86,15 @@ class Partition:
         return frozenset(stage.module for stage in self.stages if not stage.has_backward)
 
     @property
+    def text(self) -> str:
+        """Each stage's layers and its rank, in the order of the flow; a semicolon ends a segment."""
+        segments: list[list[str]] = [[] for _ in range(self.num_segments)]
+        for stage in self.stages:
+            layers = f"{stage.layers.start}-{stage.layers.stop - 1}" if stage.layers else "no layers"
+            segments[stage.segment].append(f"{stage.module.value} {layers} @{stage.rank}")
+        return "; ".join(", ".join(segment) for segment in segments)
+
+    @property
     def entry_rank(self) -> int:
         """The rank on which data enter: images if there is an encoder, else tokens."""
         return self.stages[0].rank
@@ -148,12 +157,6 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     each, extra = divmod(num_layers, num_stages)
     first_longer = (num_stages - extra) // 2
     return _ranges([each + (first_longer <= stage < first_longer + extra) for stage in range(num_stages)])
-
-
-def layers_by_rank(num_layers: int, pp: int, chunks_per_rank: int = 1) -> list[int]:
-    """Return the number of layers of each pipeline rank; rank r holds the stages r, r + pp, r + 2 pp and so on."""
-    stages = [len(stage) for stage in split_layers(num_layers, pp * chunks_per_rank)]
-    return [sum(stages[rank::pp]) for rank in range(pp)]
 
 
 def balanced_counts(costs: Sequence[float], num_stages: int, least: int = 1) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ one after the other. Only the speed depends on the accuracy of the durations.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule, shared_action
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule, StageModule, shared_action
 from flowtrain.pipeline.dataflow import WHOLE, Dataflow, Transfer, Work, trace_dataflow
 from flowtrain.pipeline.grid import refuse
 
@@ -24,17 +24,23 @@ def typical_duration(action: Action) -> float:
 
 
 def insert_transfers(
-    orders: Sequence[Sequence[Action]], *, training: bool, num_microbatches: int, duration: Duration = typical_duration
+    orders: Sequence[Sequence[Action]],
+    *,
+    training: bool,
+    num_microbatches: int,
+    frozen: Collection[StageModule] = (),
+    duration: Duration = typical_duration,
 ) -> Schedule:
     """Action lists of all ranks, from the order in which each rank computes (compute actions only).
 
     A receive is launched before the computation during which its data is produced, so that it overlaps. The wait for it
     comes before the computation that uses it. The wait for a send comes before the next send of the same payload to the
-    same peer.
+    same peer. Neighbouring stages on one rank need no transfer.
+    frozen: modules without backward (`Partition.frozen`).
     duration: of a computation, in any unit, above 0; only the order and overlap of the transfers depend on it.
     Raises ScheduleError if the orders are incomplete or wait for each other in a circle.
     """
-    flow = trace_dataflow(orders, training=training, num_microbatches=num_microbatches)
+    flow = trace_dataflow(orders, training=training, num_microbatches=num_microbatches, frozen=frozen)
     spans = run_orders(orders, flow, duration)
     builders = [_ListBuilder(actions, rank_spans) for actions, rank_spans in zip(orders, spans, strict=True)]
     produced: list[tuple[float, Transfer]] = []

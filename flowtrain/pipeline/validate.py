@@ -8,11 +8,12 @@ transports with fewer restrictions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from flowtrain.pipeline.actions import Action, ActionKind, Payload
+from flowtrain.pipeline.actions import Action, ActionKind, LayerStrategies, Payload, StageModule
 from flowtrain.pipeline.dataflow import WHOLE, Dataflow, Transfer, trace_dataflow
 from flowtrain.pipeline.grid import refuse
+from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.progress import check_progress
 
 Lists = Sequence[Sequence[Action]]
@@ -25,6 +26,8 @@ def validate(
     *,
     training: bool,
     num_microbatches: int,
+    partition: Partition | None = None,
+    frozen: Collection[StageModule] = (),
     held: Callable[[Action], int] | None = None,
     limits: Sequence[int] | None = None,
 ) -> None:
@@ -32,17 +35,22 @@ def validate(
 
     Checked:
 
-    - every stage runs the forward and, if training, the backward of every microbatch, on one rank;
+    - every stage runs the forward and, if training and not frozen, the backward of every microbatch, on one rank;
+    - that is the rank, and the segment, of the stage in the partition, if one is given;
     - every result that another rank needs is sent once, after it is produced, and received once, before it is used,
       between the right ranks, with a wait on both sides;
     - transfers match first in, first out;
     - the ranks do not wait for each other in a circle;
     - no rank holds more than its limit.
 
+    frozen: modules without backward; with a partition, those of the partition.
     held: what a forward action holds until its backward, by its memory strategy (bytes, or 1 to count).
     limits: how much each rank may hold at once. Give both ``held`` and ``limits``, or neither.
     """
-    flow = trace_dataflow(lists, training=training, num_microbatches=num_microbatches)
+    if partition is not None:
+        frozen = partition.frozen
+        _check_places(lists, partition)
+    flow = trace_dataflow(lists, training=training, num_microbatches=num_microbatches, frozen=frozen)
     _check_order(lists, flow)
     transfers = _find_transfers(lists, flow)
     _check_transfers(lists, flow, transfers)
@@ -51,7 +59,36 @@ def validate(
     if held is not None or limits is not None:
         assert held is not None and limits is not None and len(limits) == len(lists)
         if training:
-            _check_memory(lists, held, limits)
+            _check_memory(lists, frozen, held, limits)
+
+
+def _check_places(lists: Lists, partition: Partition) -> None:
+    """Every action lies where the partition has its stage, and all stages of the partition have actions."""
+    stages = {(stage.module, stage.index): stage for stage in partition.stages}
+    if len(lists) != partition.pp_size:
+        refuse(lists, f"there are lists of {len(lists)} ranks, and the partition has {partition.pp_size}", [])
+    seen: set[tuple[StageModule, int]] = set()
+    for rank, actions in enumerate(lists):
+        for index, action in enumerate(actions):
+            stage = stages.get((action.module, action.stage))
+            if stage is None:
+                refuse(lists, f"{action}: the partition has no such stage", [(rank, index)])
+            if (stage.rank, stage.segment) != (rank, action.segment):
+                why = (
+                    f"rank {rank} has {action}; the partition has that stage on rank {stage.rank}, in segment "
+                    f"{stage.segment}"
+                )
+                refuse(lists, why, [(rank, index)])
+            memory = action.memory
+            if isinstance(memory, LayerStrategies) and len(memory.kinds) != len(stage.layers):
+                why = (
+                    f"{action} has memory strategies for {len(memory.kinds)} layers, and its stage {len(stage.layers)}"
+                )
+                refuse(lists, why, [(rank, index)])
+            seen.add((action.module, action.stage))
+    missing = [f"{module} stage {index}" for module, index in stages if (module, index) not in seen]
+    if missing and seen:
+        refuse(lists, f"the lists lack {', '.join(missing)} of the partition", [])
 
 
 def _check_order(lists: Lists, flow: Dataflow) -> None:
@@ -137,13 +174,15 @@ def _check_first_in_first_out(lists: Lists, found: TransferPlaces) -> None:
                 refuse(lists, why, places)
 
 
-def _check_memory(lists: Lists, held: Callable[[Action], int], limits: Sequence[int]) -> None:
+def _check_memory(
+    lists: Lists, frozen: Collection[StageModule], held: Callable[[Action], int], limits: Sequence[int]
+) -> None:
     """Between forwards and their backwards no rank holds more than its limit."""
     for rank, actions in enumerate(lists):
         total = 0
         sizes: dict[tuple[object, ...], int] = {}
         for index, action in enumerate(actions):
-            if action.kind.is_compute:
+            if action.kind.is_compute and action.module not in frozen:
                 key = (action.module, action.stage, action.microbatch, action.sub_microbatch)
                 if action.kind is ActionKind.BACKWARD_STAGE:
                     total -= sizes.pop(key)

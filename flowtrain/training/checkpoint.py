@@ -30,6 +30,7 @@ from flowtrain.training.checkpoint_format import (
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.frozen import check_frozen, describe_frozen, frozen_parts
 from flowtrain.training.mesh import BackboneGroup
+from flowtrain.training.optimizer import BACKBONE, CONNECTOR, ENCODERS
 from flowtrain.training.snapshot import model_state, optimizer_state
 
 
@@ -44,6 +45,7 @@ def load(
     """
     reader = TensorReader(directory)
     index = reader.index
+    _check_encoders(directory, index, config)
     _allocate_optimizer_state(model, optimizer, index)
     # Checkpoints of schema 1 hold frozen parameters too.
     state = model_state(model, frozen=index.state_dict_metadata) | optimizer_state(model, optimizer)
@@ -52,9 +54,29 @@ def load(
         dcp.load(state, storage_reader=reader, process_group=group.checkpoint_group)
     except (OSError, dcp.CheckpointException) as error:
         raise CheckpointError(f"checkpoint {directory} could not be read by rank {group.rank}: {error}") from error
-    if stored := stored_frozen(directory):
-        check_frozen(stored, describe_frozen(frozen_parts(model), config, group), directory)
+    known = {module: entry for module, entry in stored_frozen(directory).items() if module in _held(config)}
+    if known:
+        check_frozen(known, describe_frozen(frozen_parts(model, group), config, group), directory)
     _read_random_state(directory, group)
+
+
+def _held(config: RunConfig) -> tuple[str, ...]:
+    """Modules that the backbone's ranks hold."""
+    return (CONNECTOR, BACKBONE, ENCODERS) if config.mode == "monolithic" else (CONNECTOR, BACKBONE)
+
+
+def _check_encoders(directory: Path, index: Metadata, config: RunConfig) -> None:
+    """Refuse to lose the weights of a trained encoder."""
+    if config.trains_encoders:
+        return
+    prefix = f"{MODEL}{ENCODERS}."
+    trained = next((name for name in index.state_dict_metadata if name.startswith(prefix)), None)
+    if trained is not None:
+        key = f"encoders.{trained.removeprefix(prefix).partition('.')[0]}.trainable"
+        raise CheckpointError(
+            f"checkpoint {directory} has trained weights of an encoder, and {key} (false) would put its first weights "
+            f"back; set {key} to true, with mode 'monolithic', or start a run under another name"
+        )
 
 
 def stored_frozen(directory: Path) -> dict[str, Any]:
@@ -63,7 +85,9 @@ def stored_frozen(directory: Path) -> dict[str, Any]:
 
 
 def stored_state(directory: Path) -> LazyTensors:
-    """The weights in a checkpoint under the names of ``Backbone.state_dict()``, without those that were frozen.
+    """The weights in a checkpoint, without those that were frozen, under the names of ``Backbone.state_dict()``.
+
+    Those of a trained encoder begin with ``encoders.<name>.``.
 
     A look-up reads a whole tensor; it needs no process group. Raises CheckpointError.
     """

@@ -22,8 +22,8 @@ from flowtrain.errors import CheckpointError
 from flowtrain.models.initial_weights import Index, local_index
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.chunks import ModelChunks
-from flowtrain.training.mesh import BackboneGroup
-from flowtrain.training.optimizer import CONNECTOR, module_of
+from flowtrain.training.mesh import TP_AXIS, BackboneGroup
+from flowtrain.training.optimizer import CONNECTOR, ENCODERS, module_of
 
 _MODULUS = 1 << 64
 _CHUNK_ELEMENTS = 1 << 20
@@ -34,7 +34,7 @@ Part = tuple[str, torch.Tensor, Index]
 """Part of a tensor: the tensor's name in the whole model, the values, and which part of the tensor they are."""
 
 
-def frozen_parts(model: ModelChunks) -> list[Part]:
+def frozen_parts(model: ModelChunks, group: BackboneGroup) -> list[Part]:
     """The frozen values for which this rank answers; all ranks' are disjoint.
 
     Call it between units: while modules run, FSDP puts whole parameters in the place of shards. The values may be read
@@ -43,8 +43,13 @@ def frozen_parts(model: ModelChunks) -> list[Part]:
     return [
         (name, local_shard(parameter), local_index(parameter))
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad and name == model.stored_name(name) and _counts(parameter)
+        if not parameter.requires_grad and name == model.stored_name(name) and _counts(parameter, group)
     ]
+
+
+def frozen_in_ranks(config: RunConfig) -> tuple[str, ...]:
+    """Frozen modules that the backbone's ranks hold, and that their checkpoints name."""
+    return tuple(m for m in config.frozen_modules if m != ENCODERS or config.mode == "monolithic")
 
 
 def describe_frozen(parts: Iterable[Part], config: RunConfig, group: BackboneGroup) -> dict[str, dict[str, Any]]:
@@ -52,7 +57,7 @@ def describe_frozen(parts: Iterable[Part], config: RunConfig, group: BackboneGro
 
     parts: from ``frozen_parts`` of this rank.
     """
-    if not config.model.freeze:
+    if not frozen_in_ranks(config):
         return {}
     own = digests_of(parts)
     every: list[dict[str, int]] = [{}] * group.world_size
@@ -66,7 +71,10 @@ def frozen_entries(digests: Mapping[str, int], config: RunConfig) -> dict[str, d
 
 
 def check_frozen(stored: Mapping[str, Any], found: Mapping[str, Any], directory: object) -> None:
-    """Raise CheckpointError if a frozen module is not the one that the checkpoint's other weights were trained with."""
+    """Raise CheckpointError if a frozen module is not the one that the checkpoint's other weights were trained with.
+
+    stored: without encoders, if the backbone's ranks do not hold them.
+    """
     for module, then in stored.items():
         now = found.get(module)
         if now is None or now["digest"] != then["digest"]:
@@ -126,21 +134,27 @@ def _keys(name: str, dim: int, part: slice) -> torch.Tensor:
     return torch.from_numpy(mixed.view(np.int64))
 
 
-def _counts(parameter: torch.Tensor) -> bool:
+def _counts(parameter: torch.Tensor, group: BackboneGroup) -> bool:
     """Whether this rank is the first of those that hold the same values."""
     if not isinstance(parameter, DTensor):
-        return True
+        return (group.dp_rank, group.tp_rank) == (0, 0)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
+    names = parameter.device_mesh.mesh_dim_names
+    if names == (TP_AXIS,) and group.dp_rank:  # a frozen encoder, which FSDP does not shard
+        return False
     pairs = zip(coordinate, parameter.placements, strict=True)
     return all(place == 0 for place, placement in pairs if placement.is_replicate())
 
 
 def _origin(module: str, config: RunConfig) -> str:
     """Where a module's first weights come from, in the words of the configuration."""
-    path = None if module == CONNECTOR else config.backbone.path
+    name, encoder = next(iter(config.encoders.items()))
+    key, path = {CONNECTOR: ("", None), ENCODERS: (f"encoders.{name}", encoder.path)}.get(
+        module, ("backbone", config.backbone.path)
+    )
     if path is not None:
-        return f"backbone.path {path}"
+        return f"{key}.path {path}"
     if config.model.path is not None:
         return f"model.path {config.model.path}"
     return f"random weights of seed {config.seed}"

@@ -15,12 +15,14 @@ from flowtrain.models.parallel_layers import local_shard
 
 CONNECTOR = "connector"
 BACKBONE = "backbone"
+ENCODERS = "encoders"
 _NORM_ELEMENTS = 1 << 14
 
 
 def module_of(parameter_name: str) -> str:
-    """The configuration's module, connector or backbone, to which a parameter belongs, by its qualified name."""
-    return CONNECTOR if parameter_name.split(".", 1)[0] == CONNECTOR else BACKBONE
+    """The configuration's module (encoders, connector or backbone) of a parameter, by its qualified name."""
+    first = parameter_name.split(".", 1)[0]
+    return first if first in (CONNECTOR, ENCODERS) else BACKBONE
 
 
 def build_optimizer(
@@ -32,7 +34,8 @@ def build_optimizer(
     the learning rate of its module. Call it after sharding: the state takes the parameters' placement. If a pipeline
     stage has nothing to train, its optimizer has no parameters.
     """
-    overrides = {CONNECTOR: config.learning_rates.connector, BACKBONE: config.learning_rates.backbone}
+    rates = config.learning_rates
+    overrides = {CONNECTOR: rates.connector, BACKBONE: rates.backbone, ENCODERS: rates.encoders}
     grouped: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:

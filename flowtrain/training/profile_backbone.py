@@ -62,9 +62,10 @@ class BackboneProfiler:
     """
 
     def __init__(self, config: RunConfig, source: ShallowSource, group: BackboneGroup) -> None:
+        config = _with_one_word(config)
         self._config, self._source, self._group = config, source, group
         self._trainer = Trainer(config, source, group, num_steps=10**6)
-        self._module = next(iter(self._trainer.model.stages.values()))
+        self._module = self._trainer.model.backbone[0]
         self._layers = self._module.decoder_layers
         self._now_s = clock_of(group.device, is_alone=group.world_size == 1)
         self._steps = 0
@@ -170,6 +171,16 @@ class BackboneProfiler:
             self._assembled(arrays)
             seconds.append(self._now_s() - started_s)
         return statistics.median(seconds)
+
+
+def _with_one_word(config: RunConfig) -> RunConfig:
+    """Of a list of memory strategies, measure the one that most layers have."""
+    words = config.backbone.activation_checkpointing
+    if isinstance(words, str):
+        return config
+    return config.model_copy(
+        update={"backbone": config.backbone.model_copy(update={"activation_checkpointing": statistics.mode(words)})}
+    )
 
 
 @dataclass(frozen=True, slots=True)

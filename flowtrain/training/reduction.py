@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from flowtrain.config.run import RunConfig
-from flowtrain.costs.hf_config import from_hf_text_config
+from flowtrain.costs.configured_setup import configured_setup
+from flowtrain.costs.encoder_memory import EncoderShare
 from flowtrain.costs.memory import USABLE_SHARE, predict_step_memory
-from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
-from flowtrain.costs.training_setup import Chunk, MicrobatchSize, TrainingSetup
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.training_setup import MicrobatchSize
 from flowtrain.models.families.base import Family
-from flowtrain.pipeline.partition import split_layers
-from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk
+from flowtrain.pipeline.configured import configured_partition
+from flowtrain.pipeline.rank_chunks import rank_chunks
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import memory_nbytes
 from flowtrain.types.plan import Degrees, GradientReduction
@@ -29,11 +31,15 @@ def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) ->
         return GradientReduction(configured, "as configured")
     if group.degrees.dp == 1:
         return GradientReduction("step", "auto: there is one replica")
-    spec = from_hf_text_config(family.text_config.to_dict())
-    connector = ConnectorSpec(family.feature_dim(family.encoder_names[0]), spec.hidden_size, spec.hidden_size)
     on_cpu = group.device.type == "cpu"
     peak = predicted_peak_nbytes(
-        config, spec, connector, group.degrees, group.pp_rank, shard_size=group.shard_size, on_cpu=on_cpu
+        config,
+        family.model_spec,
+        group.degrees,
+        group.pp_rank,
+        shard_size=group.shard_size,
+        on_cpu=on_cpu,
+        tower_tokens_per_row=_tower_tokens_per_row(config, family),
     )
     share = 1.0 if on_cpu else config.backbone.num_devices
     need = RankNeed(peak, int(memory_nbytes(group.device) * share * USABLE_SHARE))
@@ -68,40 +74,38 @@ def choose_reduction(ranks: Sequence[RankNeed]) -> GradientReduction:
 
 def predicted_peak_nbytes(
     config: RunConfig,
-    spec: TransformerSpec,
-    connector: ConnectorSpec,
+    model: ModelSpec,
     degrees: Degrees,
     pp_rank: int,
     *,
     shard_size: int,
     on_cpu: bool,
+    tower_tokens_per_row: float = 1.0,
 ) -> int:
     """Return the predicted peak of a pipeline rank that reduces once a step, with the largest possible microbatch.
 
     All its tokens then carry loss, or all are images'. shard_size: data parallel ranks that share one set of shards.
+    tower_tokens_per_row: tokens inside an encoder for each feature row.
     """
-    backbone, pipeline = config.backbone, config.pipeline
     tokens = config.scheduler.microbatch_tokens
-    num_stages = degrees.pp * pipeline.chunks
-    lengths = [len(stage) for stage in split_layers(spec.num_layers, num_stages)]
     # An interleaved schedule keeps most in flight with this many microbatches; 1F1B with these or more.
-    in_flight = in_flight_by_chunk(degrees.pp, pp_rank, 2 * degrees.pp - 1, chunks_per_rank=pipeline.chunks)
-    chunks = tuple(
-        Chunk(lengths[stage], stage == 0, stage == num_stages - 1, count)
-        for stage, count in zip(range(pp_rank, num_stages, degrees.pp), in_flight, strict=True)
-    )
-    fastest: Literal["sdpa", "flash_attn"] = "sdpa" if on_cpu else "flash_attn"
-    setup = TrainingSetup(
+    held = rank_chunks(configured_partition(config, model, degrees.pp), pp_rank, 2 * degrees.pp - 1)
+    setup = replace(
+        configured_setup(config, on_cpu=on_cpu),
         dp=degrees.dp,
         tp=degrees.tp,
-        dtype=config.model.dtype,
-        sharding=backbone.sharding,
         shard_size=shard_size,
         gradient_reduction="step",
-        sequence_parallel=backbone.sequence_parallel,
-        activation_checkpointing=backbone.activation_checkpointing,
-        checkpoint_every=backbone.checkpoint_every,
-        optimizer=config.training.optimizer,
-        attention=fastest if backbone.attention == "auto" else backbone.attention,
     )
-    return predict_step_memory(spec, connector, chunks, setup, MicrobatchSize(tokens, tokens, tokens)).peak
+    size = MicrobatchSize(tokens, tokens, tokens, math.ceil(tokens * tower_tokens_per_row))
+    encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
+    return predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder).peak
+
+
+def _tower_tokens_per_row(config: RunConfig, family: Family) -> float:
+    """The most, which the smallest image has; 1 without encoder layers in the pipeline."""
+    if config.mode != "monolithic":
+        return 1.0
+    name = family.encoder_names[0]
+    layout, prefix = family.image_layout(name, 1, 1), family.model_spec.encoders[name].num_prefix_tokens
+    return (layout.num_patches + prefix) / layout.num_rows

@@ -88,9 +88,9 @@ def model_state(model: ModelChunks, frozen: Container[str] = ()) -> dict[str, to
 
     frozen: stored names of frozen parameters that belong in it too.
     """
-    assert all(isinstance(parameter, DTensor) for _, parameter in model.named_parameters()), "weights are not in shards"
     parameters = {f"{MODEL}{model.stored_name(name)}": parameter for name, parameter in model.named_parameters()}
     state = {name: each.detach() for name, each in parameters.items() if each.requires_grad or name in frozen}
+    assert all(isinstance(parameter, DTensor) for parameter in state.values()), "weights are not in shards"
     return state | {f"{MODEL}{name}": buffer for name, buffer in model.named_buffers()}
 
 

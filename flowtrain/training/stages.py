@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from flowtrain.pipeline.actions import Action, ActionKind, Payload
-from flowtrain.training.batch import PackedBatch
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
+from flowtrain.pipeline.image_parts import image_parts
+from flowtrain.training.batch import ImageBatch, PackedBatch
 from flowtrain.training.chunks import ModelChunks, as_fsdp
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.transfers import Transfers
 
 _Slot = tuple[int, int, int | None]
-"""Stage, microbatch, part of it."""
+"""Place of a stage in the flow, microbatch, part of it (None: the whole)."""
 
 
 class SpanRecorder(Protocol):
@@ -25,10 +27,30 @@ class SpanRecorder(Protocol):
         """Record one span; ``args`` go into the trace."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What a stage has got from the stage before it."""
+
+    tensor: torch.Tensor
+    """All of it; its gradient goes back if it requires one."""
+    parts: tuple[tuple[int | None, int], ...]
+    """Name and length (rows) of each part that it was joined of; a whole one is one part."""
+
+    def gradients(self) -> Iterable[tuple[int | None, torch.Tensor]]:
+        """The gradient by part."""
+        assert self.tensor.grad is not None
+        if len(self.parts) == 1:
+            return [(self.parts[0][0], self.tensor.grad)]
+        names, lengths = zip(*self.parts, strict=True)
+        return zip(names, self.tensor.grad.split(lengths), strict=True)
+
+
 class Stages:
     """The executor's ``StageRuntime`` over the modules of one rank.
 
-    hidden_size, dtype: of the hidden states between stages.
+    dtype: of what travels between stages. Between backbone stages these are hidden states ``[1, tokens, hidden size]``
+    of the microbatch; between encoder stages ``[tokens of all its images, D]``; between the two feature rows,
+    ``[rows, D]``. Encoder stages may run parts of a microbatch's images; the stage after them joins the parts.
     reduces_each: sum gradients over the data parallel ranks with every microbatch; else with a unit's last one.
     take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient.
     record: gets the spans ``forward`` and ``backward``; on an accelerator each span waits for the device.
@@ -39,7 +61,6 @@ class Stages:
         model: ModelChunks,
         group: BackboneGroup,
         *,
-        hidden_size: int,
         dtype: torch.dtype,
         reduces_each: bool,
         take_loss: Callable[[PackedBatch, torch.Tensor], None],
@@ -47,19 +68,32 @@ class Stages:
     ) -> None:
         self._model = model
         self._group = group
-        self._hidden_size, self._dtype = hidden_size, dtype
+        self._dtype = dtype
         self._reduces_each, self._take_loss = reduces_each, take_loss
         self.record = record
         self._transfers = Transfers(group)
+        self._flow = model.partition.stages
+        self._places = {(stage.module, stage.index): place for place, stage in enumerate(self._flow)}
+        self._num_parts: dict[int, int] = {}
         self._loss_scale: float | None = None
-        self._graphs: dict[_Slot, tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._received: dict[tuple[_Slot, Payload], torch.Tensor] = {}
-        self._outgoing: dict[tuple[_Slot, Payload], torch.Tensor] = {}
+        self._graphs: dict[_Slot, tuple[_Input | None, torch.Tensor]] = {}
+        # By the stage that uses it, and by the stage that sends it.
+        self._received: dict[tuple[Payload, _Slot], torch.Tensor] = {}
+        self._outgoing: dict[tuple[Payload, _Slot], torch.Tensor] = {}
 
-    def begin(self, loss_scale: float | None) -> None:
-        """Start a unit. loss_scale: factor of each microbatch's loss; None without backward."""
+    def begin(self, loss_scale: float | None, actions: Iterable[Action]) -> None:
+        """Start a unit. loss_scale: factor of each microbatch's loss; None without backward. actions: as ``expect``."""
         assert self.is_idle, "the unit before has not been finished"
         self._loss_scale = loss_scale
+        self.expect(actions)
+
+    def expect(self, actions: Iterable[Action]) -> None:
+        """Take note of the unit's actions on this rank, which say in how many parts each microbatch comes."""
+        self._num_parts = {}
+        for action in actions:
+            if action.sub_microbatch is not None:
+                known = self._num_parts.get(action.microbatch, 0)
+                self._num_parts[action.microbatch] = max(known, action.sub_microbatch + 1)
 
     @property
     def is_idle(self) -> bool:
@@ -68,19 +102,18 @@ class Stages:
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
         """Run a stage forward; keeps its graph if a backward follows."""
-        start_s, slot = time.time(), _slot(action)
-        hidden, training = self._received.pop((slot, Payload.ACTIVATION), None), self._loss_scale is not None
-        if hidden is not None and training:
-            hidden.requires_grad_()
-        module = self._model.stages[action.stage]
+        start_s, slot = time.time(), self._slot(action)
+        stage = self._flow[slot[0]]
+        training = self._loss_scale is not None and stage.has_backward
+        given = self._input(slot, training)
         with torch.set_grad_enabled(training):
-            output = module(**microbatch.forward_kwargs(), hidden=hidden, memory=action.memory)
-        if module.is_last_stage:
+            output = self._run(action, microbatch, given)
+        if slot[0] == len(self._flow) - 1:
             self._take_loss(microbatch, output.detach())
         else:
-            self._hand_on(slot, Payload.ACTIVATION, output.detach())
+            self._hand_on(Payload.ACTIVATION, slot, output.detach())
         if training:
-            self._graphs[slot] = hidden, output
+            self._graphs[slot] = given, output
         self._span("forward", start_s, action, microbatch)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
@@ -89,23 +122,22 @@ class Stages:
         Under hybrid sharding a shard group sums with either of them, and the groups among each other with the last one.
         """
         assert self._loss_scale is not None, "an evaluation has no backward"
-        start_s, slot = time.time(), _slot(action)
-        module = self._model.stages[action.stage]
-        fsdp = as_fsdp(module)
+        start_s, slot = time.time(), self._slot(action)
+        fsdp = as_fsdp(self._model.stages[action.module, action.stage])
         reduces = is_last or self._reduces_each
         fsdp.set_requires_gradient_sync(reduces)
         fsdp.set_requires_all_reduce(is_last)
         # FSDP then frees the buffers of the reduction; otherwise they wait for the next backward.
         fsdp.set_is_last_backward(reduces)
         fsdp.set_reshard_after_backward(is_last or self._model.shards_parameters)
-        hidden, output = self._graphs.pop(slot)
-        if module.is_last_stage:
+        given, output = self._graphs.pop(slot)
+        if slot[0] == len(self._flow) - 1:
             (output * self._loss_scale).backward()
         else:
-            torch.autograd.backward(output, self._received.pop((slot, Payload.GRADIENT)))
-        if hidden is not None:
-            assert hidden.grad is not None
-            self._hand_on(slot, Payload.GRADIENT, hidden.grad)
+            torch.autograd.backward(output, self._received.pop((Payload.GRADIENT, slot)))
+        if given is not None and given.tensor.requires_grad:
+            for part, gradient in given.gradients():
+                self._hand_on(Payload.GRADIENT, (*slot[:2], part), gradient)
         self._span("backward", start_s, action, microbatch)
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
@@ -117,36 +149,100 @@ class Stages:
         tensor = self._transfers.wait(action)
         if action.kind is ActionKind.WAIT_IRECV:
             assert action.payload is not None
-            self._received[_slot(action), action.payload] = tensor
-
-    def _hand_on(self, slot: _Slot, payload: Payload, tensor: torch.Tensor) -> None:
-        """Keep a result for the transfer that sends it, or for the neighbouring stage if this rank has that too."""
-        stage, microbatch, part = slot
-        neighbour = stage + (1 if payload is Payload.ACTIVATION else -1)
-        if neighbour in self._model.stages:
-            self._received[(neighbour, microbatch, part), payload] = tensor
-        else:
-            self._outgoing[slot, payload] = tensor
+            self._received[action.payload, self._slot(action)] = tensor
 
     def synchronize(self) -> None:
         """Wait for the accelerator, where there is one."""
         if self._group.device.type != "cpu":
             torch.accelerator.synchronize(self._group.device)
 
+    # --- computing ----------------------------------------------------------------------------------------------
+
+    def _run(self, action: Action, batch: PackedBatch, given: _Input | None) -> torch.Tensor:
+        """Forward a stage; None: data of the microbatch enter there."""
+        if action.module is StageModule.ENCODER:
+            images = self._images(batch, action.microbatch, action.sub_microbatch)
+            vision = self._model.vision[action.stage]
+            inputs = images.pixels if given is None else given.tensor
+            if not images.sizes and not vision.is_trained:
+                return self._empty(action, batch)
+            output: torch.Tensor = vision(inputs, images.sizes, memory=action.memory)
+            return output
+        module, kwargs = self._model.backbone[action.stage], batch.forward_kwargs()
+        hidden = None if given is None else given.tensor
+        if module.is_first_stage and given is not None:
+            assert len(given.tensor) == len(batch.feature_index), "feature rows and image tokens differ in number"
+            kwargs["features"], hidden = given.tensor, None
+        output = module(**kwargs, hidden=hidden, memory=action.memory)
+        return output
+
+    def _empty(self, action: Action, batch: PackedBatch) -> torch.Tensor:
+        """What a stage hands on without images."""
+        shape = self._shape(self._places[action.module, action.stage], action, batch)
+        return torch.empty(shape, dtype=self._dtype, device=self._group.device)
+
+    def _input(self, slot: _Slot, training: bool) -> _Input | None:
+        """What the stage before has handed on, joined; None if data enter at this stage."""
+        place, microbatch, part = slot
+        if place == 0:
+            return None
+        whole = self._received.pop((Payload.ACTIVATION, slot), None)
+        if whole is not None:
+            given = _Input(whole, ((part, len(whole)),))
+        else:
+            names = range(self._num_parts[microbatch])
+            tensors = [self._received.pop((Payload.ACTIVATION, (place, microbatch, name))) for name in names]
+            given = _Input(torch.cat(tensors), tuple(zip(names, map(len, tensors), strict=True)))
+        if training and self._flow[place - 1].has_backward:
+            given.tensor.requires_grad_()
+        return given
+
+    def _images(self, batch: PackedBatch, microbatch: int, part: int | None) -> ImageBatch:
+        """The images of a microbatch or of a part of it; pixels only where the rank has them."""
+        assert self._model.encoder is not None
+        images = batch.images or ImageBatch(())
+        if part is None:
+            return images
+        patches = list(map(self._model.encoder.shape.num_patches, images.sizes))
+        mine = image_parts(patches, self._num_parts[microbatch])[part]
+        return ImageBatch(images.sizes[mine.start : mine.stop], images.pixels[mine.start : mine.stop])
+
+    # --- handing on ---------------------------------------------------------------------------------------------
+
+    def _slot(self, action: Action) -> _Slot:
+        return self._places[action.module, action.stage], action.microbatch, action.sub_microbatch
+
+    def _hand_on(self, payload: Payload, slot: _Slot, tensor: torch.Tensor) -> None:
+        """Keep a result for the transfer that sends it, or for the neighbouring stage if this rank has that too."""
+        place, microbatch, part = slot
+        neighbour = place + (1 if payload is Payload.ACTIVATION else -1)
+        if self._flow[neighbour].rank == self._group.pp_rank:
+            self._received[payload, (neighbour, microbatch, part)] = tensor
+        else:
+            self._outgoing[payload, slot] = tensor
+
     def _tensor_of(self, action: Action, batch: PackedBatch) -> torch.Tensor:
         assert action.payload is not None
+        slot = self._slot(action)
         if action.kind is ActionKind.ISEND:
-            return self._outgoing.pop((_slot(action), action.payload)).contiguous()
-        num_tokens = self._model.stages[action.stage].hidden_tokens(len(batch.input_ids))
-        return torch.empty(1, num_tokens, self._hidden_size, dtype=self._dtype, device=self._group.device)
+            return self._outgoing.pop((action.payload, slot)).contiguous()
+        producer = slot[0] - (1 if action.payload is Payload.ACTIVATION else 0)
+        return torch.empty(self._shape(producer, action, batch), dtype=self._dtype, device=self._group.device)
+
+    def _shape(self, producer: int, action: Action, batch: PackedBatch) -> tuple[int, ...]:
+        """Shape of what the stage at a place of the flow hands on, and of its gradient."""
+        if self._flow[producer].module is StageModule.BACKBONE:
+            own = self._model.backbone[action.stage]
+            return 1, own.hidden_tokens(len(batch.input_ids)), self._model.hidden_size
+        assert self._model.encoder is not None
+        shape = self._model.encoder.shape
+        is_last = self._flow[producer + 1].module is StageModule.BACKBONE
+        sizes = self._images(batch, action.microbatch, action.sub_microbatch).sizes
+        return sum(map(shape.num_rows if is_last else shape.num_tokens, sizes)), shape.width
 
     def _span(self, name: str, start_s: float, action: Action, batch: PackedBatch) -> None:
         if self.record is None:
             return
         self.synchronize()
-        args = {"microbatch": action.microbatch, "stage": action.stage, "num_tokens": batch.num_tokens}
-        self.record(name, start_s, time.time(), **args)
-
-
-def _slot(action: Action) -> _Slot:
-    return action.stage, action.microbatch, action.sub_microbatch
+        args = {"microbatch": action.microbatch, "module": action.module.value, "stage": action.stage}
+        self.record(name, start_s, time.time(), **args, num_tokens=batch.num_tokens)

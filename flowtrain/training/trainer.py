@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
-from flowtrain.models.activation_memory import configured_strategy
-from flowtrain.pipeline.actions import Action, MemoryStrategy
-from flowtrain.pipeline.executor import checked_schedule
+from flowtrain.pipeline.actions import Action, MemoryStrategy, Schedule
+from flowtrain.pipeline.configured import configured_memory
+from flowtrain.pipeline.executor import carried_schedule, checked_schedule
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.checkpoint_writer import write_snapshot
@@ -89,19 +89,19 @@ class Trainer:
         before_optimizer: Callable[[ModelChunks], None] | None = None,
         resume_from: Path | None = None,
     ) -> None:
-        if {"connector", "backbone"} <= set(config.model.freeze):
+        if {"connector", "backbone", "encoders"} <= set(config.frozen_modules):
             raise ConfigError("model.freeze leaves nothing to train; take connector or backbone out of it")
         torch.set_num_threads(config.backbone.num_threads)
         self.config, self.group, self.num_steps = config.training, group, num_steps
-        self._run_config, self._backbone_config = config, config.backbone
+        self._run_config = config
         self._before_optimizer = before_optimizer
         self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
+        self._memory = configured_memory(config, self.model.partition)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
         self._tied = TiedEmbeddings(self.model, group)
         self.stages = Stages(
             self.model,
             group,
-            hidden_size=next(iter(self.model.stages.values())).language_model.config.hidden_size,
             dtype=getattr(torch, config.model.dtype),
             reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
@@ -110,14 +110,14 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
-        self._frozen_parts = frozen_parts(self.model)
+        self._frozen_parts = frozen_parts(self.model, group)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
 
     def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
         """Start a unit and return this rank's actions; the executor runs them through ``stages``."""
-        degrees, backbone = self.group.degrees, self._backbone_config
+        degrees = self.group.degrees
         assert plan.dp_size == degrees.dp, (plan.dp_size, degrees)
         assert self._plan is None, "the unit before has not been finished"
         self._plan = plan
@@ -126,16 +126,24 @@ class Trainer:
         self.model.train(training)
         # FSDP averages over the replicas; the loss is a sum over them.
         scale = degrees.dp / planned_denominator(plan, self.config.loss_normalization)
-        self.stages.begin(scale if training else None)
-        lists = checked_schedule(
+        actions = self._schedule(plan)[self.group.pp_rank]
+        self.stages.begin(scale if training else None, actions)
+        return actions
+
+    def _schedule(self, plan: StepPlan) -> Schedule:
+        """The lists of this replica's pipeline ranks: those that the plan carries, else the named schedule's."""
+        training, size = plan.unit.kind is UnitKind.TRAIN, plan.num_slots
+        partition = self.model.partition
+        carried = plan.schedules[self.group.dp_rank] if plan.schedules else ()
+        if carried:
+            return carried_schedule(carried, partition, num_microbatches=size, training=training, memory=self._memory)
+        return checked_schedule(
             self._run_config.pipeline.schedule,
-            pp_size=degrees.pp,
-            num_microbatches=plan.num_slots,
+            partition,
+            num_microbatches=size,
             training=training,
-            chunks_per_rank=self._run_config.pipeline.chunks,
-            memory=configured_strategy(backbone) if training else MemoryStrategy.KEEP,
+            memory=self._memory if training else MemoryStrategy.KEEP,
         )
-        return lists[self.group.pp_rank]
 
     def finish_unit(self) -> StepResult:
         """Reduce the totals; in training, also correct the gradients for rejected samples, clip and update."""

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from flowtrain.pipeline.actions import Action, ActionKind, Payload
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
 from flowtrain.training.mesh import PP_AXIS, BackboneGroup
 
-_Key = tuple[bool, Payload, int, int, int | None, int | None]
+_Key = tuple[bool, Payload, StageModule, int, int, int | None, int | None]
 
 
 class Transfers:
-    """Starts and waits for an action list's transfers; each is a tensor of ``[1, tokens, hidden size]``.
+    """Starts and waits for an action list's transfers; each is one tensor.
 
-    With sequence parallelism the tokens are this rank's slice.
+    Of hidden states between decoder layers, sequence parallelism leaves this rank's slice of the tokens. A tensor
+    without elements is not sent: both ends know that.
     """
 
     def __init__(self, group: BackboneGroup) -> None:
@@ -31,14 +32,15 @@ class Transfers:
 
         The tensor is the data to send, or the buffer to fill; do not touch it before ``wait``.
         """
-        operations = [self._operation(action, tensor) for action, tensor in launches]
-        works = dist.batch_isend_irecv(operations)
+        operations = [self._operation(action, tensor) for action, tensor in launches if tensor.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
         # Some backends return one handle for all transfers: the first wait then covers the rest too.
-        if len(works) != len(launches):
-            works = [works[0]] * len(launches)
-        for (action, tensor), work in zip(launches, works, strict=True):
+        if len(works) != len(operations):
+            works = [works[0]] * len(operations)
+        remaining = iter(works)
+        for action, tensor in launches:
             assert _key(action) not in self._pending, f"{action} was launched before and not waited for"
-            self._pending[_key(action)] = work, tensor
+            self._pending[_key(action)] = next(remaining) if tensor.numel() else None, tensor
 
     def wait(self, action: Action) -> torch.Tensor:
         """Wait for a transfer; returns its tensor. The group's timeout bounds the wait."""
@@ -56,4 +58,5 @@ class Transfers:
 def _key(action: Action) -> _Key:
     """Key by which a wait finds its launch."""
     assert action.payload is not None
-    return action.kind.is_sending, action.payload, action.stage, action.microbatch, action.sub_microbatch, action.peer
+    part = action.microbatch, action.sub_microbatch
+    return action.kind.is_sending, action.payload, action.module, action.stage, *part, action.peer

@@ -60,6 +60,8 @@ class PartLocation:
     extents: tuple[Extent, ...]
     pieces: tuple[int, ...] = ()
     """Bytes of each image, for a part of encoded images; they follow each other in the extents."""
+    ref: SampleRef | None = None
+    """The sample, for a part of encoded images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,10 @@ class LocatedTexts:
 
     location: MicrobatchLocation
     texts: tuple[bytes, ...] | None
-    """Bytes of its text parts, in the order of the location; None: their owner died, so nothing is read now."""
+    """Bytes of its text parts, in the order of the location; None: an owner died, so nothing is read now."""
     image_sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """In ``monolithic`` mode: of each sample with images, in the order of the location, height and width (pixels) of
-    each image as it enters the tower."""
+    """In ``monolithic`` mode: of each sample with images, in the order of the location and without those of
+    ``rejections``, height and width (pixels) of each image as it enters the tower."""
     rejections: tuple[Rejection, ...] = ()
     """In ``monolithic`` mode: samples with an image that cannot be decoded; the replica leaves them out."""
 

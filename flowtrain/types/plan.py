@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -225,6 +225,8 @@ class StepPlan:
     encode_batches: tuple[EncodeBatch, ...]
     """What the encoders forward for the unit, in order of need."""
     schema: int = STEP_PLAN_SCHEMA
+    schedules: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)
+    """Searched action lists in their text form, ``schedules[dp_rank][pp_rank]``; empty: ``pipeline.schedule``."""
 
     @classmethod
     def of_slots(
@@ -307,9 +309,19 @@ class StepPlan:
         """All microbatches, built again by each call: ``slots[k][rank]`` is the k-th of a rank."""
         return tuple(tuple(self.microbatch(k, rank) for rank in range(self.dp_size)) for k in range(self.num_slots))
 
+    def for_replica(self, dp_rank: int) -> StepPlan:
+        """Return the plan as one replica gets it: the other replicas' lists are empty."""
+        if not self.schedules:
+            return self
+        return replace(self, schedules=tuple(own if rank == dp_rank else () for rank, own in enumerate(self.schedules)))
+
     def digest(self) -> str:
-        """Return a hash of the whole plan in 16 hexadecimal digits; equal plans have equal hashes on every machine."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        """Return a hash of the whole plan in 16 hexadecimal digits; equal plans have equal hashes on every machine.
+
+        Without carried schedules it does not depend on that field, which older plans lack.
+        """
+        text = repr(self) + (repr(self.schedules) if self.schedules else "")
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _bounds(self, slot: int, dp_rank: int) -> tuple[int, int]:
         assert 0 <= slot < self.num_slots and 0 <= dp_rank < self.dp_size, (slot, dp_rank)

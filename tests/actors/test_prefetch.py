@@ -150,7 +150,8 @@ class FakeCoordinator(CoordinatorLink):
             raise self.error
         return getattr(self, method)(*args)
 
-    def next_plan(self, unit: int) -> PlanReply:
+    def next_plan(self, unit: int, dp_rank: int) -> PlanReply:
+        assert dp_rank == REPLICA
         if unit >= self.ends_at:
             return PlanReply(None, is_past_end=True)
         if unit < len(self.plans):
@@ -548,7 +549,7 @@ def test_being_far_ahead_is_no_stall() -> None:
     link.ends_at = 5
     limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.02)
     with prefetcher(link, depth=8, limits=limits) as fetching:
-        wait_for(lambda: sum(call == ("next_plan", 1) for call in link.calls) > 10)
+        wait_for(lambda: sum(call == ("next_plan", 1, REPLICA) for call in link.calls) > 10)
         time.sleep(0.05)
         fetching.next_plan()
         assert [fetching.next_microbatch().slot for _ in range(3)] == [0, 1, 2]
@@ -558,7 +559,7 @@ def test_the_end_of_the_run_ends_the_thread() -> None:
     link = FakeCoordinator(num_units=2)
     with prefetcher(link, depth=8) as fetching:
         wait_for(lambda: not fetching._thread.is_alive())
-        assert link.calls[-1] == ("next_plan", 2)
+        assert link.calls[-1] == ("next_plan", 2, REPLICA)
 
 
 def test_a_stop_ends_the_wait_for_a_microbatch_that_never_comes() -> None:

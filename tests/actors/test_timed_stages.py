@@ -12,6 +12,7 @@ import torch
 from flowtrain.actors.reading import Fetched
 from flowtrain.actors.timed_stages import TimedStages
 from flowtrain.pipeline.executor import checked_schedule, execute
+from flowtrain.pipeline.partition import build_partition
 from flowtrain.training.clock import MicrobatchClock
 
 NUM_MICROBATCHES = 3
@@ -56,7 +57,7 @@ def fetched(number: int) -> Fetched:
 def test_batches_reach_the_stages_and_times_their_slots(pp_rank: int, training: bool) -> None:
     stages = Stages()
     clock = MicrobatchClock(torch.device("cpu")) if training else None
-    schedule = checked_schedule("1f1b", pp_size=2, num_microbatches=NUM_MICROBATCHES, training=training)
+    schedule = checked_schedule("1f1b", build_partition(2, 2), num_microbatches=NUM_MICROBATCHES, training=training)
     execute(schedule[pp_rank], TimedStages(stages, clock), fetched)
     for call in stages.calls:
         assert call[0] == "wait" or call[2] == f"batch {call[1]}"

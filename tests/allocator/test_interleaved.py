@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from flowtrain.allocator.candidates import Candidate, PruneReason
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.request import enumerate_module
+from flowtrain.allocator.slices import Slices
 from flowtrain.allocator.surrogate import Surrogate, fill_slots
+from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import BACKBONE, cluster, request, roofline_surrogate
@@ -26,14 +28,14 @@ SLOT_S = 3.0
 def test_the_fill_is_that_of_the_action_lists(pp: int, num_microbatches: int, chunks: int) -> None:
     chunks = 1 if pp == 1 else chunks
     fill = float(fill_slots(np.array([pp]), np.array([float(num_microbatches)]), chunks)[0])
-    lists = one_f_one_b(pp, num_microbatches, chunks_per_rank=chunks)
+    lists = one_f_one_b(build_partition(pp * chunks, pp, chunks), num_microbatches)
     assert makespan(lists, num_microbatches, chunks) == pytest.approx(SLOT_S * (num_microbatches + fill))
 
 
 def surrogate(chunks: int) -> Surrogate:
     asked = request(cluster(h200=64))
     plain = roofline_surrogate(asked)
-    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, plain._times, 0.8, chunks)
+    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, plain._times, 0.8, Slices(chunks))
 
 
 def test_chunks_divide_the_fill_and_multiply_the_transfers() -> None:
@@ -50,7 +52,7 @@ def test_chunks_divide_the_fill_and_multiply_the_transfers() -> None:
 def test_only_what_a_run_takes_is_a_candidate() -> None:
     asked = request(cluster(h200=24))
     every, chunked = (
-        enumerate_module(replace(asked, chunks_per_rank=chunks), "backbone", asked.cluster["h200"]) for chunks in (1, 3)
+        enumerate_module(replace(asked, slices=Slices(chunks)), "backbone", asked.cluster["h200"]) for chunks in (1, 3)
     )
     degrees = [Degrees(*each) for each in zip(chunked.columns.dp, chunked.columns.pp, chunked.columns.tp, strict=True)]
     assert degrees and all(not degree_faults(each, BACKBONE, chunks_per_rank=3) for each in degrees)
@@ -62,7 +64,7 @@ def test_only_what_a_run_takes_is_a_candidate() -> None:
 def test_interleaving_keeps_more_in_memory() -> None:
     asked = request(cluster(h200=64))
     plain, interleaved = (
-        replace(asked, chunks_per_rank=chunks).peak_nbytes(Candidate("backbone", "h200", Degrees(1, 4, 1)))
+        replace(asked, slices=Slices(chunks)).peak_nbytes(Candidate("backbone", "h200", Degrees(1, 4, 1)))
         for chunks in (1, 2)
     )
     assert interleaved > plain

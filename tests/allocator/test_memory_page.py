@@ -31,10 +31,12 @@ COLUMNS: dict[str, tuple[Degrees, dict[str, Any]]] = {
 
 
 def rows(memories: list[StepMemory]) -> Iterator[str]:
+    """What no memory has any of is left out."""
     for field in fields(StepMemory):
-        if field.name != "host":
-            yield row(field.name.replace("_", " "), [getattr(memory, field.name) for memory in memories])
-    for moment in MOMENTS:
+        sizes = [getattr(memory, field.name) for memory in memories]
+        if field.name != "host" and any(sizes):
+            yield row(field.name.replace("_", " "), sizes)
+    for moment in (each for each in MOMENTS if any(each in memory.moments for memory in memories)):
         yield row(f"device, at the {moment}", [memory.at(moment) for memory in memories])
     yield row("host", [memory.host for memory in memories])
 

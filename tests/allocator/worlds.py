@@ -74,4 +74,4 @@ def with_memory(asked: Request, nbytes: int) -> Request:
 
 def roofline_surrogate(asked: Request) -> Surrogate:
     times = {each.name: Roofline(each, asked.model, asked.workload, asked.setup) for each in asked.cluster.device_types}
-    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, times)
+    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, times, slices=asked.slices)

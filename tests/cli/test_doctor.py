@@ -176,7 +176,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(
     run_spec: RunSpec, two: list[NodeReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = run_spec.config.checkpoint.keep + 1
-    one = 12 * run_spec.model_spec.num_trainable_parameters(run_spec.config.model.freeze)
+    one = 12 * run_spec.model_spec.num_trainable_parameters(run_spec.config.frozen_modules)
     for free, faults in ((count * one, []), (count * one - 1, ["checkpoints have room"])):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         report = judge(run_spec, two, BETWEEN)

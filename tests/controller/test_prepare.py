@@ -56,7 +56,7 @@ def test_trainable_parameters_are_those_that_the_optimizer_gets(data: Path, free
     config = config_of(data, f"model.freeze={freeze}")
     backbone = family_from_config(config).backbone_skeleton()
     trained = sum(each.numel() for each in backbone.parameters() if each.requires_grad)
-    assert prepare(config).model_spec.num_trainable_parameters(freeze) == trained
+    assert prepare(config).model_spec.num_trainable_parameters(config.frozen_modules) == trained
 
 
 def test_tokens_of_an_image_follow_the_family_and_the_data(data: Path) -> None:

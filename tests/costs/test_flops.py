@@ -35,7 +35,7 @@ VISION = {
     "attn_implementation": "eager",
 }
 LENGTH = 12
-ALL_FROZEN = ("connector", "backbone")
+ENCODERS, ALL_FROZEN = ("encoders",), ("encoders", "connector", "backbone")
 
 
 @pytest.fixture(autouse=True)
@@ -84,14 +84,15 @@ def test_attention_is_per_sub_sequence() -> None:
     assert backbone_training_flops(spec, [12]) - packed == 3 * 4 * cross_pairs * 4 * 16 * 2
 
 
-@pytest.mark.parametrize("freeze", [(), ("connector",)])
+@pytest.mark.parametrize("freeze", [(), ENCODERS, ("connector",), ("connector", "encoders")])
 def test_connector(freeze: tuple[str, ...]) -> None:
     spec = ConnectorSpec(feature_dim=10, hidden_size=20, out_dim=30)
     model = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.GELU(), torch.nn.Linear(20, 30))
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     with FlopCounterMode(display=False) as counter:
-        out = model.requires_grad_(not freeze)(torch.zeros(7, 10))
-        if not freeze:
+        features = torch.zeros(7, 10, requires_grad="encoders" not in freeze)
+        out = model.requires_grad_("connector" not in freeze)(features)
+        if out.requires_grad:
             out.sum().backward()
     assert counter.get_total_flops() == flops_of(ModelSpec({}, spec, MODEL.backbone), rows=7, freeze=freeze).connector
 
@@ -112,6 +113,9 @@ def test_encoder(config_name: str, model_name: str, extra: dict[str, Any]) -> No
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(pixel_values=torch.zeros(3, 3, 28, 28))
     assert counter.get_total_flops() == encoder_flops(spec, num_images=3, num_patches=3 * 16)
+    with FlopCounterMode(display=False) as counter:
+        model(pixel_values=torch.zeros(3, 3, 28, 28)).last_hidden_state.sum().backward()
+    assert counter.get_total_flops() == encoder_flops(spec, num_images=3, num_patches=3 * 16, freeze=())
 
 
 def test_the_head_counts_for_tokens_that_carry_loss() -> None:
@@ -148,7 +152,9 @@ sample_lists = st.lists(
 )
 
 
-@given(samples=sample_lists, freeze=st.sampled_from([(), ("backbone",), ("connector",), ("backbone", "connector")]))
+@given(
+    samples=sample_lists, freeze=st.sampled_from([(), ENCODERS, ("connector",), ("backbone", "encoders"), ALL_FROZEN])
+)
 def test_columns_say_what_single_samples_do(samples: list[Any], freeze: tuple[str, ...]) -> None:
     counted = sample_flops(
         MODEL,
@@ -167,7 +173,7 @@ def test_columns_say_what_single_samples_do(samples: list[Any], freeze: tuple[st
         assert counted.connector[k] == flops_of(MODEL, rows=rows, freeze=freeze).connector
         encoders = zip(("vit", "dino"), (vit, dino), strict=True)
         expected = [
-            encoder_flops(MODEL.encoders[name], num_images=1, num_patches=image)
+            encoder_flops(MODEL.encoders[name], num_images=1, num_patches=image, freeze=freeze)
             for name, parts in encoders
             for part in parts
             for image in split(*part)
@@ -190,7 +196,7 @@ def test_unknown_encoders_are_refused() -> None:
 
 
 def flops_of(
-    spec: ModelSpec, rows: int = 0, freeze: tuple[str, ...] = (), images: dict[str, tuple[int, int]] | None = None
+    spec: ModelSpec, rows: int = 0, freeze: tuple[str, ...] = ENCODERS, images: dict[str, tuple[int, int]] | None = None
 ) -> SampleFlops:
     """FLOPs of one sample; images: by encoder, number of images and of patches."""
     one = column([1])
@@ -205,10 +211,10 @@ def flops_of(
     )
 
 
-def encoder_flops(spec: VisionSpec, num_images: int, num_patches: int) -> float:
+def encoder_flops(spec: VisionSpec, num_images: int, num_patches: int, freeze: tuple[str, ...] = ENCODERS) -> float:
     """FLOPs of one tower over images of sizes as even as possible."""
     model = ModelSpec({"tower": spec}, MODEL.connector, MODEL.backbone)
-    return float(flops_of(model, images={"tower": (num_images, num_patches)}).encoders[0])
+    return float(flops_of(model, images={"tower": (num_images, num_patches)}, freeze=freeze).encoders[0])
 
 
 def column(values: list[int]) -> np.ndarray:

@@ -135,9 +135,10 @@ def test_activations_are_what_torch_keeps(family: str, checkpointing: str, dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", [range(0, 2), range(1, 4), range(4, 5)])
 def test_pipeline_stages_keep_what_they_pass_on(layers: range, dtype: torch.dtype) -> None:
-    stage = take_stage(make_backbone("Qwen3", dtype), layers)
+    is_first, is_last = layers.start == 0, layers.stop == NUM_LAYERS
+    stage = take_stage(make_backbone("Qwen3", dtype), layers, is_first=is_first, is_last=is_last)
     kept = kept_nbytes(stage, MemoryStrategy.KEEP, dtype)
-    chunk = Chunk(len(layers), is_first=layers.start == 0, is_last=layers.stop == NUM_LAYERS)
+    chunk = Chunk(len(layers), is_first=is_first, is_last=is_last)
     if chunk.is_last:
         kept -= loss_kept_nbytes(dtype)
     predicted = chunk_activation_nbytes(SPEC, CONNECTOR, chunk, setup_of(dtype), MICROBATCH)
@@ -156,7 +157,7 @@ def test_a_layer_is_what_autograd_saves_for_it(family: str) -> None:
             storages[storage._cdata] = storage
             return tensor
 
-        stage = take_stage(make_backbone(family, torch.bfloat16), layers)
+        stage = take_stage(make_backbone(family, torch.bfloat16), layers, is_first=True, is_last=False)
         own = {tensor.untyped_storage()._cdata for tensor in (*stage.parameters(), *stage.buffers())}
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             result = forward(stage, MemoryStrategy.KEEP, None, torch.bfloat16)
@@ -173,7 +174,10 @@ def test_parameters_are_those_of_the_model() -> None:
     assert memory.parameters == 4 * sum(parameter.numel() for parameter in backbone.parameters())
     assert (memory.gradients, memory.optimizer_state) == (memory.parameters, 2 * memory.parameters)
     assert predict(TrainingSetup(optimizer="sgd")).optimizer_state == 0
-    stages = [take_stage(backbone, layers) for layers in (range(0, 2), range(2, 4), range(4, 5))]
+    stages = [
+        take_stage(backbone, layers, is_first=layers.start == 0, is_last=layers.stop == 5)
+        for layers in (range(0, 2), range(2, 4), range(4, 5))
+    ]
     chunks = [Chunk(2, is_last=False), Chunk(2, False, False), Chunk(1, is_first=False)]
     for stage, chunk in zip(stages, chunks, strict=True):
         expected = 4 * sum(parameter.numel() for parameter in stage.parameters())

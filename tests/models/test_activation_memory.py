@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from flowtrain.config.model import BackboneConfig
-from flowtrain.models.activation_memory import applied, configured_strategy
+from flowtrain.models.activation_memory import applied
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.configured import configured_strategy
 from tests.models.operators import Operators
 from tests.models.ranks import QWEN3, assert_close, full_gradients, make_backbone, make_batch
 

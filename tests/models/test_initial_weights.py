@@ -268,7 +268,7 @@ def sharded_rank(values: dict[str, Any], dp: int, tp: int) -> tuple[dict[str, An
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     whole, weights, gathered, held = backbone_skeleton(values), Recorded(backbone_weights(values)), {}, {}
     for layers in (range(0, 2), range(2, 3)):
-        stage = take_stage(whole, layers)
+        stage = take_stage(whole, layers, is_first=layers.start == 0, is_last=layers.stop == 3)
         if tp > 1:
             parallelize(stage, mesh["tp"])
         for layer in stage.decoder_layers:

@@ -53,7 +53,10 @@ def test_stages_compute_what_the_whole_does_under_its_names() -> None:
     whole = whole_backbone()
     expected = whole(**batch())
     for num_stages in range(1, 5):
-        stages = [take_stage(whole, layers) for layers in split_layers(4, num_stages)]
+        stages = [
+            take_stage(whole, layers, is_first=number == 0, is_last=number == num_stages - 1)
+            for number, layers in enumerate(split_layers(4, num_stages))
+        ]
         hidden = None
         for stage in stages:
             hidden = stage(**batch(), hidden=hidden)
@@ -67,7 +70,8 @@ def test_stages_compute_what_the_whole_does_under_its_names() -> None:
 
 def test_a_stage_knows_the_kinds_of_its_own_layers() -> None:
     whole = whole_backbone()
-    assert take_stage(whole, range(1, 3)).language_model.base_model.config.layer_types == TYPES[1:3]
+    stage = take_stage(whole, range(1, 3), is_first=False, is_last=False)
+    assert stage.language_model.base_model.config.layer_types == TYPES[1:3]
     assert whole.language_model.config.layer_types == TYPES
 
 

@@ -98,7 +98,7 @@ def staged_run(values):
     """Three stages in one process, as a pipeline would chain them; also how parameters lie, and what stages pass on."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     whole = make_backbone(values)
-    stages = [take_stage(whole, range(number, number + 1)) for number in range(3)]
+    stages = [take_stage(whole, range(n, n + 1), is_first=n == 0, is_last=n == 2) for n in range(3)]
     for stage in stages:
         parallelize(stage, mesh)
     batch, hidden, shapes = make_batch(), None, []

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import product
 from random import Random
 
 from flowtrain.errors import ScheduleError
-from flowtrain.pipeline.actions import Action, ActionKind, MemoryKind, MemoryStrategy, Schedule
+from flowtrain.pipeline.actions import Action, ActionKind, MemoryKind, MemoryStrategy, Schedule, StageModule
+from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.transfers import insert_transfers
 from flowtrain.pipeline.validate import validate
 
@@ -57,7 +61,41 @@ def random_schedule(
     )
 
 
-def shuffle_legally(random: Random, lists: Schedule, num_microbatches: int, num_tries: int) -> Schedule:
+def random_lists(random: Random, partition: Partition, num_microbatches: int) -> Schedule:
+    """Lists of a random order over the stages of a partition; microbatches join from parts somewhere in the encoder."""
+    stages = partition.stages
+    join, parts = random.randint(0, len(partition.of_module(StageModule.ENCODER))), Counter[int]()
+    for k in range(num_microbatches):
+        parts[k] = random.randint(1, 3)
+
+    def names(place: int, k: int) -> list[int | None]:
+        return [None] if place >= join or parts[k] == 1 else list(range(parts[k]))
+
+    waiting: dict[tuple[bool, int, int, int | None], tuple[Action, set[tuple[bool, int, int, int | None]]]] = {}
+    for (place, stage), k in product(enumerate(stages), range(num_microbatches)):
+        before = names(place - 1, k) if place else []
+        for part in names(place, k):
+            memory = random.choice(STRATEGIES) if stage.has_backward else MemoryStrategy.KEEP
+            forward = Action(ActionKind.FORWARD_STAGE, stage.index, k, stage.segment, stage.module, part, memory)
+            needs = {(False, place - 1, k, each) for each in ([part] if part in before else before)}
+            waiting[False, place, k, part] = forward, needs
+            if stage.has_backward:
+                needs = {(False, place, k, part)}
+                if place + 1 < len(stages):
+                    needs.add((True, place + 1, k, part if part in names(place + 1, k) else None))
+                waiting[True, place, k, part] = replace(forward, kind=ActionKind.BACKWARD_STAGE), needs
+    orders: list[list[Action]] = [[] for _ in range(partition.pp_size)]
+    done: set[tuple[bool, int, int, int | None]] = set()
+    while waiting:
+        work = random.choice([work for work, (_, needs) in waiting.items() if needs <= done])
+        orders[stages[work[1]].rank].append(waiting.pop(work)[0])
+        done.add(work)
+    return insert_transfers(orders, training=True, num_microbatches=num_microbatches, frozen=partition.frozen)
+
+
+def shuffle_legally(
+    random: Random, lists: Schedule, num_microbatches: int, num_tries: int, frozen: Collection[StageModule] = ()
+) -> Schedule:
     """Exchange neighbours in training lists at random, keeping the exchanges that the validator accepts."""
     for _ in range(num_tries):
         rank = random.randrange(len(lists))
@@ -68,7 +106,7 @@ def shuffle_legally(random: Random, lists: Schedule, num_microbatches: int, num_
         actions[first : first + 2] = reversed(actions[first : first + 2])
         changed = (*lists[:rank], tuple(actions), *lists[rank + 1 :])
         try:
-            validate(changed, training=True, num_microbatches=num_microbatches)
+            validate(changed, training=True, num_microbatches=num_microbatches, frozen=frozen)
         except ScheduleError:
             continue
         lists = changed

@@ -13,8 +13,9 @@ from flowtrain.pipeline.actions import (
     MemoryStrategy,
     Payload,
     StageModule,
+    parse_action,
+    parse_memory,
 )
-from tests.pipeline.action_text import parse_action, parse_strategy
 
 INDEX = st.integers(0, 10_000)
 PLACE = {
@@ -67,7 +68,7 @@ def test_an_action_has_one_text_form(action):
     [
         (Action(ActionKind.FORWARD_STAGE, 1, 3, memory=MemoryStrategy.KEEP), "F s1 m3 keep"),
         (
-            Action(ActionKind.BACKWARD_STAGE, 5, 3, 1, memory=parse_strategy("recompute/2")),
+            Action(ActionKind.BACKWARD_STAGE, 5, 3, 1, memory=parse_memory("recompute/2")),
             "B s5 c1 m3 recompute/2",
         ),
         (

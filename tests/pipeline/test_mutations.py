@@ -14,6 +14,7 @@ from flowtrain.errors import ScheduleError
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.pipeline.validate import validate
+from tests.pipeline.partitions import even
 from tests.pipeline.random_schedules import random_schedule, stage_ranks
 from tests.pipeline.scalar_pipeline import HangError, pipeline_gradients, plain_gradients
 
@@ -86,7 +87,7 @@ def move_to_another_rank(random: Random, lists: Lists) -> bool:
 )
 def test_a_list_with_a_wrong_action_is_refused(mutate, random, pp_size, chunks_per_rank, num_microbatches):
     if random.random() < 0.5:
-        lists = one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank)
+        lists = one_f_one_b(even(pp_size, chunks_per_rank), num_microbatches)
     else:
         parts = [random.randint(1, 2) for _ in range(num_microbatches)]
         lists = random_schedule(random, stage_ranks(pp_size, chunks_per_rank, random), parts, join_stage=pp_size)
@@ -98,7 +99,7 @@ def test_a_list_with_a_wrong_action_is_refused(mutate, random, pp_size, chunks_p
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 2), st.integers(1, 4), st.integers(1, 6))
 def test_a_list_in_another_order_is_refused_or_computes_the_same(random, pp_size, chunks, num_microbatches, num_swaps):
-    lists = [list(actions) for actions in one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)]
+    lists = [list(actions) for actions in one_f_one_b(even(pp_size, chunks), num_microbatches)]
     for _ in range(num_swaps):
         actions = random.choice(lists)
         first = random.randrange(len(actions))
@@ -116,7 +117,7 @@ def test_transfers_at_other_times_compute_the_same_or_hang_where_a_circle_is_fou
     random, pp_size, chunks, num_microbatches, num_swaps
 ):
     """Each rank's list is right alone; only the combination of ranks can be wrong."""
-    lists = [list(actions) for actions in one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)]
+    lists = [list(actions) for actions in one_f_one_b(even(pp_size, chunks), num_microbatches)]
     for _ in range(num_swaps):
         actions = random.choice(lists)
         first = random.randrange(len(actions) - 1)

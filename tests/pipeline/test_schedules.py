@@ -17,6 +17,7 @@ from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, in_flight_by_chunk, one_f_one_b
 from flowtrain.pipeline.transfers import insert_transfers, run_orders
 from flowtrain.pipeline.validate import validate
+from tests.pipeline.partitions import even, with_encoder
 from tests.pipeline.random_schedules import random_schedule, stage_ranks
 
 STEP = {ActionKind.FORWARD_STAGE: 1, ActionKind.BACKWARD_STAGE: -1}
@@ -47,13 +48,13 @@ def makespan(lists: Sequence[Sequence[Action]], num_microbatches: int, chunks_pe
 
 
 def test_one_stage_alternates():
-    (actions,) = one_f_one_b(1, 3)
+    (actions,) = one_f_one_b(even(1), 3)
     assert all(action.kind.is_compute for action in actions)
     assert short(actions) == "F0 B0 F1 B1 F2 B2"
 
 
 def test_three_stages_warm_up_and_drain():
-    assert [short(actions) for actions in one_f_one_b(3, 4)] == [
+    assert [short(actions) for actions in one_f_one_b(even(3), 4)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",
@@ -61,7 +62,7 @@ def test_three_stages_warm_up_and_drain():
 
 
 def test_a_rank_with_neighbours_on_both_sides_overlaps_its_transfers():
-    lines = [str(action) for action in one_f_one_b(3, 4)[1]]
+    lines = [str(action) for action in one_f_one_b(even(3), 4)[1]]
     start = lines.index("B s1 m0 keep")
     assert lines[start : start + 9] == [
         "B s1 m0 keep",
@@ -77,14 +78,14 @@ def test_a_rank_with_neighbours_on_both_sides_overlaps_its_transfers():
 
 
 def test_interleaved_as_megatron_orders_it():
-    assert [with_chunks(actions) for actions in one_f_one_b(2, 4, chunks_per_rank=2)] == [
+    assert [with_chunks(actions) for actions in one_f_one_b(even(2, 2), 4)] == [
         "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3",
         "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3",
     ]
 
 
 def test_a_remainder_is_spread_over_the_groups():
-    (first, _) = forward_only(2, 5, chunks_per_rank=2)
+    (first, _) = forward_only(even(2, 2), 5)
     assert with_chunks(first) == "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F0.3 F0.4 F1.3 F1.4"
 
 
@@ -95,15 +96,13 @@ def test_every_size_is_valid(pp_size, chunks_per_rank, training):
     for num_microbatches in range(18):
         lists = build_schedule(
             "interleaved_1f1b",
-            pp_size=pp_size,
+            even(pp_size, chunks_per_rank),
             num_microbatches=num_microbatches,
-            chunks_per_rank=chunks_per_rank,
             training=training,
             memory=MemoryStrategy.SELECTIVE,
         )
         limits = [
-            sum(in_flight_by_chunk(pp_size, rank, num_microbatches, chunks_per_rank=chunks_per_rank))
-            for rank in range(pp_size)
+            sum(in_flight_by_chunk(even(pp_size, chunks_per_rank), rank, num_microbatches)) for rank in range(pp_size)
         ]
         validate(lists, training=training, num_microbatches=num_microbatches, held=lambda _: 1, limits=limits)
         for rank, actions in enumerate(lists):
@@ -114,7 +113,7 @@ def test_every_size_is_valid(pp_size, chunks_per_rank, training):
 @pytest.mark.parametrize("pp_size", range(1, 7))
 @pytest.mark.parametrize("num_microbatches", range(12))
 def test_1f1b_holds_no_more_than_the_depth_asks(pp_size, num_microbatches):
-    lists = one_f_one_b(pp_size, num_microbatches)
+    lists = one_f_one_b(even(pp_size), num_microbatches)
     assert [most_in_flight(actions) for actions in lists] == [
         min(pp_size - rank, num_microbatches) for rank in range(pp_size)
     ]
@@ -122,13 +121,13 @@ def test_1f1b_holds_no_more_than_the_depth_asks(pp_size, num_microbatches):
 
 @given(st.integers(1, 8), st.integers(0, 40), st.integers(1, 4))
 def test_what_a_chunk_keeps_is_what_its_list_keeps(pp_size: int, num_microbatches: int, chunks: int) -> None:
-    for rank, actions in enumerate(one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks)):
+    for rank, actions in enumerate(one_f_one_b(even(pp_size, chunks), num_microbatches)):
         first: Counter[int] = Counter()
         for action in actions:
             if action.kind is ActionKind.BACKWARD_STAGE:
                 break
             first[action.segment] += action.kind is ActionKind.FORWARD_STAGE
-        kept = in_flight_by_chunk(pp_size, rank, num_microbatches, chunks_per_rank=chunks)
+        kept = in_flight_by_chunk(even(pp_size, chunks), rank, num_microbatches)
         assert kept == [first[chunk] for chunk in range(chunks)]
         assert most_in_flight(actions) == sum(kept)
 
@@ -137,8 +136,8 @@ def test_what_a_chunk_keeps_is_what_its_list_keeps(pp_size: int, num_microbatche
 def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(pp_size, chunks_per_rank, beyond):
     num_microbatches = pp_size + beyond
     computing = 3 * num_microbatches
-    plain = makespan(one_f_one_b(pp_size, num_microbatches), num_microbatches, 1) - computing
-    lists = one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank)
+    plain = makespan(one_f_one_b(even(pp_size), num_microbatches), num_microbatches, 1) - computing
+    lists = one_f_one_b(even(pp_size, chunks_per_rank), num_microbatches)
     bubble = makespan(lists, num_microbatches, chunks_per_rank) - computing
     assert plain == pytest.approx(3 * (pp_size - 1))
     assert bubble == pytest.approx(3 * (pp_size - 1) / chunks_per_rank)
@@ -154,7 +153,7 @@ def test_any_order_that_can_run_becomes_valid_lists(random, pp_size, chunks_per_
 
 
 def test_orders_that_wait_in_a_circle_are_refused():
-    lists = [[action for action in actions if action.kind.is_compute] for actions in one_f_one_b(2, 2)]
+    lists = [[action for action in actions if action.kind.is_compute] for actions in one_f_one_b(even(2), 2)]
     lists[1] = [lists[1][0], lists[1][2], lists[1][3], lists[1][1]]  # F0 F1 B1 B0
     insert_transfers(lists, training=True, num_microbatches=2)
     lists[0] = [lists[0][0], lists[0][2], lists[0][1], lists[0][3]]  # F0 B0 F1 B1
@@ -168,13 +167,13 @@ def test_random_schedules_differ_from_each_other():
     assert len(seen) == 8
 
 
-@pytest.mark.parametrize(("pp_size", "chunks", "num_microbatches"), [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_impossible_sizes_are_refused(pp_size, chunks, num_microbatches):
+def test_a_negative_number_of_microbatches_is_refused():
     for build in (one_f_one_b, forward_only):
-        with pytest.raises(ValueError, match=rf"pp_size \({pp_size}\)"):
-            build(pp_size, num_microbatches, chunks_per_rank=chunks)
+        with pytest.raises(ValueError, match=r"num_microbatches \(-1\)"):
+            build(even(2), -1)
 
 
-def test_plain_1f1b_has_one_chunk():
-    with pytest.raises(ValueError, match=r"chunks_per_rank \(2\).*interleaved_1f1b"):
-        build_schedule("1f1b", pp_size=2, num_microbatches=1, training=True, chunks_per_rank=2)
+def test_plain_1f1b_has_one_backbone_stage_per_rank():
+    with pytest.raises(ValueError, match=r"one backbone stage per rank, not 2; use interleaved_1f1b"):
+        build_schedule("1f1b", even(2, 2), num_microbatches=1, training=True)
+    assert build_schedule("1f1b", with_encoder(2, "own"), num_microbatches=1, training=True)

@@ -10,7 +10,7 @@ from flowtrain.errors import ScheduleError
 from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
 from flowtrain.pipeline.validate import validate
-from tests.pipeline.action_text import parse_actions
+from tests.pipeline.partitions import even, parse_actions
 
 Lists = list[list[Action]]
 
@@ -120,7 +120,7 @@ def test_the_encoders_parts_join_into_the_backbones_microbatch():
 
 
 def test_receives_in_another_order_than_sends_are_refused():
-    lists = [list(actions) for actions in forward_only(2, 2)]
+    lists = [list(actions) for actions in forward_only(even(2), 2)]
     texts = [[str(action) for action in actions] for actions in lists]
     receives = [texts[1].index(f"irecv s1 m{k} activation <-0") for k in range(2)]
     lists[1].insert(0, lists[1].pop(receives[1]))
@@ -180,7 +180,7 @@ def test_a_list_that_needs_buffers_is_refused_with_its_circle():
 
 def test_groups_that_queue_behind_each_other_are_refused():
     """Each rank's receive is launched before its send: neither send can start, though every launch is asynchronous."""
-    lists = [list(actions) for actions in one_f_one_b(2, 2)]
+    lists = [list(actions) for actions in one_f_one_b(even(2), 2)]
     texts = [[str(action) for action in actions] for actions in lists]
     receive = lists[0].pop(texts[0].index("irecv s0 m0 gradient <-1"))
     lists[0].insert(texts[0].index("F s0 m1 keep"), receive)
@@ -196,21 +196,21 @@ def held_by_memory(action: Action) -> int:
 
 def test_memory_counts_what_each_forward_holds_until_its_backward():
     for memory, size in ((MemoryStrategy.KEEP, 10), (MemoryStrategy.RECOMPUTE, 1)):
-        lists = one_f_one_b(3, 5, memory=memory)
+        lists = one_f_one_b(even(3), 5, memory=memory)
         limits = [3 * size, 2 * size, size]
         validate(lists, training=True, num_microbatches=5, held=held_by_memory, limits=limits)
         limits[1] -= 1
         said = refusal(lists, 5, training=True, held=held_by_memory, limits=limits)
         assert f"rank 1 holds {2 * size} after F s1 m1 {memory}, for 2 forwards without their backward" in said
         assert f"more than its limit of {limits[1]}" in said
-    validate(forward_only(2, 4), training=False, num_microbatches=4, held=held_by_memory, limits=[0, 0])
+    validate(forward_only(even(2), 4), training=False, num_microbatches=4, held=held_by_memory, limits=[0, 0])
 
 
 # --- the grid -------------------------------------------------------------------------------------------------------
 
 
 def test_the_grid_shows_the_lists_around_the_action():
-    lists = [list(actions) for actions in one_f_one_b(2, 3)]
+    lists = [list(actions) for actions in one_f_one_b(even(2), 3)]
     del lists[0][[str(action) for action in lists[0]].index("wait_irecv s0 m1 gradient <-1")]
     why, *rows, legend = refusal(lists, 3, training=True).splitlines()
     assert why == "rank 0: irecv s0 m1 gradient <-1 has no wait_irecv; the other end is on rank 1"
@@ -222,7 +222,7 @@ def test_the_grid_shows_the_lists_around_the_action():
 
 
 def test_the_grid_names_stages_where_a_rank_has_several_and_shows_marks_far_apart():
-    lists = [list(actions) for actions in one_f_one_b(2, 6, chunks_per_rank=2)]
+    lists = [list(actions) for actions in one_f_one_b(even(2, 2), 6)]
     first = next(action for action in lists[1] if action.kind.is_compute)
     lists[1].append(first)
     why, *rows, _ = refusal(lists, 6, training=True).splitlines()
@@ -232,5 +232,5 @@ def test_the_grid_names_stages_where_a_rank_has_several_and_shows_marks_far_apar
 
 
 def test_an_error_without_a_place_still_shows_the_lists():
-    assert "rank 1" in refusal(one_f_one_b(2, 3), 2, training=True)
+    assert "rank 1" in refusal(one_f_one_b(even(2), 3), 2, training=True)
     assert refusal([[], []], 2) == "the lists run 0 microbatches, [], not the first 2"

@@ -18,23 +18,37 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
+from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
 from flowtrain.models.initial_weights import BuiltWeights
-from flowtrain.pipeline.actions import Schedule
+from flowtrain.models.vision_stage import VisionStage
+from flowtrain.pipeline.actions import Schedule, schedule_text
 from flowtrain.pipeline.executor import execute
+from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import build_schedule
-from flowtrain.training.batch import PackedBatch, SampleArrays, build_batch
+from flowtrain.training.batch import ImageBatch, PackedBatch, SampleArrays, SampleText, build_batch, pack_texts
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import BackboneGroup, device_mesh, init_backbone_group, open_listener
 from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from tests.models.operators import Operators
-from tests.pipeline.random_schedules import random_schedule, shuffle_legally, stage_ranks
+from tests.pipeline.random_schedules import random_lists, shuffle_legally
+from tests.training.towers import (
+    COMPUTED_LAYERS,
+    FEATURE_DIM,
+    computed_names,
+    make_images,
+    make_tower,
+    plain_features,
+    tower_config,
+    tower_stage,
+)
 
-IMAGE_TOKEN, FEATURE_DIM, VOCAB = 3, 6, 32
+IMAGE_TOKEN, VOCAB = 3, 32
 CPU = torch.device("cpu")
 
 
@@ -53,7 +67,10 @@ def make_config(**sections: Any) -> RunConfig:
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """Qwen3 of two layers and a connector, seeded. compile_with: torch.compile's backend; none: not compiled."""
+    """Qwen3 of two layers, a connector and a tower of which three layers are computed, seeded.
+
+    compile_with: torch.compile's backend; none: not compiled. trains_tower: as ``encoders.vision.trainable``.
+    """
 
     freeze: tuple[str, ...] = ()
     tied: bool = True
@@ -63,6 +80,23 @@ class TinyFamily:
     num_kv_heads: int = 1
     compile_with: str | None = None
     seed: int = 11
+    tower: str = "dinov2"
+    trains_tower: bool = False
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        vision = from_hf_vision_config(tower_config(self.tower).to_dict())
+        with torch.device("meta"):
+            backbone = from_hf_text_config(self.load_backbone().language_model.config.to_dict())
+        connector = ConnectorSpec(FEATURE_DIM, self.hidden_size, self.hidden_size)
+        return ModelSpec({"vision": replace(vision, num_layers=COMPUTED_LAYERS)}, connector, backbone)
+
+    def encoder_skeleton(self, encoder: str) -> VisionStage:
+        with torch.device("meta"):
+            return tower_stage(self.tower, trainable=self.trains_tower)
+
+    def encoder_weights(self, encoder: str) -> BuiltWeights:
+        return BuiltWeights(lambda: tower_stage(self.tower))
 
     def backbone_skeleton(self) -> Backbone:
         with torch.device("meta"):
@@ -126,15 +160,26 @@ def make_plan(slots: Slots, step: int, kind: UnitKind = UnitKind.TRAIN) -> StepP
     return StepPlan.of_slots(Unit(step, kind, step, 0, num_samples), 256, rows, ())
 
 
-def make_batch(positions: Sequence[int], config: RunConfig) -> PackedBatch:
-    return build_batch(
-        [make_sample(position) for position in positions],
+def make_batch(positions: Sequence[int], config: RunConfig, *, with_pixels: bool = True) -> PackedBatch:
+    """With features, or with images for an encoder in the pipeline. with_pixels: False for ranks without its entry."""
+    samples = [make_sample(position) for position in positions]
+    build: Any = build_batch
+    if config.mode == "monolithic":
+        samples = [SampleText(s.position, s.text, 0 if s.features is None else len(s.features)) for s in samples]
+        build = pack_texts
+    batch = build(
+        samples,
         image_token_id=IMAGE_TOKEN,
         feature_dim=FEATURE_DIM,
         dtype=getattr(torch, config.model.dtype),
         loss_normalization=config.training.loss_normalization,
         device=CPU,
     )
+    if config.mode != "monolithic":
+        return batch
+    images = [image for s in samples for image in make_images(s.position, s.num_rows)]
+    sizes = tuple((image.shape[1], image.shape[2]) for image in images)
+    return replace(batch, images=ImageBatch(sizes, tuple(images) if with_pixels else ()))
 
 
 # --- what a rank does ------------------------------------------------------------------------------------------------
@@ -144,7 +189,7 @@ def make_batch(positions: Sequence[int], config: RunConfig) -> PackedBatch:
 class Job:
     """Some training steps of one rank, from a checkpoint or from the start, and what happens after them.
 
-    schedule_seed: run random legal action lists instead of those that the trainer gives.
+    schedule_seed: the plans carry random legal action lists.
     save_after: the step after which ``save_to`` is written, beside the later ones; None: after all.
     """
 
@@ -238,27 +283,23 @@ def _saver(trainer: Trainer) -> CheckpointSaver:
 def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
+    if job.schedule_seed is not None and plan.unit.kind is UnitKind.TRAIN:
+        lists = schedule_text(_random_lists(trainer.model.partition, job, plan))
+        plan = replace(plan, schedules=(lists,) * plan.dp_size).for_replica(trainer.group.dp_rank)
     actions = trainer.begin_unit(plan)
-    if job.schedule_seed is not None:
-        actions = _random_lists(trainer.group.degrees.pp, job, plan)[trainer.group.pp_rank]
-    execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config))
+    with_pixels = trainer.group.pp_rank == trainer.model.partition.entry_rank
+    execute(actions, trainer.stages, lambda index: make_batch(kept[index], job.config, with_pixels=with_pixels))
     return trainer.finish_unit()
 
 
-def _random_lists(pp_size: int, job: Job, plan: StepPlan) -> Schedule:
+def _random_lists(partition: Partition, job: Job, plan: StepPlan) -> Schedule:
     """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged."""
     assert job.schedule_seed is not None
-    random, pipeline = Random(job.schedule_seed * 1000 + plan.unit.step), job.config.pipeline
+    random = Random(job.schedule_seed * 1000 + plan.unit.step)
     if plan.unit.step % 2:
-        return random_schedule(random, stage_ranks(pp_size, pipeline.chunks), [1] * plan.num_slots)
-    lists = build_schedule(
-        pipeline.schedule,
-        pp_size=pp_size,
-        num_microbatches=plan.num_slots,
-        training=True,
-        chunks_per_rank=pipeline.chunks,
-    )
-    return shuffle_legally(random, lists, plan.num_slots, num_tries=60)
+        return random_lists(random, partition, plan.num_slots)
+    lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=plan.num_slots, training=True)
+    return shuffle_legally(random, lists, plan.num_slots, num_tries=60, frozen=partition.frozen)
 
 
 def listening_addresses() -> set[str]:
@@ -275,7 +316,7 @@ def _full(model: ModelChunks, *, gradients: bool) -> dict[str, np.ndarray]:
     full = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if gradients else parameter.detach()
-        if tensor is not None:
+        if tensor is not None and (parameter.requires_grad or not name.startswith("encoders.")):
             full[model.stored_name(name)] = tensor.full_tensor().numpy().copy()
     return full
 
@@ -330,7 +371,11 @@ def run_oracle(job: Job) -> Outcome:
     """The same steps on plain parameters: one sample at a time, the loss written out, clipping and AdamW by torch."""
     torch.set_num_threads(1)
     training, model, outcome = job.config.training, job.family.load_backbone().train(), Outcome()
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tower = make_tower(job.family.tower).train().requires_grad_(job.family.trains_tower)
+    named = dict(model.named_parameters())
+    if job.family.trains_tower:
+        named |= {f"encoders.vision.tower.{name}": tower.get_parameter(name) for name in computed_names(tower)}
+    parameters = [parameter for parameter in named.values() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=training.learning_rate)
     if training.optimizer == "adamw":
         optimizer = torch.optim.AdamW(
@@ -341,16 +386,23 @@ def run_oracle(job: Job) -> Outcome:
         batches = [make_batch([position], job.config) for position in positions]
         per_token = training.loss_normalization == "token"
         denominator = sum(batch.num_target_tokens for batch in batches) if per_token else len(batches)
-        loss = torch.stack([model(**batch.forward_kwargs()) for batch in batches]).sum() / denominator
+        arguments = [batch.forward_kwargs() for batch in batches]
+        for kwargs, batch in zip(arguments, batches, strict=True):
+            if batch.images is not None and batch.images.pixels:
+                kwargs["features"] = torch.cat([plain_features(tower, image) for image in batch.images.pixels])
+        loss = torch.stack([model(**kwargs) for kwargs in arguments]).sum() / denominator
         loss.backward()
-        gradients = {n: p.grad.numpy().copy() for n, p in model.named_parameters() if p.grad is not None}
+        for parameter in tower.parameters() if job.family.trains_tower else ():
+            if parameter.grad is None:  # a step without images is a step of its optimizer too, as of the connector's
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = {n: p.grad.numpy().copy() for n, p in named.items() if p.grad is not None}
         outcome.gradients.append(gradients)
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
         totals = (len(batches), sum(b.num_tokens for b in batches), sum(b.num_target_tokens for b in batches))
         outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals))
-    outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+    outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
     return outcome
 
 

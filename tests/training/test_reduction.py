@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.allocator.memory import backbone_memory
+from flowtrain.allocator.slices import Slices
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.reduction import RankNeed, choose_reduction, decide_reduction, predicted_peak_nbytes
@@ -57,9 +58,7 @@ def test_the_prediction_is_the_planners_for_the_fullest_microbatches(degrees: De
         scheduler={"microbatch_tokens": 8192},
     )
     peaks = [
-        predicted_peak_nbytes(
-            config, MODEL.backbone, MODEL.connector, degrees, rank, shard_size=degrees.dp, on_cpu=False
-        )
+        predicted_peak_nbytes(config, MODEL, degrees, rank, shard_size=degrees.dp, on_cpu=False)
         for rank in range(degrees.pp)
     ]
     full = workload(
@@ -70,4 +69,4 @@ def test_the_prediction_is_the_planners_for_the_fullest_microbatches(degrees: De
         global_batch_size=degrees.dp * max(2, 2 * degrees.pp - 1),
     )
     setup = TrainingSetup(activation_checkpointing="full", gradient_reduction="step", shard_size=degrees.dp)
-    assert max(peaks) == backbone_memory(MODEL, full, setup, degrees, chunks).peak
+    assert max(peaks) == backbone_memory(MODEL, full, setup, degrees, Slices(chunks)).peak

@@ -40,6 +40,22 @@ def notes(
 
     plan: the allocation's plan, which a run starts with. faults: from ``plan_faults``. pool: from ``pool_need``.
     """
+    if allocation.rate_milp is not None:
+        how = "half and half" if allocation.method == "even" else "in proportion to FLOPs"
+        yield (
+            f"allocator.method ({allocation.method!r}) gave this plan: devices are split {how}, and each side takes "
+            f"its best degrees, as an ablation; milp would give {allocation.rate_milp:.4g} samples/s, "
+            f"{allocation.rate_milp / allocation.rate:.2f} times as many"
+        )
+    given = planned.config.pipeline.partition
+    if given is not None:
+        pp, chunks = plan.backbone.pipeline_parallel_size, planned.config.pipeline.chunks
+        for_pp = len(given) // chunks
+        remedy = "" if pp == for_pp else f"; the plan has {pp}: start it with pipeline.partition=null"
+        yield (
+            f"pipeline.partition is for backbone.pipeline_parallel_size {for_pp}; plans with another one have balanced "
+            f"stages{remedy}"
+        )
     idle = sum(allocation.budget.values()) - allocation.devices
     if idle:
         yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no choice that uses them is faster"

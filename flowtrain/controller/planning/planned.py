@@ -28,6 +28,7 @@ _MODEL_FILE_KEYS = re.compile(
     r"model\.(dtype|freeze)|training\.(global_batch_size|optimizer)|scheduler\.(microbatch_tokens|lookahead_steps)|"
     r"backbone\.(activation_checkpointing|checkpoint_every|sharding|hybrid_shard_size|gradient_reduction|"
     r"sequence_parallel|attention|num_cpus)|pipeline\.(schedule|chunks|partition)|"
+    r"allocator\.method|"
     r"encoders\.\w+\.(max_batch_patches|segment_nbytes|num_cpus)|"
     r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes|network)|data\.num_feeders"
 )
@@ -107,6 +108,6 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         workload,
         global_batch_size=config.training.global_batch_size,
         microbatch_tokens=config.scheduler.microbatch_tokens,
-        freeze=config.model.freeze,
+        freeze=config.frozen_modules,
     )
     return Planned(config, fixed_plan(config), file.model, workload, f"model file {file.name}", num_devices=None)

@@ -58,7 +58,7 @@ def workload_of(config: RunConfig, samples: Sequence[SizedSample]) -> Workload:
         vision_lengths=sizes.vision_tokens,
         target_lengths=sizes.target_tokens,
         images={name: (part.images, part.patches) for name, part in sizes.parts.items()},
-        freeze=config.model.freeze,
+        freeze=config.frozen_modules,
     )
 
 

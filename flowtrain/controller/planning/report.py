@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
@@ -13,6 +13,7 @@ from flowtrain.allocator.plan import changed_overrides, feeders_for
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.allocator.replication import Replication, replicate
 from flowtrain.allocator.request import Request
+from flowtrain.allocator.slices import Slices
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
@@ -22,12 +23,13 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.costs.cluster import Cluster, DeviceType, accelerator_type
 from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import TrainingSetup
-from flowtrain.errors import Fault
+from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import ModulePlan, Plan
 
 PLANNING_SCHEMA = 2
@@ -98,6 +100,7 @@ class PlanReport:
                 "fill": self.planned.workload.fill,
                 "setup": {key: value for key, value in asdict(self.setup).items() if key not in _OF_A_CHOICE},
                 "chunks_per_rank": self.planned.config.pipeline.chunks,
+                "partition": self.planned.config.pipeline.partition,
             },
             "pool": self.pool.as_record(),
             "overrides": list(self.overrides),
@@ -110,11 +113,17 @@ def make_report(
 ) -> PlanReport:
     """Choose degrees by Eq. 2 of FlowTrain 3.3, with data sheets' or a profile's rates; ConfigError if none fit."""
     config = planned.config
+    if config.mode != "decoupled":
+        text = (
+            f"flowtrain plan chooses degrees for mode 'decoupled' (now {config.mode!r}); for this mode start with the "
+            "degrees of the configuration: flowtrain train --dry-run shows them"
+        )
+        raise ConfigError.of("mode", FaultCode.CONFLICT, text)
     cluster = cluster_of(asked, planned, profile)
-    setup, efficiency = _setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
+    setup, efficiency = configured_setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
     budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
-    chunks = config.pipeline.chunks
+    slices = Slices.of(config.pipeline)
     request = Request(
         cluster,
         planned.model,
@@ -122,15 +131,15 @@ def make_report(
         setup,
         budget,
         limits,
-        chunks,
+        slices,
         planned.whole,
         chooses_reduction=config.backbone.gradient_reduction == "auto",
     )
     # A profile's links are measured, so they are reached in full.
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
-    surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, chunks)
-    allocation = allocate(request, surrogate, Solver(solver))
+    surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, slices)
+    allocation = allocate(request, surrogate, Solver(solver), config.allocator.method)
     replication = replicate(request, surrogate)
     plan = with_pool(planned, _plan(planned, allocation, cluster), _devices_per_node(cluster))
     plan = with_network(plan, config, nodes_needed(allocation, cluster))
@@ -151,22 +160,6 @@ def _times(
 def _devices_per_node(cluster: Cluster) -> int:
     """The number on the largest nodes."""
     return max(each.devices_per_node for each in cluster.device_types)
-
-
-def _setup(config: RunConfig, on_cpu: bool) -> TrainingSetup:
-    backbone = config.backbone
-    fastest: Literal["sdpa", "flash_attn"] = "sdpa" if on_cpu else "flash_attn"
-    return TrainingSetup(
-        dtype=config.model.dtype,
-        sharding=backbone.sharding,
-        shard_size=backbone.hybrid_shard_size,
-        gradient_reduction="step" if backbone.gradient_reduction == "auto" else backbone.gradient_reduction,
-        sequence_parallel=backbone.sequence_parallel,
-        activation_checkpointing=backbone.activation_checkpointing,
-        checkpoint_every=backbone.checkpoint_every,
-        optimizer=config.training.optimizer,
-        attention=fastest if backbone.attention == "auto" else backbone.attention,
-    )
 
 
 def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
     from flowtrain.models.backbone import Backbone
     from flowtrain.models.encoder import VisionEncoder
+    from flowtrain.models.vision_stage import VisionStage
+
+
+def encoder_prefix(encoder: str) -> str:
+    """Return what the names of an encoder's weights begin with in a checkpoint."""
+    return f"encoders.{encoder}."
 
 
 class Family(ABC):
@@ -92,6 +98,14 @@ class Family(ABC):
         """The frozen encoder in the compute type, on the CPU."""
 
     @abstractmethod
+    def encoder_skeleton(self, encoder: str) -> VisionStage:
+        """What is computed of an encoder, float32, on the device ``meta``; trainable if the configuration says so."""
+
+    @abstractmethod
+    def encoder_weights(self, encoder: str) -> InitialWeights:
+        """The first values of that skeleton, the same that ``load_encoder`` has, in float32."""
+
+    @abstractmethod
     def backbone_skeleton(self) -> Backbone:
         """Connector and language model, float32, on the device ``meta`` (without memory), in training mode.
 
@@ -117,8 +131,8 @@ class Family(ABC):
         """The same model with ``num_layers`` decoder layers and random weights, for measuring; loads no checkpoint."""
 
     @abstractmethod
-    def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
-        """The whole model as its HF class in float32, with these backbone weights or the initial ones."""
+    def load_joined(self, state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+        """The whole model as its HF class in float32, with the initial weights or these, as for ``export``."""
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, torch.Size]:
@@ -127,13 +141,13 @@ class Family(ABC):
     @abstractmethod
     def export(
         self,
-        backbone_state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
         to: Path,
         dtype: torch.dtype = torch.float32,
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
     ) -> None:
-        """Write an HF directory (safetensors, processor, tokenizer) with these backbone weights.
+        """Write an HF directory (safetensors, processor, tokenizer) with these weights.
 
-        backbone_state: full tensors under the names of ``Backbone.state_dict()``; each is looked up once, just before
-        it is written.
+        state: full tensors under the names of ``Backbone.state_dict()``, and those of a trained encoder's skeleton
+        after ``encoder_prefix``; each is looked up once, just before it is written.
         """

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.models.activation_memory import configured_strategy
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
@@ -28,7 +28,7 @@ from flowtrain.models.export import (
     joined_state,
     write_export,
 )
-from flowtrain.models.families.base import Family
+from flowtrain.models.families.base import Family, encoder_prefix
 from flowtrain.models.image_processing import (
     fixed_output_size,
     load_image_processor,
@@ -40,6 +40,7 @@ from flowtrain.models.initial_weights import (
     DrawnWeights,
     InitialWeights,
     JoinedWeights,
+    LazyTensors,
     whole_tensors,
 )
 from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
@@ -47,9 +48,11 @@ from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
 from flowtrain.models.towers import image_size, patch_grid, square_patch_size, tower_kind
+from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
-from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
+from flowtrain.pipeline.actions import MemoryStrategy
+from flowtrain.pipeline.configured import configured_strategy
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
@@ -182,6 +185,39 @@ class LlavaFamily(Family):
         tower = self._load_tower().to(getattr(torch, self.config.model.dtype))
         return VisionEncoder(tower, feature_layer=feature_layer(self._initial), drop_first=self._drops_first)
 
+    def encoder_skeleton(self, encoder: str) -> VisionStage:
+        """See ``Family``."""
+        trainable = self.config.encoders[encoder].trainable
+        layer = feature_layer(self._initial)
+        tower = self._tower_skeleton()
+        return VisionStage(tower, feature_layer=layer, drop_first=self._drops_first, trainable=trainable)
+
+    def encoder_weights(self, encoder: str) -> InitialWeights:
+        """See ``Family``; random weights are built whole, others come tensor by tensor."""
+        return JoinedWeights({"tower": self._tower_weights()})
+
+    def _tower_skeleton(self) -> PreTrainedModel:
+        """The whole tower on ``meta``, float32."""
+        with torch.device("meta"):
+            config = copy.deepcopy(self.vision_config)
+            return tower_class(config)._from_config(config, dtype=torch.float32)
+
+    def _tower_weights(self) -> InitialWeights:
+        """The whole tower's weights, under its own names."""
+        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
+        source = origin.path or origin.checkpoint
+        if source is None:
+            return BuiltWeights(self._load_tower)
+        skeleton = self._tower_skeleton()
+        return StoredWeights(
+            partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
+            skeleton,
+            # The files lack buffers that the class computes; they are the embedding's.
+            BuiltWeights(lambda: nn.ModuleDict({"embeddings": type(skeleton.embeddings)(self.vision_config)})),
+            file_vocab_size=None,
+            module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
+        )
+
     def _load_tower(self) -> PreTrainedModel:
         """The whole tower in float32."""
         origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
@@ -198,7 +234,8 @@ class LlavaFamily(Family):
             assert frozen is not None
             frozen.requires_grad_(False)
         if self.config.backbone.compile:
-            if memory.kind is MemoryKind.SELECTIVE:
+            words = self.config.backbone.activation_checkpointing
+            if "selective" in ((words,) if isinstance(words, str) else words):
                 raise ConfigError(
                     "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
                     "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile "
@@ -265,12 +302,12 @@ class LlavaFamily(Family):
             )
         return JoinedWeights({"connector": BuiltWeights(self._load_connector), "language_model": language})
 
-    def load_joined(self, backbone_state: Mapping[str, Tensor] | None = None) -> LlavaForConditionalGeneration:
+    def load_joined(self, state: Mapping[str, Tensor] | None = None) -> LlavaForConditionalGeneration:
         """The whole model as HF's Llava class, float32, with HF's own attention."""
         return join_model(
             self.llava_config,
-            self.load_backbone().state_dict() if backbone_state is None else backbone_state,
-            self._load_tower().state_dict(),
+            self.load_backbone().state_dict() if state is None else state,
+            self._tower_state(state or {}),
             language_class(self.text_config).base_model_prefix,
         )
 
@@ -281,7 +318,7 @@ class LlavaFamily(Family):
 
     def export(
         self,
-        backbone_state: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
         to: Path,
         dtype: torch.dtype = torch.float32,
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
@@ -296,7 +333,7 @@ class LlavaFamily(Family):
             image_token=self.config.model.image_token,
         )
         generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
-        weights = joined_state(backbone_state, self._tower_state(), language_class(self.text_config).base_model_prefix)
+        weights = joined_state(state, self._tower_state(state), language_class(self.text_config).base_model_prefix)
         write_export(
             self.llava_config,
             weights,
@@ -307,22 +344,19 @@ class LlavaFamily(Family):
             max_shard_nbytes=max_shard_nbytes,
         )
 
-    def _tower_state(self) -> Mapping[str, Tensor]:
-        """The whole tower in float32, read tensor by tensor; a random tower is built whole."""
-        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
-        source = origin.path or origin.checkpoint
-        if source is None:
-            return self._load_tower().state_dict()
-        with torch.device("meta"):
-            skeleton = tower_class(self.vision_config)._from_config(copy.deepcopy(self.vision_config))
-        weights = StoredWeights(
-            partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
-            skeleton,
-            None,
-            file_vocab_size=None,
-            module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
-        )
-        return whole_tensors(weights, {name: tensor.shape for name, tensor in skeleton.state_dict().items()})
+    def _tower_state(self, trained: Mapping[str, Tensor]) -> LazyTensors:
+        """The whole tower in float32, read tensor by tensor; a random tower is built whole.
+
+        trained: a checkpoint's weights, of which those of the encoder take the place of the first ones.
+        """
+        weights = self._tower_weights()
+        shapes = {name: tensor.shape for name, tensor in self._tower_skeleton().state_dict().items()}
+        first, prefix = whole_tensors(weights, shapes), f"{encoder_prefix(self.encoder_names[0])}tower."
+
+        def read(name: str) -> Tensor:
+            return trained[prefix + name] if prefix + name in trained else first[name]
+
+        return LazyTensors(shapes, read)
 
     def _origin(self, module: str, key: str, path: str | None) -> Origin:
         return Origin(module, self.config.seed, key, path=path, checkpoint=self.config.model.path)

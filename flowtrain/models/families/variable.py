@@ -12,6 +12,7 @@ from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.image_processing import pixel_values, setting
 from flowtrain.models.towers import image_size
+from flowtrain.models.vision_stage import VisionStage
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
@@ -82,3 +83,9 @@ class VariableLlavaFamily(LlavaFamily):
         if self._tower_kind.interpolation == "flag":
             vision_encoder.interpolate_positions()
         return vision_encoder
+
+    def encoder_skeleton(self, encoder: str) -> VisionStage:
+        """As ``load_encoder``, interpolated."""
+        skeleton = super().encoder_skeleton(encoder)
+        skeleton.interpolates = self._tower_kind.interpolation == "flag"
+        return skeleton

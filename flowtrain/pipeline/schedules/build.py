@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
-from flowtrain.pipeline.actions import MemoryStrategy, Schedule
-from flowtrain.pipeline.schedules.one_f_one_b import forward_only, one_f_one_b
+from flowtrain.pipeline.actions import MemoryStrategy, Schedule, StageModule
+from flowtrain.pipeline.partition import Partition
+from flowtrain.pipeline.schedules.one_f_one_b import ScheduleMemory, forward_only, one_f_one_b
 
 ScheduleName = Literal["1f1b", "interleaved_1f1b"]
 
 
 def build_schedule(
     name: ScheduleName,
+    partition: Partition,
     *,
-    pp_size: int,
     num_microbatches: int,
     training: bool,
-    chunks_per_rank: int = 1,
-    memory: MemoryStrategy = MemoryStrategy.KEEP,
+    memory: ScheduleMemory = MemoryStrategy.KEEP,
 ) -> Schedule:
     """Action lists of all pipeline ranks, by rank; for evaluation only the forwards.
 
-    Raises ValueError for impossible sizes, and for ``1f1b`` with several chunks per rank.
+    Raises ValueError for a negative number of microbatches, and for ``1f1b`` with several backbone stages on a rank.
     """
-    if name == "1f1b" and chunks_per_rank != 1:
-        raise ValueError(f"1f1b has one chunk per rank, not chunks_per_rank ({chunks_per_rank}); use interleaved_1f1b")
+    most = max(Counter(stage.rank for stage in partition.of_module(StageModule.BACKBONE)).values())
+    if name == "1f1b" and most > 1:
+        raise ValueError(f"1f1b has one backbone stage per rank, not {most}; use interleaved_1f1b")
     if not training:
-        return forward_only(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank)
-    return one_f_one_b(pp_size, num_microbatches, chunks_per_rank=chunks_per_rank, memory=memory)
+        return forward_only(partition, num_microbatches)
+    return one_f_one_b(partition, num_microbatches, memory=memory)

@@ -1,0 +1,46 @@
+"""How each pipeline degree cuts the backbone's layers, for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flowtrain.config.pipeline import PipelineConfig
+from flowtrain.pipeline.actions import StageModule
+from flowtrain.pipeline.partition import Partition, build_partition
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The keys of the configuration that decide it."""
+
+    chunks: int = 1
+    """``pipeline.chunks``."""
+    counts: tuple[int, ...] | None = None
+    """``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced."""
+
+    @classmethod
+    def of(cls, config: PipelineConfig) -> Slices:
+        """Return those of a configuration."""
+        return cls(config.chunks, config.partition)
+
+    def counts_for(self, pp: int) -> tuple[int, ...] | None:
+        """Return the given numbers of layers if they are for this pipeline degree."""
+        return self.counts if self.counts is not None and len(self.counts) == pp * self.chunks else None
+
+    def partition(self, num_layers: int, pp: int) -> Partition:
+        """Return the partition over so many pipeline ranks; ConfigError if the given one has other layers."""
+        return build_partition(num_layers, pp, self.chunks, counts=self.counts_for(pp))
+
+
+ONE_EACH = Slices()
+"""One balanced slice for each rank."""
+
+
+@lru_cache(maxsize=4096)
+def layers_of_ranks(slices: Slices, num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the decoder layers of each pipeline rank."""
+    ranks: list[list[int]] = [[] for _ in range(pp)]
+    for stage in slices.partition(num_layers, pp).of_module(StageModule.BACKBONE):
+        ranks[stage.rank] += stage.layers
+    return tuple(map(tuple, ranks))

@@ -1,0 +1,25 @@
+"""The training settings that a configuration gives."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.training_setup import TrainingSetup
+
+
+def configured_setup(config: RunConfig, *, on_cpu: bool) -> TrainingSetup:
+    """Return them with a dp and tp of 1, and with reductions once a step where the configuration leaves them open."""
+    backbone = config.backbone
+    fastest: Literal["sdpa", "flash_attn"] = "sdpa" if on_cpu else "flash_attn"
+    return TrainingSetup(
+        dtype=config.model.dtype,
+        sharding=backbone.sharding,
+        shard_size=backbone.hybrid_shard_size,
+        gradient_reduction="step" if backbone.gradient_reduction == "auto" else backbone.gradient_reduction,
+        sequence_parallel=backbone.sequence_parallel,
+        activation_checkpointing=backbone.activation_checkpointing,
+        checkpoint_every=backbone.checkpoint_every,
+        optimizer=config.training.optimizer,
+        attention=fastest if backbone.attention == "auto" else backbone.attention,
+    )

@@ -1,0 +1,135 @@
+"""What the layers of a vision encoder take on a rank of the pipeline, frozen or trained.
+
+Activations of a trained encoder are listed tensor by tensor, as autograd keeps them for the layer that HF's SigLIP,
+CLIP, ViT and DINOv2 share (pre-norm, LayerNorm, full attention by a fused kernel, MLP with GELU, no dropout). With
+tensor parallelism heads and the MLP's width are split; all else is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowtrain.costs.model_spec import VisionSpec
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, EncoderChunk, MicrobatchSize, TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderShare:
+    """The part of an encoder that a rank holds."""
+
+    spec: VisionSpec
+    chunks: tuple[EncoderChunk, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its layers are trained; they all are or none is."""
+        return any(chunk.is_trained for chunk in self.chunks)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of its layers."""
+        return sum(chunk.num_layers for chunk in self.chunks)
+
+    def layer_parameters(self, tp: int) -> int:
+        """Parameters of a layer on a rank; norms and biases of sums are whole."""
+        matrices = self.spec.layer_matmul_parameters
+        return -(-matrices // tp) + self.spec.layer_parameters - matrices
+
+    @property
+    def outer_parameters(self) -> int:
+        """Parameters outside the layers: those before the first one, on the rank that has it."""
+        if not any(chunk.is_first for chunk in self.chunks):
+            return 0
+        return self.spec.outside_parameters - self.spec.unused_parameters
+
+
+def encoder_forward_nbytes(spec: VisionSpec, tp: int, *, num_tokens: int, dtype_nbytes: int) -> int:
+    """Return the bytes that exist at once in a forward without gradients: those of its fullest layer.
+
+    They are hidden states, queries, keys and values, attention output and the MLP's widths.
+    """
+    mlp = (2 if spec.gated_mlp else 1) * spec.intermediate_size
+    per_token = 3 * spec.hidden_size + (4 * spec.hidden_size + 2 * mlp) // tp
+    return dtype_nbytes * per_token * num_tokens
+
+
+def encoder_chunk_activation_nbytes(
+    spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize
+) -> int:
+    """Return the device bytes that one microbatch keeps on a trained chunk until its backward."""
+    tokens = microbatch.num_tower_tokens
+    kept = sum(
+        count * encoder_kept_nbytes(spec, setup, tokens, word)
+        for word, count in chunk.layers_by_strategy(setup).items()
+    )
+    if chunk.is_first:
+        kept += (
+            setup.dtype_nbytes * spec.num_channels * spec.patch_size**2 * tokens
+        )  # pixels, for the embedding's weight
+    if chunk.sends:
+        kept += encoder_output_nbytes(spec, chunk, setup, microbatch)  # the root of the backward
+    return kept
+
+
+def encoder_output_nbytes(
+    spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize
+) -> int:
+    """Return the bytes of a chunk's output: features, or hidden states for the next one."""
+    num_rows = microbatch.num_rows if chunk.is_last else microbatch.num_tower_tokens
+    return setup.dtype_nbytes * spec.hidden_size * num_rows
+
+
+def encoder_layer_activation_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
+    """Return the bytes that autograd keeps for one layer of the tower."""
+    return sum(_layer_tensors(spec, setup).values()) * num_tokens
+
+
+def encoder_kept_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
+    """Return the device bytes that a layer with a memory strategy keeps, as ``activation_checkpointing`` names it.
+
+    ``full``: its input. ``selective``: also the results of matrix products and attention; what is summed over ranks
+    exists before and after the sum.
+    """
+    dtype, hidden = setup.dtype_nbytes, spec.hidden_size
+    if word == "offload":
+        return 0
+    if word == "full":
+        return dtype * hidden * num_tokens
+    if word == "selective":
+        heads = (4 * dtype * hidden + FLOAT32_NBYTES * spec.num_heads) // setup.tp
+        mlp = (2 if spec.gated_mlp else 1) * dtype * spec.intermediate_size // setup.tp
+        return (heads + mlp + dtype * hidden * (3 if setup.tp == 1 else 5)) * num_tokens
+    return encoder_layer_activation_nbytes(spec, setup, num_tokens)
+
+
+def encoder_backward_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
+    """Return the bytes of gradients that exist at once in one layer's backward; the maximum is in the MLP."""
+    widths = 3 if spec.gated_mlp else 2
+    return setup.dtype_nbytes * (spec.hidden_size + widths * spec.intermediate_size // setup.tp) * num_tokens
+
+
+def _layer_tensors(spec: VisionSpec, setup: TrainingSetup) -> dict[str, int]:
+    """Bytes per token of every tensor that autograd keeps of one layer, by name."""
+    dtype, hidden = setup.dtype_nbytes, spec.hidden_size
+    heads, mlp = dtype * hidden // setup.tp, dtype * spec.intermediate_size // setup.tp
+    tensors = {
+        "input": dtype * hidden,
+        "normed_input": dtype * hidden,
+        "query": heads,
+        "key": heads,
+        "value": heads,
+        "attention_output": heads,
+        "log_sum_exp": FLOAT32_NBYTES * spec.num_heads // setup.tp,
+        "residual": dtype * hidden,
+        "normed_residual": dtype * hidden,
+        "norms": 4 * FLOAT32_NBYTES,  # a mean and a scale each
+        "mlp_input": (2 if spec.gated_mlp else 1) * mlp,
+        "activated": mlp,
+    }
+    if spec.gated_mlp:
+        tensors["gated"] = mlp
+    if spec.quick_gelu:
+        tensors["sigmoid"] = mlp
+    if spec.layer_scale:
+        tensors |= {"attention_scaled": dtype * hidden, "mlp_scaled": dtype * hidden}
+    return tensors

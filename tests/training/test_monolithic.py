@@ -1,0 +1,90 @@
+"""The encoder inside the backbone's ranks, against a plain loop of the HF modules: losses, every gradient, weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flowtrain.config.run import RunConfig
+from flowtrain.types.plan import Degrees
+from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_jobs_on_ranks, run_oracle
+from tests.training.test_parallel import FAMILY, INTERLEAVED, merged, shape, steps_for
+from tests.training.test_trainer import assert_equal_training
+
+pytestmark = pytest.mark.processes
+
+FROZEN, TRAINED = FAMILY, replace(FAMILY, trains_tower=True)
+PLACES = ("first", "mixed", "own")
+
+
+def config_of(family: TinyFamily, backbone: dict[str, Any] | None = None, **pipeline: Any) -> RunConfig:
+    encoder = {"path": "unused", "trainable": family.trains_tower}
+    return make_config(
+        mode="monolithic",
+        encoders={"vision": encoder},
+        pipeline=pipeline,
+        backbone={"path": "unused", **(backbone or {})},
+        training={"learning_rate": 1e-3},
+    )
+
+
+@cache
+def oracle_of(family: TinyFamily) -> Outcome:
+    return run_oracle(Job(config_of(family), steps_for(1), family))
+
+
+@pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=2), Degrees(pp=2), Degrees(dp=2, pp=2)], ids=shape)
+def test_the_encoder_in_each_place_equals_a_plain_loop(degrees: Degrees) -> None:
+    cases = [(family, {"encoder_layers": place}) for place in PLACES for family in (FROZEN, TRAINED)]
+    if degrees.pp > 1:
+        cases += [(TRAINED, INTERLEAVED | {"encoder_layers": place}) for place in PLACES]
+    steps = steps_for(degrees.dp)
+    jobs = [Job(config_of(family, None, **pipeline), steps, family) for family, pipeline in cases]
+    for (family, pipeline), outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
+        try:
+            assert_equal_training(merged(outcomes), oracle_of(family), 1e-4)
+        except AssertionError as error:
+            raise AssertionError(f"under {pipeline}, trained: {family.trains_tower}") from error
+
+
+def test_any_legal_order_and_any_parts_give_the_same_gradients() -> None:
+    """Random schedules whose microbatches come in parts that join, over real transfers; every memory strategy."""
+    degrees = Degrees(pp=2)
+    cases = [
+        (family, {"encoder_layers": place} | chunks, seed)
+        for seed, (place, family, chunks) in enumerate(product(PLACES, (FROZEN, TRAINED), ({}, INTERLEAVED)))
+    ]
+    jobs = [
+        Job(config_of(family, None, **keys), steps_for(1), family, schedule_seed=seed) for family, keys, seed in cases
+    ]
+    for case, outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
+        try:
+            assert_equal_training(merged(outcomes), oracle_of(case[0]), 1e-4)
+        except AssertionError as error:
+            raise AssertionError(f"under {case}") from error
+
+
+# The first two samples of a remainder of 3 have no images: a step, a rank, a microbatch without any.
+IMAGELESS = (
+    (((3,), (7,)), ((11,), (15, 19))),
+    (((0, 1), (3,)), ((2,), (7,))),
+    (((3,), (0,)), ((4,), (7, 11)), ((5,), ())),
+)
+
+
+@pytest.mark.parametrize("kind", ["vit", "dinov2"])
+@pytest.mark.parametrize("degrees", [Degrees(dp=2), Degrees(dp=2, pp=2)], ids=shape)
+def test_without_images_in_a_step_a_rank_or_a_microbatch(degrees: Degrees, kind: str) -> None:
+    flat = tuple(tuple((held,) for row in slots for held in row if held) for slots in IMAGELESS)
+    families = [replace(family, tower=kind) for family in (FROZEN, TRAINED)]
+    cases = [(family, place) for family in families for place in (PLACES if degrees.pp > 1 else PLACES[:1])]
+    jobs = [Job(config_of(family, None, encoder_layers=place), IMAGELESS, family) for family, place in cases]
+    for (family, _), outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
+        found = merged(outcomes)
+        of_tower = [gradient for name, gradient in found.gradients[0].items() if name.startswith("encoders.")]
+        assert bool(of_tower) == family.trains_tower and not any(gradient.any() for gradient in of_tower)
+        assert_equal_training(found, run_oracle(Job(config_of(family), flat, family)), 1e-4)

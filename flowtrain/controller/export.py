@@ -22,6 +22,7 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.training.checkpoint import stored_frozen, stored_state
 from flowtrain.training.checkpoint_store import intact_newest_first, read_meta
 from flowtrain.training.frozen import add_digests, check_frozen, digests_of, frozen_entries
+from flowtrain.training.optimizer import ENCODERS
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -85,7 +86,7 @@ def _write(config: RunConfig, checkpoint: Path, target: Path, dtype: torch.dtype
 
 
 class CheckpointedWeights:
-    """The backbone's weights at a checkpoint: trained ones from it, frozen ones from their origin."""
+    """The weights at a checkpoint: trained ones from it, the backbone's frozen ones from their origin."""
 
     def __init__(self, family: Family, config: RunConfig, checkpoint: Path) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -93,8 +94,9 @@ class CheckpointedWeights:
         self._frozen = whole_tensors(family.backbone_weights(), family.weight_shapes())
         self._stored_frozen = stored_frozen(checkpoint)
         self._digests: dict[str, dict[str, int]] = {}
-        self.state = LazyTensors(self._frozen if self._stored_frozen else self._trained, self._read)
-        """Under the names of ``Backbone.state_dict()``; each tensor is read when it is looked up."""
+        of_backbone = self._frozen if self._stored_frozen else ()
+        self.state = LazyTensors(dict.fromkeys([*of_backbone, *self._trained]), self._read)
+        """As ``Family.export`` takes it; each tensor is read when it is looked up."""
 
     def _read(self, name: str) -> torch.Tensor:
         if name in self._trained:
@@ -106,4 +108,5 @@ class CheckpointedWeights:
     def check_frozen(self) -> None:
         """Raise CheckpointError if the frozen weights that were read are not those of the training."""
         found = frozen_entries(add_digests(self._digests.values()), self._config)
-        check_frozen(self._stored_frozen, found, self._checkpoint)
+        stored = {module: entry for module, entry in self._stored_frozen.items() if module != ENCODERS}
+        check_frozen(stored, found, self._checkpoint)

@@ -175,7 +175,7 @@ def _with_trained_encoder(
     )
     # As for decoder layers: what is recomputed or fetched exists while a layer runs backward.
     layer, words = encoder_layer_activation_nbytes(encoder.spec, setup, tokens), _words(encoder.chunks, setup)
-    backward = encoder_backward_nbytes(encoder.spec, setup, tokens) + (0 if words == {"none"} else layer)
+    backward, restored = encoder_backward_nbytes(encoder.spec, setup, tokens), 0 if words == {"none"} else layer
     freed = min(0 if word == "full" else encoder_kept_nbytes(encoder.spec, setup, tokens, word) for word in words)
     num_offloaded = [chunk.layers_by_strategy(setup).get("offload", 0) for chunk in encoder.chunks]
     return replace(
@@ -186,7 +186,7 @@ def _with_trained_encoder(
         accumulated=memory.accumulated + (FLOAT32_NBYTES * accumulated if setup.accumulates else 0),
         gathered=memory.gathered + dtype * (num_gathered * per_layer + encoder.outer_parameters),
         activations=memory.activations + kept + (layer if any(num_offloaded) else 0),
-        working=max(memory.working, _backward_peak_nbytes(setup, backward, per_layer, freed)),
+        working=max(memory.working, _backward_peak_nbytes(setup, [(restored, freed)] * 2, backward, per_layer)),
         reduced=max(memory.reduced, _reduction_nbytes(setup, encoder.outer_parameters or per_layer)),
         host=memory.host
         + sum(chunk.in_flight * layer * count for chunk, count in zip(encoder.chunks, num_offloaded, strict=True)),
@@ -215,32 +215,38 @@ def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dt
 def _working_nbytes(
     spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int, per_layer: int
 ) -> int:
-    """The most that one decoder layer's backward holds in addition to activations."""
-    layer, words = layer_activation_nbytes(spec, setup, num_tokens), _words(chunks, setup)
-    restored = 0 if words == {"none"} else layer
+    """The most that the backward of decoder layers holds in addition to all activations."""
+    layer, words = layer_activation_nbytes(spec, setup, num_tokens), [w for chunk in chunks for w in chunk.words(setup)]
+    if isinstance(setup.activation_checkpointing, str):
+        words = words[-1 - setup.checkpoint_every :]  # one more period has no other peak
     freed = {"none": layer, "full": 0, "offload": 0}
     if "selective" in words:
         freed["selective"] = selective_activation_nbytes(spec, setup, num_tokens)
-    least_freed = min(freed[word] for word in words)
-    return _backward_peak_nbytes(setup, restored + backward_nbytes(spec, setup, num_tokens), per_layer, least_freed)
+    # While an offloaded layer runs, the one before it is fetched.
+    first = words.index("offload") if "offload" in words else -1
+    layers = [(0 if word == "none" or at == first else layer, freed[word]) for at, word in enumerate(words)]
+    return _backward_peak_nbytes(setup, layers[::-1], backward_nbytes(spec, setup, num_tokens), per_layer)
 
 
-def _backward_peak_nbytes(setup: TrainingSetup, gradients: int, per_layer: int, freed: int) -> int:
-    """The most that one layer's backward holds, with gradients of weights on their way.
+def _backward_peak_nbytes(
+    setup: TrainingSetup, layers: Sequence[tuple[int, int]], gradients: int, per_layer: int
+) -> int:
+    """The most that a backward holds in addition to all activations, with gradients of weights on their way.
 
     FSDP reduces a layer's gradients once its activations are gone, and the buffer of that waits for the next
-    reduction, so it is there during the next layer's backward. gradients: of activations, and what is restored. freed:
-    activations of one layer that its backward frees.
+    reduction, so it is there during the next layer's backward. layers: in the order of the backward, what each one
+    restores, and the activations that it frees. gradients: of activations.
     """
     # A float32 run adds each gradient to the accumulated one at once.
     adds_at_once = _sums_whole(setup) and setup.dtype_nbytes == FLOAT32_NBYTES
     of_weights = 0 if adds_at_once else setup.dtype_nbytes * per_layer
-    computing = gradients + of_weights
-    buffer = FLOAT32_NBYTES * per_layer - freed
-    if _sums_whole(setup):
+    peak = gone = buffer = 0
+    for restored, freed in layers:
+        computing = restored + gradients + of_weights
         # With the last microbatch the buffer takes the place of the layer's accumulated gradient.
-        return max(computing, buffer)
-    return computing + max(0, buffer)
+        held = max(computing, buffer) if _sums_whole(setup) else computing + buffer
+        peak, gone, buffer = max(peak, held - gone), gone + freed, FLOAT32_NBYTES * per_layer
+    return max(peak, buffer - gone)
 
 
 def _words(chunks: Sequence[Chunk | EncoderChunk], setup: TrainingSetup) -> set[str]:

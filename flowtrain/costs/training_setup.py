@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,6 +91,15 @@ class Chunk:
     """Microbatches whose activations it keeps at once (1F1B: the pipeline ranks from this one to the last)."""
     first_layer: int = 0
     """Number of its first layer in the whole backbone; per-layer strategies depend on it."""
+
+    def words(self, setup: TrainingSetup) -> Sequence[str]:
+        """Return the strategy of each of its layers, in order."""
+        words, every = setup.activation_checkpointing, setup.checkpoint_every
+        if words == "every_n":
+            return ["none" if layer % every else "full" for layer in range(self.num_layers)]
+        if isinstance(words, str):
+            return [words] * self.num_layers
+        return words[self.first_layer : self.first_layer + self.num_layers]
 
     def layers_by_strategy(self, setup: TrainingSetup) -> Mapping[str, int]:
         """Return how many of its layers follow each strategy; ``every_n`` is ``full`` in the first of every n."""

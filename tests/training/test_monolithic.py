@@ -21,20 +21,22 @@ FROZEN, TRAINED = FAMILY, replace(FAMILY, trains_tower=True)
 PLACES = ("first", "mixed", "own")
 
 
-def config_of(family: TinyFamily, backbone: dict[str, Any] | None = None, **pipeline: Any) -> RunConfig:
+def config_of(
+    family: TinyFamily, backbone: dict[str, Any] | None = None, optimizer: str = "adamw", **pipeline: Any
+) -> RunConfig:
     encoder = {"path": "unused", "trainable": family.trains_tower}
     return make_config(
         mode="monolithic",
         encoders={"vision": encoder},
         pipeline=pipeline,
         backbone={"path": "unused", **(backbone or {})},
-        training={"learning_rate": 1e-3},
+        training={"learning_rate": 1e-3, "optimizer": optimizer},
     )
 
 
 @cache
-def oracle_of(family: TinyFamily, num_steps: int = 4) -> Outcome:
-    return run_oracle(Job(config_of(family), steps_for(1)[:num_steps], family))
+def oracle_of(family: TinyFamily, num_steps: int = 4, optimizer: str = "adamw") -> Outcome:
+    return run_oracle(Job(config_of(family, optimizer=optimizer), steps_for(1)[:num_steps], family))
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=2), Degrees(pp=2), Degrees(dp=2, pp=2)], ids=shape)
@@ -52,18 +54,22 @@ def test_the_encoder_in_each_place_equals_a_plain_loop(degrees: Degrees) -> None
 
 
 def test_any_legal_order_and_any_parts_give_the_same_gradients() -> None:
-    """Random schedules whose microbatches come in parts that join, over real transfers; every memory strategy."""
+    """Random schedules whose microbatches come in parts that join, over real transfers; every memory strategy.
+
+    With SGD: parts round differently, which AdamW's first updates enlarge to 1e-5 in a few of the gradients after.
+    """
     degrees = Degrees(pp=2)
     cases = [
         (family, {"encoder_layers": place} | chunks, seed)
         for seed, (place, family, chunks) in enumerate(product(PLACES, (FROZEN, TRAINED), ({}, INTERLEAVED)))
     ]
     jobs = [
-        Job(config_of(family, None, **keys), steps_for(1), family, schedule_seed=seed) for family, keys, seed in cases
+        Job(config_of(family, optimizer="sgd", **keys), steps_for(1), family, schedule_seed=seed)
+        for family, keys, seed in cases
     ]
     for case, outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
         try:
-            assert_equal_training(merged(outcomes), oracle_of(case[0]), 1e-4)
+            assert_equal_training(merged(outcomes), oracle_of(case[0], optimizer="sgd"), 1e-5)
         except AssertionError as error:
             raise AssertionError(f"under {case}") from error
 

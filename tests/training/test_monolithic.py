@@ -42,8 +42,7 @@ def oracle_of(family: TinyFamily, num_steps: int = 4, optimizer: str = "adamw") 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=2), Degrees(pp=2), Degrees(dp=2, pp=2)], ids=shape)
 def test_the_encoder_in_each_place_equals_a_plain_loop(degrees: Degrees) -> None:
     cases = [(family, {"encoder_layers": place}) for place in PLACES for family in (FROZEN, TRAINED)]
-    if degrees.pp > 1:
-        cases += [(TRAINED, INTERLEAVED | {"encoder_layers": place}) for place in PLACES]
+    cases += [(TRAINED, INTERLEAVED | {"encoder_layers": place}) for place in PLACES]
     steps = steps_for(degrees.dp)
     jobs = [Job(config_of(family, None, **pipeline), steps, family) for family, pipeline in cases]
     for (family, pipeline), outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
@@ -114,3 +113,44 @@ def test_a_tower_split_over_tensors_equals_a_plain_loop(degrees: Degrees) -> Non
             assert_equal_training(merged(outcomes), oracle_of(case[0], 2), 1e-4)
         except AssertionError as error:
             raise AssertionError(f"under {case}") from error
+
+
+HYBRID = {"sharding": "hybrid", "hybrid_shard_size": 2}
+SETTINGS: list[dict[str, Any]] = [
+    {"gradient_reduction": "microbatch"},
+    {"gradient_reduction": "microbatch", **HYBRID},
+    {"gradient_reduction": "step", **HYBRID, "activation_checkpointing": "full"},
+    {"sharding": "gradients", "activation_checkpointing": "offload"},
+]
+
+
+def test_a_trained_tower_under_every_sharding_equals_a_plain_loop() -> None:
+    places = [PLACES[number % len(PLACES)] for number in range(len(SETTINGS))]
+    cases = list(zip(SETTINGS, places, strict=True))
+    steps = steps_for(4)
+    jobs = [Job(config_of(TRAINED, keys, encoder_layers=place), steps, TRAINED) for keys, place in cases]
+    for case, outcomes in zip(cases, run_jobs_on_ranks(Degrees(dp=4), jobs), strict=True):
+        try:
+            assert_equal_training(merged(outcomes), oracle_of(TRAINED), 1e-4)
+        except AssertionError as error:
+            raise AssertionError(f"under {case}") from error
+
+
+@pytest.mark.parametrize("freeze", [("backbone",), ("connector",), ("connector", "backbone")], ids="-".join)
+def test_gradients_reach_the_tower_through_frozen_modules(freeze: tuple[str, ...]) -> None:
+    family = replace(TRAINED, freeze=freeze)
+    jobs = [Job(config_of(family, encoder_layers=place), steps_for(1), family) for place in PLACES]
+    for outcomes in run_jobs_on_ranks(Degrees(pp=2), jobs):
+        assert_equal_training(merged(outcomes), run_oracle(Job(config_of(family), steps_for(1), family)), 1e-4)
+
+
+@pytest.mark.parametrize("family", [FROZEN, TRAINED], ids=["frozen", "trained"])
+def test_bfloat16_comes_close(family: TinyFamily) -> None:
+    config = config_of(family, encoder_layers="mixed")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    (outcomes,) = run_jobs_on_ranks(Degrees(pp=2), [Job(config, steps_for(1), family, eval_slots=steps_for(1)[0])])
+    whole = merged(outcomes)
+    assert {weight.dtype.name for weight in whole.weights.values()} == {"float32"}
+    whole.results.pop()
+    for result, expected in zip(whole.results, oracle_of(family).results, strict=True):
+        assert result.loss == pytest.approx(expected.loss, rel=0.02)

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import torch
 
-from flowtrain.actors.decoding import ImageReader
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
-from flowtrain.actors.reading import Fetched, MicrobatchReader
+from flowtrain.actors.rank_reader import build_reader, reads_pool
+from flowtrain.actors.reading import Fetched
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
@@ -24,12 +24,9 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
-from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import unchecked_family
-from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.executor import execute
-from flowtrain.training.batch import pack_texts
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.health import TrainingHealth, Verdict
@@ -109,7 +106,6 @@ class BackboneRank:
         )
         reduction = decide_reduction(self._config, self._family, self._group)
         self._config = with_reduction(self._config, reduction.name)
-        self._partition = configured_partition(self._config, self._family.model_spec, self._degrees.pp)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
         return RankStart(device_peak(device, self._dtype), reduction)
@@ -148,7 +144,7 @@ class BackboneRank:
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
-        pool = self._join_pool() if self._reads_pool else None
+        pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
@@ -165,43 +161,13 @@ class BackboneRank:
         # Not after an error: this would wait for what other ranks never send, and delay the error.
         self._group.close()
 
-    @property
-    def _reads_pool(self) -> bool:
-        """Whether this rank reads features or images. The replica's leader reads texts in every mode."""
-        is_leader = self._pp_rank == self._tp_rank == 0
-        return is_leader or (self._pp_rank == self._partition.entry_rank and self._config.mode != "llm_only")
-
     def _join_pool(self) -> Pool:
         return join_pool(
             self._link, self._config.pool, self._run_id, self._name, 0, "backbone", self._group.device
         ).pool
 
     def _prefetcher(self, pool: Pool | None, first_unit: int) -> Prefetcher:
-        device = self._group.device
-        feature_dim = self._family.feature_dim(self._family.encoder_names[0])
-        pack = partial(
-            pack_texts,
-            image_token_id=self._family.image_token_id,
-            feature_dim=feature_dim,
-            dtype=self._dtype,
-            loss_normalization=self._config.training.loss_normalization,
-            device=device,
-            with_features=self._pp_rank == self._partition.token_rank and self._config.mode != "llm_only",
-        )
-        reader = MicrobatchReader(
-            dp_rank=self._dp_rank,
-            pool=pool,
-            pack=pack,
-            feature_dim=feature_dim,
-            feature_dtype=self._dtype,
-            spans=self._spans,
-            tp_rank=self._tp_rank,
-            tp_size=self._degrees.tp,
-            staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
-            exchange=self._group.exchange,
-            rows_of=self._rows_of if self._config.mode == "monolithic" else None,
-            images=self._image_reader(pool),
-        )
+        reader = build_reader(self._config, self._family, self._group, self.trainer.model, pool, self._spans)
         return Prefetcher(
             name=self._name,
             link=self._link,
@@ -212,24 +178,8 @@ class BackboneRank:
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
-            whole_units=self._config.pool.exchange == "point_to_point",
+            whole_units=self._config.exchanges_units,
         )
-
-    def _image_reader(self, pool: Pool | None) -> ImageReader | None:
-        """Return what decodes images for the encoder's first stage, on ranks that hold it."""
-        if self._config.mode != "monolithic" or self._pp_rank != self._partition.entry_rank:
-            return None
-        assert pool is not None
-        name = self._family.encoder_names[0]
-        return ImageReader(
-            pool,
-            partial(self._family.preprocess, name),
-            self._config.data.max_image_pixels,
-            self._config.encoders[name].decode_threads,
-        )
-
-    def _rows_of(self, height: int, width: int) -> int:
-        return self._family.image_layout(self._family.encoder_names[0], width, height).num_rows
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""

@@ -64,7 +64,7 @@ class MicrobatchReader:
     tp_rank, tp_size: which share of the features it reads, of how many.
     staging: brings features onto an accelerator; None where the rank computes on the CPU.
     exchange: for the training thread; not called if there is one share.
-    rows_of: number of feature rows of an image with this height and width (pixels); None: features are in the pool.
+    rows_of: feature rows of an image of this height and width (pixels) in the tower; None: ranks have no tower.
     images: reads images for the encoder's first stage; None on ranks without it.
     """
 
@@ -81,7 +81,7 @@ class MicrobatchReader:
         tp_size: int = 1,
         staging: DeviceStaging | None = None,
         exchange: Exchange | None = None,
-        rows_of: Callable[[int, int], int] | None = None,
+        rows_of: Callable[[tuple[int, int]], int] | None = None,
         images: ImageReader | None = None,
     ) -> None:
         self._dp_rank = dp_rank
@@ -209,7 +209,7 @@ class MicrobatchReader:
 
     def _num_rows(self, position: int, extents: Sequence[Extent], sizes: ImageSizes) -> int:
         if self._rows_of is not None:
-            return sum(self._rows_of(height, width) for height, width in sizes)
+            return sum(map(self._rows_of, sizes))
         nbytes = sum(extent.nbytes for extent in extents)
         num_rows, rest = divmod(nbytes, self._row_nbytes)
         if rest:

@@ -85,6 +85,11 @@ class RunConfig(ConfigModel):
         return self.mode in ENCODER_MODES
 
     @property
+    def exchanges_units(self) -> bool:
+        """Whether encoders send features unit by unit (``pool.exchange: point_to_point``)."""
+        return self.has_encoder_actors and self.pool.exchange == "point_to_point"
+
+    @property
     def trains_encoders(self) -> bool:
         """Whether an encoder is trained."""
         return any(encoder.trainable for encoder in self.encoders.values())
@@ -287,15 +292,8 @@ def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
 
 def _exchange_is_possible(config: RunConfig) -> Iterator[Fault]:
     pool = config.pool
-    if pool.exchange == "pool":
+    if not config.exchanges_units:
         return
-    if not config.has_encoder_actors:
-        yield Fault(
-            "pool.exchange",
-            FaultCode.CONFLICT,
-            f"pool.exchange ({pool.exchange!r}) moves features from encoder actors to the backbone, and mode "
-            f"{config.mode!r} has no such actors; leave out the key",
-        )
     if pool.network != "none":
         yield Fault(
             "pool.exchange",

@@ -59,8 +59,8 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         last_traced_step=settings.start_step + config.observability.trace_steps,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
-        whole_units=config.mode == "disaggregated" or config.pool.exchange == "point_to_point",
-        in_turn=config.pool.exchange == "point_to_point",
+        whole_units=config.mode == "disaggregated" or config.exchanges_units,
+        in_turn=config.exchanges_units,
     )
 
 

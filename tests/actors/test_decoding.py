@@ -51,7 +51,8 @@ def sizes_of(position: int) -> list[tuple[int, int]]:
     return [((1 + position % 3) * PATCH, (1 + number) * PATCH) for number in range(1 + position % 2)]
 
 
-def rows_of(height: int, width: int) -> int:
+def rows_of(size: tuple[int, int]) -> int:
+    height, width = size
     return height * width // PATCH**2
 
 
@@ -79,7 +80,7 @@ class World(FakeCoordinator):
 
     def make(self, position: int) -> None:
         images = [png(position, number) for number in range(len(sizes_of(position)))] * self.has_images(position)
-        num_rows = sum(rows_of(*size) for size in sizes_of(position)) * self.has_images(position)
+        num_rows = sum(rows_of(size) for size in sizes_of(position)) * self.has_images(position)
         if position in self.bad:
             images[-1] = images[-1][:40]
         ids = [1, *[IMAGE_TOKEN] * num_rows, position, 2]
@@ -164,7 +165,7 @@ def check(batch: PackedBatch, positions: list[int], has_pixels: bool, has_tokens
     sizes = [size for position in with_images for size in sizes_of(position)]
     assert isinstance(batch.images, ImageBatch) and batch.images.sizes == tuple(sizes)
     assert batch.num_samples == len(positions)
-    assert len(batch.feature_index) == (sum(rows_of(*size) for size in sizes) if has_tokens else 0)
+    assert len(batch.feature_index) == (sum(rows_of(size) for size in sizes) if has_tokens else 0)
     assert len(batch.features) == 0
     if not has_pixels:
         assert batch.images.pixels == ()
@@ -250,7 +251,7 @@ def test_images_lost_after_the_leader_read_them_are_read_again_by_all(monkeypatc
 
 
 def test_rows_that_the_text_does_not_expect_are_refused() -> None:
-    with replica(World(), rows=lambda height, width: 1 + rows_of(height, width)) as (rank,):
+    with replica(World(), rows=lambda size: 1 + rows_of(size)) as (rank,):
         rank.next_plan()
         with pytest.raises(DataError, match=r"position 0: 1 image tokens in its text but 2 feature rows"):
             rank.next_microbatch()

@@ -77,9 +77,7 @@ class Rank:
         reader = MicrobatchReader(
             dp_rank=0,
             pool=self._member.pool,
-            rows_of=(lambda height, width: family.image_layout(VISION, width, height).num_rows)
-            if is_monolithic
-            else None,
+            rows_of=family.encoder_skeleton(VISION).shape.num_rows if is_monolithic else None,
             images=images if is_monolithic else None,
             pack=_Samples,  # type: ignore[arg-type]  # keeps them instead of packing
             feature_dim=family.feature_dim(VISION),
@@ -96,7 +94,7 @@ class Rank:
             depth=2,
             arrival=config.data.order == "arrival",
             first_unit=0,
-            whole_units=config.pool.exchange == "point_to_point",
+            whole_units=config.exchanges_units,
         )
 
     def run(self, stop_after: int | None = None) -> int:

@@ -78,11 +78,6 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
         ),
         (
-            ["pool.exchange=point_to_point", "mode=llm_only"],
-            "pool.exchange ('point_to_point') moves features from encoder actors to the backbone, and mode 'llm_only' "
-            "has no such actors; leave out the key",
-        ),
-        (
             ["pool.exchange=point_to_point", "pool.network=auto"],
             "pool.exchange ('point_to_point') works inside one node, and pool.network ('auto') lets a run use several; "
             "set the second to 'none', or the first to 'pool'",

@@ -193,9 +193,7 @@ def figures_of(label: str, found: Rounds, best: dict[str, tuple[str, ...]], orig
             Figure(f"{label}.{name}.tokens_per_s", median(rates), "tokens/s", note=note),
             Figure(f"{label}.{name}.starved_share", median(run.starved_share for run in runs), "1"),
             Figure(f"{label}.{name}.copied", median(run.copied for run in runs) / steps / 1e6, "MB/step"),
-            Figure(
-                f"{label}.{name}.peak_memory", median(run.peak_nbytes for run in runs) / 2**20, "MiB", note="actors"
-            ),
+            Figure(f"{label}.{name}.peak_memory", memory, "MiB", note="all actors"),
             Figure(f"{label}.{name}.processor", 1e3 * sum(busy.values()), "ms/step", note=of_roles),
         ]
     return figures

@@ -53,7 +53,7 @@ def test_the_encoder_in_each_place_equals_a_plain_loop(degrees: Degrees) -> None
 
 
 def test_any_legal_order_and_any_parts_give_the_same_gradients() -> None:
-    """Random schedules whose microbatches come in parts that join, over real transfers; every memory strategy.
+    """Plans carry random lists whose microbatches come in parts that join, with every memory strategy.
 
     With SGD: parts round differently, which AdamW's first updates enlarge to 1e-5 in a few of the gradients after.
     """
@@ -73,7 +73,7 @@ def test_any_legal_order_and_any_parts_give_the_same_gradients() -> None:
             raise AssertionError(f"under {case}") from error
 
 
-# The first two samples of a remainder of 3 have no images: a step, a rank, a microbatch without any.
+# Every fourth sample has no image (3, 7, 11, ...): a step, a rank, a microbatch without any.
 IMAGELESS = (
     (((3,), (7,)), ((11,), (15, 19))),
     (((0, 1), (3,)), ((2,), (7,))),
@@ -154,3 +154,21 @@ def test_bfloat16_comes_close(family: TinyFamily) -> None:
     whole.results.pop()
     for result, expected in zip(whole.results, oracle_of(family).results, strict=True):
         assert result.loss == pytest.approx(expected.loss, rel=0.02)
+
+
+@pytest.mark.parametrize("family", [FROZEN, TRAINED], ids=["frozen", "trained"])
+def test_an_evaluation_and_rejected_samples_change_nothing(family: TinyFamily) -> None:
+    rejected, steps, degrees = frozenset({0, 2, 9}), steps_for(2), Degrees(dp=2, pp=2)
+    jobs = [
+        Job(config_of(family, encoder_layers=place), steps[:2], family, rejected=rejected, eval_slots=steps[2])
+        for place in PLACES
+    ]
+    oracle = run_oracle(Job(config_of(family), steps_for(1)[:3], family, rejected=rejected))
+    held_out = oracle.results.pop().loss  # what the third step sees before its update
+    oracle = replace(
+        run_oracle(Job(config_of(family), steps_for(1)[:2], family, rejected=rejected)), results=oracle.results
+    )
+    for outcomes in run_jobs_on_ranks(degrees, jobs):
+        found = merged(outcomes)
+        assert found.results.pop().loss == pytest.approx(held_out, rel=1e-5)
+        assert_equal_training(found, oracle, 1e-4)

@@ -1,4 +1,4 @@
-"""Models and data of the benchmark of modes: checkpoints for `model.path`, and samples with the length mix of a trace."""
+"""Models and data of the benchmark of modes: checkpoints for `model.path`, samples with the lengths of a trace."""
 
 from __future__ import annotations
 

@@ -32,28 +32,26 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Variant:
-    """A mode or an ablation. backbones: devices of the backbone, for the rate of each. is_ablation: of which one."""
+    """A mode or an ablation. ablation_of: the variant that has what this one lacks."""
 
     name: str
     overrides: tuple[str, ...]
-    backbones: int = 1
     ablation_of: str | None = None
 
 
 VARIANTS = (
     Variant("decoupled", ()),
     Variant("decoupled_2_encoders", TWO_ENCODERS),
-    Variant("decoupled_dp2", (*DP2, *TWO_ENCODERS), 2),
-    Variant("colocated", ("mode=colocated", *DP2), 2),
-    Variant("monolithic_dp2", ("mode=monolithic", *DP2), 2),
+    Variant("decoupled_dp2", (*DP2, *TWO_ENCODERS)),
+    Variant("colocated", ("mode=colocated", *DP2)),
+    Variant("monolithic_dp2", ("mode=monolithic", *DP2)),
     Variant("monolithic_dp1", ("mode=monolithic",)),
     Variant("disaggregated", ("mode=disaggregated",)),
     Variant("llm_only", ("mode=llm_only",)),
-    Variant("without_pool", ("pool.exchange=point_to_point",), 1, "decoupled"),
+    Variant("without_pool", ("pool.exchange=point_to_point",), "decoupled"),
     Variant(
         "without_scheduler",
         ("mode=colocated", *DP2, "scheduler.packing=sequential", "scheduler.dispatch=round_robin"),
-        2,
         "colocated",
     ),
 )
@@ -137,11 +135,13 @@ class Workload:
         path.write_text(yaml.safe_dump(document))
         return path
 
-    def run(self, name: str, overrides: Sequence[str]) -> Measured:
-        """Train, and measure the steps between warm-up and ending."""
-        config = load_config(self.config_file(), [f"name={name}", *COMMON, *overrides])
+    def run(self, name: str, overrides: Sequence[str], steps: int | None = None) -> Measured:
+        """Train, and measure the steps between warm-up and ending; steps: None for as many as the setting has."""
+        num_steps = steps or self.setting.steps
+        length = f"training.max_steps={num_steps}"
+        config = load_config(self.config_file(), [f"name={name}", *COMMON, length, *overrides])
         metrics = self.scratch / name / "metrics.jsonl"
-        first, last = self.setting.warm_up, self.setting.steps - ENDING_STEPS
+        first, last = self.setting.warm_up, num_steps - ENDING_STEPS
         classes = ActorClasses(encoder=CountingEncoder, feeder=CountingFeeder, backbone=CountingBackboneRank)
         gc.collect()
         with RunWatcher(metrics, self.counters, first, last) as watcher:

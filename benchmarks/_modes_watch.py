@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,6 @@ from _modes_actors import copied_nbytes
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 POLL_S = 0.05
-MEMORY_EVERY_S = 2.0
-"""Reading a process's proportional memory walks its pages, so it is done rarely."""
 ROLES = ("BackboneRank", "EncoderRank", "Encoder", "Feeder", "Coordinator")
 OTHERS = "ray and driver"
 
@@ -66,14 +63,12 @@ class RunWatcher:
         return Watched(busy, end.copied - start.copied, self._peak)
 
     def _watch(self) -> None:
-        looked_s = 0.0
-        while not self._stopping.wait(POLL_S):
-            lines = _num_lines(self._metrics)
-            if len(self._edges) < 2 and lines >= (self._first, self._last)[len(self._edges)]:
-                self._edges.append(Snapshot(busy_by_role(), copied_nbytes(self._counters)))
-            if lines and time.monotonic() - looked_s > MEMORY_EVERY_S:
-                self._peak = max(self._peak, actors_nbytes())
-                looked_s = time.monotonic()
+        for edge in (self._first, self._last):
+            while _num_lines(self._metrics) < edge:
+                if self._stopping.wait(POLL_S):
+                    return
+            self._edges.append(Snapshot(busy_by_role(), copied_nbytes(self._counters)))
+        self._peak = actors_peak_nbytes()  # after the window, since it walks all pages
 
 
 def _num_lines(path: Path) -> int:
@@ -95,17 +90,26 @@ def busy_by_role() -> dict[str, float]:
     return dict(found)
 
 
-def actors_nbytes() -> int:
-    """Memory of the actors; what several of them map counts once (``Pss``)."""
+def actors_peak_nbytes() -> int:
+    """Peak memory of the living actors; what several of them map counts once (``Pss``).
+
+    The peak of each is above its present size by the difference of its resident sizes.
+    """
     total = 0
     for pid in descendants(os.getpid()):
         try:
             if role_of(pid) != OTHERS:
-                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-                total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-        except (OSError, StopIteration):
-            continue
+                now = _sizes(pid, "smaps_rollup")
+                total += now["Pss"] + max(0, _sizes(pid, "status")["VmHWM"] - now["Rss"])
+        except (OSError, KeyError):
+            continue  # it has ended
     return total
+
+
+def _sizes(pid: int, file: str) -> dict[str, int]:
+    """Lines of a file under /proc that have a size, in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/{file}").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[-1] == "kB"}
 
 
 def role_of(pid: int) -> str:

@@ -25,7 +25,7 @@ from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
-from flowtrain.pipeline.configured import configured_partition
+from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
@@ -141,7 +141,7 @@ def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_ty
     if faults:
         raise refusal(f"run {config.name!r}", faults)
     try:
-        configured_partition(config, spec, degrees.pp)
+        configured_memory(config, configured_partition(config, spec, degrees.pp))
     except ConfigError as error:
         raise refusal(f"run {config.name!r}", error.faults) from error
 

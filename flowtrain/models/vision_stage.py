@@ -80,9 +80,9 @@ class VisionStage(nn.Module):
         self.shape = TowerShape(tower.config, drop_first)
         self.is_trained = trainable
         kind = self.shape.kind
-        layers = dict(enumerate(tower.get_submodule(kind.layers)))
+        layers = list(cast(nn.ModuleList, tower.get_submodule(kind.layers)))
         num_computed = feature_layer % (tower.config.num_hidden_layers + 1)
-        self.tower = _trimmed(tower, kind, {number: layers[number] for number in range(num_computed)})
+        self.tower = _trimmed(tower, kind, dict(enumerate(layers[:num_computed])))
         for layer in self.layers:
             layer.__class__ = _over_groups(type(layer))
         self.requires_grad_(trainable)

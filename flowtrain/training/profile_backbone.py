@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.models.backbone import Backbone
 from flowtrain.pipeline.actions import Action
@@ -62,7 +63,7 @@ class BackboneProfiler:
     """
 
     def __init__(self, config: RunConfig, source: ShallowSource, group: BackboneGroup) -> None:
-        config = _with_one_word(config)
+        config = _with_one_word(config).model_copy(update={"mode": "decoupled", "pipeline": PipelineConfig()})
         self._config, self._source, self._group = config, source, group
         self._trainer = Trainer(config, source, group, num_steps=10**6)
         self._module = self._trainer.model.backbone[0]

@@ -82,13 +82,13 @@ class Stages:
         self._outgoing: dict[tuple[Payload, _Slot], torch.Tensor] = {}
 
     def begin(self, loss_scale: float | None, actions: Iterable[Action]) -> None:
-        """Start a unit. loss_scale: factor of each microbatch's loss; None without backward. actions: as ``expect``."""
+        """Start a unit.
+
+        loss_scale: factor of each microbatch's loss; None without backward. actions: the unit's on this rank; they say
+        in how many parts each microbatch comes.
+        """
         assert self.is_idle, "the unit before has not been finished"
         self._loss_scale = loss_scale
-        self.expect(actions)
-
-    def expect(self, actions: Iterable[Action]) -> None:
-        """Take note of the unit's actions on this rank, which say in how many parts each microbatch comes."""
         self._num_parts = {}
         for action in actions:
             if action.sub_microbatch is not None:

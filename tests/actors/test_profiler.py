@@ -22,7 +22,7 @@ from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training import profile_backbone
 from flowtrain.training.mesh import LOOPBACK
-from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
+from flowtrain.training.profile_backbone import BackboneProfiler, _with_one_word, num_layers_of
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from tests.e2e.worlds import World, tiny_config
@@ -121,6 +121,13 @@ def test_few_layers_are_measured_whole_and_many_by_their_kinds(config: RunConfig
     section = {"activation_checkpointing": "every_n", "checkpoint_every": 3}
     every = config.model_copy(update={"backbone": config.backbone.model_copy(update=section)})
     assert num_layers_of(every, 80) == 4
+
+
+def test_of_a_list_of_memory_strategies_the_commonest_is_measured(config: RunConfig) -> None:
+    section = {"activation_checkpointing": ("none", "full", "offload", "full")}
+    listed = config.model_copy(update={"backbone": config.backbone.model_copy(update=section)})
+    assert _with_one_word(listed).backbone.activation_checkpointing == "full"
+    assert _with_one_word(config) is config
 
 
 def test_calls_are_timed_through_the_link() -> None:

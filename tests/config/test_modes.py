@@ -63,7 +63,6 @@ def test_a_rank_alone_shares_with_nobody(minimal: Path, mode: Mode) -> None:
             "encoders.vision.tensor_parallel_size",
             r"\(2\) does not divide backbone.tensor_parallel_size \(1\)",
         ),
-        (["encoders.vision.data_parallel_size=3"], "encoders.vision.data_parallel_size", r"\(3\) is not 1"),
         (
             ["encoders.vision.accelerator_type=H200"],
             "encoders.vision.accelerator_type",

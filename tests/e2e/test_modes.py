@@ -20,6 +20,7 @@ from flowtrain.actors.prefetch import Fetched
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.export import export_run
+from flowtrain.controller.predict import run_workload
 from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.errors import ConfigError, WorkerLostError
@@ -120,17 +121,19 @@ def test_a_mode_trains_as_the_plain_loop_does(
     for line, expected in zip(metrics, evaluated, strict=True):
         assert line["eval_loss"] == (expected and pytest.approx(expected, rel=1e-5))
     assert [line["rejected"] for line in metrics][-1] == 1
+    predicted = run_workload(config).predictions
+    assert [line["plan_digest"] for line in metrics] == [each.digest for each in predicted], "as flowtrain pack shows"
     check_ledger(config, [CORRUPT_ROW])
 
 
-def test_actors_and_rows_of_a_mode_without_images(directory: Path, whole: Run) -> None:
+def test_without_images_a_run_has_the_same_tokens(whole: Run) -> None:
     config = whole("llm_only")
     check_ledger(config, [])
     ours, seeing = (json_lines(run_dir(each).metrics) for each in (config, whole("decoupled")))
-    missing = len(World().rows)
     for key in ("num_samples", "num_tokens", "num_target_tokens"):
         same = [a[key] == b[key] for a, b in zip(ours, seeing, strict=True)]
-        assert same == [False, True, True, True], (key, missing)  # the corrupt image of step 1 is not read
+        assert same == [False, True, True, True], f"{key}: only the image of step 1 that is corrupt differs"
+    assert [line["plan_digest"] for line in ours] == [each.digest for each in run_workload(config).predictions]
     assert ours[TEXT_STEP - 1]["loss"] != seeing[TEXT_STEP - 1]["loss"], "steps before saw no image"
 
 

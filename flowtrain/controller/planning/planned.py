@@ -73,7 +73,7 @@ def assumed_settings(config: RunConfig) -> list[str]:
         "scheduler.microbatch_tokens": config.scheduler.microbatch_tokens,
     }
     keys |= {f"encoders.{name}.max_batch_patches": each.max_batch_patches for name, each in config.encoders.items()}
-    return [f"{key}={value}" for key, value in keys.items()]
+    return [f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in keys.items()]
 
 
 def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Planned:

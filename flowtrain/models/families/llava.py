@@ -68,6 +68,12 @@ if TYPE_CHECKING:
     )
 
 
+def _embedding_of(tower: PreTrainedModel) -> nn.Module:
+    """A new embedding of a tower's class, under its name in the tower."""
+    embedding_class = type(tower.get_submodule("embeddings"))
+    return nn.ModuleDict({"embeddings": embedding_class(tower.config)})
+
+
 class LlavaFamily(Family):
     """Models of HF's class ``LlavaForConditionalGeneration``: every image becomes the same number of tokens.
 
@@ -214,7 +220,7 @@ class LlavaFamily(Family):
             partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
             skeleton,
             # The files lack buffers that the class computes; they are the embedding's.
-            BuiltWeights(lambda: nn.ModuleDict({"embeddings": type(skeleton.embeddings)(self.vision_config)})),
+            BuiltWeights(partial(_embedding_of, skeleton)),
             file_vocab_size=None,
             module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
         )

@@ -162,7 +162,8 @@ def broken(directory: Path, ray_cluster: None) -> Callable[[str, str], RunDir]:
     return run
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+# Others disturb runs of mode decoupled in many ways (test_resume.py, test_shapes.py).
+@pytest.mark.parametrize("mode", [pytest.param(SEEING[0], marks=pytest.mark.nightly), *list(MODES)[1:]])
 def test_a_run_that_lost_a_rank_goes_on_to_the_bit(
     directory: Path, whole: Run, broken: Callable[[str, str], RunDir], mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,7 +181,10 @@ def test_a_run_that_lost_a_rank_goes_on_to_the_bit(
     [
         ("decoupled", "monolithic", "with mode decoupled, now monolithic: losses agree only closely"),
         ("monolithic", "colocated", "with mode monolithic, now colocated: losses agree only closely"),
-        ("colocated", "disaggregated", "in mode colocated, now disaggregated: losses stay the same"),
+        pytest.param(
+            *("colocated", "disaggregated", "in mode colocated, now disaggregated: losses stay the same"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_resume_in_another_mode_goes_on_with_a_warning(

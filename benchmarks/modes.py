@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.quick:
-        args.models, args.mixes = [QUICKSTART], args.mixes[:1]
+        args.models, args.mixes = args.models or [QUICKSTART], args.mixes[:1]
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it
     figures: list[Figure] = []
     failed: list[str] = []

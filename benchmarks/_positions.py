@@ -104,7 +104,7 @@ def train(link: CoordinatorLink, prefetch_microbatches: int) -> None:
     while goes_on:
         plan = None
         while plan is None:
-            plan = link.ask(CoordinatorApi.next_plan, unit).plan
+            plan = link.ask(CoordinatorApi.next_plan, unit, 0).plan
         slot, read = 0, ()
         while slot < plan.num_slots:
             locations = link.ask(CoordinatorApi.locate, unit, slot, 0, read, prefetch_microbatches).locations

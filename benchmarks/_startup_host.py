@@ -87,10 +87,10 @@ class ZerosReader:
     def __init__(self, pool: ZerosPool) -> None:
         self._pool = pool
 
-    def read_texts(self, location: MicrobatchLocation) -> tuple[bytes, ...]:
+    def lead(self, location: MicrobatchLocation) -> LocatedTexts:
         """See ``MicrobatchReader``."""
         self._pool.get_batch([part.extents for part in location.parts])
-        return ()
+        return LocatedTexts(location, ())
 
     def read(self, plan: StepPlan, order: LocatedTexts) -> Fetched:
         """See ``MicrobatchReader``."""

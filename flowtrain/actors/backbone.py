@@ -15,7 +15,8 @@ import torch
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
-from flowtrain.actors.reading import Fetched, MicrobatchReader
+from flowtrain.actors.rank_reader import build_reader, reads_pool
+from flowtrain.actors.reading import Fetched
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
@@ -23,11 +24,9 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
-from flowtrain.mempool.staging import DeviceStaging
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import unchecked_family
 from flowtrain.pipeline.executor import execute
-from flowtrain.training.batch import pack_texts
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.health import TrainingHealth, Verdict
@@ -66,6 +65,7 @@ class BackboneRank:
         self._spans = SpanLog(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
+        self._read_nbytes = 0
         self._is_checkpoint_due = False
 
     # --- start --------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class BackboneRank:
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
-        pool = self._join_pool() if self._pp_rank == 0 else None
+        pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
@@ -167,29 +167,7 @@ class BackboneRank:
         ).pool
 
     def _prefetcher(self, pool: Pool | None, first_unit: int) -> Prefetcher:
-        device = self._group.device
-        feature_dim = self._family.feature_dim(self._family.encoder_names[0])
-        pack = partial(
-            pack_texts,
-            image_token_id=self._family.image_token_id,
-            feature_dim=feature_dim,
-            dtype=self._dtype,
-            loss_normalization=self._config.training.loss_normalization,
-            device=device,
-            with_features=pool is not None,
-        )
-        reader = MicrobatchReader(
-            dp_rank=self._dp_rank,
-            pool=pool,
-            pack=pack,
-            feature_dim=feature_dim,
-            feature_dtype=self._dtype,
-            spans=self._spans,
-            tp_rank=self._tp_rank,
-            tp_size=self._degrees.tp,
-            staging=DeviceStaging(pool, device) if device.type != "cpu" else None,
-            exchange=self._group.exchange,
-        )
+        reader = build_reader(self._config, self._family, self._group, self.trainer.model, pool, self._spans)
         return Prefetcher(
             name=self._name,
             link=self._link,
@@ -200,6 +178,7 @@ class BackboneRank:
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
+            whole_units=self._config.exchanges_units,
         )
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
@@ -246,6 +225,7 @@ class BackboneRank:
     def _ran(self, plan: StepPlan, fetched: Fetched) -> None:
         """Note that a microbatch is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
+        self._read_nbytes += fetched.read_nbytes
 
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
@@ -278,10 +258,12 @@ class BackboneRank:
             finished_s=time.time(),
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
+            read_nbytes=self._read_nbytes,
             microbatch_s=microbatch_s,
             rewound_to=rewound_to,
         )
         self._starved_s = self._fetch_s = 0.0
+        self._read_nbytes = 0
         members = self._replica.collect((report, self._spans.take()))
 
         def finish() -> bool:

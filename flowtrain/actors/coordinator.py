@@ -31,6 +31,7 @@ from flowtrain.types.messages import (
     Span,
 )
 from flowtrain.types.plan import StepPlan
+from flowtrain.types.samples import Rejection
 
 NOTHING_TO_LEASE = LeaseOrder(None, (), stop=False)
 NOTHING_TO_FEED = FeedOrder(None, (), (), stop=False)
@@ -150,11 +151,11 @@ class Coordinator(Answering, CoordinatorApi):
             self._wake_backbone()
         return go
 
-    async def next_plan(self, unit: int) -> PlanReply:
+    async def next_plan(self, unit: int, dp_rank: int) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.plan_of(unit)
         self._feed_signal.notify()  # in arrival order the window moves with the step that a replica asks for
-        return await self._plan_signal.until(lambda: self._flow.plan_reply(unit), self._poll_s) or NO_PLAN_YET
+        return await self._plan_signal.until(lambda: self._flow.plan_reply(unit, dp_rank), self._poll_s) or NO_PLAN_YET
 
     async def locate(
         self, unit: int, slot: int | None, dp_rank: int, read: tuple[int, ...] = (), limit: int = 1
@@ -171,11 +172,19 @@ class Coordinator(Answering, CoordinatorApi):
     async def release(self, unit: int, slots: tuple[int, ...], dp_rank: int, ends: bool = False) -> PlanReply:
         """See ``CoordinatorApi``."""
         self._flow.microbatches.release(unit, slots, dp_rank)
+        if self._flow.microbatches.whole_units:
+            self._wake_backbone()  # of a unit that lost parts, the rest may be complete now
         self._room_signal.notify()
         if self._flow.parts.leases.has_line:  # otherwise encoders wait for batches, not for memory
             self._lease_signal.notify()
         plan = self._flow.steps.plan_of(unit + 1) if ends else None
-        return PlanReply(plan, is_past_end=False) if plan is not None else NO_PLAN_YET
+        return PlanReply(plan.for_replica(dp_rank), is_past_end=False) if plan is not None else NO_PLAN_YET
+
+    async def reject(self, dp_rank: int, rejections: tuple[Rejection, ...]) -> None:
+        """See ``CoordinatorApi``."""
+        self._flow.reject(dp_rank, rejections)
+        self._room_signal.notify()
+        self._event_signal.notify()
 
     async def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
         """See ``CoordinatorApi``."""

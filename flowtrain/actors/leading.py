@@ -55,7 +55,7 @@ class Leader:
     read never waits for its training, nor, while its owner lives, for another replica. While the leader waits it sends
     that there is nothing yet, so no rank's wait for an order reaches its time limit.
 
-    read_texts: returns the bytes of a microbatch's texts; it alone reads them.
+    lead: returns what all ranks need of a microbatch: the texts, which it alone reads, and what is known of images.
     room: how many more microbatches may wait for the training.
     arrival: take any microbatch that is READY next, instead of the plan's order.
     stopping: set when the rank wants no more orders.
@@ -67,7 +67,7 @@ class Leader:
         channel: ReplicaChannel,
         dp_rank: int,
         *,
-        read_texts: Callable[[MicrobatchLocation], tuple[bytes, ...]],
+        lead: Callable[[MicrobatchLocation], LocatedTexts],
         room: Room,
         arrival: bool,
         first_unit: int,
@@ -76,7 +76,7 @@ class Leader:
         self._link = link
         self._channel = channel
         self._dp_rank = dp_rank
-        self._read_texts = read_texts
+        self._lead = lead
         self._room = room
         self._arrival = arrival
         self._stopping = stopping
@@ -141,7 +141,7 @@ class Leader:
             self._channel.share(plan)
             return plan
         while not self._stopping.is_set():
-            reply = self._link.ask(CoordinatorApi.next_plan, self._unit)
+            reply = self._link.ask(CoordinatorApi.next_plan, self._unit, self._dp_rank)
             if reply.is_past_end:
                 return None
             self._channel.share(reply.plan)
@@ -181,11 +181,12 @@ class Leader:
 
     def _with_texts(self, location: MicrobatchLocation) -> LocatedTexts:
         try:
-            texts = self._read_texts(location)
+            order = self._lead(location)
         except OwnerLostError as error:
             logger.warning("microbatch %d of unit %d is asked for again: %s", location.slot, location.unit, error)
-            texts = None
-        order = LocatedTexts(location, texts)
+            order = LocatedTexts(location, None)
+        if order.rejections:  # before the microbatch can be reported as read
+            self._link.ask(CoordinatorApi.reject, self._dp_rank, order.rejections)
         self._channel.share(order)
         return order
 

@@ -104,6 +104,7 @@ def join_pool(
         transfer_timeout_s=config.transfer_timeout_s,
         device=device_side,
         is_sparse=feeder is not None,  # sized for the worst case, which is many times the usual one
+        is_private=config.exchange == "point_to_point" and feeder is None,
     )
     for export in pool.exports():
         link.ask(CoordinatorApi.publish, export)

@@ -72,6 +72,7 @@ class Prefetcher:
     depth: microbatches that may wait assembled.
     arrival: take any microbatch that is READY next, instead of the plan's order.
     first_unit: index of the first unit that it fetches.
+    whole_units: deliver no microbatch of a unit before all are read (``pool.exchange: point_to_point``).
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Prefetcher:
         depth: int,
         arrival: bool,
         first_unit: int,
+        whole_units: bool = False,
     ) -> None:
         self._name = name
+        self._whole_units = whole_units
         self._channel = channel
         self._reader = reader
         self._limits = limits
@@ -108,7 +111,7 @@ class Prefetcher:
                 link,
                 channel,
                 dp_rank,
-                read_texts=reader.read_texts,
+                lead=reader.lead,
                 room=self._room,
                 arrival=arrival,
                 first_unit=first_unit,
@@ -208,6 +211,9 @@ class Prefetcher:
 
     def _take_complete(self) -> Iterator[Fetched]:
         """Take the microbatches that were read, up to the first that is lost."""
+        assert self._plan is not None
+        if self._whole_units and (len(self._kept) < self._plan.num_slots or None in self._kept.values()):
+            return
         while (first := next(iter(self._kept.values()), None)) is not None:
             del self._kept[first.slot]
             yield first

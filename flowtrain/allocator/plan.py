@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from flowtrain.config.messages import Document, refused
+from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import Path as KeyPath
 from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
@@ -38,25 +39,28 @@ def fixed_plan(config: RunConfig) -> Plan:
     """Return the plan that the configuration's explicit degrees give.
 
     Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` is ``cpu``. For a
-    cluster without accelerators see ``Plan.without_devices``.
+    cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in it.
     """
+    is_colocated = config.mode == "colocated"
+    shares, backbone_share = colocated_shares(config)
     encoders = {
         name: ModulePlan(
-            data_parallel_size=encoder.data_parallel_size,
+            data_parallel_size=config.encoder_replicas(name),
             tensor_parallel_size=encoder.tensor_parallel_size,
             num_cpus=encoder.num_cpus,
-            num_devices=encoder.num_devices,
+            num_devices=shares[name] if is_colocated else encoder.num_devices,
             segment_nbytes=encoder.segment_nbytes,
-            accelerator_type=encoder.accelerator_type,
+            accelerator_type=config.backbone.accelerator_type if is_colocated else encoder.accelerator_type,
         )
         for name, encoder in config.encoders.items()
+        if config.has_encoder_actors
     }
     backbone = ModulePlan(
         data_parallel_size=config.backbone.data_parallel_size,
         tensor_parallel_size=config.backbone.tensor_parallel_size,
         pipeline_parallel_size=config.backbone.pipeline_parallel_size,
         num_cpus=config.backbone.num_cpus,
-        num_devices=config.backbone.num_devices,
+        num_devices=backbone_share if is_colocated else config.backbone.num_devices,
         accelerator_type=config.backbone.accelerator_type,
     )
     # A feeder reserves no CPU: it runs ahead of all others and yields, and small machines have none to spare.
@@ -70,6 +74,7 @@ def fixed_plan(config: RunConfig) -> Plan:
         feeder,
         gradient_reduction=None if reduction == "auto" else reduction,
         hybrid_shard_size=config.backbone.hybrid_shard_size,
+        mode=config.mode,
     )
     return plan.without_devices() if config.model.device == "cpu" else plan
 

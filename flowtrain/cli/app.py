@@ -64,12 +64,13 @@ def train(
     """Train what CONFIG describes, on this machine or on the Ray cluster that RAY_ADDRESS names."""
     with errors_to_exit_codes():
         from flowtrain import api
-        from flowtrain.cli.tables import plan_tables, resume_table, summary_table
+        from flowtrain.cli.tables import memory_table, plan_tables, resume_table, summary_table
 
         if dry_run:
             report = api.dry_run(config, overrides or (), resume, plan=plan_file)
             resumption = report.resumption
-            tables = [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
+            tables = [] if report.memory is None else [memory_table(report.run, report.memory)]
+            tables += [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
             resumes = resumption is not None and resumption.step is not None
             Console().print(*plan_tables(report.run, report.image_tokens, resumes), *tables, sep="\n")
             return

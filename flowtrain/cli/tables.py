@@ -16,6 +16,7 @@ from flowtrain.scheduler.run_cost import cost_label
 from flowtrain.types.plan import Degrees
 
 if TYPE_CHECKING:
+    from flowtrain.allocator.run_memory import RunMemory
     from flowtrain.controller.prepare import RunSpec
     from flowtrain.controller.resume import Resumption
     from flowtrain.controller.summary import RunSummary
@@ -49,7 +50,9 @@ def plan_tables(
     if run_spec.plan.backbone.degrees.pp > 1:
         chunks = config.pipeline.chunks
         stages = f"{chunks} slices of the layers a rank" if chunks > 1 else "a slice of the layers a rank"
-        run.add_row("pipeline", f"{config.pipeline.schedule}, {stages}")
+        place = f", encoder layers {config.pipeline.encoder_layers}" if config.mode == "monolithic" else ""
+        run.add_row("pipeline", f"{config.pipeline.schedule}, {stages}{place}")
+    run.add_row("memory settings", _memory_settings(config))
     run.add_row("CPUs", f"{needs.num_cpus:g}")
     num_devices = needs.num_devices
     run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
@@ -67,6 +70,25 @@ def plan_tables(
         actors.add_row(name, str(module.num_actors), f"{module.num_cpus:g}", f"{module.num_devices:g}", segment)
     actors.add_row("coordinator", "1", "0", "0", "-")
     return run, actors
+
+
+def memory_table(run_spec: RunSpec, memory: RunMemory) -> Table:
+    """Which layers each pipeline rank has, and the memory that it is predicted to take."""
+    title = "memory of a device, predicted from the first step's samples"
+    table = Table(title=title, title_justify="left")
+    for heading in ("ranks", "layers", "weights and optimizer", "activations", "peak"):
+        table.add_column(heading, justify="left" if heading in ("ranks", "layers") else "right")
+    partition = run_spec.partition
+    for rank, need in enumerate(memory.ranks):
+        name = "backbone" if len(memory.ranks) == 1 else f"pipeline rank {rank}"
+        state = need.parameters + need.gradients + need.optimizer_state + need.accumulated + need.frozen
+        sizes = (state, need.activations, need.peak)
+        table.add_row(name, partition.rank_text(rank), *map(nbytes_text, sizes))
+    for name, nbytes in memory.encoders.items():
+        table.add_row(f"encoder {name}", "all that features need", "", "", nbytes_text(nbytes))
+    if run_spec.config.mode == "colocated":
+        table.add_row("both on a device", "", "", "", nbytes_text(memory.device_nbytes))
+    return table
 
 
 def resume_table(resumption: Resumption, num_steps: int) -> Table:
@@ -113,13 +135,24 @@ def summary_table(summary: RunSummary) -> Table:
 
 
 def _parameters(run_spec: RunSpec) -> str:
-    """Total and trainable parameters; an encoder counts only the layers that are computed."""
+    """Total and trainable parameters of what the mode has; an encoder counts only the layers that are computed."""
     spec, freeze = run_spec.model_spec, run_spec.config.frozen_modules
-    counts = {name: encoder.num_parameters for name, encoder in spec.encoders.items()}
+    encoders = {} if run_spec.config.mode == "llm_only" else spec.encoders
+    counts = {name: encoder.num_parameters for name, encoder in encoders.items()}
     counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
     frozen = {*freeze, *(spec.encoders if "encoders" in freeze else ())}
     each = ", ".join(f"{name} {count:,}{' (frozen)' * (name in frozen)}" for name, count in counts.items())
-    return f"{spec.num_parameters:,}, {spec.num_trainable_parameters(freeze):,} trainable: {each}"
+    return f"{sum(counts.values()):,}, {spec.num_trainable_parameters(freeze):,} trainable: {each}"
+
+
+def _memory_settings(config: RunConfig) -> str:
+    backbone, words = config.backbone, config.backbone.activation_checkpointing
+    if words == "every_n":
+        recomputed = f"every {backbone.checkpoint_every}th layer"
+    else:
+        recomputed = words if isinstance(words, str) else f"by layer ({', '.join(words)})"
+    sharding = f"{backbone.sharding} sharding, gradients summed: {backbone.gradient_reduction}"
+    return f"activation checkpointing {recomputed}; {sharding}"
 
 
 def _backbone_ranks(degrees: Degrees) -> str:

@@ -50,8 +50,12 @@ class PoolConfig(ConfigModel):
     """How processes on several nodes read each other's memory. ``none`` keeps the run on one node. ``auto`` uses NIXL
     if the run needs several nodes and all have NIXL. NIXL opens ports without authentication (docs/running.md), so it
     is never the default."""
+    exchange: Literal["pool", "point_to_point"] = "pool"
+    """How features reach the backbone. ``pool``: ranks read them in shared memory as soon as they are there.
+    ``point_to_point``, for comparisons: ranks receive the features of a unit over sockets, all together once the unit
+    is encoded, and encoders begin a unit when the one before is received. For one node."""
     transfer_timeout_s: float = Field(30.0, gt=0)
-    """The longest that one read between nodes may take."""
+    """The longest that one read between nodes, or over a socket, may take."""
     hbm_segment_nbytes: int = Field(0, ge=0)
     """Device memory that each encoder gives in addition, if it computes on an accelerator; 0: none."""
     hbm_low_watermark: float = Field(0.75, gt=0, le=1)

@@ -14,6 +14,7 @@ from flowtrain.errors import ConfigError, Fault, FaultCode
 _MAY_CHANGE = (
     "name",
     "runs_dir",
+    "mode",
     "observability.*",
     "checkpoint.*",
     "limits.*",
@@ -40,6 +41,7 @@ _MAY_CHANGE = (
     "backbone.accelerator_type",
     "backbone.prefetch_microbatches",
     "backbone.activation_checkpointing",  # recomputation repeats the same operations
+    "backbone.activation_checkpointing.*",
     "backbone.sharding",  # these four change the order of sums
     "backbone.hybrid_shard_size",
     "backbone.gradient_reduction",
@@ -49,6 +51,14 @@ _MAY_CHANGE = (
 )
 _MAY_GROW = ("training.max_steps", "training.num_epochs")
 ABSENT = "(not given)"
+_WITHOUT_IMAGES = "llm_only"
+TRAINED_BEFORE = (
+    "the checkpoint has its trained weights, which only mode 'monolithic' with trainable true goes on with (flowtrain "
+    "export takes them out)"
+)
+_TRAINED_LATER = (
+    "the checkpoint has no optimizer state of it; export the run, and train a new one from the export (model.path)"
+)
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
@@ -93,9 +103,13 @@ def config_digest(config: RunConfig) -> str:
 
 
 def _fault(key: str, old: Any, new: Any) -> Fault | None:
+    text = f"{key} was {old!r}, is now {new!r}"
+    if key == "mode" and _WITHOUT_IMAGES in (old, new):
+        return Fault(key, FaultCode.RESUME, f"{text}; {_WITHOUT_IMAGES!r} trains without images, so losses would jump")
     if _free(key):
         return None
-    text = f"{key} was {old!r}, is now {new!r}"
+    if fnmatchcase(key, "encoders.*.trainable"):
+        return Fault(key, FaultCode.RESUME, f"{text}; {_TRAINED_LATER if new else TRAINED_BEFORE}")
     if key in _MAY_GROW and old is not None and new is not None:
         return None if new > old else Fault(key, FaultCode.RESUME, f"{text}; it may only grow")
     return Fault(key, FaultCode.RESUME, text)

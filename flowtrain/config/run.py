@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -13,6 +12,12 @@ from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
+from flowtrain.config.modes import (
+    colocated_devices_are_shared,
+    colocated_encoders_fit_their_ranks,
+    encoders_are_trained_inside,
+    ranks_have_whole_devices,
+)
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
@@ -56,15 +61,17 @@ class RunConfig(ConfigModel):
             _source_names,
             _not_yet_parallel,
             _split_encoders_have_a_place,
-            _ranks_have_whole_devices,
+            ranks_have_whole_devices,
             _schedule_has_its_chunks,
             _partition_has_its_stages,
-            _encoders_are_trained_inside,
-            _colocated_encoders_are_derived,
+            encoders_are_trained_inside,
+            colocated_encoders_fit_their_ranks,
+            colocated_devices_are_shared,
             _shard_size_has_hybrid_sharding,
             _segments_fit_the_space,
             _processes_fit_the_space,
             _hbm_has_a_device,
+            _exchange_is_possible,
             _modules_have_an_origin,
         )
         fault = next((fault for check in checks for fault in check(self)), None)
@@ -76,6 +83,11 @@ class RunConfig(ConfigModel):
     def has_encoder_actors(self) -> bool:
         """Whether actors of their own run the encoders."""
         return self.mode in ENCODER_MODES
+
+    @property
+    def exchanges_units(self) -> bool:
+        """Whether encoders send features unit by unit (``pool.exchange: point_to_point``)."""
+        return self.has_encoder_actors and self.pool.exchange == "point_to_point"
 
     @property
     def trains_encoders(self) -> bool:
@@ -176,6 +188,8 @@ def _not_yet_parallel(config: RunConfig) -> Iterator[Fault]:
 
 
 def _split_encoders_have_a_place(config: RunConfig) -> Iterator[Fault]:
+    if not config.has_encoder_actors:
+        return
     for name, encoder in config.encoders.items():
         if encoder.tensor_parallel_size > 1 and not encoder.num_cpus:
             yield Fault(
@@ -184,25 +198,6 @@ def _split_encoders_have_a_place(config: RunConfig) -> Iterator[Fault]:
                 f"encoders.{name}.tensor_parallel_size ({encoder.tensor_parallel_size}) above 1 needs "
                 f"encoders.{name}.num_cpus (0) above 0: Ray places its actors on one node by the CPUs they reserve; "
                 "a fraction is enough",
-            )
-
-
-def _ranks_have_whole_devices(config: RunConfig) -> Iterator[Fault]:
-    if config.model.device == "cpu":
-        return
-    backbone = config.backbone
-    sizes = (backbone.data_parallel_size, backbone.tensor_parallel_size, backbone.pipeline_parallel_size)
-    found: dict[str, tuple[float, int]] = {"backbone": (backbone.num_devices, prod(sizes))}
-    found |= {
-        f"encoders.{name}": (each.num_devices, each.tensor_parallel_size) for name, each in config.encoders.items()
-    }
-    for key, (num_devices, num_ranks) in found.items():
-        if num_ranks > 1 and num_devices < 1:
-            yield Fault(
-                f"{key}.num_devices",
-                FaultCode.DEGREES,
-                f"{key}.num_devices ({num_devices:g}) below 1 would put several of {num_ranks} ranks on one "
-                "accelerator, which NCCL does not support; set it to 1, or the parallel sizes to 1",
             )
 
 
@@ -234,40 +229,6 @@ def _partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
             f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
             f"({pipeline.chunks}); give one number of layers for each stage",
         )
-    if pipeline.encoder_layers != "first" and config.mode != "monolithic":
-        yield Fault(
-            "pipeline.encoder_layers",
-            FaultCode.CONFLICT,
-            f"pipeline.encoder_layers ({pipeline.encoder_layers!r}) needs mode 'monolithic' (now {config.mode!r}): in "
-            "other modes the pipeline has no encoder; set the mode, or leave out the key",
-        )
-
-
-def _encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
-    if config.mode == "monolithic":
-        return
-    for name, encoder in config.encoders.items():
-        if encoder.trainable:
-            yield Fault(
-                f"encoders.{name}.trainable",
-                FaultCode.CONFLICT,
-                f"encoders.{name}.trainable (true) needs mode 'monolithic' (now {config.mode!r}): only there gradients "
-                "reach the encoder; set the mode, or trainable to false",
-            )
-
-
-def _colocated_encoders_are_derived(config: RunConfig) -> Iterator[Fault]:
-    if config.mode != "colocated":
-        return
-    for name, encoder in config.encoders.items():
-        derived, given = config.encoder_replicas(name), encoder.data_parallel_size
-        if given not in (1, derived):
-            yield Fault(
-                f"encoders.{name}.data_parallel_size",
-                FaultCode.DEGREES,
-                f"encoders.{name}.data_parallel_size ({given}) is not {derived}: mode 'colocated' has one encoder "
-                "actor on each device of the backbone; leave out the key",
-            )
 
 
 def _shard_size_has_hybrid_sharding(config: RunConfig) -> Iterator[Fault]:
@@ -326,6 +287,26 @@ def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
             FaultCode.CONFLICT,
             f"pool.hbm_low_watermark ({pool.hbm_low_watermark:g}) is above pool.hbm_high_watermark "
             f"({pool.hbm_high_watermark:g}); lower the first or raise the second",
+        )
+
+
+def _exchange_is_possible(config: RunConfig) -> Iterator[Fault]:
+    pool = config.pool
+    if not config.exchanges_units:
+        return
+    if pool.network != "none":
+        yield Fault(
+            "pool.exchange",
+            FaultCode.CONFLICT,
+            f"pool.exchange ({pool.exchange!r}) works inside one node, and pool.network ({pool.network!r}) lets a run "
+            "use several; set the second to 'none', or the first to 'pool'",
+        )
+    if pool.hbm_segment_nbytes:
+        yield Fault(
+            "pool.hbm_segment_nbytes",
+            FaultCode.CONFLICT,
+            f"pool.hbm_segment_nbytes ({pool.hbm_segment_nbytes}) is memory that others map, and pool.exchange "
+            f"({pool.exchange!r}) maps none for features; set the first to 0",
         )
 
 

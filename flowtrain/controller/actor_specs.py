@@ -9,6 +9,7 @@ from flowtrain.actors.encoder_rank import rank_name
 from flowtrain.actors.feeder import feeder_name
 from flowtrain.controller.cluster import ACCELERATOR_TYPE, Bundle
 from flowtrain.controller.state import Role
+from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import ModulePlan, Plan
 
 ACCELERATOR_AMOUNT = 0.001
@@ -28,8 +29,13 @@ class ActorSpec:
     """Its rank in the module's ``Degrees``."""
     plan: ModulePlan
     place: str
-    """Actors with the same place are on one node, and their specs are neighbours in the list: the ranks of a tensor
-    parallel group. Those of an encoder have their leader's name as place."""
+    """Actors with the same place are on one node, and their resources in one bundle: the ranks of a tensor parallel
+    group, and the encoders that share their devices."""
+    leader: str = ""
+    """Of an encoder rank: the name of the encoder that it belongs to."""
+    waits: bool = False
+    """Whether it starts only once the backbone's ranks have their devices: Ray puts a share of a device where the least
+    is left, so encoders that came first could fill a device and leave too little of each other one for a rank."""
 
     @property
     def segment_nbytes(self) -> int:
@@ -48,19 +54,20 @@ class ActorSpec:
 def actor_specs_of(plan: Plan) -> list[ActorSpec]:
     """Every actor of the plan except the coordinator; encoders are numbered over all modules, ranks by ``Degrees``."""
     specs: list[ActorSpec] = []
-    num_replicas = 0
+    num_replicas, is_colocated = 0, plan.mode == "colocated"
     for module, module_plan in plan.encoders.items():
         for index in range(module_plan.num_actors):
             dp_rank, _, tp_rank = module_plan.degrees.coordinates(index)
             leader, role = f"encoder-{num_replicas + dp_rank}", Role.ENCODER_RANK if tp_rank else Role.ENCODER
-            specs.append(ActorSpec(rank_name(leader, tp_rank), role, module, index, module_plan, leader))
+            place = _backbone_place(plan.backbone.degrees, index) if is_colocated else leader
+            name, waits = rank_name(leader, tp_rank), is_colocated and module_plan.num_devices > 0
+            specs.append(ActorSpec(name, role, module, index, module_plan, place, leader if tp_rank else "", waits))
         num_replicas += module_plan.data_parallel_size
     degrees = plan.backbone.degrees
     for rank in range(degrees.world_size):
-        dp_rank, pp_rank, tp_rank = degrees.coordinates(rank)
-        place = f"backbone-dp{dp_rank}-pp{pp_rank}"
+        place, tp_rank = _backbone_place(degrees, rank), degrees.coordinates(rank)[2]
         specs.append(ActorSpec(f"{place}-tp{tp_rank}", Role.BACKBONE, "backbone", rank, plan.backbone, place))
-    if plan.is_shared:  # in one bundle, so that they get the same device
+    if plan.is_shared and not is_colocated:  # in one bundle, so that they get the same device
         specs = [replace(spec, place=SHARED_PLACE) for spec in specs]
     for index in range(plan.feeder.data_parallel_size):
         name = feeder_name(index)
@@ -87,6 +94,11 @@ def bundle_indices(specs: Sequence[ActorSpec]) -> list[int]:
     guests = [place for place in dict.fromkeys(spec.place for spec in specs) if place not in numbers]
     shared = {place: number * len(numbers) // len(guests) if numbers else -1 for number, place in enumerate(guests)}
     return [(numbers | shared)[spec.place] for spec in specs]
+
+
+def _backbone_place(degrees: Degrees, rank: int) -> str:
+    dp_rank, pp_rank, _ = degrees.coordinates(rank)
+    return f"backbone-dp{dp_rank}-pp{pp_rank}"
 
 
 def _bundles_by_place(specs: Sequence[ActorSpec]) -> dict[str, Bundle]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from flowtrain.config.resume import config_digest
+from flowtrain.config.run import RunConfig
 from flowtrain.controller.cost_keeper import CostKeeper
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
@@ -98,8 +99,16 @@ class Committer:
             dp_size=degrees.dp,
             pp_size=degrees.pp,
             tp_size=degrees.tp,
-            num_chunks=self._config.pipeline.chunks,
+            mode=self._config.mode,
+            partition=self._run_spec.partition.text,
+            trained=_trained(self._config),
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
             gradient_reduction=self.gradient_reduction,
         )
+
+
+def _trained(config: RunConfig) -> tuple[str, ...]:
+    """The keys of the modules that are trained."""
+    modules = [name for name in ("connector", "backbone") if name not in config.frozen_modules]
+    return (*modules, *(f"encoders.{name}" for name, encoder in config.encoders.items() if encoder.trainable))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flowtrain.allocator.run_memory import RunMemory, memory_of_run
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.predict import image_tokens
+from flowtrain.controller.planning.planned_run import workload_of
+from flowtrain.controller.predict import image_tokens, sized_units
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.controller.resume import Resumption, foresee_resume
 
@@ -18,6 +20,8 @@ class DryRunReport:
     """Its configuration, plan, steps, data and model."""
     image_tokens: dict[str, tuple[int, int]]
     """By encoder: the fewest and the most tokens of an image, see ``predict.image_tokens``."""
+    memory: RunMemory | None = None
+    """Predicted for the first step's samples; None if all of them are rejected."""
     resumption: Resumption | None = None
     """The step that a resume would go on from, and what changed; None if no resume was asked for."""
 
@@ -25,4 +29,15 @@ class DryRunReport:
 def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
     """Look at data, model headers and checkpoints as a run would; raises the same ConfigError or DataError."""
     run_spec = prepare(config)
-    return DryRunReport(run_spec, image_tokens(run_spec), foresee_resume(run_spec) if resume else None)
+    resumption = foresee_resume(run_spec) if resume else None
+    return DryRunReport(run_spec, image_tokens(run_spec), foresee_memory(run_spec), resumption)
+
+
+def foresee_memory(run_spec: RunSpec) -> RunMemory | None:
+    """Predict the memory of each rank and encoder, for samples like those of the first step."""
+    samples = [sample for unit in sized_units(run_spec, 1) for sample in unit.samples]
+    if not samples:
+        return None
+    config = run_spec.config
+    on_cpu = config.model.device == "cpu"
+    return memory_of_run(config, run_spec.model_spec, workload_of(config, samples), on_cpu=on_cpu)

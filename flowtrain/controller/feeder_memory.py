@@ -72,9 +72,10 @@ def feeder_need(config: RunConfig, indexes: Sequence[SourceIndex], num_eval: int
     if config.data.order == "arrival":
         # The rest of a resumed run's first groups may be one position short of a step while feeders put another group.
         samples = max(samples, 2 * batch_size - 1)
-    text, images = 2 * 4 * config.data.max_seq_len, config.data.max_image_nbytes
+    keeps_images = config.mode != "llm_only"  # there nobody reads them
+    text, images = 2 * 4 * config.data.max_seq_len, config.data.max_image_nbytes if keeps_images else 0
     training = indexes[: len(config.data.sources)]
-    held = sum(_held_nbytes(config, index, num_feeders) for index in training)
+    held = sum(_held_nbytes(config, index, num_feeders) for index in training) if keeps_images else 0
     other = sum(
         _open_blocks(config, index, num_feeders) * int((index.block_nbytes - index.image_nbytes).max(initial=0))
         for index in training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import isqrt
 
@@ -42,10 +42,14 @@ def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
     If they depend on an image's size, they are those of the first step's samples (a sample with several images counts
     with its mean). Raises DataError if these samples cannot be read.
     """
-    family = family_from_config(run_spec.config)
+    config = run_spec.config
+    if config.mode == "llm_only":  # there samples have no images, but as many tokens
+        config = config.model_copy(update={"mode": "decoupled"})
+        run_spec = replace(run_spec, config=config)
+    family = family_from_config(config)
     found: dict[str, tuple[int, int]] = {}
-    largest = min(_LARGE_SIDE, isqrt(run_spec.config.data.max_image_pixels))
-    for name in run_spec.config.encoders:
+    largest = min(_LARGE_SIDE, isqrt(config.data.max_image_pixels))
+    for name in config.encoders:
         fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, largest))
         if fewest < most:
             means = [

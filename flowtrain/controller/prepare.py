@@ -25,6 +25,8 @@ from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
+from flowtrain.pipeline.configured import configured_memory, configured_partition
+from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
 from flowtrain.types.messages import FlowSettings
@@ -55,6 +57,11 @@ class RunSpec:
     """Plans the first step."""
     cost_profile: CostProfile | None
     """The measured profile that ``cost`` comes from, or None."""
+
+    @property
+    def partition(self) -> Partition:
+        """Which layers lie on which pipeline rank."""
+        return configured_partition(self.config, self.model_spec, self.plan.backbone.pipeline_parallel_size)
 
     @property
     def source_sizes(self) -> tuple[int, ...]:
@@ -128,10 +135,15 @@ def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_ty
     """
     faults = degree_faults(degrees, spec.backbone, chunks_per_rank=config.pipeline.chunks)
     for name, encoder in config.encoders.items():
-        tp = encoder.tensor_parallel_size
-        faults += encoder_degree_faults(name, tp, spec.encoders[name], tower_type, TOWER_PLANS)
+        if config.has_encoder_actors:
+            tp = encoder.tensor_parallel_size
+            faults += encoder_degree_faults(name, tp, spec.encoders[name], tower_type, TOWER_PLANS)
     if faults:
         raise refusal(f"run {config.name!r}", faults)
+    try:
+        configured_memory(config, configured_partition(config, spec, degrees.pp))
+    except ConfigError as error:
+        raise refusal(f"run {config.name!r}", error.faults) from error
 
 
 def unsplittable(family: Family, spec: ModelSpec) -> frozenset[str]:
@@ -156,8 +168,11 @@ def check_memory(
 ) -> None:
     """Raise ConfigError unless the encoders' segments hold a worst-case unit; with less room a run could deadlock.
 
-    num_encoders: replicas of each encoder; by default the configuration's.
+    num_encoders: replicas of each encoder; by default the configuration's. Without encoder actors there is nothing to
+    check.
     """
+    if not config.has_encoder_actors:
+        return
     batch_size, by_arrival = config.training.global_batch_size, config.data.order == "arrival"
     samples = max(batch_size, num_eval)
     limit, align = config.data.max_seq_len, config.pool.alignment
@@ -168,7 +183,7 @@ def check_memory(
         batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
         # Two consecutive batches together exceed the limit of one, otherwise they would be one batch.
         num_batches = min(samples, 1 + -(-2 * samples * limit // rows))
-        count = encoder.data_parallel_size if num_encoders is None else num_encoders[name]
+        count = config.encoder_replicas(name) if num_encoders is None else num_encoders[name]
         segments, knob = [encoder.segment_nbytes] * count, f"encoders.{name}.segment_nbytes"
         check_capacity(segments, largest_part_nbytes=batch_nbytes, parts_per_step=num_batches, knob=knob)
         if by_arrival:

@@ -86,6 +86,8 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     All devices measure the same work at the same time, since training also uses them at the same time. Raises
     ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
+    # Modules are measured one by one, whatever the mode puts together.
+    config = config.model_copy(update={"mode": "decoupled"})
     # This machine's load, before anything runs; a cluster's devices may be on other machines.
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)

@@ -78,7 +78,9 @@ class Recorder:
         plan = run_spec.plan
         self._num_encoders = sum(module.data_parallel_size for module in plan.encoders.values())
         self._num_backbone = plan.backbone.num_actors
-        self._num_devices = self._num_backbone + sum(module.num_actors for module in plan.encoders.values())
+        self._num_devices = self._num_backbone
+        if plan.mode != "colocated":  # there encoders share the ranks' devices
+            self._num_devices += sum(module.num_actors for module in plan.encoders.values())
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -213,6 +215,7 @@ class Recorder:
             starved_s=fmean(each.starved_s for each in done.reports),
             blocked_s=done.blocked_s,
             fetch_s=fmean(each.fetch_s for each in done.reports),
+            read_nbytes=sum(each.read_nbytes for each in done.reports),
             plan_digest=done.plan_digest,
             plan_time_s=done.plan_time_s,
             produced_samples_per_s=done.produced_samples / step_time_s,

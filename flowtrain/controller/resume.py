@@ -10,15 +10,17 @@ from pathlib import Path
 
 import torch
 
-from flowtrain.config.resume import Change, changes
+from flowtrain.config.resume import TRAINED_BEFORE, Change, changes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.reach import usable_checkpoint
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.run_dir import RunDir, run_dir
+from flowtrain.pipeline.partition import build_partition
 from flowtrain.training import checkpoint_store
 from flowtrain.types.plan import CostModel, Degrees, GradientReduction
+from flowtrain.types.run_plan import ENCODER_MODES
 from flowtrain.types.samples import SamplerState
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class ResumePoint:
 def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
     """Raise ConfigError if metrics or ledger reach no checkpoint, or if the last step of a longer run was partial.
 
+    Also if an encoder was trained that would be frozen now.
+
     Step k of any run trains the positions from (k - 1) * global_batch_size on. After a partial step, these would leave
     a gap after the trained positions.
     """
@@ -51,6 +55,7 @@ def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
     if usable is None:
         return
     checkpoint, meta = usable.directory, usable.meta
+    _check_trained(checkpoint, meta, run_spec.config)
     training = run_spec.config.training
     trained, whole = (
         len(ConsumedPositions.at(SamplerState.from_dict(meta.state["sampler"]))),
@@ -64,6 +69,18 @@ def check_goes_on(files: RunDir, run_spec: RunSpec) -> None:
         f"(now {training.num_epochs:g}) was raised; to use the longer run, move {checkpoint} away, so that it goes on "
         "from the previous checkpoint, or start a run under another name"
     )
+
+
+def _check_trained(checkpoint: Path, meta: checkpoint_store.CheckpointMeta, config: RunConfig) -> None:
+    for name, encoder in config.encoders.items():
+        key = f"encoders.{name}"
+        if key in meta.trained and not encoder.trainable:
+            raise ConfigError.of(
+                f"{key}.trainable",
+                FaultCode.RESUME,
+                f"{checkpoint} was written with {key}.trainable true, which is now false in mode {config.mode!r}; "
+                f"{TRAINED_BEFORE}",
+            )
 
 
 def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
@@ -139,16 +156,33 @@ def foresee_resume(run_spec: RunSpec) -> Resumption:
 
 def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterator[str]:
     """Yield why losses after a checkpoint are not exact to the bit."""
+    degrees = Degrees(meta.dp_size, meta.pp_size, meta.tp_size)
     reduction, configured = _reduction_of(meta), run_spec.config.backbone.gradient_reduction
     for name, then, now in (
-        ("degrees", Degrees(meta.dp_size, meta.pp_size, meta.tp_size), run_spec.plan.backbone.degrees),
-        ("pipeline.chunks", meta.num_chunks, run_spec.config.pipeline.chunks),
+        ("mode", meta.mode, run_spec.config.mode),
+        ("degrees", degrees, run_spec.plan.backbone.degrees),
         ("backbone.gradient_reduction", reduction, reduction if configured == "auto" else configured),
         ("backbone threads", meta.num_threads, run_spec.config.backbone.num_threads),
         ("torch", meta.torch_version, str(torch.__version__)),
     ):
-        if then != now:
+        if then == now:
+            continue
+        if name == "mode" and {then, now} <= ENCODER_MODES:
+            yield f"the run was in mode {then}, now {now}: losses stay the same, since encoders have the same batches"
+        else:
             yield _differs(name, then, now)
+    if meta.mode == run_spec.config.mode and degrees == run_spec.plan.backbone.degrees:
+        then, now = _partition_of(meta, run_spec), run_spec.partition.text
+        if then != now:
+            yield _differs("the partition", then, now)
+
+
+def _partition_of(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> str:
+    text = meta.partition
+    if not text.startswith(checkpoint_store.EVEN_CHUNKS):
+        return text
+    chunks = int(text.removeprefix(checkpoint_store.EVEN_CHUNKS))
+    return build_partition(run_spec.model_spec.backbone.num_layers, meta.pp_size, chunks).text
 
 
 def _differs(name: str, then: object, now: object) -> str:

@@ -20,6 +20,7 @@ from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
+from flowtrain.controller.mps import nodes_without_mps, without_mps_text
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import (
@@ -85,8 +86,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         run_spec = with_start_limit(run_spec, resumes=start.checkpoint is not None)
         display.expect(run_spec.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes a while
-        has_device = any(spec.plan.num_devices for spec in specs)
-        display.note(hbm_offer(run_spec.config.pool, None if has_device else NO_ACCELERATOR)[1])
+        _note_devices(run_spec, specs, display)
         costs = CostKeeper(run_spec, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
         consumed = ConsumedPositions.at(start.sampler_state) if start.sampler_state else ConsumedPositions()
@@ -184,9 +184,7 @@ class Controller:
         return Watcher(actors, state, limits, self._take, self._display.note, self._stop)
 
     def _start_loops(self, actors: WorkerGroup, watcher: Watcher) -> None:
-        for name, role in actors.roles.items():
-            if role in (Role.FEEDER, Role.ENCODER):
-                actors.run(name)
+        actors.run_producers()
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
@@ -238,6 +236,16 @@ class Controller:
             self._committer.commit(event)
         elif isinstance(event, CheckpointFailed):
             self._committer.failed(event)
+
+
+def _note_devices(run_spec: RunSpec, specs: Sequence[ActorSpec], display: ProgressDisplay) -> None:
+    """Tell the user what encoder actors do with accelerators."""
+    if not run_spec.config.has_encoder_actors:
+        return
+    has_device = any(spec.plan.num_devices for spec in specs)
+    display.note(hbm_offer(run_spec.config.pool, None if has_device else NO_ACCELERATOR)[1])
+    if any(spec.waits for spec in specs) and (lacking := nodes_without_mps()):
+        display.note(without_mps_text(lacking))
 
 
 def _with_devices(run_spec: RunSpec) -> RunSpec:

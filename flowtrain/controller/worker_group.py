@@ -82,11 +82,27 @@ class WorkerGroup:
     """Starts the actor of that name."""
     leaders: dict[str, str] = field(default_factory=dict)
     """From each encoder rank to the name of its encoder, with which it starts and ends."""
+    waiting: tuple[str, ...] = ()
+    """Encoders, and their ranks, that start only when the backbone's ranks have their devices."""
     launcher: Launcher = field(default_factory=Launcher)
 
     def of_role(self, role: Role) -> dict[str, ActorHandle]:
         """Handles of one role by name, in order."""
         return {name: handle for name, handle in self.actors.items() if self.roles[name] is role}
+
+    def run_producers(self) -> None:
+        """Start the loops of all feeders and encoders that have started."""
+        for name, role in self.roles.items():
+            if role in (Role.FEEDER, Role.ENCODER) and name in self.actors:
+                self.run(name)
+
+    def start_waiting(self) -> None:
+        """Start what waited for the backbone's ranks, and the loops."""
+        for name in self.waiting:
+            self.actors[name] = self.spawn[name]()
+        for name in self.waiting:
+            if self.roles[name] is Role.ENCODER:
+                self.run(name)
 
     def run(self, name: str, *args: Any) -> None:
         """Start an actor's loop and those of its encoder ranks."""
@@ -157,16 +173,21 @@ def start_actors(
     num_steps: int,
     indexes: tuple[SourceIndex, ...] = (),
 ) -> WorkerGroup:
-    """Start feeders, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all."""
-    workers = WorkerGroup(coordinator, RayLink(coordinator), launcher=classes.launcher)
+    """Start feeders, encoders and backbone ranks, which construct themselves in parallel; on an error kill them all.
+
+    Actors whose spec waits are started by ``WorkerGroup.start_waiting``.
+    """
+    waiting = tuple(spec.name for spec in specs if spec.waits)
+    workers = WorkerGroup(coordinator, RayLink(coordinator), waiting=waiting, launcher=classes.launcher)
     stored = ray.put(indexes)  # once, not for each feeder
     try:
         for spec, options in _options(config, specs, group):
             workers.spawn[spec.name] = partial(_construct, config, spec, classes, options, run_id, num_steps, stored)
-            workers.actors[spec.name] = workers.spawn[spec.name]()
             workers.roles[spec.name] = spec.role
             if spec.role is Role.ENCODER_RANK:
-                workers.leaders[spec.name] = spec.place
+                workers.leaders[spec.name] = spec.leader
+            if not spec.waits:
+                workers.actors[spec.name] = workers.spawn[spec.name]()
     except BaseException:
         workers.kill()
         raise
@@ -204,7 +225,7 @@ def _construct(
         return spawn(classes.encoder, options, config, spec.module, spec.name, run_id)
     if spec.role is Role.ENCODER_RANK:
         _, _, tp_rank = spec.plan.degrees.coordinates(spec.index)
-        return spawn(classes.encoder_rank, options, config, spec.module, spec.place, tp_rank)
+        return spawn(classes.encoder_rank, options, config, spec.module, spec.leader, tp_rank)
     return spawn(classes.backbone, options, config, spec.index, spec.plan.degrees, spec.name, num_steps, run_id)
 
 
@@ -217,6 +238,7 @@ def start_backbone(
     """
     ranks = workers.of_role(Role.BACKBONE)
     addresses = results({name: rank.node_address.remote() for name, rank in ranks.items()})
+    workers.start_waiting()  # a rank that answers has its device
     shard_size = shard_size_of(backbone, addresses)
     host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
     name, first = next(iter(ranks.items()))

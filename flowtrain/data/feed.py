@@ -119,7 +119,7 @@ class Feed:
         sampler = sampler_from_config(config, sources.tables)
         if state is not None:
             sampler.restore(state)
-        sizer = Sizer(family, family.tokenizer, config.data)
+        sizer = Sizer(family, family.tokenizer, config.data, keeps_images=config.mode != "llm_only")
         num_steps, total = num_steps_of(config.training, sources.sizes)
         end = total if total is not None else num_steps * config.training.global_batch_size
         shelf, alignment = shelf if shelf is not None else NoShelf(), config.pool.alignment

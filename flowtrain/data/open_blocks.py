@@ -52,7 +52,7 @@ class Shelf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldRow:
-    """A row whose images lie on the shelf."""
+    """A row whose images lie on the shelf; none do if images are not kept."""
 
     measured: MeasuredSample
     extents: tuple[Extent, ...]
@@ -132,7 +132,7 @@ class OpenBlocks:
         loaded = self._load(ref, raw)
         if isinstance(loaded, Rejection):
             return loaded
-        extents = room.put(loaded.images)
+        extents = room.put(loaded.images) if loaded.images else ()
         return HeldRow(loaded.measured, extents) if extents is not None else _Later.LATER
 
 

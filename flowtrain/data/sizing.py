@@ -47,7 +47,7 @@ class MeasuredSample:
     layouts: tuple[ImageLayout, ...]
     """Sizes that follow from each image."""
     image_nbytes: tuple[int, ...]
-    """Bytes of each encoded image."""
+    """Bytes of each encoded image; empty if images are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LoadedSample:
 
     measured: MeasuredSample
     images: tuple[Buffer, ...]
-    """In order; together at most ``data.max_image_nbytes``."""
+    """In order; together at most ``data.max_image_nbytes``. Empty if images are not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,20 @@ class Sizer:
 
     A sample of more than ``data.max_text_nbytes`` bytes of text, or of more turns than ``data.max_seq_len``, is
     rejected before its text is tokenised, also with ``data.oversized: truncate_text``.
+
+    keeps_images: False in ``mode: llm_only``: images count as tokens, but nobody reads them, so sized samples have no
+        part and no bytes for them.
     """
 
-    def __init__(self, family: ImageGeometry, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    def __init__(
+        self,
+        family: ImageGeometry,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        keeps_images: bool = True,
+    ) -> None:
         self._family = family
+        self._keeps_images = keeps_images
         self._encoder = family.encoder_names[0]
         self._config = config
         image_token = tokenizer.convert_ids_to_tokens(family.image_token_id)
@@ -96,6 +106,8 @@ class Sizer:
             images, layouts = self._read_images(raw.images)
         except BaseException as error:
             return rejected(ref, error, raw.id)
+        if not self._keeps_images:
+            images = ()
         nbytes = tuple([len(image) for image in images])
         return LoadedSample(MeasuredSample(raw.turns, raw.id, layouts, nbytes), images)
 
@@ -128,7 +140,7 @@ class Sizer:
             text = self._cut(text, layouts)
             num_cut, num_tokens = num_tokens - text.shape[1], text.shape[1]
         parts = [PartSize(TEXT_PART, 1, 0, num_tokens, text.nbytes)]
-        if layouts:
+        if layouts and self._keeps_images:
             parts.append(self._encoder_part(layouts))
         num_targets = _num_targets(text)
         sample = SizedSample(ref, num_tokens, num_vision_tokens, num_targets, tuple(parts), measured.image_nbytes)

@@ -24,6 +24,7 @@ from flowtrain.types.messages import (
     RoomOrder,
     Span,
 )
+from flowtrain.types.samples import Rejection
 
 
 class CoordinatorApi(Protocol):
@@ -71,8 +72,8 @@ class CoordinatorApi(Protocol):
         """Ask to run the first unit; False: stop. All replicas get the same answer for the same unit."""
         ...
 
-    async def next_plan(self, unit: int) -> PlanReply:
-        """Wait for a unit's plan."""
+    async def next_plan(self, unit: int, dp_rank: int) -> PlanReply:
+        """Wait for a unit's plan, as a replica needs it."""
         ...
 
     async def locate(
@@ -89,6 +90,13 @@ class CoordinatorApi(Protocol):
         """Report microbatches that all ranks of a replica have read: their bytes in the pool are no longer needed.
 
         ends: the replica has read the whole unit. The answer then has the next unit's plan, if there is one already.
+        """
+        ...
+
+    async def reject(self, dp_rank: int, rejections: tuple[Rejection, ...]) -> None:
+        """Report samples of located microbatches with an image that cannot be decoded; the replica leaves them out.
+
+        Ask it before the microbatches are reported as read.
         """
         ...
 

@@ -15,7 +15,7 @@ from flowtrain.flow.feeding import Feeding
 from flowtrain.flow.flow import Flow
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
-from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order
+from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, Order, no_batches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import FlopsOf, Steps
@@ -41,6 +41,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         lease_timeout_s=config.limits.lease_timeout_s,
         keeps_batches=config.data.order == "deterministic",
         consumed=ConsumedPositions.at(settings.sampler_state),
+        ranks_read_images=config.mode == "monolithic",
     )
     return assemble_flow(
         members=Members(config.pool.max_processes, config.pool.processes_per_node),
@@ -58,6 +59,8 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         last_traced_step=settings.start_step + config.observability.trace_steps,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
+        whole_units=config.mode == "disaggregated" or config.exchanges_units,
+        in_turn=config.exchanges_units,
     )
 
 
@@ -78,9 +81,11 @@ def assemble_flow(
     last_traced_step: int = 0,
     num_rejected: int = 0,
     num_seen: int = 0,
+    whole_units: bool = False,
+    in_turn: bool = False,
 ) -> Flow:
     """Build a run's flow from its parts; arguments as of ``Flow`` and of the classes of its members."""
-    microbatches = Microbatches(parts)
+    microbatches = Microbatches(parts, whole_units)
     steps = Steps(
         units=units,
         leftovers=leftovers,
@@ -98,7 +103,15 @@ def assemble_flow(
         num_seen=num_seen,
     )
     feeding = Feeding(steps, num_feeders, sampler_state)
-    return Flow(members=members, parts=parts, microbatches=microbatches, steps=steps, log=log, feeding=feeding)
+    return Flow(
+        members=members,
+        parts=parts,
+        microbatches=microbatches,
+        steps=steps,
+        log=log,
+        feeding=feeding,
+        in_turn=in_turn,
+    )
 
 
 def _flops_of(spec: ModelSpec, config: RunConfig, sizes: SampleSizes) -> SampleFlops:
@@ -120,4 +133,4 @@ def _order(config: RunConfig, settings: FlowSettings, parts: Parts) -> Order:
     window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, settings.eval_every)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     make_batches = partial(make_encode_batches, max_batch_patches=limits, alignment=config.pool.alignment)
-    return ByArrival(window, parts, make_batches, settings.sampler_state)
+    return ByArrival(window, parts, make_batches if config.has_encoder_actors else no_batches, settings.sampler_state)

@@ -22,7 +22,7 @@ def may_evict(parts: Parts, owner: int, encoder: str) -> bool:
     return first is not None and not first.num_unfed
 
 
-def make_room(parts: Parts, owner: int, encoder: str, free_nbytes: int) -> bool:
+def make_room(parts: Parts, owner: int, encoder: str, free_nbytes: int, kept_unit: int | None = None) -> bool:
     """Evict parts from an owner's DRAM segment for the first batch in line, if ``free_nbytes`` are too few.
 
     Does nothing unless ``may_evict``: after a loss for good, the other segments can be full of later positions.
@@ -30,6 +30,8 @@ def make_room(parts: Parts, owner: int, encoder: str, free_nbytes: int) -> bool:
     Evicts whole batches, since a batch is leased as one again: the parts that are needed last go first. Only parts of
     later batches go, and none whose place a rank knows. They are produced again in line, and their extents may be
     freed.
+
+    kept_unit: no part that this unit runs is evicted.
 
     Returns whether parts were evicted. If all such parts together would not be enough, none is evicted.
     """
@@ -43,6 +45,8 @@ def make_room(parts: Parts, owner: int, encoder: str, free_nbytes: int) -> bool:
         if part.tier is not DRAM or batch is None or batch.key <= blocked.key or position.is_located:
             continue
         used_in = position.microbatch.unit if position.microbatch is not None else _UNPLANNED
+        if used_in == kept_unit:
+            continue
         batches[used_in, batch.key].append(part)
     chosen: list[PartRecord] = []
     for key in sorted(batches, reverse=True):

@@ -47,6 +47,7 @@ class Flow:
     steps: units.
     log: events for the driver.
     feeding: what each feeder has sized.
+    in_turn: a unit is encoded only when the backbone has read all units before it (``pool.exchange: point_to_point``).
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Flow:
         steps: Steps,
         log: EventLog,
         feeding: Feeding,
+        in_turn: bool = False,
     ) -> None:
         self.members = members
         self.parts = parts
@@ -65,6 +67,7 @@ class Flow:
         self.steps = steps
         self.log = log
         self.feeding = feeding
+        self._in_turn = in_turn
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
 
     # --- processes ----------------------------------------------------------------------------------------------
@@ -192,10 +195,14 @@ class Flow:
         if is_fresh:
             self._grown.discard(owner)
         parts.expire_leases()
+        first = parts.leases.first_in_line(encoder) if self._in_turn else None
+        if first is not None and not self.steps.is_turn_to_encode(first.batch.unit):
+            return None
         lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         if lease is None and not is_fresh:
             return ASK_AGAIN if owner in self._grown or may_evict(parts, owner, encoder) else None
-        if lease is None and make_room(parts, owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner)):
+        room = free_nbytes + parts.holdings.released_nbytes(owner)
+        if lease is None and make_room(parts, owner, encoder, room, self.microbatches.kept_unit):
             lease = parts.leases.grant(owner, encoder, free_nbytes + parts.holdings.released_nbytes(owner))
         return LeaseOrder(lease, parts.holdings.take_released(owner), stop=False) if lease is not None else None
 
@@ -210,12 +217,12 @@ class Flow:
         self._note_plan(self.steps.plan_now(unit_index))
         return self.steps.plan_of(unit_index)
 
-    def plan_reply(self, unit_index: int) -> PlanReply | None:
-        """Return a unit's plan, or that the unit will not come; None while a replica must wait."""
+    def plan_reply(self, unit_index: int, dp_rank: int) -> PlanReply | None:
+        """Return a unit's plan as a replica needs it, or that the unit will not come; None while it must wait."""
         plan = self.plan_of(unit_index)
         if plan is None and not self.steps.is_past_end(unit_index):
             return None
-        return PlanReply(plan, is_past_end=plan is None)
+        return PlanReply(plan.for_replica(dp_rank) if plan is not None else None, is_past_end=plan is None)
 
     def locate_reply(self, unit_index: int, slot: int | None, dp_rank: int, limit: int = 1) -> LocateReply | None:
         """Return where microbatches lie, as ``Microbatches.locate``; or that their unit will not come; None: wait."""
@@ -223,6 +230,10 @@ class Flow:
             return LocateReply((), is_past_end=True)
         found = self.microbatches.locate(unit_index, slot, dp_rank, limit)
         return LocateReply(found, is_past_end=False) if found else None
+
+    def reject(self, dp_rank: int, rejections: Iterable[Rejection]) -> None:
+        """Quarantine samples that a replica has found bad while it reads them, as ``Microbatches.reject``."""
+        self.log.rejected([each for each in rejections if self.microbatches.reject(dp_rank, each)])
 
     def finish(self, reports: tuple[RankReport, ...], spans: tuple[Span, ...]) -> bool:
         """Note that a replica finished a unit. The last one consumes its positions and moves the window: then True.

@@ -19,10 +19,8 @@ from flowtrain.flow.records import (
     PositionRecord,
 )
 from flowtrain.types.messages import ImageBytes, Lease, Remake
-from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SampleRef
+from flowtrain.types.samples import FED_PARTS, SampleRef
 
-FED_PARTS = (TEXT_PART, IMAGES_PART)
-"""Parts that feeders produce."""
 _DESCRIBED_PARTS = 8
 
 

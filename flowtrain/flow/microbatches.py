@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from flowtrain.errors import PoolError
 from flowtrain.flow.parts import Parts
-from flowtrain.flow.records import MicrobatchRecord
+from flowtrain.flow.records import MicrobatchRecord, PartRecord, PositionRecord
 from flowtrain.types.messages import MicrobatchLocation, PartLocation
 from flowtrain.types.plan import StepPlan, Unit
-from flowtrain.types.samples import TEXT_PART
+from flowtrain.types.samples import FED_PARTS, IMAGES_PART, Rejection
 
 
 @dataclass(slots=True)
@@ -28,16 +28,25 @@ class _UnitRecord:
     num_unread: int = 0
     """Microbatches that their replica has not read."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no microbatch that is not read misses a part."""
+        return sum(map(len, self.ready_slots)) == self.num_unread
+
 
 class Microbatches:
     """Tells replicas where microbatches lie, and frees a microbatch when its replica has read it.
 
     No replica waits for another one. A replica asks only for what it has room for, so it reads at once whatever it has
     asked for; therefore located bytes, which are never evicted, become free without any other event.
+
+    whole_units: no microbatch of a unit is located while a part of the unit is missing (``mode: disaggregated``). The
+        pool holds a whole unit, and no part of the first unread unit is evicted, so every unit becomes complete.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, whole_units: bool = False) -> None:
         self._parts = parts
+        self.whole_units = whole_units
         self._units: dict[int, _UnitRecord] = {}
 
     def add(self, plan: StepPlan) -> None:
@@ -82,7 +91,7 @@ class Microbatches:
             microbatch.positions.append(position)
             microbatch.missing += position.missing > 0 and not position.rejected
             for part in position.parts:
-                num_unbatched += part.batch is None and part.name != TEXT_PART
+                num_unbatched += part.batch is None and part.name not in FED_PARTS
         if not microbatch.missing:
             microbatch.ready_slots.add(microbatch.slot)
         return num_unbatched
@@ -92,13 +101,14 @@ class Microbatches:
     def locate(self, unit: int, slot: int | None, dp_rank: int, limit: int = 1) -> tuple[MicrobatchLocation, ...]:
         """Return where a microbatch of a replica and those after it lie, up to the first that is not ready.
 
-        Empty while the first one is not ready. May be called again for the same microbatch by its slot.
+        Empty while the first one, or with ``whole_units`` any of the unit, is not ready. May be called again for the
+        same microbatch by its slot.
 
         slot: the first microbatch. None (``arrival`` order): any ready one that the replica does not know yet.
         limit: most microbatches to return.
         """
         record = self._units.get(unit)
-        if record is None:
+        if record is None or (self.whole_units and not record.is_complete):
             return ()
         found: list[MicrobatchLocation] = []
         while len(found) < limit:
@@ -124,6 +134,33 @@ class Microbatches:
                 self._parts.drop(position)
             record.num_unread -= 1
 
+    @property
+    def kept_unit(self) -> int | None:
+        """With ``whole_units``, the first unit that is not read: none of its parts may be evicted."""
+        if not self.whole_units:
+            return None
+        return min((unit for unit, record in self._units.items() if record.num_unread), default=None)
+
+    def is_read(self, unit: int) -> bool:
+        """Whether all microbatches of a planned unit are read."""
+        record = self._units.get(unit)
+        return record is not None and not record.num_unread
+
+    def reject(self, dp_rank: int, rejection: Rejection) -> bool:
+        """Quarantine a sample of a microbatch that a replica is reading; its ranks all leave it out.
+
+        Returns False if it was rejected before. Raises PoolError unless the replica knows where its microbatch lies,
+        and has not reported it as read: otherwise it could have trained on the sample.
+        """
+        position = self._parts[rejection.ref.position]
+        microbatch = position.microbatch
+        if microbatch is None or microbatch.dp_rank != dp_rank or not microbatch.is_located or microbatch.is_released:
+            why = _why(microbatch)
+            if microbatch is not None and microbatch.dp_rank != dp_rank:
+                why = f"replica {microbatch.dp_rank} runs it"
+            raise PoolError(f"position {rejection.ref.position} cannot be rejected by replica {dp_rank}: {why}")
+        return self._parts.reject(rejection, by_reader=True)
+
     def end(self, unit: int) -> Unit:
         """Forget a unit, and return it. Raises PoolError if it is not planned, or not fully released."""
         record = self._units.get(unit)
@@ -145,6 +182,9 @@ class Microbatches:
         who = f"unit {unit}, slot {slot}, replica {dp_rank}"
         if microbatch is None:
             return f"{who} is not planned"
+        if self.whole_units and record is not None and not record.is_complete:
+            positions = [position for each in record.microbatches.values() for position in each.positions]
+            return f"{who} waits for the whole unit: {self._parts.leases.describe_waits(positions)}"
         if microbatch.is_released or not microbatch.missing:
             return f"{who} is {'released' if microbatch.is_released else 'ready'}"
         return f"{who} waits for {self._parts.leases.describe_waits(microbatch.positions)}"
@@ -160,7 +200,7 @@ def _located(microbatch: MicrobatchRecord) -> MicrobatchLocation:
     microbatch.is_located = True
     parts = tuple(
         [
-            PartLocation(position.ref.position, part.name, part.extents)
+            _place(position, part)
             for position in microbatch.positions
             if not position.rejected
             for part in position.parts
@@ -168,6 +208,12 @@ def _located(microbatch: MicrobatchRecord) -> MicrobatchLocation:
     )
     rejected = tuple([position.ref.position for position in microbatch.positions if position.rejected])
     return MicrobatchLocation(microbatch.unit, microbatch.slot, microbatch.dp_rank, parts, rejected)
+
+
+def _place(position: PositionRecord, part: PartRecord) -> PartLocation:
+    if part.name != IMAGES_PART:
+        return PartLocation(position.ref.position, part.name, part.extents)
+    return PartLocation(position.ref.position, part.name, part.extents, position.image_nbytes, position.ref)
 
 
 def _why(microbatch: MicrobatchRecord | None) -> str:

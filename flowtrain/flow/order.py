@@ -16,6 +16,11 @@ MakeBatches = Callable[[int, Sequence[SizedSample]], tuple[EncodeBatch, ...]]
 """Builds encode batches from a unit's index and samples."""
 
 
+def no_batches(unit_index: int, samples: Sequence[SizedSample]) -> tuple[EncodeBatch, ...]:
+    """Return no encode batch, for modes without encoder actors."""
+    return ()
+
+
 class Order(Protocol):
     """Decides which samples units run."""
 

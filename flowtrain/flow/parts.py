@@ -33,6 +33,7 @@ class Parts:
     lease_timeout_s: age at which ``expire_leases`` takes a lease back.
     keeps_batches: as of ``Images``.
     consumed: training positions that an earlier run has consumed.
+    ranks_read_images: the backbone's ranks read encoded images, as they read texts; no encoder does.
     clock: returns seconds.
     """
 
@@ -44,9 +45,11 @@ class Parts:
         lease_timeout_s: float,
         keeps_batches: bool = True,
         consumed: ConsumedPositions | None = None,
+        ranks_read_images: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._alignment = alignment
+        self._ranks_read_images = ranks_read_images
         self._positions: dict[int, PositionRecord] = {}
         self._eval_frontier = EVAL_POSITION_BASE  # all evaluation positions below are consumed
         self.holdings = Holdings(space, alignment)
@@ -80,10 +83,10 @@ class Parts:
                 raise _stale(owner, text, "this process counts as lost")
             if position in positions or self.is_consumed(position):
                 raise PoolError(f"position {position} was sized twice; every position is fed once")
-            record = PositionRecord.of(sample, alignment)
+            record = PositionRecord.of(sample, alignment, self._ranks_read_images)
             self._make_ready(record.part(text.part), owner, text.extents)
-            if record.images is not None:
-                self._images.put(record.images, owner, next(next_images).extents)
+            if record.image_nbytes:
+                self._put_images(record, owner, next(next_images).extents)
             positions[position] = record
 
     def add_batches(self, batches: Iterable[EncodeBatch]) -> None:
@@ -108,11 +111,13 @@ class Parts:
             raise PoolError(f"position {position} was neither sized nor rejected, or is consumed")
         return record
 
-    def reject(self, rejection: Rejection) -> bool:
+    def reject(self, rejection: Rejection, by_reader: bool = False) -> bool:
         """Quarantine a position, sized or not. Its bytes are freed, and nothing waits for it any more.
 
         Returns False and changes nothing if the position was rejected before (a batch that is encoded again has the
         same bad image), is consumed, or if a rank knows where all of it lies and trains on it.
+
+        by_reader: the replica that knows where it lies has found it bad, and leaves it out.
         """
         position = rejection.ref.position
         record = self._positions.get(position)
@@ -120,7 +125,7 @@ class Parts:
             if self.is_consumed(position):
                 return False
             record = self._positions[position] = PositionRecord(rejection.ref)
-        if record.rejected or record.is_handed_out:
+        if record.rejected or (record.is_handed_out and not by_reader):
             return False
         record.rejected = True
         self.drop(record)
@@ -176,7 +181,7 @@ class Parts:
     def remade(self, owner: int, part_ready: PartReady) -> None:
         """Take in a feeder's part that was produced again. Raises as ``ready``; its leases have no epoch."""
         part = self._leased_part(owner, part_ready)
-        if part.name == IMAGES_PART:
+        if part is part.position.images:
             self._images.put_again(part, owner, part_ready.extents)
         else:
             self._make_ready(part, owner, part_ready.extents)
@@ -224,7 +229,7 @@ class Parts:
         self.has_lost_memory |= for_good
         self.leases.owner_lost(owner)
         for part in self.holdings.lose(owner):
-            if part.name == IMAGES_PART:
+            if part is part.position.images:
                 self._images.lose(part)
             else:
                 self._make_pending(part)
@@ -235,6 +240,12 @@ class Parts:
         self._make_pending(part)
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _put_images(self, record: PositionRecord, owner: int, extents: tuple[Extent, ...]) -> None:
+        if record.images is not None:
+            self._images.put(record.images, owner, extents)
+        else:
+            self._make_ready(record.part(IMAGES_PART), owner, extents)
 
     def _leased_part(self, owner: int, part_ready: PartReady) -> PartRecord:
         record = self._positions.get(part_ready.position)

@@ -9,7 +9,7 @@ from flowtrain.types.events import LedgerRow
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import Lease
 from flowtrain.types.plan import EncodeBatch
-from flowtrain.types.samples import IMAGES_PART, SampleRef, SizedSample
+from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SampleRef, SizedSample
 
 NOBODY = -1
 
@@ -71,8 +71,8 @@ class PartRecord:
 class PositionRecord:
     """One position.
 
-    parts: what the backbone reads: text and features.
-    images: its encoded images, which encoders read; None without images.
+    parts: what the backbone reads: text and features, or in ``mode: monolithic`` text and encoded images.
+    images: its encoded images, if encoders read them; None without images.
     image_nbytes: bytes of each image.
     is_held: its images are no longer needed; a lease that refers to them keeps them.
     missing: count of ``parts`` that are not READY.
@@ -93,19 +93,24 @@ class PositionRecord:
         self.rejected = False
 
     @classmethod
-    def of(cls, sample: SizedSample, alignment: int) -> PositionRecord:
-        """Start the record of a sized sample."""
+    def of(cls, sample: SizedSample, alignment: int, ranks_read_images: bool = False) -> PositionRecord:
+        """Start the record of a sized sample. ranks_read_images: its images are a part that the backbone reads."""
         record = cls(sample.ref)
         parts = [
             PartRecord(record, size.name, size.nbytes, -(-size.nbytes // alignment) * alignment)
             for size in sample.parts
+            if not ranks_read_images or size.name == TEXT_PART
         ]
-        record.parts = tuple(parts)
-        record.missing = len(parts)
         if sample.image_nbytes:
             nbytes = sum(sample.image_nbytes)
             record.image_nbytes = sample.image_nbytes
-            record.images = PartRecord(record, IMAGES_PART, nbytes, -(-nbytes // alignment) * alignment)
+            images = PartRecord(record, IMAGES_PART, nbytes, -(-nbytes // alignment) * alignment)
+            if ranks_read_images:
+                parts.append(images)
+            else:
+                record.images = images
+        record.parts = tuple(parts)
+        record.missing = len(parts)
         return record
 
     def part(self, name: str) -> PartRecord:

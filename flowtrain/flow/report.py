@@ -154,7 +154,7 @@ def of_replica(members: Sequence[RankReport]) -> RankReport:
     """Merge the reports of a replica's ranks.
 
     Each duration is that of the slowest rank, since the others wait for it at every microbatch. A replica starts with
-    its first rank and finishes with its last.
+    its first rank and finishes with its last. Bytes add up.
     """
     return replace(
         members[0],
@@ -162,5 +162,6 @@ def of_replica(members: Sequence[RankReport]) -> RankReport:
         finished_s=max(member.finished_s for member in members),
         starved_s=max(member.starved_s for member in members),
         fetch_s=max(member.fetch_s for member in members),
+        read_nbytes=sum(member.read_nbytes for member in members),
         microbatch_s=tuple(map(max, zip(*(member.microbatch_s for member in members), strict=True))),
     )

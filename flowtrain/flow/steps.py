@@ -90,6 +90,10 @@ class Steps:
             return unit.index <= self._begun
         return unit.index <= max(self._current, self._asked) + self._lookahead
 
+    def is_turn_to_encode(self, unit_index: int) -> bool:
+        """Whether the backbone has read all units before this one."""
+        return all(map(self._microbatches.is_read, range(self._current, unit_index)))
+
     def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> PlannedUnit | None:
         """Take in the upcoming unit without its rejected samples. Returns its plan if it is planned at once."""
         started = time.time()

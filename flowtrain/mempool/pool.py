@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,8 +19,10 @@ from flowtrain.mempool.tiers.dram import DramRegion, DramSegment
 from flowtrain.mempool.transports.base import Distance
 from flowtrain.mempool.transports.local import LocalTransport
 from flowtrain.mempool.transports.nixl import NixlTransport
+from flowtrain.mempool.transports.point_to_point import PointToPointTransport
 from flowtrain.mempool.transports.registry import TransportRegistry
 from flowtrain.mempool.transports.shared_memory import SharedMemoryTransport
+from flowtrain.mempool.transports.socket_server import SocketServer
 from flowtrain.types.memory import Extent, PoolStats, SegmentExport, Tier
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class Pool:
     transfer_timeout_s: longest time of one read over the network.
     device: this process's part of the pool on its accelerator; closed with the pool.
     is_sparse: pages of the segment take memory when they are first used, not at once.
+    is_private: peers do not map the segment, but receive bytes over a socket (``pool.exchange: point_to_point``).
 
     Raises ConfigError for a segment larger than the address space allows, ResourceError for a network that does not
     start.
@@ -65,6 +69,7 @@ class Pool:
         transfer_timeout_s: float = 30.0,
         device: DeviceSide | None = None,
         is_sparse: bool = False,
+        is_private: bool = False,
     ) -> None:
         if segment_nbytes > address_space.segment_nbytes:
             raise ConfigError(
@@ -85,8 +90,11 @@ class Pool:
         region = DramRegion(address_space, run_id, _node_block(process_index, address_space, processes_per_node))
         transports = TransportRegistry()
         transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_NODE, SharedMemoryTransport(region))
+        transports.register(Tier.DRAM, Tier.DRAM, Distance.PRIVATE, PointToPointTransport(transfer_timeout_s))
+        self._server: SocketServer | None = None
         if self._segment is not None:
             transports.register(Tier.DRAM, Tier.DRAM, Distance.SAME_PROCESS, LocalTransport(self._segment))
+            self._server = SocketServer(partial(getattr, self._segment, "array")) if is_private else None
         self._network: NixlTransport | None = None
         if network == "nixl":
             self._network = NixlTransport(f"flowtrain-{run_id}-{process_index}", transfer_timeout_s)
@@ -105,9 +113,9 @@ class Pool:
             return None
         segment = self._own_segment()
         network = None if self._network is None else self._network.offer(segment.array)
-        return SegmentExport(
-            self._process_index, self._node_id, Tier.DRAM, os.getpid(), segment.fd, len(segment.array), network
-        )
+        fd, offer = (segment.fd, None) if self._server is None else (-1, self._server.offer)
+        nbytes, pid = len(segment.array), os.getpid()
+        return SegmentExport(self._process_index, self._node_id, Tier.DRAM, pid, fd, nbytes, network, socket=offer)
 
     def exports(self) -> list[SegmentExport]:
         """Return what peers need to read this process's segments, one per tier."""
@@ -259,6 +267,8 @@ class Pool:
         self._reader.close()
         if self._device is not None:
             self._device.close()
+        if self._server is not None:
+            self._server.close()
         if self._segment is not None:
             self._segment.close()
 

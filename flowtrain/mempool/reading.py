@@ -200,8 +200,10 @@ class PoolReader:
                     "of the own segment)"
                 )
             distance = Distance.SAME_PROCESS
+        elif export.node_id != self._node_id:
+            distance = Distance.OTHER_NODE
         else:
-            distance = Distance.SAME_NODE if export.node_id == self._node_id else Distance.OTHER_NODE
+            distance = Distance.SAME_NODE if export.socket is None else Distance.PRIVATE
         return source, self._transports.choose(export.tier, Tier.DRAM, distance)
 
     def _open_window(self, export: SegmentExport, transport: Transport) -> None:

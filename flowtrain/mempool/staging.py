@@ -66,6 +66,11 @@ class DeviceStaging:
             pool.copy_to_device(*by_tier[Tier.HBM])
             self._stage(pool, *by_tier[Tier.DRAM])
 
+    def put(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, valid as of ``get_batch``."""
+        with self.aside():
+            return data.pin_memory().to(self._device, non_blocking=True)
+
     def mark(self) -> torch.Event:
         """Return an event after all work started aside so far, for ``hand_over``."""
         return self._stream.record_event()

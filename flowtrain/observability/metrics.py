@@ -48,6 +48,8 @@ class StepMetrics:
     """Time that encoders waited for pool memory, sum over encoders."""
     fetch_s: float
     """Time to read the step from the pool: mean over replicas of each replica's slowest rank."""
+    read_nbytes: int
+    """Bytes of features or encoded images that ranks read, over all ranks."""
     plan_digest: str
     """Digest of the step's plan; ``flowtrain pack`` predicts the same."""
     plan_time_s: float

@@ -32,7 +32,7 @@ class ProgressState:
     pool_bound_nbytes: int
     """Bound DRAM of all segments together."""
     num_encoders: int = 1
-    """Encoder replicas that ``blocked_s`` sums over."""
+    """Encoder replicas that ``blocked_s`` sums over; 0 in modes without encoder actors, where it is not shown."""
 
     @property
     def starved_share(self) -> float:
@@ -216,7 +216,7 @@ def _figures(state: ProgressState, eval_loss: float | None) -> list[str]:
         f"{metrics.tokens_per_s:,.0f} tokens/s",
         f"pool {state.pool_share:.0%}",
         f"starved {state.starved_share:.0%}",
-        f"blocked {state.blocked_share:.0%}",
+        *([f"blocked {state.blocked_share:.0%}"] if state.num_encoders else []),
         f"quarantined {metrics.rejected}",
         *([f"skipped {metrics.skipped_steps}"] if metrics.skipped_steps else []),
     ]

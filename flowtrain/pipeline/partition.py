@@ -34,6 +34,11 @@ class Stage:
     has_backward: bool = True
     """False for a frozen module that gets no gradients."""
 
+    @property
+    def text(self) -> str:
+        """Its module and layers."""
+        return f"{self.module.value} {f'{self.layers.start}-{self.layers.stop - 1}' if self.layers else 'no layers'}"
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderSplit:
@@ -84,6 +89,18 @@ class Partition:
     def frozen(self) -> frozenset[StageModule]:
         """Modules whose stages have no backward."""
         return frozenset(stage.module for stage in self.stages if not stage.has_backward)
+
+    @property
+    def text(self) -> str:
+        """Each stage's layers and its rank, in the order of the flow; a semicolon ends a segment."""
+        segments: list[list[str]] = [[] for _ in range(self.num_segments)]
+        for stage in self.stages:
+            segments[stage.segment].append(f"{stage.text} @{stage.rank}")
+        return "; ".join(", ".join(segment) for segment in segments)
+
+    def rank_text(self, rank: int) -> str:
+        """Return the layers on a rank, in the order of the flow."""
+        return ", ".join(stage.text for stage in self.of_rank(rank))
 
     @property
     def entry_rank(self) -> int:

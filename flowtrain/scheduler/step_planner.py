@@ -36,6 +36,7 @@ class StepPlanner:
         max_batch_patches: Mapping[str, int],
         alignment: int,
         seed: int = 0,
+        has_encode_batches: bool = True,
     ) -> None:
         """Resolve the methods; an unknown name raises ConfigError here, not at the first step.
 
@@ -45,6 +46,7 @@ class StepPlanner:
         max_batch_patches: by encoder, in the configuration's order.
         alignment: of parts in the pool, in bytes.
         seed: for packing methods that draw random numbers; combined with the unit's index.
+        has_encode_batches: False in modes without encoder actors.
         """
         assert min(dp_size, microbatch_tokens, num_buckets, alignment) >= 1
         get_packer(packing), get_dispatcher(dispatch)
@@ -55,7 +57,8 @@ class StepPlanner:
         self._packing = packing
         self._num_buckets = num_buckets
         self._dispatch = dispatch
-        self._max_batch_patches = dict(max_batch_patches)
+        self._encoders = tuple(max_batch_patches)
+        self._max_batch_patches = dict(max_batch_patches) if has_encode_batches else {}
         self._alignment = alignment
         self._seed = seed
 
@@ -73,6 +76,7 @@ class StepPlanner:
             max_batch_patches={name: encoder.max_batch_patches for name, encoder in config.encoders.items()},
             alignment=config.pool.alignment,
             seed=config.seed,
+            has_encode_batches=config.has_encoder_actors,
         )
 
     def warm_up(self) -> None:
@@ -82,23 +86,21 @@ class StepPlanner:
         uneven = [capacity if i == 0 else 1 + (i % 3) * capacity // 4 for i in range(count)]
         for sizes in (similar, uneven):  # each takes other branches in the methods
             samples = [
-                SizedSample(
-                    SampleRef(i, 0, i, 0), size, 1, 1, tuple(PartSize(e, 1, 1, 1, 1) for e in self._max_batch_patches)
-                )
+                SizedSample(SampleRef(i, 0, i, 0), size, 1, 1, tuple(PartSize(e, 1, 1, 1, 1) for e in self._encoders))
                 for i, size in enumerate(sizes)
             ]
             self.plan(Unit(0, UnitKind.TRAIN, 1, 0, count), samples)
 
     def sizes_of(self, samples: Sequence[SizedSample]) -> SampleSizes:
         """Return the columns that ``plan`` works on, from sized samples in any order."""
-        return SampleSizes.of(samples, self._max_batch_patches, self._alignment)
+        return SampleSizes.of(samples, self._encoders, self._alignment)
 
     def plan(self, unit: Unit, samples: SampleSizes | Sequence[SizedSample]) -> StepPlan:
         """Plan one unit from its samples without the rejected ones; the order of ``samples`` does not matter.
 
         Every rank gets the same number of microbatches; without samples, one of zero weight. Encode batches are in the
-        order of the slots; a unit chosen from ready samples has none. Raises ConfigError for a sample that is longer
-        than a microbatch.
+        order of the slots; a unit chosen from ready samples, or without encoder actors, has none. Raises ConfigError
+        for a sample that is longer than a microbatch.
         """
         sizes = samples if isinstance(samples, SampleSizes) else self.sizes_of(samples)
         self._check(unit, sizes)

@@ -35,6 +35,7 @@ _CORRUPT, _UNREACHED = "corrupt", "unreached"
 """What the names of checkpoints that were set aside begin with."""
 _SIZES_ALONE = 1
 """Schema without checksums, also of ``meta.json`` itself; it is still read."""
+EVEN_CHUNKS = "chunks="
 _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -42,8 +43,8 @@ _FINAL_NAME = re.compile(r"^step-(\d{8,})$")
 class CheckpointMeta:
     """Contents of ``meta.json``.
 
-    A resume is exact to the bit only with the same degrees, ``num_chunks``, ``gradient_reduction``, ``num_threads`` and
-    ``torch_version``.
+    A resume is exact to the bit only with the same degrees, ``partition``, ``gradient_reduction``, ``num_threads`` and
+    ``torch_version``, and in modes that compute features alike.
     """
 
     step: int
@@ -57,8 +58,10 @@ class CheckpointMeta:
     torch_version: str
     pp_size: int = 1
     tp_size: int = 1
-    num_chunks: int = 1
-    """Slices of the layers on each pipeline rank."""
+    mode: str = "decoupled"
+    partition: str = f"{EVEN_CHUNKS}1"
+    """Which layers were on which pipeline rank, as ``Partition.text``; ``chunks=N`` in older checkpoints: N slices on
+    each rank, of equal sizes."""
     gradient_reduction: str | None = None
     """``microbatch`` or ``step``, as the ranks decided; None in older checkpoints, which summed once a step."""
     trained: tuple[str, ...] = ()
@@ -181,6 +184,8 @@ def read_meta(directory: Path) -> CheckpointMeta:
             values["files"] = {name: {"nbytes": nbytes, "crc32": None} for name, nbytes in values["files"].items()}
         elif (expected := values.pop("crc32")) != (found := _crc32(values)) or _sealed(values) != text:
             raise CheckpointError(f"{path} is damaged: it has CRC-32 {found} where {expected} was written")
+        if "partition" not in values:
+            values["partition"] = f"{EVEN_CHUNKS}{values.pop('num_chunks', 1)}"
         values["trained"] = tuple(values.get("trained", ()))
         return CheckpointMeta(**values | {"files": {name: FileSum(**each) for name, each in values["files"].items()}})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowtrain.types.wire import message
 
@@ -47,6 +47,16 @@ class DeviceExport:
 
 
 @dataclass(frozen=True, slots=True)
+class SocketOffer:
+    """How a peer on the same node asks for a segment's bytes over a Unix socket."""
+
+    name: str
+    """Of the socket, in the abstract namespace."""
+    token: bytes = field(repr=False)
+    """Secret that a reader presents."""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentExport:
     """What a process publishes about its bound memory in one tier, so that a peer can map it."""
 
@@ -57,13 +67,15 @@ class SegmentExport:
     tier: Tier
     pid: int
     fd: int
-    """The segment's ``memfd``; -1 in HBM."""
+    """The segment's ``memfd``; -1 if peers cannot map it, as in HBM."""
     bound_nbytes: int
     """Bytes bound, from the segment's start."""
     network: bytes | None = None
     """What the network transport of a peer on another node needs; None if the process is not on the network."""
     device: DeviceExport | None = None
     """How a peer maps device memory; None in DRAM."""
+    socket: SocketOffer | None = None
+    """How a peer asks for bytes of a segment that it cannot map (``pool.exchange: point_to_point``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class PartLocation:
     extents: tuple[Extent, ...]
     pieces: tuple[int, ...] = ()
     """Bytes of each image, for a part of encoded images; they follow each other in the extents."""
+    ref: SampleRef | None = None
+    """The sample, for a part of encoded images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,10 @@ class LocatedTexts:
 
     location: MicrobatchLocation
     texts: tuple[bytes, ...] | None
-    """Bytes of its text parts, in the order of the location; None: their owner died, so nothing is read now."""
+    """Bytes of its text parts, in the order of the location; None: an owner died, so nothing is read now."""
     image_sizes: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """In ``monolithic`` mode: of each sample with images, in the order of the location, height and width (pixels) of
-    each image as it enters the tower."""
+    """In ``monolithic`` mode: of each sample with images, in the order of the location and without those of
+    ``rejections``, height and width (pixels) of each image as it enters the tower."""
     rejections: tuple[Rejection, ...] = ()
     """In ``monolithic`` mode: samples with an image that cannot be decoded; the replica leaves them out."""
 
@@ -143,6 +145,8 @@ class RankReport:
     """Seconds of each microbatch's forward and backward, by slot, without waits for data. Empty for an evaluation."""
     rewound_to: int | None = None
     """Step of the checkpoint to which weights and optimizer went back after the unit; None: they did not."""
+    read_nbytes: int = 0
+    """Bytes of features or encoded images that this rank read for the unit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ class NodeFacts:
     """Bytes of models that the cache lacks."""
     no_hub: str | None = None
     """Why models that the cache lacks cannot be fetched; None if they can, or if none are lacking."""
+    lacks_mps: bool = False
+    """Whether it has CUDA devices and no MPS daemon."""
     clock_s: float = 0.0
     """The node's clock minus the driver's."""
     clock_error_s: float = 0.0

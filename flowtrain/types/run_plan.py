@@ -77,7 +77,8 @@ class Plan:
         """Whether all encoders and the backbone take turns on one accelerator."""
         actors = [*self.encoders.values(), self.backbone]
         shares = [each.num_devices for each in actors]
-        return all(each.num_actors == 1 for each in actors) and min(shares) > 0.0 and sum(shares) <= 1.0
+        is_alone = bool(self.encoders) and all(each.num_actors == 1 for each in actors)
+        return is_alone and min(shares) > 0.0 and sum(shares) <= 1.0
 
     def modules(self) -> Iterator[tuple[str, ModulePlan]]:
         """Iterate over (name, plan) of all modules: encoders, backbone, feeder."""

@@ -13,6 +13,8 @@ TEXT_PART = "text"
 """Name of the part that holds a sample's token ids and labels."""
 IMAGES_PART = "images"
 """Name of the part that holds a sample's encoded images, one after another. Any other part has its encoder's name."""
+FED_PARTS = (TEXT_PART, IMAGES_PART)
+"""Parts that feeders produce."""
 
 
 EVAL_POSITION_BASE = 1 << 60

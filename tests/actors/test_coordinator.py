@@ -87,7 +87,7 @@ class World:
     async def run(self, unit: int, begins_next: bool = True) -> None:
         """Run a unit on the only replica. begins_next: it asks for the next one with its report."""
         assert await self.coordinator.begin(unit)
-        plan = (await soon(self.coordinator.next_plan(unit))).plan
+        plan = (await soon(self.coordinator.next_plan(unit, 0))).plan
         assert plan is not None
         for slot in range(len(plan.slots)):
             (location,) = (await soon(self.coordinator.locate(unit, slot, 0))).locations
@@ -133,7 +133,7 @@ def play(scenario: Scenario, poll_s: float = FOREVER_S, **flow_options: Any) -> 
 def test_a_sized_unit_wakes_encoders_and_replicas() -> None:
     async def scenario(world: World) -> None:
         lease = await waiting(world.lease())
-        plan = await waiting(world.coordinator.next_plan(0))
+        plan = await waiting(world.coordinator.next_plan(0, 0))
         await world.size_next()
         assert (await soon(lease)).lease is not None
         assert (await soon(plan)).plan.unit.index == 0
@@ -158,7 +158,7 @@ def test_a_replica_gets_as_many_as_it_has_room_for_and_releases_with_the_questio
     async def scenario(world: World) -> None:
         await world.size_next()
         await world.encode_all()
-        plan = (await soon(world.coordinator.next_plan(0))).plan
+        plan = (await soon(world.coordinator.next_plan(0, 0))).plan
         assert plan is not None and plan.num_slots == 3
         slots = [None, None, None] if arrival else [0, 1, 2]
         first = (await soon(world.coordinator.locate(0, slots[0], 0, (), 2))).locations
@@ -176,7 +176,7 @@ def test_a_replica_gets_as_many_as_it_has_room_for_and_releases_with_the_questio
 def test_in_arrival_order_a_part_that_is_ready_wakes_replicas_that_wait_for_a_plan() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
-        plan = await waiting(world.coordinator.next_plan(0))
+        plan = await waiting(world.coordinator.next_plan(0, 0))
         said = await world.coordinator.describe_wait(0, None, 0)
         assert "unit 0 is not planned yet, which waits for 3 parts: vision of position 0" in said
         assert said.endswith("feeders size unit 1 next")
@@ -298,7 +298,7 @@ def test_a_stop_ends_every_wait() -> None:
         feed = await waiting(coordinator.feed(feeder, FeedReport()))
         lease = await waiting(coordinator.lease(world.encoder.index, VISION, 0))
         location = await waiting(coordinator.locate(1, 0, 0))
-        plan = await waiting(coordinator.next_plan(3))
+        plan = await waiting(coordinator.next_plan(3, 0))
         full = await waiting(coordinator.wait_for_room(feeder))
         await coordinator.request_stop()
         assert not await coordinator.begin(1)
@@ -331,7 +331,7 @@ def test_waits_end_with_nothing_when_their_time_is_up() -> None:
         coordinator = world.coordinator
         order = await soon(world.lease())
         assert order.lease is None and not order.stop
-        assert await soon(coordinator.next_plan(0)) == PlanReply(None, is_past_end=False)
+        assert await soon(coordinator.next_plan(0, 0)) == PlanReply(None, is_past_end=False)
         assert await soon(coordinator.locate(0, 0, 0)) == LocateReply((), is_past_end=False)
         assert await soon(coordinator.events()) == ()
         order = await soon(coordinator.wait_for_room(world.feeder.index))
@@ -376,7 +376,7 @@ def test_no_call_waits_for_events_once_they_ended() -> None:
 def test_a_plan_past_the_end_is_reported_as_none() -> None:
     async def scenario(world: World) -> None:
         await world.size_next()
-        assert await soon(world.coordinator.next_plan(1)) == PlanReply(None, is_past_end=True)
+        assert await soon(world.coordinator.next_plan(1, 0)) == PlanReply(None, is_past_end=True)
 
     play(scenario, num_steps=1)
 
@@ -414,11 +414,11 @@ def test_a_packed_question_has_the_answer_of_its_method() -> None:
         async def ask(name: str, *args: Any, **kwargs: Any) -> Any:
             return pickle.loads(await soon(world.coordinator.answer(pickle.dumps((name, args, kwargs)))))
 
-        assert await ask("next_plan", 7) == PlanReply(None, is_past_end=False)
+        assert await ask("next_plan", 7, 0) == PlanReply(None, is_past_end=False)
         for _ in range(2):
             await world.size_next()
         for unit in (0, 1, 0):
-            assert await ask("next_plan", unit) == await world.coordinator.next_plan(unit)
+            assert await ask("next_plan", unit, 0) == await world.coordinator.next_plan(unit, 0)
         assert await ask("begin", unit=0) is True
         with pytest.raises(PoolError, match="cannot be released"):
             await ask("release", 0, (0,), 0)
@@ -433,7 +433,7 @@ def test_the_end_of_a_unit_brings_the_next_plan_and_whether_to_go_on() -> None:
         await world.encode_all()
         coordinator = world.coordinator
         assert await coordinator.begin(0)
-        plan = (await soon(coordinator.next_plan(0))).plan
+        plan = (await soon(coordinator.next_plan(0, 0))).plan
         for slot in range(plan.num_slots):
             await soon(coordinator.locate(0, slot, 0))
             ends = slot == plan.num_slots - 1

@@ -150,7 +150,8 @@ class FakeCoordinator(CoordinatorLink):
             raise self.error
         return getattr(self, method)(*args)
 
-    def next_plan(self, unit: int) -> PlanReply:
+    def next_plan(self, unit: int, dp_rank: int) -> PlanReply:
+        assert dp_rank == REPLICA
         if unit >= self.ends_at:
             return PlanReply(None, is_past_end=True)
         if unit < len(self.plans):
@@ -223,6 +224,7 @@ def start(
     arrival: bool = False,
     depth: int = 2,
     limits: LimitsConfig | None = None,
+    whole_units: bool = False,
 ) -> Prefetcher:
     return Prefetcher(
         name="rank",
@@ -234,6 +236,7 @@ def start(
         depth=depth,
         arrival=arrival,
         first_unit=0,
+        whole_units=whole_units,
     )
 
 
@@ -460,6 +463,24 @@ def test_no_more_is_fetched_ahead_than_asked_for() -> None:
 
 
 @pytest.mark.parametrize("arrival", [False, True])
+def test_a_whole_unit_is_delivered_once_all_of_it_is_read(arrival: bool) -> None:
+    link = FakeCoordinator(num_units=2, num_slots=4)
+    link.pool.lost.add(link.parts[2][VISION][0].gva)
+    link.ready.remove((0, 3))
+    with prefetcher(link, depth=1, arrival=arrival, whole_units=True) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: link.num_located() > 5)
+        assert fetching._microbatches.empty()
+        link.make(2)
+        wait_for(lambda: len(link.released) == 3)
+        assert fetching._microbatches.empty()
+        link.make_ready((0, 3))
+        assert sorted(fetching.next_microbatch().slot for _ in range(4)) == [0, 1, 2, 3]
+        fetching.next_plan()
+        assert [fetching.next_microbatch().slot for _ in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("arrival", [False, True])
 def test_what_was_read_is_released_before_anything_is_waited_for(arrival: bool) -> None:
     """Otherwise memory of later units would wait in the pool for another rank, whose earlier unit may need it."""
     link = FakeCoordinator(num_units=3, num_slots=2)
@@ -548,7 +569,7 @@ def test_being_far_ahead_is_no_stall() -> None:
     link.ends_at = 5
     limits = LimitsConfig(stall_warning_s=0.01, stall_timeout_s=0.02)
     with prefetcher(link, depth=8, limits=limits) as fetching:
-        wait_for(lambda: sum(call == ("next_plan", 1) for call in link.calls) > 10)
+        wait_for(lambda: sum(call == ("next_plan", 1, REPLICA) for call in link.calls) > 10)
         time.sleep(0.05)
         fetching.next_plan()
         assert [fetching.next_microbatch().slot for _ in range(3)] == [0, 1, 2]
@@ -558,7 +579,7 @@ def test_the_end_of_the_run_ends_the_thread() -> None:
     link = FakeCoordinator(num_units=2)
     with prefetcher(link, depth=8) as fetching:
         wait_for(lambda: not fetching._thread.is_alive())
-        assert link.calls[-1] == ("next_plan", 2)
+        assert link.calls[-1] == ("next_plan", 2, REPLICA)
 
 
 def test_a_stop_ends_the_wait_for_a_microbatch_that_never_comes() -> None:
@@ -593,13 +614,14 @@ def test_close_ends_the_thread_in_every_state(state: str) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("arrival", [False, True])
 def test_a_replica_reads_features_once_and_texts_once(tp: int, pp: int, arrival: bool) -> None:
-    link = FakeCoordinator(num_units=2)
+    link, counted = FakeCoordinator(num_units=2), 0
     with replica(link, tp, pp, depth=2, arrival=arrival) as ranks:
         for unit in range(2):
             assert all(rank.next_plan() == link.plans[unit] for rank in ranks)
             for slot in range(3):
                 first = unit * 6 + slot * 2
                 for rank, fetched in enumerate(all_take(ranks)):
+                    counted += fetched.read_nbytes
                     assert (fetched.slot, positions_of(fetched)) == (slot, [first, first + 1])
                     texts = [int(sample.text[0, 0]) for sample in fetched.batch.samples]  # type: ignore[attr-defined]
                     assert texts == [first, first + 1]
@@ -609,6 +631,7 @@ def test_a_replica_reads_features_once_and_texts_once(tp: int, pp: int, arrival:
                         assert fetched.batch.features is None
     read_nbytes = {gva: sum(nbytes for base, nbytes in link.pool.read if base == gva) for gva, _ in link.pool.read}
     assert read_nbytes == {gva: array.nbytes for gva, array in link.pool.memory.items()}, "each byte once"
+    assert counted == sum(nbytes for base, nbytes in link.pool.read if nbytes != TEXT_NBYTES)
     assert sorted(link.released) == [(unit, slot) for unit in range(2) for slot in range(3)]
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from flowtrain.actors.decoding import ImageReader
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.pooling import join_pool
@@ -29,7 +32,7 @@ from flowtrain.flow.units import units_left
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.training.batch import SampleArrays, SampleText
+from flowtrain.training.batch import ImageBatch, SampleArrays, SampleText
 from flowtrain.types.events import LedgerRow, Rejected, UnitDone
 from flowtrain.types.messages import RankReport
 from flowtrain.types.samples import Rejection
@@ -39,6 +42,8 @@ from tests.actors.scripted import new_run_id
 from tests.data.kept import KeepingShelf
 
 VISION = "vision"
+PIXELS: dict[int, list[np.ndarray]] = {}
+"""Of every good position; ``expected`` fills it."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,11 +67,18 @@ class Rank:
         self._link = link
         self._member = join_pool(link, config.pool, run_id, "backbone-dp0-pp0-tp0", 0, "backbone")
         self.samples: dict[int, SampleArrays] = {}
+        self.num_rows: dict[int, int] = {}
+        self.pixels: list[torch.Tensor] = []
         self.num_done = 0
         family = family_from_config(config)
+        is_monolithic = config.mode == "monolithic"
+        preprocess = partial(family.preprocess, VISION)
+        images = ImageReader(self._member.pool, preprocess, config.data.max_image_pixels, num_threads=2)
         reader = MicrobatchReader(
             dp_rank=0,
             pool=self._member.pool,
+            rows_of=family.encoder_skeleton(VISION).shape.num_rows if is_monolithic else None,
+            images=images if is_monolithic else None,
             pack=_Samples,  # type: ignore[arg-type]  # keeps them instead of packing
             feature_dim=family.feature_dim(VISION),
             feature_dtype=torch.float32,
@@ -82,6 +94,7 @@ class Rank:
             depth=2,
             arrival=config.data.order == "arrival",
             first_unit=0,
+            whole_units=config.exchanges_units,
         )
 
     def run(self, stop_after: int | None = None) -> int:
@@ -108,20 +121,25 @@ class Rank:
 
     def _keep(self, batch: _Samples) -> None:
         features = batch.features
+        if batch.images is not None:
+            assert batch.images.sizes == tuple(tuple(each.shape[1:]) for each in batch.images.pixels)
+            self.pixels += batch.images.pixels
         for sample in batch.samples:
             assert sample.position not in self.samples, "no sample is trained on twice"
+            self.num_rows[sample.position] = sample.num_rows
             mine, features = features[: sample.num_rows], features[sample.num_rows :]
             self.samples[sample.position] = SampleArrays(
-                sample.position, sample.text, mine.clone() if sample.num_rows else None
+                sample.position, sample.text, mine.clone() if len(mine) else None
             )
 
 
+@dataclass
 class _Samples:
     """The samples of a microbatch; stands in for a packed one."""
 
-    def __init__(self, samples: list[SampleText]) -> None:
-        self.samples = samples
-        self.features = torch.empty(0)
+    samples: list[SampleText]
+    features: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    images: ImageBatch | None = None
 
     @property
     def feature_index(self) -> range:
@@ -148,7 +166,7 @@ def run_everybody(
             Background(Feeder(config, run_id, run_spec.indexes, feeder, count, nbytes).run, link)
             for feeder in range(count)
         ]
-        for index, encoder in enumerate(encoders):
+        for index, encoder in enumerate(encoders if config.has_encoder_actors else ()):
             producers.append(Background(encoder(config, VISION, f"encoder-{index}", run_id).run, link))
         rank = Rank(config, link, run_id)
         running = Background(rank.run, stop_after)
@@ -170,6 +188,7 @@ def expected(config: RunConfig) -> dict[int, SampleArrays]:
     feed = Feed.from_config(config, shelf=shelf)
     module = family.load_encoder(VISION)
     samples = {}
+    PIXELS.clear()
     for unit in units_left(first_flow_settings(prepare(config))):
         for position, outcome in shelf.outcomes(feed.next_unit(unit)).items():
             if isinstance(outcome, Rejection) or outcome[0].ref.row == TORN_ROW:
@@ -177,6 +196,7 @@ def expected(config: RunConfig) -> dict[int, SampleArrays]:
             sample, data, _ = outcome
             images = sources.read(sample.ref).images
             pixels = [family.preprocess(VISION, decode_image(image.read())) for image in images]
+            PIXELS[position] = pixels
             rows = [features for image in pixels for features in module.encode([image])]
             text = np.frombuffer(data, np.int32).reshape(2, -1)
             samples[position] = SampleArrays(position, text, torch.cat(rows) if rows else None)
@@ -203,6 +223,56 @@ def test_a_rank_gets_every_good_sample_once(config: RunConfig, expected: dict[in
     assert sorted(row.row for row in ledger if row.state == "rejected") == [TORN_ROW, OVERSIZED_ROW]
     assert rank.samples.keys() == expected.keys()
     check_samples(rank.samples, expected)
+
+
+@pytest.mark.parametrize("change", ["mode=disaggregated", "pool.exchange=point_to_point"])
+@pytest.mark.parametrize("order", ["deterministic", "arrival"])
+def test_a_step_begins_when_all_its_features_are_there(
+    config: RunConfig, expected: dict[int, SampleArrays], order: str, change: str
+) -> None:
+    rank, ledger, rejected, _ = run_everybody(override_config(config, [change, f"data.order={order}"]))
+    assert sorted(row.position for row in ledger) == list(range(BATCH * NUM_STEPS))
+    assert sorted(rejected) == [TORN_ROW, OVERSIZED_ROW]
+    assert rank.samples.keys() == expected.keys()
+    check_samples(rank.samples, expected)
+
+
+@pytest.mark.parametrize("order", ["deterministic", "arrival"])
+def test_a_monolithic_rank_gets_every_good_sample_and_rejects_the_torn_one(
+    config: RunConfig, expected: dict[int, SampleArrays], order: str
+) -> None:
+    rank, ledger, rejected, num_units = run_everybody(
+        override_config(config, ["mode=monolithic", f"data.order={order}"])
+    )
+    assert num_units == NUM_STEPS
+    assert sorted(row.position for row in ledger) == list(range(BATCH * NUM_STEPS))
+    assert sorted(rejected) == [TORN_ROW, OVERSIZED_ROW]
+    assert sorted(row.row for row in ledger if row.state == "rejected") == [TORN_ROW, OVERSIZED_ROW]
+    assert rank.samples.keys() == expected.keys()
+    in_order = [array for position in rank.samples for array in PIXELS[position]]
+    assert len(in_order) == len(rank.pixels) > 0
+    assert all(np.array_equal(array, pixels) for array, pixels in zip(in_order, rank.pixels, strict=True))
+    for position, sample in rank.samples.items():
+        features = expected[position].features
+        assert sample.features is None
+        assert rank.num_rows[position] == (0 if features is None else len(features))
+        assert np.array_equal(sample.text, expected[position].text)
+
+
+def test_without_vision_texts_and_token_counts_stay_and_no_image_is_decoded(
+    config: RunConfig, expected: dict[int, SampleArrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object) -> None:
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr("flowtrain.data.images.decode_image", never)
+    rank, ledger, rejected, _ = run_everybody(override_config(config, ["mode=llm_only"]))
+    assert [row.position for row in ledger] == list(range(BATCH * NUM_STEPS))
+    assert rejected == [OVERSIZED_ROW], "a torn image has a good header"
+    assert rank.samples.keys() == {*expected, TORN_ROW}
+    for position, sample in expected.items():
+        assert np.array_equal(rank.samples[position].text, sample.text)
+    assert not any(rank.num_rows.values())
 
 
 def test_a_stop_ends_all_actors_after_the_running_step(config: RunConfig, expected: dict[int, SampleArrays]) -> None:

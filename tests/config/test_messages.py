@@ -78,6 +78,16 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
             "pool.hbm_segment_nbytes (2097152) is larger than pool.max_segment_nbytes (1048576); raise the second",
         ),
         (
+            ["pool.exchange=point_to_point", "pool.network=auto"],
+            "pool.exchange ('point_to_point') works inside one node, and pool.network ('auto') lets a run use several; "
+            "set the second to 'none', or the first to 'pool'",
+        ),
+        (
+            ["pool.exchange=point_to_point", "pool.hbm_segment_nbytes=4096", "model.device=auto"],
+            "pool.hbm_segment_nbytes (4096) is memory that others map, and pool.exchange ('point_to_point') maps none "
+            "for features; set the first to 0",
+        ),
+        (
             ["pool.max_processes=6", "backbone.data_parallel_size=4", "data.num_feeders=2"],
             "pool.max_processes (6) is less than the 7 processes of the pool (backbone ranks, encoders, feeders); "
             "raise it to at least pool.processes_per_node times the number of nodes",

@@ -80,6 +80,31 @@ def test_what_decides_the_losses_may_not(minimal: Path, override: str, fault: st
     assert config_digest(old) != config_digest(new)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("decoupled", "colocated"), ("colocated", "monolithic"), ("monolithic", "disaggregated")],
+)
+def test_the_mode_may_change(minimal: Path, old: str, new: str) -> None:
+    before, after = load_config(minimal, [f"mode={old}"]), load_config(minimal, [f"mode={new}"])
+    check_resumable(before, after)
+    assert config_digest(before) == config_digest(after)
+
+
+@pytest.mark.parametrize(("old", "new"), [("llm_only", "decoupled"), ("monolithic", "llm_only")])
+def test_a_run_without_images_stays_one(minimal: Path, old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=f"mode was '{old}', is now '{new}'; 'llm_only' trains without images"):
+        check_resumable(load_config(minimal, [f"mode={old}"]), load_config(minimal, [f"mode={new}"]))
+
+
+def test_an_encoder_stays_frozen_or_trained(minimal: Path) -> None:
+    frozen = load_config(minimal, ["mode=monolithic"])
+    trained = load_config(minimal, ["mode=monolithic", "encoders.vision.trainable=true"])
+    with pytest.raises(ConfigError, match=r"encoders.vision.trainable was False, is now True; .* no optimizer state"):
+        check_resumable(frozen, trained)
+    with pytest.raises(ConfigError, match=r"encoders.vision.trainable was True, is now False; .* its trained weights"):
+        check_resumable(trained, load_config(minimal))
+
+
 def test_a_run_may_only_grow(minimal: Path) -> None:
     with pytest.raises(ConfigError, match=r"training.max_steps was 4, is now 3; it may only grow"):
         check_resumable(load_config(minimal), load_config(minimal, ["training.max_steps=3"]))

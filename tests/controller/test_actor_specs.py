@@ -118,6 +118,33 @@ def test_those_that_share_a_device_are_in_one_bundle() -> None:
     assert len(bundles_of(actor_specs_of(Plan({"vision": whole}, whole, feeder=ModulePlan())))) == 2
 
 
+def colocated(dp: int, pp: int, tp: int, encoder_tp: int = 1, devices: bool = True) -> Plan:
+    rank = ModulePlan(dp, tp, pp, num_cpus=1.0, num_devices=0.6 * devices)
+    replicas = rank.num_actors // encoder_tp
+    encoder = ModulePlan(replicas, encoder_tp, num_cpus=0.5, num_devices=0.4 * devices, segment_nbytes=1 << 20)
+    return Plan({"vision": encoder}, rank, ModulePlan(segment_nbytes=1 << 16), mode="colocated")
+
+
+@given(DEGREES, DEGREES, st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]), st.booleans())
+def test_encoders_are_where_the_ranks_are_whose_devices_they_share(
+    dp: int, pp: int, tps: tuple[int, int], devices: bool
+) -> None:
+    tp, encoder_tp = tps
+    specs = actor_specs_of(colocated(dp, pp, tp, encoder_tp, devices))
+    bundles, indices = bundles_of(specs), bundle_indices(specs)
+    gpus = {"GPU": float(tp)} if devices else {}
+    assert bundles == [{"CPU": 1.5 * tp, **gpus}] * (dp * pp)
+    for index in range(len(bundles)):
+        members = [spec for spec, where in zip(specs, indices, strict=True) if where == index and spec.bundle]
+        ranks = [spec for spec in members if spec.role is Role.BACKBONE]
+        encoders = [spec for spec in members if spec.role is not Role.BACKBONE]
+        assert len(ranks) == len(encoders) == tp
+        assert len({spec.leader or spec.name for spec in encoders}) == tp // encoder_tp, "whole replicas"
+    assert {spec.name for spec in specs if spec.waits} == {
+        spec.name for spec in specs if devices and spec.role in (Role.ENCODER, Role.ENCODER_RANK)
+    }
+
+
 def test_a_type_of_accelerators_is_asked_for_where_there_are_any() -> None:
     typed = ModulePlan(num_cpus=1.0, num_devices=1.0, accelerator_type="H200")
     without = ModulePlan(num_cpus=1.0, accelerator_type="H200")

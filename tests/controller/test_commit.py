@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from flowtrain.training import checkpoint_store
 from flowtrain.training.checksums import FileSum, write_sums
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten
 from flowtrain.types.samples import SamplerState
+from tests.controller.test_cost_keeper import SPEC
 from tests.controller.test_recorder import make_prepared
 
 
@@ -31,7 +33,8 @@ class World:
             forget_before=lambda s: None,
         )
         costs: Any = SimpleNamespace(write=self._write, in_use=make_prepared().cost)
-        self.committer = Committer(make_prepared(), self.files, recorder, costs, self.notes.append)  # type: ignore[arg-type]
+        run_spec = replace(make_prepared(), model_spec=SPEC)
+        self.committer = Committer(run_spec, self.files, recorder, costs, self.notes.append)  # type: ignore[arg-type]
 
     def _write(self, step: int | None = None) -> None:
         if self.is_full:

@@ -11,7 +11,8 @@ import torch
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec, prepare
-from flowtrain.controller.resume import ResumePoint, find_resume_point, other_reduction
+from flowtrain.controller.resume import ResumePoint, check_goes_on, find_resume_point, other_reduction
+from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import RunDir, open_run_dir
 from flowtrain.training.checkpoint_store import CheckpointMeta, commit, temporary_directory
 from flowtrain.types.plan import GradientReduction
@@ -31,7 +32,7 @@ def config(tmp_path: Path) -> RunConfig:
     )
 
 
-def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[ResumePoint, RunSpec]:
+def start_of(config: RunConfig, meta: CheckpointMeta | None, check: bool = False) -> tuple[ResumePoint, RunSpec]:
     files: RunDir = open_run_dir(config, resume=False)
     if meta is not None:
         directory = temporary_directory(files.checkpoints, meta.step, "x")
@@ -40,6 +41,8 @@ def start_of(config: RunConfig, meta: CheckpointMeta | None) -> tuple[ResumePoin
         commit(directory, meta, keep=1)
         write_audit(files, meta.step)
     run_spec = prepare(config)
+    if check:
+        check_goes_on(files, run_spec)
     return find_resume_point(files, run_spec, ()), run_spec
 
 
@@ -67,7 +70,9 @@ def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
     ("changes", "said"),
     [
         ({"dp_size": 2, "pp_size": 1, "tp_size": 2}, "degrees dp=2 pp=1 tp=2, now dp=1 pp=2 tp=1"),
-        ({"num_chunks": 2}, "pipeline.chunks 2, now 1"),
+        ({"partition": "chunks=2"}, "the partition backbone"),
+        ({"partition": "backbone 0-1 @0"}, "the partition backbone 0-1 @0, now backbone 0-1 @0, backbone 2-3 @1"),
+        ({"mode": "monolithic"}, "mode monolithic, now decoupled"),
         ({"num_threads": 3}, "backbone threads 3, now 1"),
         ({"gradient_reduction": "step"}, "backbone.gradient_reduction step, now microbatch"),
         ({"gradient_reduction": None}, "backbone.gradient_reduction step, now microbatch"),
@@ -77,7 +82,7 @@ def test_a_run_goes_on_behind_a_checkpoint_without_a_word_where_nothing_changed(
 def test_what_keeps_a_resume_from_being_exact_is_said(
     config: RunConfig, caplog: pytest.LogCaptureFixture, changes: dict[str, object], said: str
 ) -> None:
-    config = override_config(config, ["backbone.gradient_reduction=microbatch"])
+    config = override_config(config, ["backbone.gradient_reduction=microbatch", "backbone.config.num_hidden_layers=4"])
     start, _ = start_of(config, meta_of(**{"gradient_reduction": "microbatch", **changes}))
     assert start.step == 3
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
@@ -92,3 +97,20 @@ def test_what_the_ranks_decide_is_compared_with_the_checkpoint(config: RunConfig
     )
     assert other_reduction(start, GradientReduction("step", "")) is None
     assert other_reduction(ResumePoint(), now) is None, "a run from the beginning"
+
+
+def test_modes_with_the_same_encode_batches_go_on_exactly(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    start, _ = start_of(override_config(config, ["mode=disaggregated"]), meta_of())
+    assert start.step == 3
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert warning.startswith("the run was in mode decoupled, now disaggregated: losses stay the same")
+
+
+def test_a_trained_encoder_is_not_frozen_by_a_resume(config: RunConfig) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start_of(config, meta_of(mode="monolithic", trained=("connector", "backbone", "encoders.vision")), check=True)
+    assert caught.value.faults[0].key == "encoders.vision.trainable"
+    assert "true, which is now false in mode 'decoupled'" in str(caught.value)
+    trains = override_config(config, ["mode=monolithic", "encoders.vision.trainable=true", "name=trains"])
+    start, _ = start_of(trains, meta_of(mode="monolithic", trained=("encoders.vision",)), check=True)
+    assert start.step == 3

@@ -11,7 +11,7 @@ import flowtrain
 from flowtrain.config.load import override_config
 from flowtrain.config.resume import Change
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.dry_run import DryRunReport
+from flowtrain.controller.dry_run import DryRunReport, foresee_memory
 from flowtrain.controller.predict import image_tokens
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.controller.resume import Resumption, check_goes_on, find_resume_point, foresee_resume
@@ -110,7 +110,7 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     find_resume_point(RunDir(root), first, split.changes)
     assert split.inexact[-1] in caplog.messages
     assert flowtrain.dry_run(first.config, resume=True) == DryRunReport(
-        first, image_tokens(first), foresee_resume(first)
+        first, image_tokens(first), foresee_memory(first), foresee_resume(first)
     )
     with pytest.raises(ConfigError, match="seed was 0, is now 5"):
         flowtrain.dry_run(config(1, "seed=5").config, resume=True)

@@ -143,6 +143,30 @@ def test_a_replica_starts_and_ends_whole(config: RunConfig, actors: FakeActors) 
     assert list(workers.runs.values()) == ["encoder-1", "encoder-1-tp1"]
 
 
+def test_encoders_that_share_devices_start_after_the_ranks(actors: FakeActors) -> None:
+    config = make_config(
+        name="kite",
+        mode="colocated",
+        model={"device": "auto"},
+        encoders={"vision": {"path": "unused"}},
+        backbone={"path": "unused", "data_parallel_size": 2},
+    )
+    specs = actor_specs_of(fixed_plan(config))
+    workers = start_actors(config, specs, None, ActorClasses(), "coordinator", "run", 10)  # type: ignore[arg-type]
+    assert list(workers.actors) == ["backbone-dp0-pp0-tp0", "backbone-dp1-pp0-tp0", "feeder-0"]
+    assert list(workers.roles) == NAMES, "all of them are watched"
+    assert {options["num_gpus"] for _, options, _ in actors.spawned if "num_gpus" in options} == {0.6}
+    log: list[str] = []
+    workers.actors["feeder-0"] = FakeEncoder("feeder-0", log)  # type: ignore[assignment]
+    workers.run_producers()
+    assert log == ["feeder-0 runs with ('link to coordinator',)"]
+    for name in workers.waiting:
+        workers.spawn[name] = lambda name=name: FakeEncoder(name, log)  # type: ignore[misc]
+    workers.start_waiting()
+    assert [line.split()[0] for line in log[1:]] == ["encoder-0", "encoder-1"]
+    assert list(workers.runs.values()) == ["feeder-0", "encoder-0", "encoder-1"]
+
+
 def test_when_one_cannot_be_started_none_is_left(config: RunConfig, actors: FakeActors) -> None:
     actors.refused = "backbone-dp1-pp0-tp0"
     with pytest.raises(ValueError, match="is taken"):

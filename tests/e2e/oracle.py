@@ -39,15 +39,18 @@ class StepOutcome:
 
 
 class PlainLoop:
-    """Trains as the configuration says, without FlowTrain's flow. rejected: rows that cannot be decoded."""
+    """Trains as the configuration says, without FlowTrain's flow. rejected: rows that cannot be decoded.
 
-    def __init__(self, config: RunConfig, rejected_rows: set[int] | None = None) -> None:
+    trains_encoder: the tower too, as far as features depend on it.
+    """
+
+    def __init__(self, config: RunConfig, rejected_rows: set[int] | None = None, trains_encoder: bool = False) -> None:
         self.config = config
         self.rejected_rows = rejected_rows or set()
         self.family = family_from_config(config)
         self.model = self.family.load_joined().train()
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_("vision_tower" not in name)
+            parameter.requires_grad_(trains_encoder or "vision_tower" not in name)
         trained = [(name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad]
         self.named = {backbone_name(name): tensor for name, tensor in trained}
         self.optimizer = self._optimizer()

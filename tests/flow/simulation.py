@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from flowtrain.flow.build import assemble_flow
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.flow import Flow
 from flowtrain.flow.members import Members
-from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder
+from flowtrain.flow.order import ArrivalWindow, ByArrival, InOrder, no_batches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.units import unit_sequence
 from flowtrain.mempool.arena import Arena, Hold
@@ -38,7 +38,8 @@ from flowtrain.types.messages import (
     RankReport,
     Remake,
 )
-from flowtrain.types.plan import Unit, UnitKind
+from flowtrain.types.plan import StepPlan, Unit, UnitKind
+from flowtrain.types.run_plan import ENCODER_MODES, Mode
 from flowtrain.types.samples import (
     IMAGES_PART,
     TEXT_PART,
@@ -108,8 +109,18 @@ def rejection_of(position: int) -> Rejection:
     return Rejection(ref_of(position), RejectReason.CORRUPT_IMAGE, "torn")
 
 
-def planner_of(dp_size: int) -> StepPlanner:
-    return StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT)
+def text_only(sample: SizedSample) -> SizedSample:
+    """A sample as it is sized where nobody reads its images."""
+    return replace(sample, parts=sample.parts[:1], image_nbytes=())
+
+
+def as_text(position: int) -> SizedSample:
+    return text_only(sample_of(position))
+
+
+def planner_of(dp_size: int, mode: Mode = "decoupled") -> StepPlanner:
+    batches = mode in ENCODER_MODES
+    return StepPlanner(dp_size, 16, "best_fit", eq3(16), 2, "zigzag", LIMITS, ALIGNMENT, has_encode_batches=batches)
 
 
 def build_flow(
@@ -124,6 +135,8 @@ def build_flow(
     dp_size: int = 2,
     num_feeders: int = 1,
     trace_steps: int = 0,
+    mode: Mode = "decoupled",
+    in_turn: bool = False,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Flow:
     """Return a flow over ``num_steps`` steps of ``BATCH`` samples. sampler_state: after ``start_step``, by arrival."""
@@ -134,16 +147,19 @@ def build_flow(
         lease_timeout_s=LEASE_TIMEOUT_S,
         keeps_batches=not arrival,
         consumed=ConsumedPositions.at(state),
+        ranks_read_images=mode == "monolithic",
         clock=clock,
     )
     before = unit_sequence(start_step, BATCH, None, eval_every, num_eval, state.next_position // BATCH)
     make_batches = partial(make_encode_batches, max_batch_patches=LIMITS, alignment=ALIGNMENT)
+    if mode not in ENCODER_MODES:
+        make_batches = no_batches  # type: ignore[assignment]
     window = ArrivalWindow(lookahead, num_steps, eval_every)
     return assemble_flow(
         members=Members(SPACE.num_processes, SPACE.num_processes),
         parts=parts,
         order=ByArrival(window, parts, make_batches, state) if arrival else InOrder(),
-        planner=planner_of(dp_size),
+        planner=planner_of(dp_size, mode),
         units=unit_sequence(num_steps, BATCH, None, eval_every, num_eval, start_step),
         leftovers=(unit for unit in before if unit.kind is UnitKind.TRAIN),
         lookahead=lookahead,
@@ -152,12 +168,22 @@ def build_flow(
         dp_size=dp_size,
         num_feeders=num_feeders,
         last_traced_step=start_step + trace_steps,
+        whole_units=mode == "disaggregated" or in_turn,
+        in_turn=in_turn,
     )
 
 
 def located(flow: Flow, unit: int, slot: int | None, dp_rank: int) -> MicrobatchLocation | None:
     """Return where one microbatch lies, or None while it must wait."""
     return next(iter(flow.microbatches.locate(unit, slot, dp_rank)), None)
+
+
+def check_whole(flow: Flow, plan: StepPlan) -> None:
+    """No part of a unit is missing, except of positions that are read."""
+    for position in plan.positions:
+        record = flow.parts[position]
+        assert record.microbatch is not None
+        assert record.microbatch.is_released or flow.parts.is_done(position), "a unit was begun before it was whole"
 
 
 def report_of(unit: Unit, dp_rank: int) -> RankReport:
@@ -201,9 +227,17 @@ class Owner:
 class SimulatedFeeder(Owner):
     """Sizes its share of units. ``begin`` and ``work`` are the work between an order and its report."""
 
-    def __init__(self, index: int, nbytes: int = FED_NBYTES, number: int = 0, num_feeders: int = 1) -> None:
+    def __init__(
+        self,
+        index: int,
+        nbytes: int = FED_NBYTES,
+        number: int = 0,
+        num_feeders: int = 1,
+        keeps_images: bool = True,
+    ) -> None:
         super().__init__(index, nbytes)
         self.number = number
+        self._keeps_images = keeps_images
         self._num_feeders = num_feeders
         self.report: FeedReport | None = FeedReport()
         self._unit: Unit | None = None
@@ -228,7 +262,7 @@ class SimulatedFeeder(Owner):
         self._todo.extend((lost.ref.position, part) for lost in remake for part in lost.parts)
         for position in self._sized:
             self._todo.append((position, TEXT_PART))
-            if sample_of(position).image_nbytes:
+            if sample_of(position).image_nbytes and self._keeps_images:
                 self._todo.append((position, IMAGES_PART))
 
     def work(self, flow: Flow) -> None:
@@ -266,7 +300,7 @@ class SimulatedFeeder(Owner):
             return FeedReport(remade=put, stats=self.stats)
         return FeedReport(
             unit=unit,
-            sized=tuple(sample_of(position) for position in self._sized),
+            sized=tuple(map(sample_of if self._keeps_images else as_text, self._sized)),
             texts=tuple(ready for ready in put if ready.part == TEXT_PART),
             images=tuple(ready for ready in put if ready.part == IMAGES_PART),
             rejections=tuple(rejection_of(position) for position in self._rejected),
@@ -400,13 +434,16 @@ class SimulatedReplica:
             if not check(location):
                 self.lost.append(location.slot)
                 return True
+            read = [part.position for part in location.parts if part.part == IMAGES_PART]
+            bad = tuple(rejection_of(position) for position in read if is_found_bad_late(position))
+            self.flow.reject(self.dp_rank, bad)
             self.flow.microbatches.release(location.unit, (location.slot,), self.dp_rank)
-            read = self.read.setdefault(location.unit, set())
-            assert location.slot not in read
-            read.add(location.slot)
+            done = self.read.setdefault(location.unit, set())
+            assert location.slot not in done
+            done.add(location.slot)
             plan = self.flow.plan_of(location.unit)
             assert plan is not None
-            self.reading += len(read) == plan.num_slots
+            self.reading += len(done) == plan.num_slots
             return True
         if self.reading >= self.unit + self.ahead + self.running:
             return False
@@ -417,5 +454,7 @@ class SimulatedReplica:
         found = self.flow.microbatches.locate(self.reading, slot, self.dp_rank, 1 if self.lost else self.limit)
         if self.lost and found:
             self.lost.popleft()
+        if found and self.flow.microbatches.whole_units:
+            check_whole(self.flow, plan)
         self.located.extend(found)
         return bool(found)

@@ -18,6 +18,7 @@ from flowtrain.flow.units import unit_sequence
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.messages import EncoderReport, Lease, MicrobatchLocation, Span
 from flowtrain.types.plan import Flops, Unit, UnitKind
+from flowtrain.types.run_plan import ENCODER_MODES, Mode
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
 from tests.flow.simulation import (
     ARRIVAL_NBYTES,
@@ -41,10 +42,11 @@ from tests.flow.simulation import (
     rejection_of,
     report_of,
     sample_of,
+    text_only,
 )
 
 DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL, MAX_FEEDERS = 2, 2, 4, 2, 3, 3
-PLANNER = planner_of(DP_SIZE)
+MODES: tuple[Mode, ...] = ("decoupled", "disaggregated", "monolithic", "llm_only")
 
 
 class FlowMachine(RuleBasedStateMachine):
@@ -61,6 +63,8 @@ class FlowMachine(RuleBasedStateMachine):
         limit=st.integers(1, 3),
         num_feeders=st.integers(1, 3),
         short_of_room=st.booleans(),
+        mode=st.sampled_from(MODES),
+        in_turn=st.booleans(),
     )
     def start(
         self,
@@ -74,8 +78,13 @@ class FlowMachine(RuleBasedStateMachine):
         limit: int,
         num_feeders: int,
         short_of_room: bool,
+        mode: Mode,
+        in_turn: bool,
     ) -> None:
         self.now = 0.0
+        self.in_turn = in_turn and mode in ENCODER_MODES
+        self.mode = mode
+        self.planner = planner_of(DP_SIZE, mode)
         self.num_feeders = num_feeders
         self.feeder_nbytes = BATCH * LARGEST_FED_NBYTES if short_of_room else 1 << 14
         check_capacity([self.feeder_nbytes], LARGEST_FED_NBYTES, BATCH, "knob")
@@ -102,6 +111,8 @@ class FlowMachine(RuleBasedStateMachine):
             lookahead=self.lookahead,
             dp_size=DP_SIZE,
             num_feeders=self.num_feeders,
+            mode=self.mode,
+            in_turn=self.in_turn,
             clock=lambda: self.now,
         )
         self.owners: dict[int, Owner] = {}
@@ -122,7 +133,8 @@ class FlowMachine(RuleBasedStateMachine):
         upcoming = self.flow.feeding.next_unit(joined.process_index)
         if upcoming is not None and upcoming.kind is UnitKind.TRAIN:
             assert joined.sampler_state.next_position == upcoming.first_position
-        feeder = SimulatedFeeder(joined.process_index, self.feeder_nbytes, number, self.num_feeders)
+        keeps_images = self.mode != "llm_only"
+        feeder = SimulatedFeeder(joined.process_index, self.feeder_nbytes, number, self.num_feeders, keeps_images)
         self.owners[feeder.index] = feeder
         return feeder
 
@@ -190,6 +202,8 @@ class FlowMachine(RuleBasedStateMachine):
         encoder = self.encoders[which]
         order = self.flow.lease_order(encoder.index, VISION, encoder.arena.available_nbytes)
         encoder.take(order)
+        if order is not None and order.lease is not None and self.in_turn:
+            assert all(replica.reading >= order.lease.batch.unit for replica in self.replicas)
         if order is not None and order.stop:
             assert self.nothing_is_left_to_run()
 
@@ -256,16 +270,24 @@ class FlowMachine(RuleBasedStateMachine):
         plan = self.flow.steps.plan_of(index)
         if plan is not None and not self.arrival:
             samples = [sample_of(position) for position in plan.unit.positions if not is_found_bad_early(position)]
-            assert plan == PLANNER.plan(plan.unit, samples)
+            if self.mode == "llm_only":
+                samples = [text_only(sample) for sample in samples]
+            assert plan == self.planner.plan(plan.unit, samples)
 
     def check_location(self, location: MicrobatchLocation) -> bool:
         """All located parts of living owners exist, for all samples except rejected ones. Returns whether all live."""
         is_there = True
+        names = [part.part for part in location.parts]
+        assert (IMAGES_PART in names) <= (self.mode == "monolithic")
+        assert (VISION in names) <= (self.mode in ENCODER_MODES)
         for part in location.parts:
             assert not is_found_bad_early(part.position)
+            if part.part == IMAGES_PART:
+                assert part.pieces == sample_of(part.position).image_nbytes and part.ref == sample_of(part.position).ref
             for extent in part.extents:
                 owner = self.owners.get(SPACE.translate(extent.gva).process_index)
-                assert owner is None or owner.has(extent), "a part was freed before it was read"
+                what = (part.position, part.part)
+                assert owner is None or owner.contents.get(extent) == what, "a part was freed before it was read"
                 is_there &= owner is not None
         assert all(is_found_bad_late(position) for position in location.rejected)
         return is_there
@@ -352,7 +374,7 @@ class FlowMachine(RuleBasedStateMachine):
         for event in self.events:
             assert [row.position for row in event.ledger] == list(event.unit.positions)
             for row in event.ledger:
-                bad = is_found_bad_early(row.position) or is_found_bad_late(row.position)
+                bad = is_found_bad_early(row.position) or (is_found_bad_late(row.position) and self.mode != "llm_only")
                 assert row.state == ("rejected" if bad else "consumed")
             if event.unit.kind is UnitKind.TRAIN:
                 self.check_order(event, consumed)

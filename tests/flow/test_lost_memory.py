@@ -10,6 +10,7 @@ from flowtrain.actors.coordinator import Coordinator
 from flowtrain.flow.flow import Flow
 from flowtrain.types.events import UnitDone
 from flowtrain.types.messages import MicrobatchLocation
+from flowtrain.types.run_plan import Mode
 from tests.flow.simulation import (
     BATCH,
     ENCODER_NBYTES,
@@ -31,8 +32,10 @@ FOREVER_S, HANG_S = 1000.0, 20.0
 class World:
     """A feeder, two encoders, each with room for a worst-case step, and two replicas."""
 
-    def __init__(self, arrival: bool) -> None:
-        self.flow: Flow = build_flow(num_steps=NUM_STEPS, lookahead=LOOKAHEAD, arrival=arrival, dp_size=DP_SIZE)
+    def __init__(self, arrival: bool, mode: Mode = "decoupled") -> None:
+        self.flow: Flow = build_flow(
+            num_steps=NUM_STEPS, lookahead=LOOKAHEAD, arrival=arrival, dp_size=DP_SIZE, mode=mode
+        )
         self.feeder = SimulatedFeeder(self.flow.join("feeder-0", "node", 0).process_index)
         self.encoders = [
             SimulatedEncoder(self.flow.join(f"encoder-{i}", "node").process_index, 2 * ENCODER_NBYTES) for i in range(2)
@@ -98,9 +101,10 @@ def lose_the_first_batches(world: World) -> SimulatedEncoder:
     return survivor
 
 
+@pytest.mark.parametrize("mode", ["decoupled", "disaggregated"])
 @pytest.mark.parametrize("arrival", [False, True])
-def test_the_survivor_makes_room_and_every_position_is_consumed_once(arrival: bool) -> None:
-    world = World(arrival)
+def test_the_survivor_makes_room_and_every_position_is_consumed_once(arrival: bool, mode: Mode) -> None:
+    world = World(arrival, mode)
     survivor = lose_the_first_batches(world)
     assert world.run([survivor])
     assert sorted(world.rows) == list(range(NUM_STEPS * BATCH))

@@ -165,8 +165,14 @@ def test_a_unit_ends_when_every_replica_is_done_with_it() -> None:
 
 def test_a_replicas_times_are_those_of_its_slowest_rank() -> None:
     report = report_of(Unit(0, UnitKind.TRAIN, 1, 0, 4), 0)
-    first = replace(report, started_s=1.0, finished_s=5.0, starved_s=0.5, fetch_s=0.1, microbatch_s=(2.0, 1.0))
-    last = replace(report, started_s=2.0, finished_s=7.0, starved_s=0.1, fetch_s=0.3, microbatch_s=(1.0, 3.0))
+    first = replace(
+        report, started_s=1.0, finished_s=5.0, starved_s=0.5, fetch_s=0.1, microbatch_s=(2.0, 1.0), read_nbytes=5
+    )
+    last = replace(
+        report, started_s=2.0, finished_s=7.0, starved_s=0.1, fetch_s=0.3, microbatch_s=(1.0, 3.0), read_nbytes=7
+    )
     merged = of_replica([last, first])
-    assert merged == replace(report, started_s=1.0, finished_s=7.0, starved_s=0.5, fetch_s=0.3, microbatch_s=(2.0, 3.0))
+    assert merged == replace(
+        report, started_s=1.0, finished_s=7.0, starved_s=0.5, fetch_s=0.3, microbatch_s=(2.0, 3.0), read_nbytes=12
+    )
     assert of_replica([replace(report, microbatch_s=())]).microbatch_s == (), "an evaluation has none"

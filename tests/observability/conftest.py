@@ -36,6 +36,7 @@ def make_metrics() -> MakeMetrics:
             "starved_s": 0.5,
             "blocked_s": 0.1,
             "fetch_s": 0.05,
+            "read_nbytes": 4096,
             "plan_digest": f"{step:016x}",
             "plan_time_s": 0.01,
             "produced_samples_per_s": 4.0,

@@ -14,6 +14,7 @@ from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
 from flowtrain.controller.doctor.cluster_checks import clocks, locked_memory, models, pairs, shared_files, versions
 from flowtrain.controller.doctor.probes import existing
 from flowtrain.controller.doctor.report import Check, DoctorReport, NodeReport
+from flowtrain.controller.mps import without_mps_text
 from flowtrain.controller.prepare import RunSpec, check_memory
 from flowtrain.costs.start_limit import RESUMED_NBYTES
 from flowtrain.errors import ConfigError, ResourceError
@@ -45,7 +46,7 @@ def judge(run_spec: RunSpec, nodes: Sequence[NodeReport], links: Sequence[Link])
         clocks(nodes),
         versions(nodes),
     ]
-    warnings = (*slow_links(links), *_little_locked_memory(nodes, max(segments)))
+    warnings = (*slow_links(links), *_little_locked_memory(nodes, max(segments)), *_no_mps(config, nodes))
     return DoctorReport(config.name, sum(segments), tuple(nodes), tuple(links), tuple(checks), warnings)
 
 
@@ -113,6 +114,13 @@ def _disk(run_spec: RunSpec) -> Check:
     way_out = "; free some, lower checkpoint.keep, or set runs_dir to a larger disk"
     fits = count * one <= free
     return Check("checkpoints have room", fits, detail if fits else detail + way_out)
+
+
+def _no_mps(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[str]:
+    """Warn of nodes whose devices encoders and ranks would use in turns."""
+    lacking = [node.name for node in nodes if node.facts.lacks_mps and node.num_devices]
+    if config.mode == "colocated" and config.model.device != "cpu" and lacking:
+        yield without_mps_text(lacking)
 
 
 def _little_locked_memory(nodes: Sequence[NodeReport], segment_nbytes: int) -> Iterator[str]:

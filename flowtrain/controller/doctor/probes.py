@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import flowtrain
 from flowtrain.controller import cluster
 from flowtrain.controller.doctor.report import NodeReport
+from flowtrain.controller.mps import lacks_mps
 from flowtrain.errors import FlowTrainError, ResourceError
 from flowtrain.mempool.host import host_memory
 from flowtrain.mempool.probe import Probe
@@ -63,6 +64,7 @@ class NodeProbe(Probe):
             cache_free_nbytes=shutil.disk_usage(cache).free,
             to_fetch_nbytes=to_fetch_nbytes,
             no_hub=no_hub,
+            lacks_mps=lacks_mps(),
         )
 
 

@@ -22,6 +22,8 @@ class Distance(enum.StrEnum):
 
     SAME_PROCESS = "same_process"
     SAME_NODE = "same_node"
+    PRIVATE = "private"
+    """Of the same node, which gives bytes over a socket and maps no memory."""
     OTHER_NODE = "other_node"
 
 

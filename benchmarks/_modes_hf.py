@@ -1,0 +1,126 @@
+"""The plain loop that a user would write: an HF Llava model, a DataLoader, AdamW. Prints one JSON object.
+
+python benchmarks/_modes_hf.py MODEL SAMPLES --batch N --microbatch N --steps N --learning-rate F
+
+Takes a parquet file whose samples have one picture and equal lengths, in their order, so nothing is padded or masked.
+A worker process decodes and tokenises ahead, as in FlowTrain's own runs; the model runs on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+
+from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder
+from flowtrain.data.sources.base import Turn
+
+PREFETCHED = 4
+"""Microbatches that the worker reads ahead."""
+Batch = dict[str, torch.Tensor]
+
+
+class Samples(Dataset[Batch]):
+    """Pixels, token ids and labels of each row; ids and labels as in FlowTrain, so that losses can be compared."""
+
+    def __init__(self, path: Path, model: Path) -> None:
+        self._rows = pq.read_table(path).to_pylist()
+        self._processor = AutoProcessor.from_pretrained(model)
+        self._encoder = ConversationEncoder(self._processor.tokenizer)
+        self._image_token = self._processor.tokenizer.convert_tokens_to_ids(self._processor.image_token)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        row = self._rows[index]
+        picture = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB")
+        pixels = self._processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
+        text = self._encoder.encode(
+            (Turn("user", row["texts"][0]["user"]), Turn("assistant", row["texts"][0]["assistant"]))
+        )
+        ids, labels = torch.from_numpy(text.ids).long(), torch.from_numpy(text.labels).long()
+        repeats = torch.where(ids == self._image_token, self._num_image_tokens(pixels), 1)
+        return {
+            "pixel_values": pixels,
+            "input_ids": ids.repeat_interleave(repeats),
+            "labels": labels.repeat_interleave(repeats),
+        }
+
+    def _num_image_tokens(self, pixels: torch.Tensor) -> int:
+        patch = self._processor.patch_size
+        return (pixels.shape[1] // patch) * (pixels.shape[2] // patch)
+
+
+def steps(loader: DataLoader[Batch], microbatches: int) -> Iterator[list[Batch]]:
+    """The microbatches of each step."""
+    found: list[Batch] = []
+    for batch in loader:
+        found.append(batch)
+        if len(found) == microbatches:
+            yield found
+            found = []
+
+
+class Loop:
+    """One training step after another; only the vision tower is frozen."""
+
+    def __init__(self, model: Path, learning_rate: float) -> None:
+        loaded = LlavaForConditionalGeneration.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = loaded.train()
+        self._model.model.vision_tower.requires_grad_(False)
+        self._trained = [weight for weight in self._model.parameters() if weight.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+
+    def step(self, batches: list[Batch]) -> float:
+        """Accumulate over the microbatches, clip, update; returns the mean loss of all tokens that have a target."""
+        num_targets = sum(int((batch["labels"][:, 1:] != IGNORE_LABEL).sum()) for batch in batches)
+        total = 0.0
+        for batch in batches:
+            loss: Any = self._model(**batch, use_cache=False, num_items_in_batch=num_targets).loss
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("samples", type=Path)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--microbatch", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    loop = Loop(args.model, args.learning_rate)
+    loader = DataLoader(
+        Samples(args.samples, args.model), batch_size=args.microbatch, num_workers=1, prefetch_factor=PREFETCHED
+    )
+    ended_s, losses, num_tokens = [], [], []
+    for batches in steps(loader, args.batch // args.microbatch):
+        losses.append(loop.step(batches))
+        ended_s.append(time.time())
+        num_tokens.append(sum(batch["input_ids"].numel() for batch in batches))
+        if len(losses) == args.steps:
+            break
+    print(json.dumps({"ended_s": ended_s, "losses": losses, "tokens": num_tokens}))
+
+
+if __name__ == "__main__":
+    main()

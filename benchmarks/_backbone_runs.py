@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from shared.backbone_data import FEATURE_DIM, PlainBatch
+from shared.text_source import TextSource
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec

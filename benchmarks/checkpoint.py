@@ -22,8 +22,8 @@ from _backbone_runs import MODELS, Setting
 from _report import Figure, at_most, commit, emit
 from rich.console import Console
 from shared.backbone_data import FEATURE_DIM
+from shared.text_source import TextSource
 
-from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone

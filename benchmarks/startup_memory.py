@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 from _report import Figure, at_most, emit
+from shared.text_source import TextSource
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone

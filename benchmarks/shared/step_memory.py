@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.shared.text_source import TextSource
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.encoder_memory import EncoderShare
@@ -35,6 +34,7 @@ from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from shared.memory_trace import LivePeak, held_by
+from shared.text_source import TextSource
 
 CPU, IMAGE_TOKEN, FEATURE_DIM = torch.device("cpu"), 3, 96
 START_TIMEOUT_S = 120

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flowtrain.actors.link import RayLink
 from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.allocator.degrees import degree_faults
+from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
@@ -86,8 +87,8 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     All devices measure the same work at the same time, since training also uses them at the same time. Raises
     ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
-    # Modules are measured one by one, whatever the mode puts together.
-    config = config.model_copy(update={"mode": "decoupled"})
+    # Modules are measured one by one, whatever the mode puts together and however a pipeline cuts it.
+    config = config.model_copy(update={"mode": "decoupled", "pipeline": PipelineConfig()})
     # This machine's load, before anything runs; a cluster's devices may be on other machines.
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)

@@ -175,8 +175,10 @@ def _with_trained_encoder(
     )
     # As for decoder layers: what is recomputed or fetched exists while a layer runs backward.
     layer, words = encoder_layer_activation_nbytes(encoder.spec, setup, tokens), _words(encoder.chunks, setup)
-    backward, restored = encoder_backward_nbytes(encoder.spec, setup, tokens), 0 if words == {"none"} else layer
-    freed = min(0 if word == "full" else encoder_kept_nbytes(encoder.spec, setup, tokens, word) for word in words)
+    backward, restored = encoder_backward_nbytes(encoder.spec, setup, tokens), 0 if words <= {"none"} else layer
+    freed = min(
+        (0 if word == "full" else encoder_kept_nbytes(encoder.spec, setup, tokens, word) for word in words), default=0
+    )
     num_offloaded = [chunk.layers_by_strategy(setup).get("offload", 0) for chunk in encoder.chunks]
     return replace(
         memory,

@@ -19,6 +19,7 @@ from flowtrain.models.parallel_layers import (
     shard_bounds,
     with_local_parameters,
 )
+from flowtrain.models.towers import TOWERS
 
 _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 
@@ -51,6 +52,8 @@ def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:
             f"{key}.tensor_parallel_size ({size}) does not divide the tower's num_attention_heads "
             f"({config.num_attention_heads})"
         )
+    if not len(cast(nn.ModuleList, tower.get_submodule(TOWERS[config.model_type].layers))):
+        return  # features are the embedding's, which every rank has whole
     found = {_pattern(name).rpartition(".")[2] for name, _ in tower.named_modules() if _style(tower, name)}
     if not found >= set(_QUERY_KEY_VALUE) or not found & {"fc1", "gate_proj"}:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self, cast
 
 import torch
@@ -193,6 +194,7 @@ def _trimmed(
     return twin
 
 
+@cache  # FSDP keeps every class that it has wrapped
 def _over_groups(layer_class: type[nn.Module]) -> type[nn.Module]:
     """Derive a layer class that takes and returns a list of hidden states, ``[B, tokens, D]`` each."""
 

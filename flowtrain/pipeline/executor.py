@@ -23,6 +23,7 @@ from flowtrain.pipeline.actions import (
     StageModule,
     parse_schedule,
 )
+from flowtrain.pipeline.grid import refuse
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import ScheduleMemory, in_flight_by_chunk, strategy_of
@@ -193,8 +194,19 @@ def _carried_schedule(
     except ValueError as error:
         raise ScheduleError(f"the plan's schedule cannot be read: {error}") from error
     validate(schedule, training=training, num_microbatches=num_microbatches, partition=partition)
+    _check_parts(schedule)
     default = _readable(memory)
     return tuple(tuple(_with_memory(action, default) for action in actions) for actions in schedule)
+
+
+def _check_parts(schedule: Schedule) -> None:
+    """Only images come in parts: a stage of the backbone would run all tokens with each part."""
+    for rank, actions in enumerate(schedule):
+        for index, action in enumerate(actions):
+            is_part = action.kind.is_compute and action.sub_microbatch is not None
+            if is_part and action.module is StageModule.BACKBONE:
+                why = f"{action}: the backbone runs whole microbatches; only images come in parts"
+                refuse(schedule, why, [(rank, index)])
 
 
 def _with_memory(action: Action, default: ScheduleMemory) -> Action:

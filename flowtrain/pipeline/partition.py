@@ -77,14 +77,6 @@ class Partition:
         """Return the stages on a pipeline rank, in the order of the flow."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
 
-    def at(self, rank: int, segment: int) -> tuple[Stage, ...]:
-        """Return the stages that a rank runs one after another in a segment."""
-        return tuple(stage for stage in self.stages if stage.rank == rank and stage.segment == segment)
-
-    def num_layers(self, module: StageModule, rank: int) -> int:
-        """Return the number of a module's layers on a pipeline rank."""
-        return sum(len(stage.layers) for stage in self.of_module(module) if stage.rank == rank)
-
     @property
     def frozen(self) -> frozenset[StageModule]:
         """Modules whose stages have no backward."""
@@ -128,7 +120,16 @@ def build_partition(
     layers. Raises ConfigError if the layers cannot be cut so.
     """
     num_slices = pp_size * chunks
-    if encoder is not None and encoder.place == "mixed":
+    mixed = encoder is not None and encoder.place == "mixed"
+    available = num_layers + (encoder.num_layers if encoder is not None and mixed else 0)
+    if num_slices > available:
+        raise ConfigError.of(
+            "backbone.pipeline_parallel_size",
+            FaultCode.DEGREES,
+            f"backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks ({chunks}) is more than the "
+            f"{available} layers that the stages share; lower one of them",
+        )
+    if encoder is not None and mixed:
         return _mixed(num_layers, pp_size, num_slices, counts, encoder)
     slices = _backbone_slices(num_layers, num_slices, counts, encoder)
     stages: list[Stage] = []

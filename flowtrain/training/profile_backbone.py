@@ -135,7 +135,10 @@ class BackboneProfiler:
         return sum(each.numel() for each in used) // shares
 
     def _batch(self, samples: Sequence[PlannedSample], sees: bool = True) -> PackedBatch:
-        return self._assembled([self._arrays(sample, sees) for sample in samples])
+        batch = self._assembled([self._arrays(sample, sees) for sample in samples])
+        if self._config.trains_encoders:
+            batch.features.requires_grad_()  # the backward goes on to the encoder
+        return batch
 
     def _assembled(self, arrays: list[SampleArrays]) -> PackedBatch:
         return build_batch(

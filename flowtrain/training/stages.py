@@ -32,7 +32,7 @@ class _Input:
     """What a stage has got from the stage before it."""
 
     tensor: torch.Tensor
-    """All of it; its gradient goes back if it requires one."""
+    """All of it; its gradient goes back if it requires one. An input without one is not kept for the backward."""
     parts: tuple[tuple[int | None, int], ...]
     """Name and length (rows) of each part that it was joined of; a whole one is one part."""
 
@@ -113,7 +113,8 @@ class Stages:
         else:
             self._hand_on(Payload.ACTIVATION, slot, output.detach())
         if training:
-            self._graphs[slot] = given, output
+            passes_on = given is not None and given.tensor.requires_grad
+            self._graphs[slot] = given if passes_on else None, output
         self._span("forward", start_s, action, microbatch)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
@@ -135,7 +136,7 @@ class Stages:
             (output * self._loss_scale).backward()
         else:
             torch.autograd.backward(output, self._received.pop((Payload.GRADIENT, slot)))
-        if given is not None and given.tensor.requires_grad:
+        if given is not None:
             for part, gradient in given.gradients():
                 self._hand_on(Payload.GRADIENT, (*slot[:2], part), gradient)
         self._span("backward", start_s, action, microbatch)

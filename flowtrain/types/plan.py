@@ -226,7 +226,14 @@ class StepPlan:
     """What the encoders forward for the unit, in order of need."""
     schema: int = STEP_PLAN_SCHEMA
     schedules: tuple[tuple[tuple[str, ...], ...], ...] = field(default=(), repr=False)
-    """Searched action lists in their text form, ``schedules[dp_rank][pp_rank]``; empty: ``pipeline.schedule``."""
+    """Searched action lists in their text form, ``schedules[dp_rank][pp_rank]``; empty: ``pipeline.schedule``.
+
+    All replicas compute in one order of stages, with microbatches of their own: FSDP's collectives meet in it."""
+
+    def __post_init__(self) -> None:
+        orders = [[_stage_order(actions) for actions in lists] for lists in self.schedules if lists]
+        for dp_rank, order in enumerate(orders):
+            assert order == orders[0], f"unit {self.unit.index}: replicas 0 and {dp_rank} run stages in another order"
 
     @classmethod
     def of_slots(
@@ -327,3 +334,8 @@ class StepPlan:
         assert 0 <= slot < self.num_slots and 0 <= dp_rank < self.dp_size, (slot, dp_rank)
         number = slot * self.dp_size + dp_rank
         return self.ends[number - 1] if number else 0, self.ends[number]
+
+
+def _stage_order(actions: Iterable[str]) -> list[str]:
+    """The text of an action list's computations, up to the stage."""
+    return [action.partition(" m")[0] for action in actions if action.startswith(("F ", "B "))]

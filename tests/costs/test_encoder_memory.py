@@ -131,6 +131,19 @@ def test_parameters_are_those_that_features_need(name: str) -> None:
     assert trained.optimizer_state == plain.optimizer_state + 8 * expected
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
+def test_a_trained_embedding_without_layers_is_counted(checkpointing: Any) -> None:
+    spec = replace(from_hf_vision_config(make_stage("clip", torch.float32).shape.config.to_dict()), num_layers=0)
+    setup = TrainingSetup(activation_checkpointing=checkpointing)
+    share = EncoderShare(spec, (EncoderChunk(0, is_trained=True),))
+    plain, found = (
+        predict_step_memory(SPEC, CONNECTOR, (Chunk(2),), setup, replace(MICROBATCH, num_tower_tokens=99), encoder)
+        for encoder in (None, share)
+    )
+    assert found.parameters == plain.parameters + 4 * share.outer_parameters
+    assert found.activations > plain.activations and found.host == plain.host
+
+
 def test_tensor_parallel_ranks_share_heads_and_widths() -> None:
     spec = from_hf_vision_config(make_stage("siglip", torch.float32).shape.config.to_dict())
     one, two = (encoder_layer_activation_nbytes(spec, TrainingSetup(tp=tp), 100) for tp in (1, 2))

@@ -90,6 +90,21 @@ def test_features_equal_the_plain_ones(num_ranks):
             assert nbytes < 0.85 * sum(p.numel() * 4 for p in make_tower(CONFIGS[name]).parameters()), name
 
 
+def split_embedding(values):
+    """Features of a tower of which only the embedding is computed."""
+    encoder = VisionEncoder(make_tower(values), feature_layer=0, drop_first=False)
+    parallelize_tower(encoder.tower, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "encoders.vision")
+    return encoder.encode(list(np.ones((1, 3, 28, 28), np.float32)))[0].numpy()
+
+
+def test_a_tower_without_computed_layers_is_whole_on_every_rank():
+    expected = VisionEncoder(make_tower(CLIP), feature_layer=0, drop_first=False).encode(
+        [np.ones((3, 28, 28), np.float32)]
+    )
+    for found in run_ranks(2, split_embedding, CLIP):
+        assert np.array_equal(found, expected[0].numpy())
+
+
 def refusal(values):
     """What is said about a tower that cannot be split."""
     try:

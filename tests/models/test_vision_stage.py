@@ -96,6 +96,12 @@ def test_what_features_do_not_need_is_left_out(make_config: Any, tower_configs: 
         assert len(stage.layers) == 3 and not stage.training
 
 
+def test_layers_of_one_kind_share_a_class(make_config: Any, tower_configs: Any) -> None:
+    towers = [whole_stage(family_of(make_config, tower_configs["siglip"], -2)) for _ in range(2)]
+    (layer_class,) = {type(layer) for tower in towers for layer in tower.layers}
+    assert layer_class is not layer_class.__base__ and layer_class.__name__ == layer_class.__base__.__name__
+
+
 @pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2", "registers", "vit"])
 def test_without_images_a_trained_stage_gives_zero_gradients(make_config: Any, tower_configs: Any, tower: str) -> None:
     family = family_of(make_config, tower_configs[tower], -2)

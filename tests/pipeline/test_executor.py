@@ -165,6 +165,16 @@ def test_carried_lists_are_read_and_checked(random, partition, num_microbatches,
             carried_schedule((*schedule_text(lists)[:-1], (*last, "F s0")), partition, **sizes)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_carried_lists_may_cut_images_and_not_tokens(num_parts):
+    cut = [part for k in range(num_parts) for part in (f"F encoder s0 m0.{k}",)]
+    sizes = {"num_microbatches": 1, "training": True}
+    carried_schedule(((*cut, "F s0 m0", "B s0 m0"),), with_encoder(1, "first"), **sizes)
+    backbone = [f"{kind} s0 m0.{k}" for kind in "FB" for k in range(num_parts)]
+    with pytest.raises(ScheduleError, match=r"F s0 m0\.0: the backbone runs whole microbatches"):
+        carried_schedule(((*cut, *backbone),), with_encoder(1, "first"), **sizes)
+
+
 def test_carried_actions_without_a_strategy_get_the_configured_one():
     memory = {(StageModule.BACKBONE, 0): stage_memory([MemoryKind.KEEP, MemoryKind.RECOMPUTE])}
     found = carried_schedule((("F s0 m0", "B s0 m0"),), even(1), num_microbatches=1, training=True, memory=memory)

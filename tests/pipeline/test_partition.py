@@ -42,7 +42,6 @@ def test_a_partition_has_every_layer_once_and_in_order(
         stages = partition.of_module(module)
         assert [stage.index for stage in stages] == list(range(len(stages)))
         assert [layer for stage in stages for layer in stage.layers] == list(range(size))
-        assert sum(partition.num_layers(module, rank) for rank in range(pp_size)) == size
     assert partition.stages == (*partition.of_module(ENCODER), *partition.of_module(BACKBONE))
     visits = list(dict.fromkeys((stage.segment, stage.rank) for stage in partition.stages))
     assert visits == [(segment, rank) for segment in range(partition.num_segments) for rank in range(pp_size)]
@@ -82,4 +81,14 @@ def test_counts_of_the_configuration_are_kept_and_mixed_ones_include_the_encoder
 
 def test_a_costly_encoder_in_the_first_stage_leaves_it_fewer_decoder_layers() -> None:
     partition = build_partition(12, 3, encoder=EncoderSplit(8, "first", 0.5))
-    assert [partition.num_layers(BACKBONE, rank) for rank in range(3)] == [2, 5, 5]
+    assert [len(stage.layers) for stage in partition.of_module(BACKBONE)] == [2, 5, 5]
+
+
+@pytest.mark.parametrize("place", [None, "first", "mixed"])
+def test_more_stages_than_layers_are_refused(place: str | None) -> None:
+    encoder = None if place is None else EncoderSplit(3, place, 1.0)  # type: ignore[arg-type]
+    num_layers = 6 if place == "mixed" else 3
+    with pytest.raises(
+        ConfigError, match=rf"_size \(4\) times pipeline.chunks \(2\) is more than the {num_layers} lay"
+    ):
+        build_partition(3, 4, 2, encoder=encoder)

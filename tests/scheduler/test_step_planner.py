@@ -107,6 +107,15 @@ def test_a_replica_gets_only_its_own_lists() -> None:
     assert len({each.digest() for each in (plan, carrying, carrying.for_replica(0), carrying.for_replica(1))}) == 4
 
 
+def test_replicas_compute_in_one_order_of_stages() -> None:
+    """Their microbatches may differ: collectives belong to stages."""
+    plan = make_planner().plan(make_unit(8), [make_sample(position, 9 + position) for position in range(8)])
+    alternating, apart = ("F s0 m0", "B s0 m0", "F s0 m1", "B s0 m1"), ("F s0 m0", "F s0 m1", "B s0 m1", "B s0 m0")
+    replace(plan, schedules=((alternating,), (("F s0 m1 keep", "B s0 m1 keep", "F s0 m0", "B s0 m0"),)))
+    with pytest.raises(AssertionError, match="replicas 0 and 1 run stages in another order"):
+        replace(plan, schedules=((alternating,), (apart,)))
+
+
 @settings(deadline=None)
 @given(sample_lists)
 def test_a_plan_is_its_slots(samples: list[SizedSample]) -> None:

@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 
 from flowtrain.config.run import RunConfig
+from flowtrain.pipeline.actions import ActionKind
+from flowtrain.training.mesh import init_backbone_group
+from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Degrees
-from tests.training.ranks import Job, Outcome, TinyFamily, make_config, run_jobs_on_ranks, run_oracle
+from tests.training.ranks import (
+    CPU,
+    Job,
+    Outcome,
+    TinyFamily,
+    make_batch,
+    make_config,
+    make_plan,
+    run_jobs_on_ranks,
+    run_oracle,
+)
 from tests.training.test_parallel import FAMILY, INTERLEAVED, merged, shape, steps_for
 from tests.training.test_trainer import assert_equal_training
 
@@ -172,3 +185,15 @@ def test_an_evaluation_and_rejected_samples_change_nothing(family: TinyFamily) -
         found = merged(outcomes)
         assert found.results.pop().loss == pytest.approx(held_out, rel=1e-5)
         assert_equal_training(found, oracle, 1e-4)
+
+
+@pytest.mark.parametrize("family", [FROZEN, TRAINED], ids=["frozen", "trained"])
+def test_an_input_is_kept_for_the_backward_only_if_its_gradient_goes_back(family: TinyFamily) -> None:
+    group, config = init_backbone_group(0, Degrees(), CPU), config_of(family)
+    trainer, batch = Trainer(config, family, group, num_steps=10), make_batch([0, 1], config)
+    for action in trainer.begin_unit(make_plan((((0, 1),),), 1)):
+        if action.kind is ActionKind.FORWARD_STAGE:
+            trainer.stages.forward_stage(action, batch)
+    kept = [given is not None for given, _ in trainer.stages._graphs.values()]
+    assert kept == ([False, True] if family.trains_tower else [False])
+    group.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,8 +13,15 @@ from flowtrain.allocator.memory import backbone_memory
 from flowtrain.allocator.slices import Slices
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.training.mesh import init_backbone_group
-from flowtrain.training.reduction import RankNeed, choose_reduction, decide_reduction, predicted_peak_nbytes
+from flowtrain.training.reduction import (
+    RankNeed,
+    _tower_tokens_per_row,
+    choose_reduction,
+    decide_reduction,
+    predicted_peak_nbytes,
+)
 from flowtrain.types.plan import Degrees, GradientReduction
+from flowtrain.types.samples import ImageLayout
 from tests.allocator.worlds import MODEL, workload
 from tests.training.ranks import CPU, make_config
 
@@ -43,6 +52,17 @@ def test_where_there_is_nothing_to_decide(configured: str, decided: GradientRedu
     config = make_config(backbone={"path": "unused", "gradient_reduction": configured})
     assert decide_reduction(config, None, group) == decided  # type: ignore[arg-type]  # nobody looks at the model
     group.close()
+
+
+def test_an_image_without_feature_rows_divides_nothing_by_zero() -> None:
+    """SigLIP with ``feature_select: default``: the smallest image has one patch, and that is dropped."""
+    encoder = SimpleNamespace(num_prefix_tokens=0)
+    family = SimpleNamespace(
+        encoder_names=("vision",),
+        image_layout=lambda *_: ImageLayout(num_patches=1, num_rows=0, num_tokens=0),
+        model_spec=SimpleNamespace(encoders={"vision": encoder}),
+    )
+    assert _tower_tokens_per_row(make_config(mode="monolithic"), family) == 1.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

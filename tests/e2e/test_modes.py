@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
 
+from flowtrain import api
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
 from flowtrain.actors.pooling import PoolMember
@@ -264,8 +265,6 @@ def test_a_trained_encoder_is_not_frozen_by_a_resume(trained: RunConfig, overrid
     changes = ["training.max_steps=8", "encoders.vision.trainable=false", "pipeline.encoder_layers=first", *overrides]
     changes += ["backbone.pipeline_parallel_size=1"]
     with pytest.raises(ConfigError, match="encoders.vision.trainable was True, is now False"):
-        from flowtrain import api
-
         api.train(trained, changes, resume=True)
 
 

@@ -31,7 +31,7 @@ from flowtrain.training.batch import PackedBatch
 from flowtrain.types.events import Event, UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import LocatedTexts, MicrobatchLocation, RankReport
-from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, StepPlan
+from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding, StepPlan
 from flowtrain.types.sources import SourceIndex
 
 RECORDS = "FLOWTRAIN_STARTUP_RECORDS"
@@ -163,7 +163,8 @@ class EmulatedRank:
         self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
     ) -> RankStart:
         """Load nothing."""
-        return RankStart(DevicePeak("emulated", 1e15, "emulated"), GradientReduction("step", "emulated"))
+        reduction, sharding = GradientReduction("step", "emulated"), Sharding("full", "emulated")
+        return RankStart(DevicePeak("emulated", 1e15, "emulated"), reduction, sharding)
 
     def run(self, link: RayLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
         """Run units until the coordinator sends stop."""

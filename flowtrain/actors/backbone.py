@@ -30,9 +30,9 @@ from flowtrain.pipeline.executor import execute
 from flowtrain.training.checkpoint_store import probe_directory, temporary_directory
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.health import TrainingHealth, Verdict
+from flowtrain.training.memory_choice import decide_reduction, decide_sharding, with_choices
 from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
-from flowtrain.training.reduction import decide_reduction, with_reduction
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
@@ -105,10 +105,11 @@ class BackboneRank:
             collective_timeout_s=max(limits.stall_timeout_s, limits.start_limit_s) + COLLECTIVE_MARGIN_S,
         )
         reduction = decide_reduction(self._config, self._family, self._group)
-        self._config = with_reduction(self._config, reduction.name)
+        sharding = decide_sharding(self._config, self._family, self._group)
+        self._config = with_choices(self._config, reduction.name, sharding.name)
         self._replica, self._reading = channel_of(self._group.replica_group), channel_of(self._group.reading_group)
         self.trainer = self.make_trainer(None if checkpoint is None else Path(checkpoint))
-        return RankStart(device_peak(device, self._dtype), reduction)
+        return RankStart(device_peak(device, self._dtype), reduction, sharding)
 
     def make_trainer(self, checkpoint: Path | None) -> Trainer:
         """Build this rank's trainer, with the state of the checkpoint if there is one; collective."""

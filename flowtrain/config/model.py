@@ -96,11 +96,11 @@ class BackboneConfig(ConfigModel):
     sequence_parallel: bool = True
     """Ranks of a tensor parallel group split norms and residuals by tokens, with the same amount of communication.
     Without it every rank holds them whole."""
-    sharding: Literal["full", "gradients", "hybrid"] = "full"
+    sharding: Literal["auto", "full", "gradients", "hybrid"] = "auto"
     """What data-parallel ranks shard in addition to gradients and optimizer state. ``full``: parameters between uses
     too. ``gradients``: parameters stay whole from a step's first forward on. ``hybrid``: as ``full`` among
     ``hybrid_shard_size`` ranks, which hold a whole model together; groups of them are replicas, whose gradients are
-    summed with a step's last microbatch."""
+    summed with a step's last microbatch. ``auto``: ``gradients`` if that fits, else ``full``; the bits are the same."""
     hybrid_shard_size: int | None = Field(None, ge=2)
     """Data-parallel ranks that share one set of shards under ``sharding: hybrid``; None: those on one node."""
     gradient_reduction: Literal["auto", "microbatch", "step"] = "auto"

@@ -193,6 +193,7 @@ class Controller:
         peak = self._recorder.peak = started.peak
         self._display.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._note_reduction(started.reduction)
+        self._display.note(f"sharding: {started.sharding.name} ({started.sharding.reason})")
         self._costs.start(peak.device)
         self._display.phase(f"waiting for step {self._start.step + 1}")
         unit = first_unit(self._flow_settings())

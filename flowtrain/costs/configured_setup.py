@@ -9,12 +9,15 @@ from flowtrain.costs.training_setup import TrainingSetup
 
 
 def configured_setup(config: RunConfig, *, on_cpu: bool) -> TrainingSetup:
-    """Return them with a dp and tp of 1, and with reductions once a step where the configuration leaves them open."""
+    """Return them with a dp and tp of 1, and with reductions once a step where the configuration leaves them open.
+
+    It counts open sharding as ``full``, which takes least memory and most communication.
+    """
     backbone = config.backbone
     fastest: Literal["sdpa", "flash_attn"] = "sdpa" if on_cpu else "flash_attn"
     return TrainingSetup(
         dtype=config.model.dtype,
-        sharding=backbone.sharding,
+        sharding="full" if backbone.sharding == "auto" else backbone.sharding,
         shard_size=backbone.hybrid_shard_size,
         gradient_reduction="step" if backbone.gradient_reduction == "auto" else backbone.gradient_reduction,
         sequence_parallel=backbone.sequence_parallel,

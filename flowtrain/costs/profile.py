@@ -233,7 +233,7 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
         "freeze": list(config.model.freeze),
         "optimizer": config.training.optimizer,
         "attention": backbone.attention,
-        "sharding": backbone.sharding,
+        "sharding": "full" if backbone.sharding == "auto" else backbone.sharding,
         "sequence_parallel": backbone.sequence_parallel,
         "activation_checkpointing": backbone.activation_checkpointing,
         "checkpoint_every": backbone.checkpoint_every,

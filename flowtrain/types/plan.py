@@ -113,11 +113,20 @@ class GradientReduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharding:
+    """What a run's data parallel ranks shard, as all of them decided; as ``GradientReduction``."""
+
+    name: Literal["full", "gradients", "hybrid"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankStart:
     """What a backbone rank answers when it has started."""
 
     peak: DevicePeak
     reduction: GradientReduction
+    sharding: Sharding
 
 
 class UnitKind(enum.StrEnum):

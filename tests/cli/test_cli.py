@@ -173,6 +173,6 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     needs = [[cell.strip() for cell in line.split("│")[1:-1]] for line in memory.splitlines() if line.count("│") == 6]
     assert [need[:2] for need in needs] == [["backbone", "backbone 0-3"], ["encoder vision", "all that features need"]]
     assert all(need[-1].endswith("iB") for need in needs)
-    assert facts["memory settings"].startswith("activation checkpointing none; full sharding")
+    assert facts["memory settings"].startswith("activation checkpointing none; auto sharding")
     assert (facts["dispatch"], facts["cost"], facts["backbone ranks"]) == ("lpt, 4 buckets", "eq3", "1 data-parallel")
     assert list(tmp_path.iterdir()) == []

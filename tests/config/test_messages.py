@@ -154,7 +154,7 @@ def test_one_fault_is_one_line_with_key_value_and_way_out(minimal: Path, overrid
         ),
         (
             ["backbone.hybrid_shard_size=4", "backbone.data_parallel_size=8"],
-            "backbone.hybrid_shard_size (4) needs backbone.sharding 'hybrid' (now 'full'); set that, or unset the size "
+            "backbone.hybrid_shard_size (4) needs backbone.sharding 'hybrid' (now 'auto'); set that, or unset the size "
             "with =null",
         ),
         (

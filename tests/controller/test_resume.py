@@ -103,7 +103,7 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"
     hybrid = ["backbone.sharding=hybrid", "backbone.hybrid_shard_size=2", "backbone.data_parallel_size=4"]
     assert foresee_resume(config(1, *hybrid)).inexact[-2:] == (
-        "backbone.sharding was full, is now hybrid: losses agree only closely",
+        "backbone.sharding was auto, is now hybrid: losses agree only closely",
         "backbone.hybrid_shard_size was None, is now 2: losses agree only closely",
     )
     assert foresee_resume(config(1, "backbone.sharding=gradients")).inexact == longer.inexact[1:], "the same sums"

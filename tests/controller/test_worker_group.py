@@ -22,7 +22,7 @@ from flowtrain.controller.worker_group import (
     start_coordinator,
 )
 from flowtrain.errors import ResourceError
-from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart
+from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding
 from tests.training.ranks import make_config
 
 
@@ -180,7 +180,7 @@ def test_a_run_that_is_running_already_is_said(config: RunConfig, actors: FakeAc
         start_coordinator(config, ActorClasses(), lambda: None)  # type: ignore[arg-type, return-value]  # never called
 
 
-REDUCTION = GradientReduction("step", "as configured")
+REDUCTION, SHARDING = GradientReduction("step", "as configured"), Sharding("full", "as configured")
 
 
 class FakeRank:
@@ -191,7 +191,8 @@ class FakeRank:
         self.open_rendezvous = SimpleNamespace(remote=lambda host: log.append(f"{name} listens on {host}") or 77)
         self.start = SimpleNamespace(
             remote=lambda host, port, checkpoint, every, shard_size: (
-                log.append(f"{name} joins {host}:{port}, shards over {shard_size}") or RankStart(peak, REDUCTION)
+                log.append(f"{name} joins {host}:{port}, shards over {shard_size}")
+                or RankStart(peak, REDUCTION, SHARDING)
             )
         )
 

@@ -14,7 +14,7 @@ from flowtrain.controller.actor_specs import actor_specs_of, bundles_of
 from flowtrain.controller.mps import nodes_without_mps
 from flowtrain.controller.state import Role
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup, start_actors, start_backbone
-from flowtrain.types.plan import DevicePeak, GradientReduction, RankStart
+from flowtrain.types.plan import DevicePeak, GradientReduction, RankStart, Sharding
 from tests.training.ranks import make_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -36,7 +36,8 @@ class Actor:
         return 1
 
     def start(self, *args: object) -> RankStart:
-        return RankStart(DevicePeak("made up", 1.0, "a test"), GradientReduction("step", "a test"))
+        reduction, sharding = GradientReduction("step", "a test"), Sharding("full", "a test")
+        return RankStart(DevicePeak("made up", 1.0, "a test"), reduction, sharding)
 
     def run(self, *args: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""When data parallel ranks sum gradients: after each microbatch, or once a step if whole gradients fit."""
+"""What data parallel ranks decide by their memory: when they sum gradients, and what they shard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.encoder_memory import EncoderShare
@@ -21,7 +22,7 @@ from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.rank_chunks import rank_chunks
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import memory_nbytes
-from flowtrain.types.plan import Degrees, GradientReduction
+from flowtrain.types.plan import Degrees, GradientReduction, Sharding
 
 
 def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) -> GradientReduction:
@@ -31,6 +32,33 @@ def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) ->
         return GradientReduction(configured, "as configured")
     if group.degrees.dp == 1:
         return GradientReduction("step", "auto: there is one replica")
+    return choose_reduction(_needs(config, family, group))
+
+
+def decide_sharding(config: RunConfig, family: Family, group: BackboneGroup) -> Sharding:
+    """Return the configured sharding, or decide about ``auto``; collective, with one answer on all ranks.
+
+    Whole parameters that fit beside whole gradients leave a reduction of ``auto`` at once a step.
+    """
+    configured = config.backbone.sharding
+    if configured != "auto":
+        return Sharding(configured, "as configured")
+    if group.degrees.dp == 1:
+        return Sharding("full", "auto: there is one replica, which has no shards")
+    whole = config.model_copy(update={"backbone": config.backbone.model_copy(update={"sharding": "gradients"})})
+    return choose_sharding(_needs(whole, family, group))
+
+
+def with_choices(
+    config: RunConfig, reduction: Literal["microbatch", "step"], sharding: Literal["full", "gradients", "hybrid"]
+) -> RunConfig:
+    """Return the configuration with what was decided."""
+    decided = {"gradient_reduction": reduction, "sharding": sharding}
+    return config.model_copy(update={"backbone": config.backbone.model_copy(update=decided)})
+
+
+def _needs(config: RunConfig, family: Family, group: BackboneGroup) -> list[RankNeed]:
+    """Of all ranks, by rank; collective."""
     on_cpu = group.device.type == "cpu"
     peak = predicted_peak_nbytes(
         config,
@@ -41,17 +69,13 @@ def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) ->
         on_cpu=on_cpu,
         tower_tokens_per_row=_tower_tokens_per_row(config, family),
     )
-    share = 1.0 if on_cpu else config.backbone.num_devices
+    share = colocated_shares(config)[1] if config.mode == "colocated" else config.backbone.num_devices
+    share = 1.0 if on_cpu else share
     need = RankNeed(peak, int(memory_nbytes(group.device) * share * USABLE_SHARE))
     found = torch.tensor([need.peak_nbytes, need.usable_nbytes])
     of_all = [torch.empty_like(found) for _ in range(group.world_size)]
     dist.all_gather(of_all, found, group=group.process_group)
-    return choose_reduction([RankNeed(*row.tolist()) for row in of_all])
-
-
-def with_reduction(config: RunConfig, name: Literal["microbatch", "step"]) -> RunConfig:
-    """Return the configuration with a gradient reduction."""
-    return config.model_copy(update={"backbone": config.backbone.model_copy(update={"gradient_reduction": name})})
+    return [RankNeed(*row.tolist()) for row in of_all]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +83,28 @@ class RankNeed:
     """Memory of one rank, in bytes."""
 
     peak_nbytes: int
-    """Predicted peak with a reduction once a step."""
+    """Predicted peak with the preferred choice."""
     usable_nbytes: int
     """Of its device."""
 
 
 def choose_reduction(ranks: Sequence[RankNeed]) -> GradientReduction:
     """Choose ``step``, which communicates less, if it fits the device of every rank; else ``microbatch``."""
+    fits, reason = _fits(ranks, "once a step")
+    return GradientReduction("step" if fits else "microbatch", reason)
+
+
+def choose_sharding(ranks: Sequence[RankNeed]) -> Sharding:
+    """Choose ``gradients``, which gathers once a step, if it fits the device of every rank; else ``full``."""
+    fits, reason = _fits(ranks, "whole parameters")
+    return Sharding("gradients" if fits else "full", reason)
+
+
+def _fits(ranks: Sequence[RankNeed], preferred: str) -> tuple[bool, str]:
     fullest = min(ranks, key=lambda rank: rank.usable_nbytes - rank.peak_nbytes)
     peak, usable = (f"{nbytes / 2**30:.1f} GiB" for nbytes in (fullest.peak_nbytes, fullest.usable_nbytes))
-    reason = f"auto: once a step would take {peak} on the fullest rank, of {usable} usable"
-    return GradientReduction("step" if fullest.peak_nbytes <= fullest.usable_nbytes else "microbatch", reason)
+    reason = f"auto: {preferred} would take {peak} on the fullest rank, of {usable} usable"
+    return fullest.peak_nbytes <= fullest.usable_nbytes, reason
 
 
 def predicted_peak_nbytes(
@@ -82,21 +117,16 @@ def predicted_peak_nbytes(
     on_cpu: bool,
     tower_tokens_per_row: float = 1.0,
 ) -> int:
-    """Return the predicted peak of a pipeline rank that reduces once a step, with the largest possible microbatch.
+    """Return the predicted peak of a pipeline rank with the largest possible microbatch.
 
-    All its tokens then carry loss, or all are images'. shard_size: data parallel ranks that share one set of shards.
-    tower_tokens_per_row: tokens inside an encoder for each feature row.
+    All its tokens then carry loss, or all are images'. ``auto`` counts as a reduction once a step, and as full
+    sharding. shard_size: data parallel ranks that share one set of shards. tower_tokens_per_row: tokens inside an
+    encoder for each feature row.
     """
     tokens = config.scheduler.microbatch_tokens
     # An interleaved schedule keeps most in flight with this many microbatches; 1F1B with these or more.
     held = rank_chunks(configured_partition(config, model, degrees.pp), pp_rank, 2 * degrees.pp - 1)
-    setup = replace(
-        configured_setup(config, on_cpu=on_cpu),
-        dp=degrees.dp,
-        tp=degrees.tp,
-        shard_size=shard_size,
-        gradient_reduction="step",
-    )
+    setup = replace(configured_setup(config, on_cpu=on_cpu), dp=degrees.dp, tp=degrees.tp, shard_size=shard_size)
     size = MicrobatchSize(tokens, tokens, tokens, math.ceil(tokens * tower_tokens_per_row))
     encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
     return predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder).peak

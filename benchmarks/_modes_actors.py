@@ -13,7 +13,10 @@ import numpy as np
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder
 from flowtrain.actors.feeder import Feeder
+from flowtrain.mempool.page_table import Mapping
 from flowtrain.mempool.pool import Pool
+from flowtrain.mempool.transports.base import Transport
+from flowtrain.mempool.transports.point_to_point import PointToPointTransport
 
 COUNTERS_ENV = "FLOWTRAIN_BENCHMARK_COUNTERS"
 
@@ -36,14 +39,15 @@ def copied_nbytes(directory: Path) -> int:
 
 
 def count_copies(directory: Path) -> None:
-    """Count, from now on, the bytes that pools of this process copy: puts, writes in place, and reads into memory.
+    """Count, from now on, the bytes that this process copies into and out of its pool.
 
-    Views, which copy nothing, do not count.
+    A put or a write in place counts once, a read into memory once, and twice across a socket (into it and out of it).
+    Views copy nothing.
     """
     counter = _Counter(directory)
 
     def counted(method: Callable[..., Any], nbytes_of: Callable[..., int]) -> Callable[..., Any]:
-        def call(self: Pool, *args: Any, **kwargs: Any) -> Any:
+        def call(self: object, *args: Any, **kwargs: Any) -> Any:
             result = method(self, *args, **kwargs)
             counter.add(nbytes_of(*args, **kwargs))
             return result
@@ -53,13 +57,14 @@ def count_copies(directory: Path) -> None:
     def of_reserved(nbytes: int, hold: object = None) -> int:
         return nbytes
 
-    def of_read(source: Sequence[Any], destination: np.ndarray) -> int:
-        return len(destination)
+    def of_scattered(sources: Sequence[Mapping], destinations: object) -> int:
+        return sum(source.nbytes for source in sources)
 
-    # ``put`` reserves too, so a put counts once.
+    # ``put`` reserves too, and every other way to read ends in ``scatter``.
     Pool.reserve = counted(Pool.reserve, of_reserved)  # type: ignore[method-assign]
-    Pool.read_into = counted(Pool.read_into, of_read)  # type: ignore[method-assign]
-    Pool.read_batch_into = counted(Pool.read_batch_into, of_read)  # type: ignore[method-assign]
+    Transport.scatter = counted(Transport.scatter, of_scattered)  # type: ignore[method-assign]
+    across = counted(PointToPointTransport.scatter, lambda *args: 2 * of_scattered(*args))
+    PointToPointTransport.scatter = across  # type: ignore[method-assign]
 
 
 class _Counting:

@@ -19,7 +19,9 @@ from flowtrain.observability.metrics import read_metrics
 
 ENDING_STEPS = 4
 """Last steps of a run, not measured: the encoders have finished by then and leave their core to the backbone."""
-DP2 = ("backbone.data_parallel_size=2",)
+DP2 = ("backbone.data_parallel_size=2", "backbone.sharding=gradients")
+"""Whole parameters between uses: on cores that share a node's memory this spares gathering each layer twice a
+microbatch, where the ranks would wait for each other."""
 TWO_ENCODERS = ("encoders.vision.data_parallel_size=2",)
 COMMON = (
     "checkpoint.every_steps=100000",

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -197,6 +198,9 @@ class EmulatedTrainer:
     ) -> None:
         self._config, self._pp_rank, self._meetings, self._times = config, pp_rank, meetings, times
         self.stages = stages
+        # What readers ask of a model: its partition, and that no encoder is inside.
+        pp_size = meetings.degrees.pp
+        self.model = SimpleNamespace(partition=build_partition(pp_size, pp_size), encoder=None)
         self._plan: StepPlan | None = None
 
     def begin_unit(self, plan: StepPlan) -> tuple[Action, ...]:
@@ -204,7 +208,7 @@ class EmulatedTrainer:
         self._plan = plan
         lists = checked_schedule(
             self._config.pipeline.schedule,
-            build_partition(self._meetings.degrees.pp, self._meetings.degrees.pp),
+            self.model.partition,
             num_microbatches=plan.num_slots,
             training=plan.unit.kind is UnitKind.TRAIN,
             memory=MemoryStrategy.KEEP,
@@ -246,12 +250,13 @@ class EmulatedGroup:
 
     device = torch.device("cpu")
 
-    def __init__(self, tp_rank: int, stage: ThreadReplica) -> None:
-        self._tp_rank, self._stage = tp_rank, stage
+    def __init__(self, degrees: Degrees, rank: int, stage: ThreadReplica) -> None:
+        self.degrees, self._stage = degrees, stage
+        self.dp_rank, self.pp_rank, self.tp_rank = degrees.coordinates(rank)
 
     def exchange(self, data: torch.Tensor, piece: int) -> None:
         """See ``BackboneGroup``."""
-        self._stage.complete(self._tp_rank, data, piece)
+        self._stage.complete(self.tp_rank, data, piece)
 
     def close(self) -> None:
         """Do nothing: no group was opened."""
@@ -270,7 +275,7 @@ class EmulatedRank(BackboneRank):
         member = self._rank % self._degrees.replica_size
         self._replica, self._reading = ThreadChannel(member, replica), ThreadChannel(member, reading)
         self._family = family
-        self._group = cast(BackboneGroup, EmulatedGroup(self._tp_rank, stages_of[self._pp_rank]))
+        self._group = cast(BackboneGroup, EmulatedGroup(self._degrees, self._rank, stages_of[self._pp_rank]))
         num_layers = family.text_config.num_hidden_layers
         stages = EmulatedStages(self._rank, num_layers, meetings, times)
         self.trainer = cast(Trainer, EmulatedTrainer(self._config, stages, self._pp_rank, meetings, times))

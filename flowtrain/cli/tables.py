@@ -74,7 +74,7 @@ def plan_tables(
 
 def memory_table(run_spec: RunSpec, memory: RunMemory) -> Table:
     """Which layers each pipeline rank has, and the memory that it is predicted to take."""
-    title = "memory of a device, predicted from the first step's samples"
+    title = "memory of a device, predicted from a few of the samples"
     table = Table(title=title, title_justify="left")
     for heading in ("ranks", "layers", "weights and optimizer", "activations", "peak"):
         table.add_column(heading, justify="left" if heading in ("ranks", "layers") else "right")
@@ -108,6 +108,8 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
         table.add_row("older", resumption.older)
     for line in resumption.inexact:
         table.add_row("not exact", line)
+    for line in resumption.notes:
+        table.add_row("exact", line)
     return table
 
 

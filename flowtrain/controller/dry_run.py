@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowtrain.allocator.run_memory import RunMemory, memory_of_run
 from flowtrain.config.run import RunConfig
@@ -21,7 +21,7 @@ class DryRunReport:
     image_tokens: dict[str, tuple[int, int]]
     """By encoder: the fewest and the most tokens of an image, see ``predict.image_tokens``."""
     memory: RunMemory | None = None
-    """Predicted for the first step's samples; None if all of them are rejected."""
+    """Predicted for some of the data's samples; None if all of them are rejected."""
     resumption: Resumption | None = None
     """The step that a resume would go on from, and what changed; None if no resume was asked for."""
 
@@ -34,10 +34,13 @@ def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
 
 
 def foresee_memory(run_spec: RunSpec) -> RunMemory | None:
-    """Predict the memory of each rank and encoder, for samples like those of the first step."""
-    samples = [sample for unit in sized_units(run_spec, 1) for sample in unit.samples]
+    """Predict the memory of each rank and encoder, for samples like those in one block of each source."""
+    config = run_spec.config
+    # A step's own samples would be in as many blocks as are open at a time.
+    data = config.data.model_copy(update={"shuffle": "blocks", "shuffle_blocks": 1})
+    few = replace(run_spec, config=config.model_copy(update={"data": data}))
+    samples = [sample for unit in sized_units(few, 1) for sample in unit.samples]
     if not samples:
         return None
-    config = run_spec.config
     on_cpu = config.model.device == "cpu"
     return memory_of_run(config, run_spec.model_spec, workload_of(config, samples), on_cpu=on_cpu)

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from flowtrain.actors.link import RayLink
 from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.allocator.degrees import degree_faults
-from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
@@ -87,8 +86,7 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     All devices measure the same work at the same time, since training also uses them at the same time. Raises
     ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
-    # Modules are measured one by one, whatever the mode puts together and however a pipeline cuts it.
-    config = config.model_copy(update={"mode": "decoupled", "pipeline": PipelineConfig()})
+    config = modules_apart(config)
     # This machine's load, before anything runs; a cluster's devices may be on other machines.
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)
@@ -105,6 +103,17 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
             found.group(tp)
     profile = found.profile(run_spec)
     return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
+
+
+def modules_apart(config: RunConfig) -> RunConfig:
+    """Return a configuration with the same modules in ``mode: decoupled``, as they are measured: one by one."""
+    changes: dict[str, Any] = {"mode": "decoupled"}
+    if not config.has_encoder_actors:  # its cut of the layers may count the encoder's, and no encoder is split
+        changes["pipeline"] = config.pipeline.model_copy(update={"partition": None})
+        changes["encoders"] = {
+            name: encoder.model_copy(update={"tensor_parallel_size": 1}) for name, encoder in config.encoders.items()
+        }
+    return config.model_copy(update=changes)
 
 
 class _Measured:

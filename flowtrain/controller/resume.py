@@ -101,7 +101,7 @@ def find_resume_point(files: RunDir, run_spec: RunSpec, changed: Sequence[Change
     checkpoint, meta = usable.directory, usable.meta
     if usable.older is not None:
         logger.warning("%s", usable.older)
-    for line in (*_inexact(meta, run_spec), *_other_sums(changed)):
+    for line in (*_inexact(meta, run_spec), *_other_sums(changed), *_exact_notes(meta, run_spec)):
         logger.warning("%s", line)
     cost = meta.state.get("cost")  # checkpoints of the first version have none
     return ResumePoint(
@@ -137,6 +137,8 @@ class Resumption:
     """Why losses would not be the same to the bit."""
     older: str | None = None
     """Why it goes on from an older checkpoint than the newest; None if it does not."""
+    notes: tuple[str, ...] = ()
+    """Other changes, after which losses are the same to the bit."""
 
 
 def foresee_resume(run_spec: RunSpec) -> Resumption:
@@ -151,7 +153,8 @@ def foresee_resume(run_spec: RunSpec) -> Resumption:
     if usable is None:
         return Resumption(files.root, None, changed, ())
     inexact = (*_inexact(usable.meta, run_spec), *_other_sums(changed))
-    return Resumption(files.root, usable.meta.step, changed, inexact, usable.older)
+    notes = tuple(_exact_notes(usable.meta, run_spec))
+    return Resumption(files.root, usable.meta.step, changed, inexact, usable.older, notes)
 
 
 def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterator[str]:
@@ -165,16 +168,19 @@ def _inexact(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterat
         ("backbone threads", meta.num_threads, run_spec.config.backbone.num_threads),
         ("torch", meta.torch_version, str(torch.__version__)),
     ):
-        if then == now:
-            continue
-        if name == "mode" and {then, now} <= ENCODER_MODES:
-            yield f"the run was in mode {then}, now {now}: losses stay the same, since encoders have the same batches"
-        else:
+        if then != now and not (name == "mode" and {then, now} <= ENCODER_MODES):
             yield _differs(name, then, now)
     if meta.mode == run_spec.config.mode and degrees == run_spec.plan.backbone.degrees:
         then, now = _partition_of(meta, run_spec), run_spec.partition.text
         if then != now:
             yield _differs("the partition", then, now)
+
+
+def _exact_notes(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> Iterator[str]:
+    """Yield what changes although losses stay the same."""
+    then, now = meta.mode, run_spec.config.mode
+    if then != now and {then, now} <= ENCODER_MODES:
+        yield f"the run was in mode {then}, now {now}: losses stay the same, since encoders have the same batches"
 
 
 def _partition_of(meta: checkpoint_store.CheckpointMeta, run_spec: RunSpec) -> str:

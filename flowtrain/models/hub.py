@@ -25,7 +25,8 @@ _PARTIAL = "*.incomplete"
 def hub_models(config: RunConfig, with_backbone: bool = True) -> tuple[HubModel, ...]:
     """Return the models that are no local directories. with_backbone: a resume does not read its first weights."""
     named = [("model.path", config.model.path, True), ("model.tokenizer", config.model.tokenizer, False)]
-    named += [(f"encoders.{name}.path", encoder.path, True) for name, encoder in config.encoders.items()]
+    sees = config.mode != "llm_only"
+    named += [(f"encoders.{name}.path", encoder.path, sees) for name, encoder in config.encoders.items()]
     named += [("backbone.path", config.backbone.path, with_backbone)]
     found: dict[str, HubModel] = {}
     for key, path, has_weights in named:

@@ -121,7 +121,13 @@ def pack(samples: Any, with_features: bool) -> PackedBatch:
 
 @contextmanager
 def replica(
-    world: World, tp: int = 1, pp: int = 1, token_rank: int = 0, rows: Any = rows_of, num_threads: int = 2
+    world: World,
+    tp: int = 1,
+    pp: int = 1,
+    token_rank: int = 0,
+    rows: Any = rows_of,
+    num_threads: int = 2,
+    staging: Any = None,
 ) -> Iterator[list[Prefetcher]]:
     meeting = ThreadReplica(tp * pp, LIMIT_S)
     ranks = []
@@ -137,6 +143,7 @@ def replica(
             spans=SpanLog("rank"),
             tp_rank=rank % tp,
             tp_size=tp,
+            staging=staging,
             rows_of=rows,
             images=ImageReader(pool, preprocess, MAX_PIXELS, num_threads) if pp_rank == 0 else None,
         )
@@ -201,6 +208,40 @@ def test_all_ranks_leave_out_a_sample_with_a_torn_image(tp: int, pp: int) -> Non
     assert [rejection.ref for rejection in world.reported] == [ref(1), ref(3), ref(4)]
     assert all(rejection.reason is RejectReason.CORRUPT_IMAGE for rejection in world.reported)
     assert [rejection.image for rejection in world.reported] == [2, 2, 1], "the torn image is named"
+
+
+class Staging:
+    """Notes what goes to the device, and which thread gets it."""
+
+    def __init__(self) -> None:
+        self.put_there: list[torch.Tensor] = []
+        self.handed_over: list[torch.Tensor] = []
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    def put(self, data: torch.Tensor) -> torch.Tensor:
+        self.put_there.append(data.clone())
+        return self.put_there[-1]
+
+    def mark(self) -> str:
+        return "ready"
+
+    def hand_over(self, tensors: list[torch.Tensor], ready: str) -> None:
+        self.handed_over += tensors
+
+
+def test_pixels_are_staged_and_handed_to_the_training_thread() -> None:
+    staging = Staging()
+    with replica(World(num_slots=1), staging=staging) as (rank,):
+        rank.next_plan()
+        batch = rank.next_microbatch().batch
+    check(batch, [0, 1, 2], has_pixels=True, has_tokens=True)
+    assert batch.images is not None
+    kept = {id(each) for each in staging.handed_over}
+    assert all(id(each) in kept for each in staging.put_there)
+    assert [id(each) for each in staging.put_there] == [id(each) for each in batch.images.pixels]
 
 
 def test_a_microbatch_of_bad_samples_is_weightless_and_has_no_images() -> None:

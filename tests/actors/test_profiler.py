@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.profiler import Profiler
+from flowtrain.config.load import override_config
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import profiling
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import RunSpec, prepare
-from flowtrain.controller.profiling import _facts, _mean_backbone, _mean_encoder, _refs, _tensor_degrees
+from flowtrain.controller.profiling import _facts, _mean_backbone, _mean_encoder, _refs, _tensor_degrees, modules_apart
+from flowtrain.costs.profile import model_facts
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
@@ -78,6 +80,24 @@ def test_groups_are_measured_that_can_split_the_backbone(config: RunConfig) -> N
     text["model_type"] = "olmo2"  # transformers' plan of it asks for styles that FlowTrain does not have
     other = config.model_copy(update={"backbone": config.backbone.model_copy(update={"config": text})})
     assert _tensor_degrees(run_spec, family_from_config(other), 7) == []
+
+
+def test_modules_of_a_run_without_encoder_actors_are_measured_too(config: RunConfig) -> None:
+    inside = override_config(
+        config,
+        [
+            "mode=monolithic",
+            "backbone.pipeline_parallel_size=2",
+            "pipeline={encoder_layers: mixed, partition: [1, 2]}",
+            "encoders.vision.tensor_parallel_size=3",
+        ],
+    )
+    assert prepare(inside).partition.text == "encoder 0-0 @0, backbone 0-1 @1"
+    apart = prepare(modules_apart(inside), check_pool=False)
+    assert apart.partition.text == "backbone 0-0 @0, backbone 1-1 @1" and set(apart.plan.encoders) == {"vision"}
+    assert model_facts(apart.config, apart.model_spec) == model_facts(inside, prepare(inside).model_spec)
+    several = override_config(config, ["mode=disaggregated", "encoders.vision.tensor_parallel_size=2"])
+    assert modules_apart(several).encoders == several.encoders
 
 
 def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler, config: RunConfig) -> None:

@@ -122,6 +122,30 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "there", "absent"),
+    [
+        (
+            ["mode=monolithic", "backbone.pipeline_parallel_size=2", "pipeline.encoder_layers=own"],
+            ["encoder layers own", "encoder 0-2, backbone 0-1", "encoder 3-5, backbone 2-3", "vision 3,271,296"],
+            ["encoder vision", "both on a device"],
+        ),
+        (["mode=llm_only"], ["2,484,672, 2,484,672 trainable: connector"], ["encoder", "vision 3,271,296"]),
+        (["mode=colocated"], ["1 where the cluster has GPUs", "encoder vision", "both on a device"], ["encoder 0"]),
+        (["mode=monolithic", "encoders.vision.trainable=true"], ["5,310,912 trainable", "encoder 0-5"], ["(frozen)"]),
+    ],
+)
+def test_a_dry_run_shows_what_a_mode_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], there: list[str], absent: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    shown = runner.invoke(app, ["train", QUICKSTART, *overrides, "--dry-run"])
+    assert shown.exit_code == 0, shown.output
+    assert [text for text in there if text not in shown.output] == []
+    assert [text for text in absent if text in shown.output] == []
+
+
 def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path: Path) -> None:
     code, output, error, heavy = flowtrain_command(
         "train", QUICKSTART, "training.max_steps=7", "--dry-run", cwd=tmp_path
@@ -130,10 +154,11 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     assert "ray" not in heavy
     for expected in ("7 of 16 samples", "1,050 samples", "every 50 steps"):
         assert expected in output
-    rows = {line.split("│")[1].strip(): line for line in output.splitlines() if line.count("│") == 6}
+    actors, memory = output.split("memory of a device")
+    rows = {line.split("│")[1].strip(): line for line in actors.splitlines() if line.count("│") == 6}
     assert [cell.strip() for cell in rows["vision"].split("│")[2:6]] == ["2", "0.5", "0", "16 MiB"]
     assert [cell.strip() for cell in rows["backbone"].split("│")[2:6]] == ["1", "1", "0", "-"]
-    facts = {cells[1].strip(): cells[2].strip() for line in output.splitlines() if len(cells := line.split("│")) == 4}
+    facts = {cells[1].strip(): cells[2].strip() for line in actors.splitlines() if len(cells := line.split("│")) == 4}
     assert facts["tokens an image"] == "vision: 49"
     assert facts["parameters"] == (
         "5,755,968, 2,484,672 trainable: vision 3,271,296 (frozen), connector 74,112, backbone 2,410,560"
@@ -145,5 +170,9 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     assert float(facts["memory pool"].split()[0]) == pytest.approx(2 * segments[0] + segments[1], abs=0.01)
     assert facts["memory pool"].endswith("MiB at most; unused pages take no memory")
     assert facts["oversized"] == "more than 512 tokens: reject"
+    needs = [[cell.strip() for cell in line.split("│")[1:-1]] for line in memory.splitlines() if line.count("│") == 6]
+    assert [need[:2] for need in needs] == [["backbone", "backbone 0-3"], ["encoder vision", "all that features need"]]
+    assert all(need[-1].endswith("iB") for need in needs)
+    assert facts["memory settings"].startswith("activation checkpointing none; full sharding")
     assert (facts["dispatch"], facts["cost"], facts["backbone ranks"]) == ("lpt, 4 buckets", "eq3", "1 data-parallel")
     assert list(tmp_path.iterdir()) == []

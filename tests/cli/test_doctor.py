@@ -271,3 +271,13 @@ def test_this_machine() -> None:
     speeds = {link["transport"]: link["bytes_per_s"] for link in record["links"]}
     assert speeds["local"] > 0 and speeds["shared_memory"] > 0
     assert len(record["nodes"]) == 1 and record["fits"]
+
+
+def test_devices_that_are_shared_in_turns_are_warned_of(cluster: dict[str, float]) -> None:
+    cluster["GPU"] = 2.0
+    lacking = node("one", num_devices=2.0, facts=replace(FACTS, lacks_mps=True))
+    shared = prepare(load_config(QUICKSTART, ["mode=colocated"]), check_pool=False)
+    (warning,) = judge(shared, [lacking], LINKS).warnings
+    assert warning.startswith("MPS does not run on one")
+    apart = prepare(load_config(QUICKSTART), check_pool=False)
+    assert judge(apart, [lacking], LINKS).warnings == ()

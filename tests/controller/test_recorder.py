@@ -26,6 +26,7 @@ from flowtrain.scheduler.cost import eq3
 from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
+from flowtrain.types.run_plan import Mode
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 from flowtrain.types.sources import SourceIndex
 from tests.disk import full_from
@@ -157,6 +158,14 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("mode", "num_devices"), [("disaggregated", 3), ("colocated", 1), ("monolithic", 1)])
+def test_devices_are_counted_once(world: World, mode: Mode, num_devices: int) -> None:
+    run_spec = make_prepared()
+    plan = replace(run_spec.plan, mode=mode, encoders={} if mode == "monolithic" else run_spec.plan.encoders)
+    world.record(done(train_unit(1)), run_spec=replace(run_spec, plan=plan))
+    assert world.metrics()[0]["tokens_per_s_per_device"] == pytest.approx(40.0 / num_devices)
 
 
 def test_a_step_becomes_a_line_with_its_figures(world: World) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,23 @@ def sizer(tokenizer: PreTrainedTokenizerFast, family: Callable[..., Any]) -> Cal
 
 def conversation(user: str, answer: str = "four") -> tuple[Turn, ...]:
     return (Turn("user", user), Turn("assistant", answer))
+
+
+def test_without_vision_token_counts_stay_and_images_have_neither_part_nor_bytes(
+    tokenizer: PreTrainedTokenizerFast, family: Callable[..., Any], encoded_image: Encode
+) -> None:
+    config = DataConfig(sources=(SourceConfig(path="x"),))
+    plain, blind = (Sizer(family(tokenizer), tokenizer, config, keeps_images=keeps) for keeps in (True, False))
+    raw = RawSample((RawImage(data=encoded_image(40, 12)),), conversation("a<image>b"))
+    loaded = blind.load(REF, raw)
+    assert not isinstance(loaded, Rejection) and not loaded.images
+    seeing, text_only = size(plain, REF, raw), size(blind, REF, raw)
+    assert isinstance(seeing, SizedResult) and isinstance(text_only, SizedResult)
+    assert np.array_equal(text_only.text, seeing.text)
+    assert text_only.sample == replace(seeing.sample, parts=seeing.sample.parts[:1], image_nbytes=())
+    assert text_only.sample.num_vision_tokens > 0
+    bad = size(blind, REF, RawSample((RawImage(data=b"broken"),), conversation("a<image>b")))
+    assert isinstance(bad, Rejection) and bad.reason is RejectReason.CORRUPT_IMAGE
 
 
 def test_images_are_expanded_and_counted(

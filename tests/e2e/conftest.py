@@ -19,7 +19,14 @@ def ray_cluster() -> Iterator[None]:
     """A local Ray that the runs of these tests share; their test classes travel by value."""
     ray.cloudpickle.register_pickle_by_value(tests)
     with prefork_server() as runtime_env:
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=runtime_env)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            num_gpus=4,  # no run takes them, since model.device is cpu; for tests of where actors are placed
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env=runtime_env,
+        )
         yield
         ray.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,6 +216,27 @@ def test_an_owner_that_sends_nothing_is_lost_after_the_limit() -> None:
         reader.get(extents)
     reader.close()
     owner.close()
+
+
+def test_an_owner_that_could_not_take_a_connection_takes_later_ones(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = socket.socket.accept
+    failures = iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def fail_once(listener: socket.socket) -> tuple[socket.socket, Any]:
+        failure = next(failures, None)
+        if failure is not None:
+            raise failure
+        return accept(listener)
+
+    monkeypatch.setattr(socket_server, "_RETRY_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    extents = world.owners[0].put(b"a" * 100)
+    world.reader.get(extents)  # after it the owner waits for the next reader
+    other = open_pool(world.run_id, 3, 0, world.exports)
+    assert other.get(extents).tobytes() == b"a" * 100
+    other.close()
 
 
 def test_close_ends_the_owners_threads(world: World) -> None:

@@ -120,3 +120,8 @@ def test_local_directories_are_not_fetched(tmp_path: Path) -> None:
     )
     assert models(language, path, with_backbone=False)[-1] == HubModel(language, "backbone.path", False)
     assert [model.repo_id for model in models(path, path)] == [tower]
+
+
+def test_without_images_a_tower_is_only_described() -> None:
+    config = make_config(mode="llm_only", encoders={"vision": {"path": "google/siglip-base-patch16-224"}})
+    assert hub_models(config)[0] == HubModel("google/siglip-base-patch16-224", "encoders.vision.path", False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.export import CheckpointedWeights
 from flowtrain.errors import ConfigError
 from flowtrain.models.export import joined_name
 from flowtrain.models.families.base import Family
@@ -122,6 +123,23 @@ def test_an_export_has_the_trained_tower(make_config: Any, tower_configs: Any, t
     assert exported.keys() == first.keys()
     for name, weight in exported.items():
         assert torch.equal(weight, trained.get(f"encoders.vision.tower.{name}", first[name])), name
+
+
+def test_a_checkpoint_with_a_trained_tower_is_exported(
+    make_config: Any, tower_configs: Any, tmp_path: Any, group: BackboneGroup
+) -> None:
+    config = config_with(make_config, tower_configs["clip"])
+    family = family_from_config(config)
+    trainer = Trainer(config, family, group, num_steps=10)
+    for _, parameter in trainer.model.named_parameters():
+        parameter.data.mul_(1.5)
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    weights = CheckpointedWeights(family, config, tmp_path / "checkpoint")
+    family.export(weights.state, tmp_path / "export")
+    weights.check_frozen()
+    exported = LlavaForConditionalGeneration.from_pretrained(tmp_path / "export").state_dict()
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(exported[hf_name(name)], parameter.full_tensor()), name
 
 
 def test_a_tower_that_ranks_cannot_split_is_refused(make_config: Any, tower_configs: Any) -> None:

@@ -41,6 +41,17 @@ def test_commit_names_prunes_and_keeps_the_driver_state(tmp_path):
     assert (meta.step, meta.state, meta.files) == (10, META.state, {"shard": FileSum(11, "6b87b1ec")})
 
 
+def test_a_checkpoint_from_before_partitions_and_modes_is_read(tmp_path):
+    final = write_and_commit(tmp_path, 2)
+    values = json.loads((final / store.META_FILE).read_text())
+    for name in ("crc32", "partition", "mode", "trained"):
+        del values[name]
+    (final / store.META_FILE).write_text(store._sealed({**values, "num_chunks": 2}))
+    meta = store.read_meta(final)
+    assert (meta.partition, meta.mode, meta.trained) == ("chunks=2", "decoupled", ())
+    assert store.latest_complete(tmp_path) == final
+
+
 @pytest.mark.parametrize("call", ["sync_directory", "_prune"])
 def test_a_commit_that_failed_after_its_rename_succeeds_again(tmp_path, monkeypatch, call):
     temporary, real = write(tmp_path, 2), getattr(store, call)

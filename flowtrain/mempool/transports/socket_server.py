@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
@@ -15,6 +17,8 @@ import numpy as np
 
 from flowtrain.errors import OwnerLostError
 from flowtrain.types.memory import SocketOffer
+
+logger = logging.getLogger(__name__)
 
 TOKEN_NBYTES = 32
 COUNT = struct.Struct("<Q")
@@ -25,6 +29,8 @@ MAX_RUNS = 1 << 20
 """Runs of one request."""
 _CREDENTIALS = struct.Struct("3i")
 _BUFFERS_PER_CALL = 256
+_RETRY_S = 0.2
+"""Pause after a connection that could not be taken."""
 
 
 class SocketServer:
@@ -66,8 +72,13 @@ class SocketServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                with self._lock:
+                    if self._is_closed:
+                        return
+                logger.warning("a reader of this segment must wait: %s", error)  # too many files are open, mostly
+                time.sleep(_RETRY_S)
+                continue
             with self._lock:
                 if self._is_closed:
                     connection.close()
@@ -78,7 +89,7 @@ class SocketServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             with suppress(OSError, EOFError):
-                if peer_of(connection)[1] == os.getuid() and self._is_invited(connection):
+                if peer_of(connection)[1] == os.geteuid() and self._is_invited(connection):
                     while self._answer(connection):
                         pass
             with self._lock:
@@ -157,9 +168,9 @@ def connect(offer: SocketOffer, pid: int, timeout_s: float) -> socket.socket:
         connection.settimeout(timeout_s)
         connection.connect(f"\0{offer.name}")
         found = peer_of(connection)
-        if found != (pid, os.getuid()):
+        if found != (pid, os.geteuid()):
             raise OwnerLostError(
-                f"process {pid} of user {os.getuid()} offered the socket {offer.name}, and process {found[0]} of user "
+                f"process {pid} of user {os.geteuid()} offered the socket {offer.name}, and process {found[0]} of user "
                 f"{found[1]} has it now; ask the coordinator again by position"
             )
         connection.sendall(offer.token)

@@ -85,7 +85,7 @@ class VisionStage(nn.Module):
         num_computed = feature_layer % (tower.config.num_hidden_layers + 1)
         self.tower = _trimmed(tower, kind, dict(enumerate(layers[:num_computed])))
         for layer in self.layers:
-            layer.__class__ = _over_groups(type(layer))
+            layer.__class__ = _over_groups(type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
         self.requires_grad_(trainable)
         self.train()
 

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.profiler import Profiler
 from flowtrain.config.load import override_config
-from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import profiling
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
-from flowtrain.controller.prepare import RunSpec, prepare
+from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import _facts, _mean_backbone, _mean_encoder, _refs, _tensor_degrees, modules_apart
 from flowtrain.costs.profile import model_facts
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
@@ -165,25 +163,6 @@ def test_calls_are_timed_through_the_link() -> None:
 
     assert Profiler.call_s(Profiler.__new__(Profiler), Link()) >= 0
     assert set(calls) == {"ping"}
-
-
-def test_a_pipeline_that_mixes_the_encoder_is_measured_without_it(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The numbers of layers in ``pipeline.partition`` are for the encoder's layers too."""
-    pipeline = PipelineConfig(partition=(3,), encoder_layers="mixed")
-    config = config.model_copy(update={"mode": "monolithic", "pipeline": pipeline})
-    assert len(prepare(config, check_pool=False).partition.stages) == 2
-    seen: list[RunSpec] = []
-
-    def stop(run_spec: RunSpec) -> None:
-        seen.append(run_spec)
-        raise DataError("enough")
-
-    monkeypatch.setattr(profiling, "planned_samples", stop)
-    with pytest.raises(DataError, match="enough"):
-        profiling.measure(config)
-    assert len(seen[0].partition.stages) == 1
 
 
 def test_a_backbone_through_which_gradients_only_pass_is_measured(profiler: Profiler, config: RunConfig) -> None:

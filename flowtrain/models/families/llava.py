@@ -48,8 +48,8 @@ from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
 from flowtrain.models.tower_plans import check_tower_split
-from flowtrain.models.towers import image_size, patch_grid, square_patch_size, tower_kind
-from flowtrain.models.vision_stage import VisionStage
+from flowtrain.models.towers import image_size, square_patch_size, tower_kind
+from flowtrain.models.vision_stage import TowerShape, VisionStage
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
 from flowtrain.pipeline.actions import MemoryStrategy
@@ -155,10 +155,9 @@ class LlavaFamily(Family):
 
     def _layout_of(self, height: int, width: int) -> ImageLayout:
         """Layout of an image that enters the tower at this size (pixels)."""
-        grid_height, grid_width = patch_grid(self.vision_config, height, width)
-        num_patches = grid_height * grid_width
-        num_rows = num_patches + self._tower_kind.num_prefix_tokens(self.vision_config) - self._drops_first
-        return ImageLayout(num_patches=num_patches, num_rows=num_rows, num_tokens=num_rows)
+        shape, size = TowerShape(self.vision_config, self._drops_first), (height, width)
+        num_rows = shape.num_rows(size)
+        return ImageLayout(num_patches=shape.num_patches(size), num_rows=num_rows, num_tokens=num_rows)
 
     @property
     def _drops_first(self) -> bool:

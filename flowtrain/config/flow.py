@@ -55,7 +55,7 @@ class PoolConfig(ConfigModel):
     ``point_to_point``, for comparisons: ranks receive the features of a unit over sockets, all together once the unit
     is encoded, and encoders begin a unit when the one before is received. For one node."""
     transfer_timeout_s: float = Field(30.0, gt=0)
-    """The longest that one read between nodes may take, and that an owner of features may be silent on a socket."""
+    """The longest that a read between nodes may take, and that an owner of features may send nothing over a socket."""
     hbm_segment_nbytes: int = Field(0, ge=0)
     """Device memory that each encoder gives in addition, if it computes on an accelerator; 0: none."""
     hbm_low_watermark: float = Field(0.75, gt=0, le=1)

@@ -27,7 +27,7 @@ class RunMemory:
     encoders: Mapping[str, int]
     """Peak of each actor of an encoder, by encoder; empty in modes without encoder actors."""
     gradient_reduction: ReductionName
-    """The one that is counted; ``auto`` counts as once a step, which takes most."""
+    """The one that is counted; ``auto`` counts as once a step, which takes most, and ``sharding: auto`` as ``full``."""
 
     @property
     def fullest(self) -> StepMemory:

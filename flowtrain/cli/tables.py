@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowtrain.allocator.plan import requirements
+from flowtrain.config.modes import colocated_shares
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.start_limit import start_limit
 from flowtrain.observability.run_dir import RunDir
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from flowtrain.controller.prepare import RunSpec
     from flowtrain.controller.resume import Resumption
     from flowtrain.controller.summary import RunSummary
+
+
+_ENCODER_PLACES = {
+    "first": "the encoder in the first stage",
+    "mixed": "encoder and decoder layers in one sequence",
+    "own": "the encoder in stages of its own",
+}
 
 
 def plan_tables(
@@ -48,15 +56,16 @@ def plan_tables(
     run.add_row("cost", _cost(run_spec))
     run.add_row("backbone ranks", _backbone_ranks(run_spec.plan.backbone.degrees))
     if run_spec.plan.backbone.degrees.pp > 1:
-        chunks = config.pipeline.chunks
-        stages = f"{chunks} slices of the layers a rank" if chunks > 1 else "a slice of the layers a rank"
-        place = f", encoder layers {config.pipeline.encoder_layers}" if config.mode == "monolithic" else ""
+        slices = run_spec.partition.num_segments
+        stages = f"{slices} slices of the layers a rank" if slices > 1 else "a slice of the layers a rank"
+        place = f", {_ENCODER_PLACES[config.pipeline.encoder_layers]}" if config.mode == "monolithic" else ""
         run.add_row("pipeline", f"{config.pipeline.schedule}, {stages}{place}")
     run.add_row("memory settings", _memory_settings(config))
     run.add_row("CPUs", f"{needs.num_cpus:g}")
-    num_devices = needs.num_devices
-    run.add_row("devices", f"{num_devices:g} where the cluster has GPUs, else none" if num_devices else "none")
+    run.add_row("devices", _devices(config, needs.num_devices))
     run.add_row("feeders", _feeders(run_spec))
+    if config.exchanges_units:
+        run.add_row("exchange", "point to point: a step's features all together, and encoders one step ahead at most")
     run.add_row("memory pool", f"{nbytes_text(needs.pool_nbytes)} at most; unused pages take no memory")
     run.add_row("start", f"within {start_limit(config.limits.start_timeout_s, run_spec.model_spec, resumes).text}")
 
@@ -137,14 +146,25 @@ def summary_table(summary: RunSummary) -> Table:
 
 
 def _parameters(run_spec: RunSpec) -> str:
-    """Total and trainable parameters of what the mode has; an encoder counts only the layers that are computed."""
+    """Total and trainable parameters of what the mode has; an encoder counts only what its features need."""
     spec, freeze = run_spec.model_spec, run_spec.config.frozen_modules
     encoders = {} if run_spec.config.mode == "llm_only" else spec.encoders
-    counts = {name: encoder.num_parameters for name, encoder in encoders.items()}
+    counts = {name: encoder.num_computed_parameters for name, encoder in encoders.items()}
     counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
     frozen = {*freeze, *(spec.encoders if "encoders" in freeze else ())}
     each = ", ".join(f"{name} {count:,}{' (frozen)' * (name in frozen)}" for name, count in counts.items())
-    return f"{sum(counts.values()):,}, {spec.num_trainable_parameters(freeze):,} trainable: {each}"
+    return f"{sum(counts.values()):,}, of them {spec.num_trainable_parameters(freeze):,} trainable: {each}"
+
+
+def _devices(config: RunConfig, num_devices: float) -> str:
+    if not num_devices:
+        return "none"
+    shares = ""
+    if config.mode == "colocated":
+        encoders, rest = colocated_shares(config)
+        of_each = ", ".join(f"{name} {share:g}" for name, share in (*encoders.items(), ("backbone", rest)))
+        shares = f" (of each: {of_each})"
+    return f"{num_devices:g} where the cluster has GPUs{shares}, else none"
 
 
 def _memory_settings(config: RunConfig) -> str:

@@ -44,7 +44,15 @@ def ranks_have_whole_devices(config: RunConfig) -> Iterator[Fault]:
 
 
 def encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
-    """Refuse a trained encoder outside of the backbone's ranks."""
+    """Refuse a trained encoder outside of the backbone's ranks, and a learning rate of encoders that are frozen."""
+    rate = config.training.learning_rates.encoders
+    if rate is not None and not config.trains_encoders:
+        yield Fault(
+            "training.learning_rates.encoders",
+            FaultCode.CONFLICT,
+            f"training.learning_rates.encoders ({rate:g}) has no effect: no encoder is trained; set "
+            f"encoders.{next(iter(config.encoders))}.trainable=true in mode 'monolithic', or leave out the rate",
+        )
     if config.mode == "monolithic":
         return
     for name, encoder in config.encoders.items():

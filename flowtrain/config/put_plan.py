@@ -24,6 +24,14 @@ def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) ->
             f"encoders has {', '.join(map(str, encoders))} and the plan has {', '.join(plan.encoders) or 'none'}; "
             "create a plan for this configuration, or rename its encoders",
         )
+    mode = values.get("mode", plan.mode)
+    if ("mode",) in kept and mode != plan.mode:
+        raise ConfigError.of(
+            "mode",
+            FaultCode.CONFLICT,
+            f"the plan is for mode {plan.mode!r} and an override sets mode {mode!r}: degrees of one mode mean little "
+            "in another; leave out the override or the plan",
+        )
     origins: dict[Path, str] = {}
     for key, value in plan.settings().items():
         if not any(key[: len(path)] == path for path in kept) and _set(values, key, value):

@@ -23,7 +23,24 @@ def startable_faults(config: RunConfig) -> list[Fault]:
             "change one of them, or unset the first with =null: then the replicas on one node share shards"
         )
         faults.append(Fault("backbone.hybrid_shard_size", FaultCode.DEGREES, text))
+    if (nothing := _nothing_to_train(config)) is not None:
+        faults.append(nothing)
     return faults
+
+
+def _nothing_to_train(config: RunConfig) -> Fault | None:
+    """The connector gets gradients only where images do."""
+    trained = {"connector", "backbone"} - set(config.model.freeze)
+    if config.mode == "llm_only":
+        trained -= {"connector"}
+    if trained or config.trains_encoders:
+        return None
+    frozen, way_out = ", ".join(config.model.freeze), "take connector or backbone out of it"
+    if config.mode == "llm_only":
+        way_out = "take backbone out of it: mode 'llm_only' has no images, which the connector needs"
+    elif config.mode == "monolithic":
+        way_out += ", or train an encoder with encoders.<name>.trainable=true"
+    return Fault("model.freeze", FaultCode.CONFLICT, f"model.freeze ({frozen}) leaves nothing to train; {way_out}")
 
 
 def check_startable(config: RunConfig) -> None:

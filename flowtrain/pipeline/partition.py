@@ -37,7 +37,10 @@ class Stage:
     @property
     def text(self) -> str:
         """Its module and layers."""
-        return f"{self.module.value} {f'{self.layers.start}-{self.layers.stop - 1}' if self.layers else 'no layers'}"
+        if not self.layers:
+            return f"{self.module.value} no layers"
+        start, last = self.layers.start, self.layers.stop - 1
+        return f"{self.module.value} {start}" if start == last else f"{self.module.value} {start}-{last}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,8 @@ def _backbone_slices(
                 _PARTITION,
                 FaultCode.DEGREES,
                 f"{_PARTITION} {list(counts)} has {sum(counts)} layers in {len(counts)} stages; the backbone has "
-                f"{num_layers} layers and {num_slices} stages, each with at least one",
+                f"{num_layers} layers and {num_slices} stages; give {num_slices} numbers of at least 1 whose sum is "
+                f"{num_layers}, or leave out the key",
             )
         return _ranges(counts)
     if encoder is None or encoder.place == "own" or num_slices == 1:
@@ -229,7 +233,7 @@ def _mixed(
             FaultCode.DEGREES,
             f"{_PARTITION} {list(counts)} has {sum(counts)} layers in {len(counts)} stages; with "
             f"pipeline.encoder_layers 'mixed' the encoder's {encoder.num_layers} and the backbone's {num_layers} "
-            f"layers lie in {num_slices} stages, each with at least one",
+            f"layers lie in {num_slices} stages; give {num_slices} numbers of at least 1 whose sum is {whole}",
         )
     stages: list[Stage] = []
     numbers = {StageModule.ENCODER: 0, StageModule.BACKBONE: 0}

@@ -90,9 +90,9 @@ def test_modules_of_a_run_without_encoder_actors_are_measured_too(config: RunCon
             "encoders.vision.tensor_parallel_size=3",
         ],
     )
-    assert prepare(inside).partition.text == "encoder 0-0 @0, backbone 0-1 @1"
+    assert prepare(inside).partition.text == "encoder 0 @0, backbone 0-1 @1"
     apart = prepare(modules_apart(inside), check_pool=False)
-    assert apart.partition.text == "backbone 0-0 @0, backbone 1-1 @1" and set(apart.plan.encoders) == {"vision"}
+    assert apart.partition.text == "backbone 0 @0, backbone 1 @1" and set(apart.plan.encoders) == {"vision"}
     assert model_facts(apart.config, apart.model_spec) == model_facts(inside, prepare(inside).model_spec)
     several = override_config(config, ["mode=disaggregated", "encoders.vision.tensor_parallel_size=2"])
     assert modules_apart(several).encoders == several.encoders

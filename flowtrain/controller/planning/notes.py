@@ -69,7 +69,7 @@ def notes(
         yield (
             f"plain replication of the whole model {compared}: {replication.rate:.4g} samples/s on "
             f"{replication.devices} devices, {replication.rate / allocation.rate:.0%} of the plan; "
-            "FlowTrain does not train that way, other trainers do"
+            "train so with mode=colocated, or with mode=monolithic"
         )
     if allocation.rate_added is not None:
         yield (

@@ -127,12 +127,25 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkey
     [
         (
             ["mode=monolithic", "backbone.pipeline_parallel_size=2", "pipeline.encoder_layers=own"],
-            ["encoder layers own", "encoder 0-2, backbone 0-1", "encoder 3-5, backbone 2-3", "vision 3,271,296"],
+            [
+                "1f1b, 2 slices of the layers a rank, the encoder in stages of its own",
+                "encoder 0-2, backbone 0-1",
+                "encoder 3-5, backbone 2-3",
+                "vision 2,826,240",
+            ],
             ["encoder vision", "both on a device"],
         ),
-        (["mode=llm_only"], ["2,484,672, 2,484,672 trainable: connector"], ["encoder", "vision 3,271,296"]),
-        (["mode=colocated"], ["1 where the cluster has GPUs", "encoder vision", "both on a device"], ["encoder 0"]),
-        (["mode=monolithic", "encoders.vision.trainable=true"], ["5,310,912 trainable", "encoder 0-5"], ["(frozen)"]),
+        (["mode=llm_only"], ["2,484,672, of them 2,484,672 trainable: connector"], ["encoder", "vision 2,826,240"]),
+        (
+            ["mode=colocated"],
+            ["1 where the cluster has GPUs (of each: vision 0.4, backbone 0.6)", "encoder vision", "both on a device"],
+            ["encoder 0"],
+        ),
+        (
+            ["mode=monolithic", "encoders.vision.trainable=true"],
+            ["5,310,912, of them 5,310,912 trainable", "encoder 0-5"],
+            ["(frozen)"],
+        ),
     ],
 )
 def test_a_dry_run_shows_what_a_mode_has(
@@ -161,7 +174,7 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     facts = {cells[1].strip(): cells[2].strip() for line in actors.splitlines() if len(cells := line.split("│")) == 4}
     assert facts["tokens an image"] == "vision: 49"
     assert facts["parameters"] == (
-        "5,755,968, 2,484,672 trainable: vision 3,271,296 (frozen), connector 74,112, backbone 2,410,560"
+        "5,310,912, of them 2,484,672 trainable: vision 2,826,240 (frozen), connector 74,112, backbone 2,410,560"
     )
     assert facts["order"] == "deterministic"
     assert facts["feeders"].startswith("1, each with up to 32 samples of 260 KiB and "), "of an evaluation round"

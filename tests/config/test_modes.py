@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from flowtrain.allocator.plan import fixed_plan, from_yaml, requirements, to_yaml
-from flowtrain.config.load import load_config
+from flowtrain.config.load import load_config, override_config
 from flowtrain.config.run import RunConfig
+from flowtrain.config.startable import check_startable
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.types.run_plan import ENCODER_MODES, Mode
 
@@ -34,7 +35,34 @@ def test_a_plan_has_encoders_where_actors_run_them(minimal: Path, mode: Mode) ->
 def test_a_saved_plan_brings_its_mode(minimal: Path) -> None:
     plan = fixed_plan(config_of(minimal, "colocated", *GROUPS))
     assert load_config(minimal, plan=plan).mode == "colocated"
-    assert load_config(minimal, ["mode=disaggregated", "backbone.num_devices=1"], plan=plan).mode == "disaggregated"
+    assert load_config(minimal, ["mode=colocated"], plan=plan).mode == "colocated"
+    with pytest.raises(ConfigError, match="the plan is for mode 'colocated' and an override sets mode 'disaggregated'"):
+        load_config(minimal, ["mode=disaggregated"], plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("mode", "freeze", "message"),
+    [
+        ("decoupled", "connector,backbone", "take connector or backbone out of it$"),
+        ("monolithic", "connector,backbone", r"or train an encoder with encoders.<name>.trainable=true$"),
+        ("llm_only", "backbone", "take backbone out of it: mode 'llm_only' has no images"),
+    ],
+)
+def test_a_run_that_trains_nothing_is_refused_at_its_start(
+    minimal: Path, mode: Mode, freeze: str, message: str
+) -> None:
+    config = config_of(minimal, mode, f"model.freeze=[{freeze}]")
+    with pytest.raises(ConfigError, match=message):
+        check_startable(config)
+    if mode == "monolithic":
+        check_startable(override_config(config, ["encoders.vision.trainable=true"], check_paths=False))
+
+
+def test_a_learning_rate_of_frozen_encoders_is_refused(minimal: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learning_rates.encoders \(0.001\) has no effect"):
+        config_of(minimal, "monolithic", "training.learning_rates.encoders=1e-3")
+    trained = ["training.learning_rates.encoders=1e-3", "encoders.vision.trainable=true"]
+    assert config_of(minimal, "monolithic", *trained).trains_encoders
 
 
 def test_colocated_actors_share_each_device(minimal: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.errors import Fault, FaultCode
+
+if TYPE_CHECKING:
+    from flowtrain.config.run import RunConfig
 
 EncoderPlace = Literal["first", "mixed", "own"]
 
@@ -25,3 +30,35 @@ class PipelineConfig(ConfigModel):
     """Where ``mode: monolithic`` has the encoder. ``first``: in the first stage. ``mixed``: encoder and decoder layers
     form one sequence, cut into stages of similar cost. ``own``: in stages of its own, on all ranks, which a microbatch
     passes before those of the backbone."""
+
+
+def schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
+    """Refuse a schedule and a number of chunks that do not belong together."""
+    schedule, chunks = config.pipeline.schedule, config.pipeline.chunks
+    if schedule == "interleaved_1f1b" and chunks < 2:
+        yield Fault(
+            "pipeline.chunks",
+            FaultCode.CONFLICT,
+            f"pipeline.schedule ({schedule!r}) needs pipeline.chunks ({chunks}) of at least 2; raise it, or set the "
+            "schedule to '1f1b'",
+        )
+    if schedule == "1f1b" and chunks > 1:
+        yield Fault(
+            "pipeline.chunks",
+            FaultCode.CONFLICT,
+            f"pipeline.chunks ({chunks}) above 1 needs pipeline.schedule 'interleaved_1f1b' (now {schedule!r}); set "
+            "that, or set chunks to 1",
+        )
+
+
+def partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
+    """Refuse a partition with another number of stages; whether its layers add up is seen with the model."""
+    pipeline, pp_size = config.pipeline, config.backbone.pipeline_parallel_size
+    if pipeline.partition is not None and len(pipeline.partition) != pp_size * pipeline.chunks:
+        yield Fault(
+            "pipeline.partition",
+            FaultCode.CONFLICT,
+            f"pipeline.partition has {len(pipeline.partition)} entries and the pipeline has "
+            f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
+            f"({pipeline.chunks}); give one number of layers for each stage",
+        )

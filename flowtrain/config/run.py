@@ -18,7 +18,7 @@ from flowtrain.config.modes import (
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
-from flowtrain.config.pipeline import PipelineConfig
+from flowtrain.config.pipeline import PipelineConfig, partition_has_its_stages, schedule_has_its_chunks
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
 from flowtrain.errors import ConfigError, Fault, FaultCode
@@ -62,8 +62,8 @@ class RunConfig(ConfigModel):
             _not_yet_parallel,
             _split_encoders_have_a_place,
             ranks_have_whole_devices,
-            _schedule_has_its_chunks,
-            _partition_has_its_stages,
+            schedule_has_its_chunks,
+            partition_has_its_stages,
             encoders_are_trained_inside,
             colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
@@ -199,36 +199,6 @@ def _split_encoders_have_a_place(config: RunConfig) -> Iterator[Fault]:
                 f"encoders.{name}.num_cpus (0) above 0: Ray places its actors on one node by the CPUs they reserve; "
                 "a fraction is enough",
             )
-
-
-def _schedule_has_its_chunks(config: RunConfig) -> Iterator[Fault]:
-    schedule, chunks = config.pipeline.schedule, config.pipeline.chunks
-    if schedule == "interleaved_1f1b" and chunks < 2:
-        yield Fault(
-            "pipeline.chunks",
-            FaultCode.CONFLICT,
-            f"pipeline.schedule ({schedule!r}) needs pipeline.chunks ({chunks}) of at least 2; raise it, or set the "
-            "schedule to '1f1b'",
-        )
-    if schedule == "1f1b" and chunks > 1:
-        yield Fault(
-            "pipeline.chunks",
-            FaultCode.CONFLICT,
-            f"pipeline.chunks ({chunks}) above 1 needs pipeline.schedule 'interleaved_1f1b' (now {schedule!r}); set "
-            "that, or set chunks to 1",
-        )
-
-
-def _partition_has_its_stages(config: RunConfig) -> Iterator[Fault]:
-    pipeline, pp_size = config.pipeline, config.backbone.pipeline_parallel_size
-    if pipeline.partition is not None and len(pipeline.partition) != pp_size * pipeline.chunks:
-        yield Fault(
-            "pipeline.partition",
-            FaultCode.CONFLICT,
-            f"pipeline.partition has {len(pipeline.partition)} entries and the pipeline has "
-            f"{pp_size * pipeline.chunks} stages: backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks "
-            f"({pipeline.chunks}); give one number of layers for each stage",
-        )
 
 
 def _shard_size_has_hybrid_sharding(config: RunConfig) -> Iterator[Fault]:

@@ -36,7 +36,7 @@ _RETRY_S = 0.2
 class SocketServer:
     """Answers requests for a segment's bytes, each connection in a thread of its own.
 
-    The socket has an abstract name, so nothing stays behind when the process is killed. Such a name has no permissions.
+    The socket has an abstract name, so nothing is left when the process is killed. Such a name has no permissions.
     So both ends check that the other is a process of the same user, and a reader must present the token.
 
     memory: returns the segment's bytes, uint8.

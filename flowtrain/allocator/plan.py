@@ -74,7 +74,7 @@ def fixed_plan(config: RunConfig) -> Plan:
         feeder,
         gradient_reduction=None if reduction == "auto" else reduction,
         hybrid_shard_size=config.backbone.hybrid_shard_size,
-        mode=config.mode,
+        mode="decoupled" if config.mode == "auto" else config.mode,
     )
     return plan.without_devices() if config.model.device == "cpu" else plan
 

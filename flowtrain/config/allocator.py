@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from flowtrain.config.base import ConfigModel
 
 AllocationMethod = Literal["milp", "even", "flops"]
+PlannerChoice = Literal["activation_checkpointing", "microbatch_tokens", "chunks", "sharding", "gradient_reduction"]
+PLANNER_CHOICES: tuple[PlannerChoice, ...] = get_args(PlannerChoice)
 
 
 class AllocatorConfig(ConfigModel):
-    """``flowtrain plan``; a run does not read it."""
+    """``flowtrain plan``; a run reads it only with ``mode: auto``."""
 
     method: AllocationMethod = "milp"
     """``milp`` matches production to consumption (docs/allocator.md). The others are for ablations: the backbone and
     all encoders together get a number of devices first, and then their best degrees for it. ``even``: half each.
     ``flops``: in proportion to their FLOPs for a sample."""
+    choose: Literal["auto"] | tuple[PlannerChoice, ...] = "auto"
+    """Settings that a plan chooses besides the degrees; others stay as configured. ``auto``: all of them with ``mode:
+    auto``, none with another mode."""
+    profile: str | None = None
+    """A file that ``flowtrain profile`` wrote, for the rates of ``mode: auto`` and of ``flowtrain plan`` without
+    ``--profile``; None: data sheets."""

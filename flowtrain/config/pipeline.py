@@ -9,11 +9,10 @@ from pydantic import Field
 
 from flowtrain.config.base import ConfigModel
 from flowtrain.errors import Fault, FaultCode
+from flowtrain.types.run_plan import EncoderPlace
 
 if TYPE_CHECKING:
     from flowtrain.config.run import RunConfig
-
-EncoderPlace = Literal["first", "mixed", "own"]
 
 
 class PipelineConfig(ConfigModel):

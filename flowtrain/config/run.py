@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, ValidationError, model_validator
 
-from flowtrain.config.allocator import AllocatorConfig
+from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
@@ -22,7 +22,7 @@ from flowtrain.config.pipeline import PipelineConfig, partition_has_its_stages, 
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
 from flowtrain.errors import ConfigError, Fault, FaultCode
-from flowtrain.types.run_plan import ENCODER_MODES, Mode, Plan
+from flowtrain.types.run_plan import ENCODER_MODES, ModeChoice, Plan
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 
 
@@ -34,8 +34,8 @@ class RunConfig(ConfigModel):
     runs_dir: str = "runs"
     seed: int = Field(0, ge=0)
     """Decides the order of the data and random initial weights."""
-    mode: Mode = "decoupled"
-    """How encoders and backbone share devices and time (docs/modes.md)."""
+    mode: ModeChoice = "decoupled"
+    """How encoders and backbone share devices and time (docs/modes.md). ``auto``: as ``flowtrain plan`` chooses."""
     model: ModelConfig = ModelConfig()
     encoders: dict[str, EncoderConfig] = Field(min_length=1)
     """Encoders by name. A run can have one; ``flowtrain plan`` plans several."""
@@ -81,8 +81,15 @@ class RunConfig(ConfigModel):
 
     @property
     def has_encoder_actors(self) -> bool:
-        """Whether actors of their own run the encoders."""
-        return self.mode in ENCODER_MODES
+        """Whether actors of their own run the encoders; as ``decoupled`` while ``mode: auto`` is not decided."""
+        return self.mode in ENCODER_MODES or self.mode == "auto"
+
+    @property
+    def planner_choices(self) -> frozenset[PlannerChoice]:
+        """What a plan chooses besides the degrees (``allocator.choose``)."""
+        if self.allocator.choose != "auto":
+            return frozenset(self.allocator.choose)
+        return frozenset(PLANNER_CHOICES if self.mode == "auto" else ())
 
     @property
     def exchanges_units(self) -> bool:

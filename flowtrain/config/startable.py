@@ -10,6 +10,9 @@ from flowtrain.errors import Fault, FaultCode
 def startable_faults(config: RunConfig) -> list[Fault]:
     """Return why a run with this configuration cannot start; empty if it can."""
     faults = []
+    if config.mode == "auto":
+        text = "mode ('auto') is not decided yet: a run starts in the mode of a plan; make one with flowtrain plan"
+        faults.append(Fault("mode", FaultCode.CONFLICT, text))
     if len(config.encoders) > 1:
         text = (
             f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); family "

@@ -16,8 +16,14 @@ _Amount = Annotated[float, Field(ge=0)]
 Mode = Literal["decoupled", "colocated", "monolithic", "disaggregated", "llm_only"]
 """How encoders and backbone share devices and time; docs/modes.md describes each."""
 
+ModeChoice = Literal[Mode, "auto"]
+"""``auto``: the mode that the planner predicts to be the fastest."""
+
 ENCODER_MODES: frozenset[Mode] = frozenset({"decoupled", "colocated", "disaggregated"})
 """Modes in which actors of their own run the encoders."""
+
+EncoderPlace = Literal["first", "mixed", "own"]
+"""Where ``mode: monolithic`` has the encoder's layers."""
 
 Key = tuple[str, ...]
 """A key of the configuration, as ``("backbone", "num_cpus")``."""
@@ -53,6 +59,32 @@ class ModulePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BackboneSettings:
+    """What a plan may choose for the backbone besides its degrees; the keys of the configuration that it sets."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    microbatch_tokens: Annotated[int, Field(ge=8)]
+    """``scheduler.microbatch_tokens``."""
+    activation_checkpointing: Literal["none", "full", "selective", "offload"]
+    """``backbone.activation_checkpointing``."""
+    chunks: Annotated[int, Field(ge=1)]
+    """``pipeline.chunks``; above 1 ``pipeline.schedule`` is ``interleaved_1f1b``."""
+    sharding: Literal["full", "gradients", "hybrid"]
+    """``backbone.sharding``."""
+
+    def settings(self) -> dict[Key, int | float | str]:
+        """Return the configuration's keys and their values."""
+        return {
+            ("scheduler", "microbatch_tokens"): self.microbatch_tokens,
+            ("backbone", "activation_checkpointing"): self.activation_checkpointing,
+            ("pipeline", "chunks"): self.chunks,
+            ("pipeline", "schedule"): "1f1b" if self.chunks == 1 else "interleaved_1f1b",
+            ("backbone", "sharding"): self.sharding,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The whole run's plan, as saved in ``plan.yaml``."""
 
@@ -70,6 +102,10 @@ class Plan:
     hybrid_shard_size: Annotated[int, Field(ge=2)] | None = None
     """``backbone.hybrid_shard_size``; None: as configured."""
     mode: Mode = "decoupled"
+    backbone_settings: BackboneSettings | None = None
+    """None: as configured."""
+    encoder_layers: EncoderPlace | None = None
+    """``pipeline.encoder_layers``; None: as configured."""
     schema: int = PLAN_SCHEMA
 
     @property
@@ -126,6 +162,10 @@ class Plan:
             found["backbone", "gradient_reduction"] = self.gradient_reduction
         if self.hybrid_shard_size is not None:
             found["backbone", "hybrid_shard_size"] = self.hybrid_shard_size
+        if self.backbone_settings is not None:
+            found |= self.backbone_settings.settings()
+        if self.encoder_layers is not None:
+            found["pipeline", "encoder_layers"] = self.encoder_layers
         return found
 
     def _sections(self) -> Iterator[tuple[Key, ModulePlan]]:

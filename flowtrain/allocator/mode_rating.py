@@ -1,0 +1,47 @@
+"""The modes of a run side by side: the best plan of each, its rate, and why it won or lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowtrain.allocator.allocation import Allocation, ModuleAllocation
+from flowtrain.types.run_plan import BackboneSettings, EncoderPlace, Mode
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRating:
+    """The best plan of one mode."""
+
+    mode: Mode
+    rate: float | None
+    """Samples/s of the run; None if nothing of this mode fits the devices."""
+    reason: str
+    """Why it won, lost or does not fit, in words."""
+    modules: tuple[ModuleAllocation, ...] = ()
+    """Encoders, then the backbone; in ``monolithic`` the backbone alone. Empty if nothing fits."""
+    devices: int = 0
+    """Number of devices in use."""
+    settings: BackboneSettings | None = None
+    encoder_layers: EncoderPlace | None = None
+    """In ``monolithic``: where the encoder's layers lie."""
+    rate_formula: float | None = None
+    """Samples/s by the surrogate alone; ``rate`` is that of packed batches of the length distribution."""
+    imbalance: float = 0.0
+    """Time of a step's slowest replica over the mean, minus one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModeComparison:
+    """All modes under one memory and rate model."""
+
+    ratings: tuple[ModeRating, ...]
+    """Fastest first; those that do not fit last. The first is the winner."""
+    allocation: Allocation | None
+    """The optimum of Eq. 2 for ``decoupled``, with its alternatives and its curve; None if nothing fits."""
+    seconds: float
+    """Of the whole comparison."""
+
+    @property
+    def winner(self) -> ModeRating:
+        """The fastest."""
+        return self.ratings[0]

@@ -56,6 +56,21 @@ class StepTime:
         return slots + self.reducing + self.optimizer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotTime:
+    """Seconds of one microbatch on the slowest pipeline rank, each ``[N]``; the names are those of ``StepTime``."""
+
+    computing: FloatArray
+    transfers: FloatArray
+    gathering: FloatArray
+    offloading: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        """Seconds of the microbatch."""
+        return self.computing + self.transfers + self.gathering + self.offloading
+
+
 class Surrogate:
     """Predicts the samples/s of configurations; for an encoder, only samples that have images for it count."""
 
@@ -76,8 +91,8 @@ class Surrogate:
         slices: how pipeline ranks share the layers; interleaved 1F1B with several chunks.
         """
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
-        self._times, self._link_efficiency = times, link_efficiency
-        self._chunks = slices.chunks
+        self.times, self._link_efficiency = times, link_efficiency
+        self.chunks = slices.chunks
         # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
         ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
@@ -98,7 +113,7 @@ class Surrogate:
         """Return samples/s of many configurations, ``[C]``."""
         if columns.module == BACKBONE:
             return self._workload.global_batch_size / self.step_times(columns).total
-        times = self._times[columns.device_type]
+        times = self.times[columns.device_type]
         rates = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at = columns.tp == tp
@@ -117,33 +132,46 @@ class Surrogate:
         capacity = self._workload.microbatch_tokens * self._workload.fill
         num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
         tokens = tokens_per_rank / num_microbatches
-        stage = self._stage_s(columns, tokens)
-        sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
-        if self._setup.sequence_parallel:
-            sent = sent / tp
-        transfer = self._chunks * sent / self._link(device, pp * tp)
-        parameters, shards = self._stage_parameters(columns), self._shards(columns)
-        shared, link = (shards - 1) / shards * parameters, self._link(device, shards * pp * tp)
-        gathers = 1 if self._setup.sharding == "gradients" else 2
-        gather = gathers * self._setup.dtype_nbytes * shared / link
-        gathering = np.maximum(gather - stage - transfer, 0.0)
-        offloading = self._offloading_s(columns, stage, tokens)
-        slot = stage + transfer + gathering + offloading
+        slot = self.slot_times(columns, tokens, self.stage_s(columns, tokens))
+        stage = slot.computing
         return StepTime(
             computing=num_microbatches * stage,
-            transfers=num_microbatches * transfer,
-            gathering=num_microbatches * gathering,
-            offloading=num_microbatches * offloading,
-            fill=fill_slots(pp, num_microbatches, self._chunks) * slot,
-            reducing=self._reducing_s(columns, stage, num_microbatches, gather * (gathers - 1) / gathers),
-            optimizer=self._times[columns.device_type].step_s(parameters / shards),
+            transfers=num_microbatches * slot.transfers,
+            gathering=num_microbatches * slot.gathering,
+            offloading=num_microbatches * slot.offloading,
+            fill=fill_slots(columns.pp, num_microbatches, self.chunks) * slot.total,
+            reducing=self.reducing_s(columns, stage, num_microbatches),
+            optimizer=self.times[columns.device_type].step_s(self._stage_parameters(columns) / self._shards(columns)),
             num_microbatches=num_microbatches.astype(np.int64),
         )
 
-    def _reducing_s(
-        self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, gather: FloatArray
-    ) -> FloatArray:
-        """Seconds of reductions that no backward hides. gather: seconds of the gathers in a backward.
+    def slot_times(self, columns: CandidateColumns, tokens: FloatArray, stage: FloatArray) -> SlotTime:
+        """Return the times of one microbatch of ``tokens`` on the slowest pipeline rank; all arrays are ``[C]``.
+
+        stage: seconds of its layers, head and connector there.
+        """
+        device, pp, tp = self._cluster[columns.device_type], columns.pp, columns.tp
+        sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
+        if self._setup.sequence_parallel:
+            sent = sent / tp
+        transfer = self.chunks * sent / self._link(device, pp * tp)
+        gathering = np.maximum(self._gather_s(columns) - stage - transfer, 0.0)
+        return SlotTime(stage, transfer, gathering, self._offloading_s(columns, stage, tokens))
+
+    def _gather_s(self, columns: CandidateColumns) -> FloatArray:
+        """Seconds of a microbatch's gathers of parameters."""
+        device, shards = self._cluster[columns.device_type], self._shards(columns)
+        shared = (shards - 1) / shards * self._stage_parameters(columns)
+        link = self._link(device, shards * columns.pp * columns.tp)
+        return self._gathers * self._setup.dtype_nbytes * shared / link
+
+    @property
+    def _gathers(self) -> int:
+        """Gathers of a microbatch."""
+        return 1 if self._setup.sharding == "gradients" else 2
+
+    def reducing_s(self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray) -> FloatArray:
+        """Return seconds of a step's reductions that no backward hides, ``[C]``. stage: as in ``slot_times``.
 
         Replicas under hybrid sharding sum their shards with the last microbatch only.
         """
@@ -162,7 +190,7 @@ class Surrogate:
         if columns.reduces_each is None:
             return once
         # Here every backward also gathers over the same link.
-        free = np.maximum(backward - gather, 0.0)
+        free = np.maximum(backward - self._gather_s(columns) * (self._gathers - 1) / self._gathers, 0.0)
         each = (num_microbatches - 1) * np.maximum(reduce - free, 0.0) + np.maximum(last - free, 0.0)
         return np.where(columns.reduces_each, each, once)
 
@@ -193,9 +221,9 @@ class Surrogate:
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
 
-    def _stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Seconds of forward and backward of one microbatch on the slowest pipeline rank."""
-        times, (first, last, longest, _) = self._times[columns.device_type], self._stages[columns.pp].T
+    def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
+        times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
         slowest = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at = columns.tp == tp
@@ -204,7 +232,7 @@ class Surrogate:
             ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
             alone = longest[at] * layer + connector + head
             slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
-        return slowest + self._chunks * times.microbatch_s()
+        return slowest + self.chunks * times.microbatch_s()
 
     def _stage_parameters(self, columns: CandidateColumns) -> FloatArray:
         """Parameters that each device of the fullest stage holds before data parallel sharding."""

@@ -126,9 +126,7 @@ class Surrogate:
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
-        device = self._cluster[columns.device_type]
-        dp, pp, tp = columns.dp, columns.pp, columns.tp
-        tokens_per_rank = self._workload.tokens_per_step / dp
+        tokens_per_rank = self._workload.tokens_per_step / columns.dp
         capacity = self._workload.microbatch_tokens * self._workload.fill
         num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
         tokens = tokens_per_rank / num_microbatches
@@ -141,7 +139,7 @@ class Surrogate:
             offloading=num_microbatches * slot.offloading,
             fill=fill_slots(columns.pp, num_microbatches, self.chunks) * slot.total,
             reducing=self.reducing_s(columns, stage, num_microbatches),
-            optimizer=self.times[columns.device_type].step_s(self._stage_parameters(columns) / self._shards(columns)),
+            optimizer=self.optimizer_s(columns),
             num_microbatches=num_microbatches.astype(np.int64),
         )
 
@@ -158,9 +156,13 @@ class Surrogate:
         gathering = np.maximum(self._gather_s(columns) - stage - transfer, 0.0)
         return SlotTime(stage, transfer, gathering, self._offloading_s(columns, stage, tokens))
 
+    def optimizer_s(self, columns: CandidateColumns) -> FloatArray:
+        """Return seconds of clipping and update, ``[C]``."""
+        return self.times[columns.device_type].step_s(self._stage_parameters(columns) / self.shards(columns))
+
     def _gather_s(self, columns: CandidateColumns) -> FloatArray:
         """Seconds of a microbatch's gathers of parameters."""
-        device, shards = self._cluster[columns.device_type], self._shards(columns)
+        device, shards = self._cluster[columns.device_type], self.shards(columns)
         shared = (shards - 1) / shards * self._stage_parameters(columns)
         link = self._link(device, shards * columns.pp * columns.tp)
         return self._gathers * self._setup.dtype_nbytes * shared / link
@@ -178,7 +180,7 @@ class Surrogate:
         device, parameters, shards = (
             self._cluster[columns.device_type],
             self._stage_parameters(columns),
-            self._shards(columns),
+            self.shards(columns),
         )
         inside = self._link(device, shards * columns.pp * columns.tp)
         reduce = FLOAT32_NBYTES * (shards - 1) / shards * parameters / inside
@@ -206,8 +208,8 @@ class Surrogate:
             copying[at] = offloaded[at] * per_token * tokens[at] / host
         return np.maximum(copying - stage / 3.0, 0.0) + np.maximum(copying - 2.0 / 3.0 * stage, 0.0)
 
-    def _shards(self, columns: CandidateColumns) -> IntArray:
-        """Data parallel ranks that hold one set of shards; 1 where the configuration has none."""
+    def shards(self, columns: CandidateColumns) -> IntArray:
+        """Return the data parallel ranks that hold one set of shards, ``[C]``; 1 where the configuration has none."""
         per_node = self._cluster[columns.device_type].devices_per_node
         return np.maximum(num_shards(self._setup, columns.dp, columns.pp * columns.tp, per_node), 1)
 

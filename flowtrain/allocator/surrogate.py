@@ -109,7 +109,7 @@ class Surrogate:
 
     def rate(self, candidate: Candidate) -> float:
         """Return samples/s of one configuration."""
-        return float(self.rates(_columns(candidate))[0])
+        return float(self.rates(columns_of(candidate))[0])
 
     def rates(self, columns: CandidateColumns) -> FloatArray:
         """Return samples/s of many configurations, ``[C]``."""
@@ -124,7 +124,7 @@ class Surrogate:
 
     def step_time(self, candidate: Candidate) -> StepTime:
         """Return the times of a step of one backbone configuration, as arrays of length one."""
-        return self.step_times(_columns(candidate))
+        return self.step_times(columns_of(candidate))
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
@@ -192,8 +192,13 @@ class Surrogate:
         reducing = self.traffic.reducing_s(columns, stage, num_microbatches, held)
         return gathering + reducing + self.optimizer_s(columns, held)
 
-    def optimizer_s(self, columns: CandidateColumns, held: StageParameters) -> FloatArray:
+    def shards(self, columns: CandidateColumns) -> IntArray:
+        """Return the data parallel ranks that hold one set of shards, ``[C]``; 1 where the configuration has none."""
+        return self.traffic.shards(columns)
+
+    def optimizer_s(self, columns: CandidateColumns, held: StageParameters | None = None) -> FloatArray:
         """Return seconds of a step's clipping and update, ``[C]``."""
+        held = self.traffic.parameters(columns) if held is None else held
         return self.times[columns.device_type].step_s(held.total / self.traffic.shards(columns))
 
     def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -246,7 +251,8 @@ def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int)
     return ((pp - 1) + (chunks_per_rank - 1) * short) / chunks_per_rank
 
 
-def _columns(candidate: Candidate) -> CandidateColumns:
+def columns_of(candidate: Candidate) -> CandidateColumns:
+    """Return one configuration as columns of length one."""
     degrees = candidate.degrees
     dp, pp, tp = (np.array([degree], dtype=np.int64) for degree in (degrees.dp, degrees.pp, degrees.tp))
     reduces_each = np.array([candidate.gradient_reduction == "microbatch"])

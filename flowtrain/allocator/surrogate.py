@@ -113,10 +113,8 @@ class Surrogate:
         """Return the times of a step of each backbone configuration."""
         device = self._cluster[columns.device_type]
         dp, pp, tp = columns.dp, columns.pp, columns.tp
-        tokens_per_rank = self._workload.tokens_per_step / dp
-        capacity = self._workload.microbatch_tokens * self._workload.fill
-        num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
-        tokens = tokens_per_rank / num_microbatches
+        num_microbatches = self._workload.num_microbatches(dp).astype(np.float64)
+        tokens = self._workload.fullest_tokens(dp) / num_microbatches
         stage = self._stage_s(columns, tokens)
         sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
         if self._setup.sequence_parallel:

@@ -128,10 +128,8 @@ class Surrogate:
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
-        tokens_per_rank = self._workload.tokens_per_step / columns.dp
-        capacity = self._workload.microbatch_tokens * self._workload.fill
-        num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
-        tokens = tokens_per_rank / num_microbatches
+        num_microbatches = self._workload.num_microbatches(columns.dp).astype(np.float64)
+        tokens = self._workload.fullest_tokens(columns.dp) / num_microbatches
         return self.step_of(columns, num_microbatches, tokens, self.stage_s(columns, tokens))
 
     def step_of(

@@ -107,7 +107,7 @@ class Surrogate:
 
     def rate(self, candidate: Candidate) -> float:
         """Return samples/s of one configuration."""
-        return float(self.rates(_columns(candidate))[0])
+        return float(self.rates(columns_of(candidate))[0])
 
     def rates(self, columns: CandidateColumns) -> FloatArray:
         """Return samples/s of many configurations, ``[C]``."""
@@ -122,7 +122,7 @@ class Surrogate:
 
     def step_time(self, candidate: Candidate) -> StepTime:
         """Return the times of a step of one backbone configuration, as arrays of length one."""
-        return self.step_times(_columns(candidate))
+        return self.step_times(columns_of(candidate))
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
@@ -261,7 +261,8 @@ def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int)
     return ((pp - 1) + (chunks_per_rank - 1) * short) / chunks_per_rank
 
 
-def _columns(candidate: Candidate) -> CandidateColumns:
+def columns_of(candidate: Candidate) -> CandidateColumns:
+    """Return one configuration as columns of length one."""
     degrees = candidate.degrees
     dp, pp, tp = (np.array([degree], dtype=np.int64) for degree in (degrees.dp, degrees.pp, degrees.tp))
     reduces_each = np.array([candidate.gradient_reduction == "microbatch"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flowtrain.allocator.request import Request
-from flowtrain.config.pipeline import SchedulerConfig
+from flowtrain.config.flow import SchedulerConfig
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.workload import Workload
 from flowtrain.scheduler.cost import eq3, make_cost_model

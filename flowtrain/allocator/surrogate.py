@@ -224,6 +224,15 @@ class Surrogate:
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
 
+    def mean_stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Return seconds of forward and backward of one microbatch on a mean pipeline rank, ``[C]``."""
+        times, depth, mean = self.times[columns.device_type], self._model.backbone.num_layers, np.empty(len(columns))
+        for tp in np.unique(columns.tp).tolist():
+            at = columns.tp == tp
+            ends = times.connector_s(tokens[at], tp) + times.head_s(tokens[at], tp)
+            mean[at] = (depth * times.layer_s(tokens[at], tp) + ends) / columns.pp[at]
+        return mean + self.chunks * times.microbatch_s()
+
     def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
         """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
         times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T

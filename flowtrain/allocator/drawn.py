@@ -99,7 +99,7 @@ class _Backbone:
         mean_computing = np.array([float(each.mean()) for each in np.split(computing, ends[:-1])])
         columns = _repeated(one, len(slots))
         rest = fill_slots(columns.pp, counts, surrogate.chunks) * mean_slot
-        rest = rest + surrogate.reducing_s(columns, mean_computing, counts) + surrogate.optimizer_s(columns)
+        rest = rest + surrogate.once_s(columns, mean_computing, counts)
         busy = counts * mean_computing + surrogate.optimizer_s(columns)
         imbalance = float(computing.max(axis=1).sum() / computing.mean(axis=1).sum()) - 1.0
         return cls(slots, rest, busy, imbalance)

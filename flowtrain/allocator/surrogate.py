@@ -99,7 +99,8 @@ class Surrogate:
         ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
         rows = ((len(each[0]), len(each[-1]), max(map(len, each)), self._most_offloaded(each)) for each in ranks)
         self._stages = np.array([(0, 0, 0, 0), *rows], dtype=np.int64)
-        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, self._stages[:, :3], slices.chunks)
+        ranks = self._stages[:, :3]
+        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, ranks, slices.chunks, times)
 
     def _most_offloaded(self, ranks: Sequence[Sequence[int]]) -> int:
         words = self._setup.activation_checkpointing
@@ -223,6 +224,15 @@ class Surrogate:
             per_sample = self._workload.encoder_flops(self._model, candidate.module)
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
+
+    def mean_stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Return seconds of forward and backward of one microbatch on a mean pipeline rank, ``[C]``."""
+        times, depth, mean = self.times[columns.device_type], self._model.backbone.num_layers, np.empty(len(columns))
+        for tp in np.unique(columns.tp).tolist():
+            at = columns.tp == tp
+            ends = times.connector_s(tokens[at], tp) + times.head_s(tokens[at], tp)
+            mean[at] = (depth * times.layer_s(tokens[at], tp) + ends) / columns.pp[at]
+        return mean + self.chunks * times.microbatch_s()
 
     def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
         """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""

@@ -18,10 +18,11 @@ from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.flow import SchedulerConfig
 from flowtrain.costs.cluster import Cluster, Links
+from flowtrain.costs.model_spec import VisionSpec
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
-from tests.allocator.worlds import cluster, request, roofline_surrogate, workload
+from tests.allocator.worlds import MODEL, VISION, cluster, request, roofline_surrogate, workload
 
 DEVICES = 64
 
@@ -56,13 +57,17 @@ def uneven(seed: int, batch: int = 64, count: int = 200) -> Workload:
     )
 
 
-def asked_for(data: Workload, *, without_links: bool = False) -> Request:
+LARGE = replace(VISION, num_layers=48, hidden_size=3200, intermediate_size=12800, num_heads=25)
+"""An encoder that takes a good share of the time."""
+
+
+def asked_for(data: Workload, *, without_links: bool = False, encoder: VisionSpec = VISION) -> Request:
     """without_links: communication takes no time."""
     devices = cluster(h200=DEVICES)
     if without_links:
         links = Links(node=1e30, network=1e30, host=1e30, source="test")
         devices = Cluster(tuple(replace(each, links=links) for each in devices.device_types))
-    return request(devices, data=data)
+    return request(devices, replace(MODEL, encoders={"vision": encoder}), data)
 
 
 def candidate(mode: Mode, backbone: Degrees, encoder: Degrees | None = None) -> ModeCandidate:
@@ -104,9 +109,17 @@ def test_equal_samples_are_as_slow_as_their_encoders() -> None:
     assert drawn.starved == pytest.approx(1.0 - drawn.rate / surrogate.rate(found.backbone), abs=0.1)
 
 
-@given(seed=st.integers(0, 50), dp=st.integers(1, 12), encoders=st.integers(1, 4), lookahead=st.integers(1, 3))
-def test_decoupled_is_never_slower_than_disaggregated(seed: int, dp: int, encoders: int, lookahead: int) -> None:
-    asked = asked_for(uneven(seed))
+@given(
+    seed=st.integers(0, 50),
+    dp=st.integers(1, 12),
+    encoders=st.integers(1, 6),
+    lookahead=st.integers(1, 3),
+    encoder=st.sampled_from([VISION, LARGE]),
+)
+def test_decoupled_is_never_slower_than_disaggregated(
+    seed: int, dp: int, encoders: int, lookahead: int, encoder: VisionSpec
+) -> None:
+    asked = asked_for(uneven(seed), encoder=encoder)
     decoupled, disaggregated = (
         rate(asked, candidate(mode, Degrees(dp), Degrees(encoders)), lookahead)
         for mode in ("decoupled", "disaggregated")
@@ -114,9 +127,11 @@ def test_decoupled_is_never_slower_than_disaggregated(seed: int, dp: int, encode
     assert decoupled.rate >= disaggregated.rate * (1.0 - 1e-6)
 
 
-@given(seed=st.integers(0, 50), dp=st.sampled_from([1, 2, 3, 8, 16]))
-def test_without_communication_monolithic_is_never_faster_than_colocated(seed: int, dp: int) -> None:
-    asked = asked_for(uneven(seed), without_links=True)
+@given(seed=st.integers(0, 50), dp=st.sampled_from([1, 2, 3, 8, 16]), encoder=st.sampled_from([VISION, LARGE]))
+def test_without_communication_monolithic_is_never_faster_than_colocated(
+    seed: int, dp: int, encoder: VisionSpec
+) -> None:
+    asked = asked_for(uneven(seed), without_links=True, encoder=encoder)
     asked = replace(asked, max_batch_patches={"vision": 576})
     monolithic = rate(asked, candidate("monolithic", Degrees(dp)))
     colocated = rate(asked, candidate("colocated", Degrees(dp), Degrees(dp)))
@@ -126,7 +141,7 @@ def test_without_communication_monolithic_is_never_faster_than_colocated(seed: i
 @pytest.mark.parametrize("mode", ["decoupled", "disaggregated", "colocated"])
 @pytest.mark.parametrize("seed", range(4))
 def test_more_lookahead_is_never_slower(mode: Mode, seed: int) -> None:
-    asked = asked_for(uneven(seed, batch=16))
+    asked = asked_for(uneven(seed, batch=16), encoder=LARGE)
     rates = [rate(asked, candidate(mode, Degrees(4), Degrees(4)), lookahead).rate for lookahead in (1, 2, 4)]
     assert rates[0] <= rates[1] * (1.0 + 1e-6) and rates[1] <= rates[2] * (1.0 + 1e-6)
 
@@ -163,7 +178,7 @@ def test_few_samples_a_step_leave_replicas_idle() -> None:
 
 def test_images_on_their_own_replica_are_stragglers() -> None:
     """Microbatches are balanced by the backbone's cost, so images differ; shared among all, they do not."""
-    asked = asked_for(uneven(0), without_links=True)
+    asked = asked_for(uneven(0), without_links=True, encoder=LARGE)
     monolithic, backbone = (rate(asked, candidate(mode, Degrees(16))) for mode in ("monolithic", "llm_only"))
     assert monolithic.imbalance > backbone.imbalance + 0.005
 
@@ -177,7 +192,7 @@ def test_a_monolithic_step_of_equal_samples_adds_up_on_one_rank() -> None:
 
 
 def test_a_monolithic_pipeline_goes_at_the_pace_of_its_slowest_rank() -> None:
-    asked = asked_for(even(), without_links=True)
+    asked = asked_for(even(), without_links=True, encoder=LARGE)
     rates = {
         place: rate(asked, replace(candidate("monolithic", Degrees(2, 4)), encoder_layers=place)).rate
         for place in ("first", "mixed", "own")

@@ -16,7 +16,7 @@ from flowtrain.allocator.program.milp import Solution, solve
 from flowtrain.allocator.program.rivals import rivals
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.program.splits import Split, best_splits, production_curve
-from flowtrain.allocator.request import Key, Request, SurrogateFactory, enumerate_all, flow_problem, fronts_of
+from flowtrain.allocator.request import Key, Memos, Request, SurrogateFactory, enumerate_all, flow_problem, fronts_of
 from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
 from flowtrain.config.allocator import AllocationMethod
@@ -27,15 +27,20 @@ _SAME = 1e-6
 
 
 def allocate(
-    request: Request, surrogate_for: SurrogateFactory, solver: Solver | None = None, method: AllocationMethod = "milp"
+    request: Request,
+    surrogate_for: SurrogateFactory,
+    solver: Solver | None = None,
+    method: AllocationMethod = "milp",
+    memos: Memos | None = None,
 ) -> Allocation:
     """Return the best allocation over all of the request's choices, or that of an ablation's method.
 
-    If there is none, raises a ConfigError that names the changes that would help.
+    memos: of other enumerations of the request. If nothing fits, raises a ConfigError that names the changes that would
+    help.
     """
     solver = solver if solver is not None else Solver()
     started = time.perf_counter()
-    enumerations = enumerate_all(request)
+    enumerations = enumerate_all(request, memos)
     enumerated = time.perf_counter()
     fronts = fronts_of(request, enumerations, surrogate_for)
     predicted = time.perf_counter()

@@ -16,7 +16,7 @@ from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.mode_reasons import Contestant, why_bound, why_lost, why_won
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
-from flowtrain.allocator.request import Request, SurrogateFactory
+from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
 from flowtrain.allocator.surrogate import starved_share
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
@@ -46,9 +46,8 @@ def compare_modes(
     ``llm_only`` is a bound, not a contestant, unless it is the only mode. Raises ConfigError if no mode fits.
     """
     started = time.perf_counter()
-    search = _Search(
-        request, surrogate_for, batches if batches is not None else DrawnBatches.draw(request.decided().workload)
-    )
+    batches = batches if batches is not None else DrawnBatches.draw(request.decided().workload)
+    search = _Search(request, surrogate_for, batches, memos_of(request))
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
     fitting = [each for each in found.values() if isinstance(each, Contestant)]
@@ -103,6 +102,7 @@ class _Search:
     request: Request
     surrogate_for: SurrogateFactory
     batches: DrawnBatches
+    memos: Memos
     allocation: Allocation | None = None
     refused: ConfigError | None = None
     """Why there is no allocation."""
@@ -112,7 +112,7 @@ class _Search:
         if not any(mode in _APART and not self._impossible(mode) for mode in modes):
             return
         try:
-            self.allocation = allocate(self.request, self.surrogate_for, solver, method)
+            self.allocation = allocate(self.request, self.surrogate_for, solver, method, self.memos)
         except ConfigError as error:
             self.refused = error
 
@@ -120,7 +120,10 @@ class _Search:
         """Return the fastest candidate of a mode by drawn batches, or why there is none."""
         if reason := self._impossible(mode):
             return reason
-        found = self._apart(mode) if mode in _APART else whole_candidates(self.request, self.surrogate_for, mode)
+        if mode in _APART:
+            found = self._apart(mode)
+        else:
+            found = whole_candidates(self.request, self.surrogate_for, mode, self.memos)
         rated = [self._rated(candidate) for candidate in found.candidates]
         if not rated:
             return f"does not fit: {found.lacking}"

@@ -168,8 +168,11 @@ def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) ->
 def _best_choices(solution: Solution, splits: Sequence[Split]) -> tuple[Choice, ...]:
     """The optimum, and the best splits with other configurations of the backbone."""
     order = sorted(splits, key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
-    others = [split.choice for split in order if split.choice.consumer != solution.choice.consumer]
-    return (solution.choice, *others[: NUM_CHOICES - 1])
+    found = [solution.choice]
+    # Uneven batches may need more encoders than mean ones do.
+    for split in order:
+        found += [each for each in (split.choice, split.fullest) if each is not None and each not in found]
+    return tuple(found[:NUM_CHOICES])
 
 
 def _why_lost(best: Levels, split: Split) -> str:

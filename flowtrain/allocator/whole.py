@@ -7,7 +7,8 @@ layers inside the backbone's ranks. ``llm_only``: no vision.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -30,6 +31,8 @@ NUM_BEST = 20
 """Candidates of a mode that are rated again by drawn batches."""
 _WORTH_RATING = 0.8
 """Share of the best rate by formula below which drawn batches are not asked."""
+_MOST_OF_DEGREES = 3
+"""Candidates with the same degrees that are rated again."""
 _MOST_CHECKED = 200
 """Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
 _GIB = 2**30
@@ -63,7 +66,19 @@ def whole_candidates(
         lacking.append(each.lacking)
     found.sort(key=lambda candidate: (-candidate.rate_formula, candidate.devices))
     found = [each for each in found if each.rate_formula >= _WORTH_RATING * found[0].rate_formula]
-    return Found(tuple(found[:most]), "; ".join(filter(None, lacking)) if not found else "")
+    return Found(tuple(_varied(found)[:most]), "; ".join(filter(None, lacking)) if not found else "")
+
+
+def _varied(candidates: Sequence[ModeCandidate]) -> list[ModeCandidate]:
+    """At most a few settings of the same degrees, so that what packs badly does not leave out all else."""
+    seen: Counter[tuple[str, Degrees]] = Counter()
+    found = []
+    for each in candidates:
+        key = each.backbone.device_type, each.backbone.degrees
+        seen[key] += 1
+        if seen[key] <= _MOST_OF_DEGREES:
+            found.append(each)
+    return found
 
 
 def slowdown_of(request: Request, surrogate: Surrogate, device_type: str) -> tuple[float, bool]:
@@ -189,7 +204,7 @@ class _MonolithicSearch:
 
     def best(self, most: int) -> Iterator[ModeCandidate]:
         """Yield the fastest that fit."""
-        seen, num_found, num_checked, least = set(), 0, 0, 0.0
+        seen, same, num_found, num_checked, least = set(), Counter[Degrees](), 0, 0, 0.0
         while self._queue and num_found < most and num_checked < _MOST_CHECKED:
             negative, _, entry = heapq.heappop(self._queue)
             if -negative < least:
@@ -198,7 +213,7 @@ class _MonolithicSearch:
                 self._expand(*entry)
                 continue
             key = replace(entry.backbone, rate=0.0), entry.encoder_layers
-            if key in seen:
+            if key in seen or same[entry.backbone.degrees] == _MOST_OF_DEGREES:
                 continue
             seen.add(key)
             num_checked += 1
@@ -206,6 +221,7 @@ class _MonolithicSearch:
             peak = monolithic.memory(self._request.of(entry.backbone), entry.backbone, entry.encoder_layers).peak
             if peak <= self._memory_nbytes:
                 num_found += 1
+                same[entry.backbone.degrees] += 1
                 least = max(least, _WORTH_RATING * -negative)
                 yield replace(entry, peak_nbytes=peak)
             elif self.least_peak is None or peak < self.least_peak:

@@ -78,8 +78,9 @@ def test_json_says_what_the_text_says() -> None:
     assert record["assumptions"]["efficiency"]["backbone"] == 0.65
     found, tokens = record["workload"], record["allocation"]["rate"] * record["workload"]["tokens_per_sample"]
     assert f"{tokens:,.0f} tokens/s" in text and f"batch {found['global_batch_size']} samples" in text
-    # Two images of 3,584 patches of 3,200 numbers of 2 bytes; the window is the step and two ahead.
-    assert record["pool"]["features_nbytes"] == 3 * 256 * 2 * 3584 * 3200 * 2
+    # Rows of 3,200 numbers of 2 bytes; the window is the step and two ahead.
+    rows = found["global_batch_size"] * found["tokens_per_sample"] * found["vision_share"]
+    assert record["pool"]["features_nbytes"] == pytest.approx(3 * rows * 3200 * 2)
 
 
 @pytest.mark.parametrize("solver", installed_solvers())

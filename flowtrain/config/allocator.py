@@ -9,6 +9,14 @@ from flowtrain.config.base import ConfigModel
 AllocationMethod = Literal["milp", "even", "flops"]
 PlannerChoice = Literal["activation_checkpointing", "microbatch_tokens", "chunks", "sharding", "gradient_reduction"]
 PLANNER_CHOICES: tuple[PlannerChoice, ...] = get_args(PlannerChoice)
+CHOICE_KEYS: dict[PlannerChoice, tuple[str, ...]] = {
+    "activation_checkpointing": ("backbone.activation_checkpointing", "backbone.checkpoint_every"),
+    "microbatch_tokens": ("scheduler.microbatch_tokens",),
+    "chunks": ("pipeline.chunks", "pipeline.schedule"),
+    "sharding": ("backbone.sharding", "backbone.hybrid_shard_size"),
+    "gradient_reduction": ("backbone.gradient_reduction",),
+}
+"""Keys of the configuration that set what a plan may choose."""
 
 
 class AllocatorConfig(ConfigModel):
@@ -20,7 +28,7 @@ class AllocatorConfig(ConfigModel):
     ``flops``: in proportion to their FLOPs for a sample."""
     choose: Literal["auto"] | tuple[PlannerChoice, ...] = "auto"
     """Settings that a plan chooses besides the degrees; others stay as configured. ``auto``: all of them with ``mode:
-    auto``, none with another mode."""
+    auto`` except those that overrides set, none with another mode."""
     profile: str | None = None
     """A file that ``flowtrain profile`` wrote, for the rates of ``mode: auto`` and of ``flowtrain plan`` without
     ``--profile``; None: data sheets."""

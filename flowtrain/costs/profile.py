@@ -23,7 +23,7 @@ from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 
 PROFILE_SCHEMA = 1
 
@@ -222,6 +222,17 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: the profile cannot be read ({error}); {MEASURE_AGAIN}") from error
+
+
+def configured_profile(config: RunConfig) -> Profile | None:
+    """Return the profile of ``allocator.profile``; None if the key is not set."""
+    path = config.allocator.profile
+    if path is None:
+        return None
+    try:
+        return read_profile(path)
+    except ConfigError as error:
+        raise ConfigError.of("allocator.profile", FaultCode.VALUE, f"allocator.profile: {error}") from error
 
 
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:

@@ -34,11 +34,10 @@ def draw(report: PlanReport) -> Figure:
     found = report.allocation
     (count,) = found.budget.values()
     _draw_lines(axes, found, count)
-    others = [rating for rating in report.comparison.ratings if rating.mode not in _SPLIT_MODES and rating.rate]
-    rates = [*(rating.rate or 0.0 for rating in others), *(point.rate for point in found.split_curve)]
-    axes.set_ylim(0, _HEADROOM * max(found.rate, *rates))
-    for rating, style in zip(others, ("--", ":"), strict=False):
-        axes.axhline(rating.rate, color=OTHERS_COLOR, linestyle=style, linewidth=1, label=f"mode {rating.mode}")
+    others = {each.mode: each.rate for each in report.comparison.ratings if each.mode not in _SPLIT_MODES and each.rate}
+    axes.set_ylim(0, _HEADROOM * max(found.rate, *others.values(), *(point.rate for point in found.split_curve)))
+    for (mode, rate), style in zip(others.items(), ("--", ":"), strict=False):
+        axes.axhline(rate, color=OTHERS_COLOR, linestyle=style, linewidth=1, label=f"mode {mode}")
     _draw_chosen(axes, found)
     axes.set_xlim(0, count)
     axes.set_xlabel(f"devices of the backbone; encoders have the rest of {count} {found.modules[-1].device_type}")

@@ -50,7 +50,7 @@ def _plan_for(config: RunConfig, devices: DevicesAtHand, profile: Profile | None
 
 
 def _check_data_sheets(devices: DevicesAtHand) -> None:
-    unknown = [each.name for each in devices.sized if device_spec(each.name) is None]
+    unknown = [str(each.name) for each in devices.sized if device_spec(str(each.name)) is None]
     if unknown:
         text = (
             f"mode 'auto' has no rates of {', '.join(unknown)} ({devices.text}): allocator.profile is not set, and "

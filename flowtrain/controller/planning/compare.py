@@ -19,7 +19,7 @@ def compare(
 ) -> ModeComparison:
     """Rate modes."""
     started = time.perf_counter()
-    found = allocate(request, surrogate, solver, method)
+    found = allocate(request, lambda _: surrogate, solver, method)
     ratings = tuple(
         ModeRating(mode, found.rate, "the fastest", found.modules, found.devices, rate_formula=found.rate)
         for mode in modes

@@ -17,7 +17,8 @@ from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import prepare
-from flowtrain.controller.profiling import _facts, _mean_backbone, _mean_encoder, _refs, _tensor_degrees, modules_apart
+from flowtrain.controller.profiling import _refs, _tensor_degrees, modules_apart
+from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, slowest_facts
 from flowtrain.costs.profile import model_facts
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
@@ -120,12 +121,12 @@ def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler,
 
 def test_devices_side_by_side_count_as_the_slowest_and_their_times_as_means() -> None:
     devices = [DeviceReport("cpu", flops, 100, 10.0, None) for flops in (3e9, 2e9)]
-    facts = _facts(devices, devices_per_node=3)
+    facts = slowest_facts(devices, devices_per_node=3)
     assert (facts.flops, facts.memory_nbytes, facts.link, facts.devices_per_node) == (2e9, 100, None, 3)
     encoders = [EncoderTimes((4, 8), (1,), ((each,), (2 * each,)), each) for each in (1.0, 3.0)]
-    assert _mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
+    assert mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
     backbones = [BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0) for each in (1.0, 2.0)]
-    assert _mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0)
+    assert mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0)
 
 
 def test_a_shallow_model_is_the_runs_own_but_for_its_depth(config: RunConfig) -> None:

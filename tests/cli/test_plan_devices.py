@@ -81,7 +81,7 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
     names = ["near", "wide", "dots"][:count]
     values["encoders"] = dict.fromkeys(names, values["encoders"]["vision"])
-    list_sample(values["workload"], 256, dict.fromkeys(names, [3584]))
+    list_sample(values["workload"], 256, {name: [3584] for name in names})
     values["workload"]["microbatch_tokens"] = 16384
     file = tmp_path / "several.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False))

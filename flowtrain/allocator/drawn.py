@@ -63,7 +63,6 @@ def drawn_rate(
     )
     half = num_steps // 2
     seconds = float(ends[-1] - ends[half - 1]) / half
-    seconds = max(seconds, _cores_s(request, surrogate, candidate, packed, backbone, steps, slowdown))
     alone = sum(step.backbone_s for step in steps) / len(steps)
     return DrawnRate(request.workload.global_batch_size / seconds, backbone.imbalance, max(0.0, 1.0 - alone / seconds))
 
@@ -132,34 +131,6 @@ def _steps(
                 encode += slowdown * sum(each.seconds) / replicas / devices
         steps.append(DrawnStep(slots, float(rest), own, work, encode))
     return steps
-
-
-def _cores_s(
-    request: Request,
-    surrogate: Surrogate,
-    candidate: ModeCandidate,
-    packed: PackedBatches,
-    backbone: _Backbone,
-    steps: list[DrawnStep],
-    slowdown: float,
-) -> float:
-    """Seconds of a mean step in which no core idles; 0 on accelerators.
-
-    Processes move to whichever core is free, those of the run that compute nothing too, so no step is shorter.
-    """
-    device, chosen = request.cluster[candidate.backbone.device_type], candidate.backbone
-    if device.name != CPU:
-        return 0.0
-    factor = slowdown if candidate.mode == "colocated" else 1.0
-    work = factor * float(backbone.busy_s.mean()) * chosen.devices
-    for index, encoder in enumerate(candidate.encoders.values()):
-        seconds = sum(sum(step.encoded[index].seconds) for step in steps) / len(steps)
-        work += factor * seconds / _replicas(encoder.degrees.dp, packed) * encoder.devices
-    slots, dp = packed.num_slots / len(steps), chosen.degrees.dp
-    host = surrogate.times[device.name].host_s(
-        np.array([slots * dp]), np.array([float(dp)]), has_encoders=bool(candidate.encoders)
-    )
-    return (work + float(host[0])) / device.count
 
 
 def _encoded(

@@ -22,7 +22,7 @@ _WHOLE = 1024
 """A batch of up to so many samples is packed as a whole."""
 _PART = 512
 """Samples of each part of a larger batch: the packer's time grows faster than the batch."""
-_PACKED = 4096
+_PACKED = 2048
 """Samples of all parts together."""
 
 

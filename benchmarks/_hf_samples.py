@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import AutoProcessor
 
-from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder
+from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.sources.base import Turn
 
 PADDING = 0
@@ -33,14 +33,11 @@ class RowReader:
         self._encoder = ConversationEncoder(tokenizer)
         self._image_token = tokenizer.convert_tokens_to_ids(self._processor.image_token)
         assert self._image_token != PADDING
+        self._image_tokens: int | None = None
 
     def read(self, row: Row) -> Batch:
         """pixel_values: ``[images, 3, height, width]``, all of one size. input_ids, labels: ``[tokens]``."""
-        pictures = [Image.open(io.BytesIO(image["bytes"])).convert("RGB") for image in row["images"]]
-        pixels = self._processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
-        text = self._encoder.encode(
-            (Turn("user", row["texts"][0]["user"]), Turn("assistant", row["texts"][0]["assistant"]))
-        )
+        pixels, text = self._pixels(row["images"]), self._text(row)
         ids, labels = torch.from_numpy(text.ids).long(), torch.from_numpy(text.labels).long()
         repeats = torch.where(ids == self._image_token, self._tokens_of(pixels), 1)
         return {
@@ -49,16 +46,37 @@ class RowReader:
             "labels": labels.repeat_interleave(repeats),
         }
 
+    def num_tokens(self, row: Row) -> int:
+        """Tokens of text and images together."""
+        if self._image_tokens is None:  # all images get the same size
+            self._image_tokens = self._tokens_of(self._pixels(row["images"][:1]))
+        return len(self._text(row).ids) + len(row["images"]) * (self._image_tokens - 1)
+
+    def _pixels(self, images: list[dict[str, bytes]]) -> torch.Tensor:
+        pictures = [Image.open(io.BytesIO(image["bytes"])).convert("RGB") for image in images]
+        pixels: torch.Tensor = self._processor.image_processor(pictures, return_tensors="pt")["pixel_values"]
+        return pixels
+
+    def _text(self, row: Row) -> EncodedText:
+        (turns,) = row["texts"]
+        return self._encoder.encode((Turn("user", turns["user"]), Turn("assistant", turns["assistant"])))
+
     def _tokens_of(self, pixels: torch.Tensor) -> int:
         patch = self._processor.patch_size
-        return (pixels.shape[2] // patch) * (pixels.shape[3] // patch)
+        return int((pixels.shape[2] // patch) * (pixels.shape[3] // patch))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file, in order."""
+    rows: list[Row] = pq.read_table(path).to_pylist()
+    return rows
 
 
 class Samples(Dataset[Batch]):
     """The rows of a file, in order, read when they are asked for."""
 
     def __init__(self, path: Path, model: Path) -> None:
-        self._rows = pq.read_table(path).to_pylist()
+        self._rows = read_rows(path)
         self._reader = RowReader(model)
 
     def __len__(self) -> int:

@@ -50,6 +50,7 @@ class TowerActor:
         return {
             "features": _ragged([part.flatten(0, 1).numpy() for part in parts]),
             **{key: _ragged([sample[key].numpy() for sample in samples]) for key in ("input_ids", "labels")},
+            "encoded_s": np.full(len(samples), time.time()),
         }
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -133,8 +134,19 @@ class Trainer:
     def _microbatches(self, samples: str) -> Iterator[Batch]:
         """Padded microbatches of encoded samples, in their order."""
         job = self._job
-        num_rows = pq.read_metadata(samples).num_rows
-        rows = ray.data.read_parquet(samples, override_num_blocks=max(1, num_rows // BLOCK_ROWS))
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False
+        import os
+
+        if os.environ.get("LIM"):
+            context.execution_options.resource_limits = ray.data.ExecutionResources(
+                object_store_memory=float(os.environ["LIM"])
+            )
+        if os.environ.get("RATIO"):
+            context.downstream_capacity_backpressure_ratio = float(os.environ["RATIO"])
+        table = pq.read_table(samples)
+        rows = ray.data.from_arrow([table.slice(at, BLOCK_ROWS) for at in range(0, len(table), BLOCK_ROWS)])
         encoded = rows.map_batches(
             TowerActor,
             fn_constructor_args=(job,),
@@ -143,6 +155,7 @@ class Trainer:
             num_cpus=1,
         )
         for batch in encoded.iter_batches(batch_size=job.size, prefetch_batches=PREFETCHED, batch_format="numpy"):
+            print("AHEAD", time.time(), float(batch["encoded_s"].max()), file=__import__("sys").stderr, flush=True)
             columns = [batch[key] for key in KEYS]
             found = [
                 {key: torch.tensor(value) for key, value in zip(KEYS, values, strict=True)}
@@ -170,10 +183,7 @@ def free_port() -> int:
 
 def main() -> None:
     job = read_job()
-    ray.init(address="local", num_cpus=3 * job.processes, include_dashboard=False, log_to_driver=False)
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
+    ray.init(address="local", num_cpus=3 * job.processes, include_dashboard=False, log_to_driver=True)
     actor, port = ray.remote(num_cpus=1)(Trainer), free_port()
     with tempfile.TemporaryDirectory() as directory:
         trainers = [actor.remote(job, rank, port) for rank in range(job.processes)]

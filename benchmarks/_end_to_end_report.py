@@ -70,13 +70,11 @@ def _rates_table(rounds: Rounds) -> list[str]:
         ratios = [auto[number].tokens_per_s / run.tokens_per_s for number, run in runs.items() if number in auto]
         first = next(iter(runs.values()))
         starved = [run.details["starved_share"] for run in runs.values() if "starved_share" in run.details]
-        low, high = min(rates(runs)), max(rates(runs))
+        spread = f"{min(rates(runs)):.0f} to {max(rates(runs)):.0f} in {len(runs)} rounds"
         over = f"{median(ratios):.3f}" if ratios and name != AUTO else "-"
         share = f"{median(starved):.3f}" if starved else "-"
-        lines.append(
-            f"| {_title(name)} | {median(rates(runs)):.0f} | {low:.0f} to {high:.0f} in {len(runs)} | {over} | {share} "
-            f"| {first.how} |"
-        )
+        cells = [_title(name), f"{median(rates(runs)):.0f}", spread, over, share, first.how]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

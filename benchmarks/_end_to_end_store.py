@@ -76,9 +76,5 @@ class Store:
                 found[each.name][each.round] = each
         return dict(found)
 
-    def settings(self) -> list[Setting]:
-        """Those that have runs, in the order of their first."""
-        return list(dict.fromkeys(each.setting for each in self._records if each.round is not None))
-
     def _of(self, setting: Setting) -> list[Record]:
         return [each for each in self._records if each.setting == setting]

@@ -18,6 +18,7 @@ import argparse
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from _end_to_end_contest import OURS, Contest, RayWhenNeeded
@@ -30,6 +31,9 @@ from _modes_workloads import MIXES, Prepared, prepare
 from _report import Figure, commit, emit
 
 DIRECTORY = ROOT / "build" / "end_to_end"
+RUNS = {False: "runs.jsonl", True: "quick.jsonl"}
+"""Where runs are kept, with and without --quick."""
+QUICK_STEPS = 14
 
 
 def measure(prepared: list[Prepared], store: Store, args: argparse.Namespace) -> tuple[list[Figure], list[str]]:
@@ -39,7 +43,10 @@ def measure(prepared: list[Prepared], store: Store, args: argparse.Namespace) ->
         for model in prepared:
             for mix in args.mixes:
                 setting = Setting(model.label, mix)
-                contest = Contest(setting, model.workloads[mix], store, cluster, args.directory, args.only)
+                workload = model.workloads[mix]
+                if args.quick:
+                    workload = replace(workload, setting=replace(workload.setting, steps=QUICK_STEPS))
+                contest = Contest(setting, workload, store, cluster, args.directory, args.only)
                 contestants = contest.contestants()
                 for number in range(args.rounds):
                     failed += contest.round(contestants, number)
@@ -59,6 +66,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--only", nargs="+", choices=(*OURS, *PEERS), metavar="NAME", help=", ".join((*OURS, *PEERS)))
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="keeps runs, profiles and peers' packages")
+    parser.add_argument("--quick", action="store_true", help="short runs, kept apart from the others")
     parser.add_argument("--fresh", action="store_true", help="forget the runs and profiles of --directory")
     parser.add_argument("--report", action="store_true", help="write docs/results/end_to_end.md and its picture")
     parser.add_argument("--json", action="store_true")
@@ -70,7 +78,7 @@ def main() -> None:
     args.directory = args.directory.resolve()
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.fresh:
-        for path in (args.directory / "runs.jsonl", *args.directory.glob("*.profile.json")):
+        for path in (args.directory / RUNS[args.quick], *args.directory.glob("*.profile.json")):
             path.unlink(missing_ok=True)
     if args.only is None or set(args.only) & set(PEERS):
         install(args.directory / "peers")
@@ -84,11 +92,12 @@ def main() -> None:
             models=args.models,
             mixes=args.mixes,
         )
-        store = Store(args.directory / "runs.jsonl", commit())
+        store = Store(args.directory / RUNS[args.quick], commit())
         figures, failed = measure(prepared, store, args)
     if args.report:
         origins = {Setting(each.label, name): mix.origin for each in prepared for name, mix in each.mixes.items()}
-        write_report({each: store.rounds(each) for each in store.settings()}, figures, origins, sys.argv[1:])
+        found = {each: rounds for each in origins if (rounds := store.rounds(each))}
+        write_report(found, figures, origins, sys.argv[1:])
     emit("end_to_end", figures, args.json)
     if failed:
         sys.exit("failed runs:\n" + "\n".join(failed))

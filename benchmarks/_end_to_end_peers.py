@@ -57,7 +57,7 @@ def install(directory: Path) -> None:
     stamp = directory / "installed.txt"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(directory)]
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--upgrade", "--target", str(directory)]
     subprocess.run([*command, *wanted.split()], check=True, stdout=sys.stderr)
     stamp.write_text(wanted)
 

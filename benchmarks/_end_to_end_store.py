@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from _modes_data import ROOT
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,30 @@ class Record:
         return Setting(self.model, self.mix)
 
 
-class Store:
-    """Records of one commit. Lines of other commits stay in the file and do not count."""
+def code_version(*further: str) -> str:
+    """What runs must have in common to be compared: the version of FlowTrain's code, and ``further``."""
 
-    def __init__(self, path: Path, commit: str) -> None:
-        self._path, self._commit = path, commit
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = "-dirty" if git("status", "--porcelain", "flowtrain") else ""
+    return " ".join([git("rev-parse", "--short", "HEAD:flowtrain") + changed, *further])
+
+
+class Store:
+    """Records of one version. Lines of others stay in the file and do not count."""
+
+    def __init__(self, path: Path, version: str) -> None:
+        self._path, self._version = path, version
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines]
-        self._records = [Record(**each["record"]) for each in found if each["commit"] == commit]
+        self._records = [Record(**each["record"]) for each in found if each["version"] == version]
 
     def add(self, record: Record) -> None:
         """Keep a record."""
         self._records.append(record)
         with self._path.open("a") as file:
-            file.write(json.dumps({"commit": self._commit, "record": asdict(record)}) + "\n")
+            file.write(json.dumps({"version": self._version, "record": asdict(record)}) + "\n")
 
     def has(self, setting: Setting, name: str, number: int) -> bool:
         """Whether a round's run was measured."""

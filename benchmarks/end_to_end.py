@@ -8,8 +8,9 @@ losses must agree. ``auto`` plans from a profile that is measured first. Peers a
 TRL's SFTTrainer and Ray Data with an encoder pool, each with the best of the settings that short trials found: one
 process with two threads or two with one, microbatches of one sample or as many as fit. Padding does not count.
 
-Runs that --directory has of the same commit are not repeated, so a stopped benchmark goes on. --report writes
-docs/results/end_to_end.md with a picture. Exits with 1 if losses differ, or if a run fails.
+Runs that --directory has of the same code are not repeated, so a stopped benchmark goes on. --report writes
+docs/results/end_to_end.md with a picture. --emulated runs the papers' models on emulated devices instead, each cell by
+itself. Exits with 1 if losses differ, or if a run fails.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from _end_to_end_contest import OURS, Contest, RayWhenNeeded
+from _end_to_end_emulated import run_emulated
 from _end_to_end_figures import figures_of
 from _end_to_end_peers import PEERS, install
 from _end_to_end_report import write_report
-from _end_to_end_store import Setting, Store
+from _end_to_end_store import Setting, Store, code_version
 from _modes_data import QUICKSTART, REAL, ROOT
 from _modes_workloads import MIXES, Prepared, prepare
-from _report import Figure, commit, emit
+from _report import Figure, emit
 
 DIRECTORY = ROOT / "build" / "end_to_end"
 RUNS = {False: "runs.jsonl", True: "quick.jsonl"}
@@ -70,6 +72,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="forget the runs and profiles of --directory")
     parser.add_argument("--report", action="store_true", help="write docs/results/end_to_end.md and its picture")
     parser.add_argument("--json", action="store_true")
+    emulated = parser.add_argument_group("emulated devices")
+    emulated.add_argument("--emulated", action="store_true", help="run the papers' models on emulated devices instead")
+    emulated.add_argument(
+        "--cells", nargs="+", metavar="PART", help="cells whose name has a part, as vlm_6b.16.infovqa"
+    )
+    emulated.add_argument("--device", default="h200", help="the device that is emulated")
+    emulated.add_argument("--steps", type=int, default=8, help="of each cell")
+    emulated.add_argument("--time-scale", type=float, default=1.0, help="factor of all waits")
     return parser.parse_args()
 
 
@@ -78,8 +88,12 @@ def main() -> None:
     args.directory = args.directory.resolve()
     args.directory.mkdir(parents=True, exist_ok=True)
     if args.fresh:
-        for path in (args.directory / RUNS[args.quick], *args.directory.glob("*.profile.json")):
+        runs = "emulated.jsonl" if args.emulated else RUNS[args.quick]
+        for path in (args.directory / runs, *args.directory.glob("*.profile.json")):
             path.unlink(missing_ok=True)
+    if args.emulated:
+        run_emulated(args)
+        return
     if args.only is None or set(args.only) & set(PEERS):
         install(args.directory / "peers")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # all later processes inherit it
@@ -92,7 +106,7 @@ def main() -> None:
             models=args.models,
             mixes=args.mixes,
         )
-        store = Store(args.directory / RUNS[args.quick], commit())
+        store = Store(args.directory / RUNS[args.quick], code_version("traces" if args.traces else "drawn"))
         figures, failed = measure(prepared, store, args)
     if args.report:
         origins = {Setting(each.label, name): mix.origin for each in prepared for name, mix in each.mixes.items()}

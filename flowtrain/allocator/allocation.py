@@ -9,6 +9,7 @@ from flowtrain.config.allocator import AllocationMethod
 from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
+from flowtrain.types.run_plan import BackboneSettings
 
 ALLOCATION_SCHEMA = 1
 
@@ -36,11 +37,13 @@ class ModuleAllocation:
     waiting: float
     """Expected share of its time that it waits, starved or blocked."""
     gradient_reduction: ReductionName | None = None
-    """Of the backbone; None for an encoder, as the two below."""
+    """Of the backbone; None for an encoder, as the three below."""
     num_shards: int | None = None
     """Data parallel ranks that hold one set of shards."""
     memory: StepMemory | None = None
     """What ``peak_nbytes`` consists of."""
+    settings: BackboneSettings | None = None
+    """Settings that were chosen for the backbone; None: as configured."""
 
     @property
     def devices(self) -> int:

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.controller.planning.report import PlanReport
 
-CONSUMPTION_COLOR, PRODUCTION_COLOR, RATE_COLOR, REPLICATION_COLOR = "#c4570a", "#7b3fa0", "#1668a8", "#6f767f"
+CONSUMPTION_COLOR, PRODUCTION_COLOR, RATE_COLOR, OTHERS_COLOR = "#c4570a", "#7b3fa0", "#1668a8", "#6f767f"
 STYLE: Any = {"font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "plan"}
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 9.0, 5.2, 130
+_SPLIT_MODES = ("decoupled", "disaggregated")
 _HEADROOM = 1.45
 """How far above the best rate the plot reaches; rates beyond it are of no use to the other side."""
 
@@ -33,9 +34,10 @@ def draw(report: PlanReport) -> Figure:
     found = report.allocation
     (count,) = found.budget.values()
     _draw_lines(axes, found, count)
-    most = max(found.rate, report.replication.rate or 0.0, *(point.rate for point in found.split_curve))
-    axes.set_ylim(0, _HEADROOM * most)
-    _draw_replication(axes, report)
+    others = {each.mode: each.rate for each in report.comparison.ratings if each.mode not in _SPLIT_MODES and each.rate}
+    axes.set_ylim(0, _HEADROOM * max(found.rate, *others.values(), *(point.rate for point in found.split_curve)))
+    for (mode, rate), style in zip(others.items(), ("--", ":"), strict=False):
+        axes.axhline(rate, color=OTHERS_COLOR, linestyle=style, linewidth=1, label=f"mode {mode}")
     _draw_chosen(axes, found)
     axes.set_xlim(0, count)
     axes.set_xlabel(f"devices of the backbone; encoders have the rest of {count} {found.modules[-1].device_type}")
@@ -75,18 +77,6 @@ def _draw_lines(axes: Axes, found: Allocation, count: int) -> None:
         markersize=3.5,
         label="rate: the smaller of both, of each configuration",
     )
-
-
-def _draw_replication(axes: Axes, report: PlanReport) -> None:
-    rate = report.replication.rate
-    if rate is not None:
-        axes.axhline(
-            rate,
-            color=REPLICATION_COLOR,
-            linestyle="--",
-            linewidth=1,
-            label=f"plain replication on {report.replication.devices} devices",
-        )
 
 
 def _draw_chosen(axes: Axes, found: Allocation) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.flops import FloatArray, IntArray
 
 
 class ModuleTimes(Protocol):
@@ -26,8 +26,12 @@ class ModuleTimes(Protocol):
         """Return seconds of the connector over the microbatch's vision tokens, ``[N]``."""
         ...
 
+    def images_s(self, encoder: str, tp: int) -> FloatArray:
+        """Return seconds of an encoder's group for each representative sample's images, ``[S]``; 0 without images."""
+        ...
+
     def sample_s(self, encoder: str, tp: int) -> float:
-        """Return the mean seconds of an encoder's group for a sample that has images for it."""
+        """Return the mean of ``images_s`` over samples that have images."""
         ...
 
     def microbatch_s(self) -> float:
@@ -37,3 +41,31 @@ class ModuleTimes(Protocol):
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...
+
+    def slowdown(self, encoder: str) -> float | None:
+        """Return the time of an encoder and the backbone at once on a device over the sum of both alone.
+
+        None if it was not measured.
+        """
+        ...
+
+    def replicas_s(
+        self, sharding: str, parameters: FloatArray, shards: FloatArray
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """Return seconds of gathers a microbatch and of the reduction a step, where nothing overlaps; each ``[N]``.
+
+        parameters: of a rank before ``shards`` replicas share them. None: by the links' bandwidth, with overlap.
+        """
+        ...
+
+    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+        """Return processor seconds of a step that the run's own processes take from the devices, in all; ``[N]``.
+
+        num_microbatches: of all replicas. has_encoders: whether encoder actors lease images. 0 on accelerators.
+        """
+        ...
+
+
+def mean_with_images(seconds: FloatArray, num_images: IntArray) -> float:
+    """Return the mean of ``images_s`` over samples that have images; 0 if none has."""
+    return float(seconds.sum()) / max(int((num_images > 0).sum()), 1)

@@ -9,6 +9,7 @@ import numpy as np
 
 from flowtrain.costs.communication import TensorCommunication
 from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -69,23 +70,28 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
 
-    def sample_s(self, encoder: str, tp: int) -> float:
+    def images_s(self, encoder: str, tp: int) -> FloatArray:
         """As ``ModuleTimes``; images are in batches as large as ``max_batch_patches`` allows."""
-        tables = self._profile.encoders[encoder]
-        measured = _nearest(tables, tp)
-        patches = self._patches(encoder)
-        batch = np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
-        num_images = self._workload.images[encoder][0]
-        seconds = num_images[num_images > 0] * tables[measured].image_s(patches, batch)
-        computing = float(seconds.mean()) - self._communication.sample_s(encoder, measured)
-        forward = max(computing, 0.0) * measured / tp + self._communication.sample_s(encoder, tp)
-        costs, num_images = self._profile.images[encoder], num_images[num_images > 0]
-        handling = float((num_images / batch).mean()) * costs.batch_s
-        decoding = float(num_images.mean()) * costs.decode_s
+        tables, costs = self._profile.encoders[encoder], self._profile.images[encoder]
+        measured, patches = _nearest(tables, tp), self._patches(encoder)
+        every = self._workload.images[encoder][0]
+        at = every > 0
+        num_images, batch = every[at], np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
+        of_measured, of_tp = (self._communication.images_s(encoder, degree)[at] for degree in (measured, tp))
+        computing = num_images * tables[measured].image_s(patches, batch) - of_measured
+        device = np.maximum(computing, 0.0) * measured / tp + of_tp + num_images / batch * costs.batch_s
+        decoding = num_images * costs.decode_s
+        seconds = np.zeros(len(every))
         # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.
         if self._profile.device == CPU:
-            return forward + handling + decoding
-        return max(forward + handling, decoding / self._decode_threads[encoder])
+            seconds[at] = device + decoding
+        else:
+            seconds[at] = np.maximum(device, decoding / self._decode_threads[encoder])
+        return seconds
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """As ``ModuleTimes``."""
+        return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])
 
     def microbatch_s(self) -> float:
         """As ``ModuleTimes``."""
@@ -94,6 +100,35 @@ class ProfileTimes:
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """As ``ModuleTimes``."""
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
+
+    def slowdown(self, encoder: str) -> float | None:
+        """As ``ModuleTimes``."""
+        measured = self._profile.interference.get(encoder)
+        return None if measured is None else measured.factor
+
+    def replicas_s(
+        self, sharding: str, parameters: FloatArray, shards: FloatArray
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """As ``ModuleTimes``."""
+        costs = self._profile.replicas.get("gradients" if sharding == "gradients" else "full")
+        if costs is None:
+            return None
+        return costs.gathering_s(parameters, shards), costs.reducing_s(parameters, shards)
+
+    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+        """As ``ModuleTimes``."""
+        host, num_samples = self._profile.host, self._workload.global_batch_size
+        if host is None:
+            return np.zeros_like(num_microbatches)
+        num_batches = num_samples * sum(map(self._batches, self._workload.images)) if has_encoders else 0.0
+        return host.seconds(num_samples, num_batches, num_microbatches)
+
+    def _batches(self, encoder: str) -> float:
+        """Mean batches of images per sample, of all samples."""
+        num_images, _ = self._workload.images[encoder]
+        at = num_images > 0
+        batch = np.maximum(self._max_batch_patches[encoder] // self._patches(encoder), 1.0)
+        return float((num_images[at] / batch).sum()) / len(num_images)
 
     def _patches(self, encoder: str) -> FloatArray:
         """Mean patches per image, for each sample that has images."""

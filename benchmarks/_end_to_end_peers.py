@@ -119,13 +119,18 @@ class PeerRuns:
         if done.returncode or not lines:
             raise PeerFailed(f"{name} ({how_of(job)}) ended with {done.returncode}:\n{done.stderr[-4000:]}")
         found = json.loads(lines[-1])
-        first, last = self._workload.setting.warm_up, job.steps - ENDING_STEPS
-        seconds = found["ended_s"][last - 1] - found["ended_s"][first - 1]
-        rate = sum(self.step_tokens()[first:last]) / seconds
+        rate = self._rate(found["ended_s"], found["began_s"])
         how = how_of(job)
         if number is not None:
             how += f"; {PEERS[name].title} {found['version']}"
         return Record(self._setting.model, self._setting.mix, name, number, rate, found["losses"][0], how)
+
+    def _rate(self, ended_s: list[float], began_s: float | None) -> float:
+        """Real tokens a second of the window, as of FlowTrain's runs, or of the whole run since it began."""
+        first, last = self._workload.setting.warm_up, len(ended_s) - ENDING_STEPS
+        if began_s is not None:
+            return sum(self.step_tokens()[: len(ended_s)]) / (ended_s[-1] - began_s)
+        return sum(self.step_tokens()[first:last]) / (ended_s[last - 1] - ended_s[first - 1])
 
     def _command(self, peer: Peer, job: PeerJob) -> list[str]:
         command: Sequence[str] = [sys.executable]

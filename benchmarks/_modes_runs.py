@@ -149,7 +149,7 @@ class Workload:
         classes = ActorClasses(encoder=CountingEncoder, feeder=CountingFeeder, backbone=CountingBackboneRank)
         gc.collect()
         with RunWatcher(metrics, self.counters, first, last) as watcher:
-            run_training(config, classes=classes)
+            run_training(config, classes=classes, plan=plan)
         seen, lines = watcher.result(), list(read_metrics(metrics))
         window = lines[first:last]
         return Measured(

@@ -61,6 +61,10 @@ def load_model(path: Path) -> Any:
     return model
 
 
-def answer(ended_s: list[float], losses: list[float], version: str) -> None:
-    """Print what was measured. ended_s: of each step, since the epoch. losses: means over a step's target tokens."""
-    print(json.dumps({"ended_s": ended_s, "losses": losses, "version": version}), flush=True)
+def answer(ended_s: list[float], losses: list[float], version: str, began_s: float | None = None) -> None:
+    """Print what was measured.
+
+    ended_s: of each step, since the epoch. losses: means over a step's target tokens. began_s: when the work of the run
+    began, if all of it counts; None: steps after the warm-up count.
+    """
+    print(json.dumps({"ended_s": ended_s, "losses": losses, "version": version, "began_s": began_s}), flush=True)

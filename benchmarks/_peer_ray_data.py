@@ -2,10 +2,13 @@
 
 Each training process has its share of every batch, and an encoder actor of its own that reads, decodes, tokenises and
 encodes ahead. Microbatches are padded; a loss is divided by the target tokens of the whole step, over all processes.
+The encoder runs as far ahead as the object store has room, here through all samples, so the whole run counts, from the
+first encoded sample on. Both models have computed once before that.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import tempfile
 import time
@@ -24,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowtrain.data.conversation import IGNORE_LABEL
 
-BLOCK_ROWS = 24
-"""Rows that a task reads: small, so that the first are encoded soon."""
+BLOCK_ROWS = 12
+"""Rows that the encoder hands over together: few, so that training begins soon."""
 KEYS = ("features", "input_ids", "labels")
 PREFETCHED = 4
 """Microbatches that the loop asks for ahead."""
@@ -39,9 +42,12 @@ class TowerActor:
         model = load_model(job.model).eval().model
         self._config, self._tower = model.config, model.vision_tower
         self._reader = RowReader(job.model)
+        row = pq.read_table(job.samples).slice(0, 1).to_pylist()[0]
+        self({"images": [row["images"]], "texts": [row["texts"]]})
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Features of a sample: ``[images * tokens, hidden]``, before the projector."""
+        """Features of a sample: ``[images * tokens, hidden]``, before the projector. began_s: when this call began."""
+        began_s = time.time()
         pairs = zip(rows["images"], rows["texts"], strict=True)
         samples = [self._reader.read({"images": images, "texts": texts}) for images, texts in pairs]
         with torch.inference_mode():
@@ -50,7 +56,7 @@ class TowerActor:
         return {
             "features": _ragged([part.flatten(0, 1).numpy() for part in parts]),
             **{key: _ragged([sample[key].numpy() for sample in samples]) for key in ("input_ids", "labels")},
-            "encoded_s": np.full(len(samples), time.time()),
+            "began_s": np.full(len(samples), began_s),
         }
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -93,19 +99,27 @@ class Trainer:
 
     def __init__(self, job: PeerJob, rank: int, port: int) -> None:
         self._job, self._rank, self._port = job, rank, port
+        self._began_s = math.inf
         torch.set_num_threads(job.threads)
 
-    def train(self, samples: str) -> tuple[list[float], list[float]]:
-        """Train on a file of this process's samples; returns the end of each step and its loss over all processes."""
+    def train(self, samples: str) -> tuple[list[float], list[float], float]:
+        """Train on a file of this process's samples.
+
+        Returns the end of each step, its loss over all processes, and when its encoder began.
+        """
         job = self._job
         if job.processes > 1:
             where = f"tcp://127.0.0.1:{self._port}"
             dist.init_process_group("gloo", init_method=where, rank=self._rank, world_size=job.processes)
-        model: torch.nn.Module = FeatureModel(load_model(job.model))
+        loaded = load_model(job.model)
+        self._feature_size = loaded.config.vision_config.hidden_size
+        model: torch.nn.Module = FeatureModel(loaded)
         weights = list(model.parameters())
         optimizer = torch.optim.AdamW(weights, lr=job.learning_rate, betas=BETAS, weight_decay=0.0, fused=True)
         if job.processes > 1:
             model = DistributedDataParallel(model)
+        self._warm_up(model)
+        optimizer.zero_grad(set_to_none=True)
         ended_s, losses = [], []
         batches = self._microbatches(samples)
         for _ in range(job.steps):
@@ -114,7 +128,14 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             ended_s.append(time.time())
-        return ended_s, losses
+        return ended_s, losses, self._began_s
+
+    def _warm_up(self, model: torch.nn.Module) -> None:
+        """Forward and backward of a text, which changes no weights."""
+        ids = torch.ones(self._job.size, 128, dtype=torch.long)
+        features = torch.zeros(0, self._feature_size)
+        batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "features": features}
+        model(batch, ids.numel()).backward()
 
     def _step(self, model: torch.nn.Module, batches: list[Batch]) -> float:
         targets = torch.tensor(sum(int((batch["labels"][:, 1:] != IGNORE_LABEL).sum()) for batch in batches))
@@ -137,14 +158,6 @@ class Trainer:
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False
-        import os
-
-        if os.environ.get("LIM"):
-            context.execution_options.resource_limits = ray.data.ExecutionResources(
-                object_store_memory=float(os.environ["LIM"])
-            )
-        if os.environ.get("RATIO"):
-            context.downstream_capacity_backpressure_ratio = float(os.environ["RATIO"])
         table = pq.read_table(samples)
         rows = ray.data.from_arrow([table.slice(at, BLOCK_ROWS) for at in range(0, len(table), BLOCK_ROWS)])
         encoded = rows.map_batches(
@@ -155,7 +168,7 @@ class Trainer:
             num_cpus=1,
         )
         for batch in encoded.iter_batches(batch_size=job.size, prefetch_batches=PREFETCHED, batch_format="numpy"):
-            print("AHEAD", time.time(), float(batch["encoded_s"].max()), file=__import__("sys").stderr, flush=True)
+            self._began_s = min(self._began_s, float(batch["began_s"].min()))
             columns = [batch[key] for key in KEYS]
             found = [
                 {key: torch.tensor(value) for key, value in zip(KEYS, values, strict=True)}
@@ -166,7 +179,7 @@ class Trainer:
 
 def write_shares(job: PeerJob, directory: Path) -> list[Path]:
     """Write the samples of each process: microbatches in turn, as a distributed sampler gives them."""
-    table, paths = pq.read_table(job.samples), []
+    table, paths = pq.read_table(job.samples).slice(0, job.steps * job.batch), []
     owners = np.arange(len(table)) // job.size % job.processes
     for rank in range(job.processes):
         paths.append(directory / f"{rank}.parquet")
@@ -183,15 +196,16 @@ def free_port() -> int:
 
 def main() -> None:
     job = read_job()
-    ray.init(address="local", num_cpus=3 * job.processes, include_dashboard=False, log_to_driver=True)
+    ray.init(address="local", num_cpus=3 * job.processes, include_dashboard=False, log_to_driver=False)
     actor, port = ray.remote(num_cpus=1)(Trainer), free_port()
     with tempfile.TemporaryDirectory() as directory:
         trainers = [actor.remote(job, rank, port) for rank in range(job.processes)]
         shares = write_shares(job, Path(directory))
         calls = [each.train.remote(str(path)) for each, path in zip(trainers, shares, strict=True)]
-        (ended_s, losses), *_ = ray.get(calls)
+        found = ray.get(calls)
     ray.shutdown()
-    answer(ended_s, losses, ray.__version__)
+    ended_s, losses, _ = found[0]
+    answer(ended_s, losses, ray.__version__, began_s=min(began_s for *_, began_s in found))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of, with_kept_choices
+from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
 

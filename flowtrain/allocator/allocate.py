@@ -22,6 +22,7 @@ from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, st
 from flowtrain.config.allocator import AllocationMethod
 
 NUM_ALTERNATIVES = 3
+NUM_CHOICES = 20
 _SAME = 1e-6
 
 
@@ -78,6 +79,7 @@ def allocate(
         split_curve=tuple(_point(split) for split in splits),
         production_curve=production_curve(problem),
         solver=solution.solver,
+        choices=(solution.choice,) if shared or method != "milp" else _best_choices(solution, splits or others),
         timings=timings,
         shared=shared,
         method=method,
@@ -156,6 +158,13 @@ def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) ->
         )
         for split in others[:NUM_ALTERNATIVES]
     )
+
+
+def _best_choices(solution: Solution, splits: Sequence[Split]) -> tuple[Choice, ...]:
+    """The optimum, and the best splits with other configurations of the backbone."""
+    order = sorted(splits, key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
+    others = [split.choice for split in order if split.choice.consumer != solution.choice.consumer]
+    return (solution.choice, *others[: NUM_CHOICES - 1])
 
 
 def _why_lost(best: Levels, split: Split) -> str:

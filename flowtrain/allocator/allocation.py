@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from flowtrain.allocator.program.flow import Choice
 from flowtrain.config.allocator import AllocationMethod
 from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.training_setup import ReductionName
@@ -149,6 +150,8 @@ class Allocation:
     """``allocator.method``."""
     rate_milp: float | None = None
     """Samples/s of the plan that ``milp`` would give, if another method gave this one."""
+    choices: tuple[Choice, ...] = ()
+    """The best choices, the optimum first, for rates that are more exact; not in ``to_dict``."""
     schema: int = ALLOCATION_SCHEMA
 
     @property
@@ -158,7 +161,8 @@ class Allocation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or YAML."""
-        values = asdict(self)
+        values = asdict(replace(self, choices=()))
+        del values["choices"]
         values["devices"] = self.devices
         for module, plain in zip(self.modules, values["modules"], strict=True):
             plain["devices"] = module.devices

@@ -234,6 +234,18 @@ class Surrogate:
             mean[at] = (depth * times.layer_s(tokens[at], tp) + ends) / columns.pp[at]
         return mean + self.chunks * times.microbatch_s()
 
+    def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:
+        """Return seconds of a step in which a mean device of the backbone has no time for anything else, ``[C]``.
+
+        A device waits while the pipeline fills and for slower ranks. An accelerator also computes for others during
+        transfers, gathers and reductions, but a CPU's cores do these themselves.
+        """
+        tokens = self._workload.fullest_tokens(columns.dp) / step.num_microbatches
+        computing = step.num_microbatches * self.mean_stage_s(columns, tokens)
+        if self._cluster[columns.device_type].name != CPU:
+            return computing + step.optimizer
+        return step.total - step.fill - step.computing + computing
+
     def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
         """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
         times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T

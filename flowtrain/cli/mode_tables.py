@@ -17,15 +17,12 @@ from flowtrain.types.run_plan import BackboneSettings
 def mode_tables(report: PlanReport) -> Iterator[Table]:
     """All modes with degrees, settings and rates, the fastest first; then why each won or lost."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("mode", "degrees", "settings", "devices", "samples/s", "tokens/s", "of best"):
-        is_text = heading in ("mode", "degrees", "settings")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    has_settings = any(rating.settings is not None for rating in report.comparison.ratings)
-    if not has_settings:
-        table.columns.pop(2)
+    table.add_column("mode", no_wrap=True)
+    table.add_column("degrees, settings", overflow="fold")
+    for heading in ("devices", "samples/s", "tokens/s", "of best"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for rating in report.comparison.ratings:
-        settings = [settings_text(rating.settings)] if has_settings else []
-        table.add_row(rating.mode, degrees_text(rating), *settings, *_rates(report, rating))
+        table.add_row(rating.mode, plan_text(rating), *_rates(report, rating))
     yield table
     yield facts_table([(rating.mode, rating.reason) for rating in report.comparison.ratings])
 
@@ -39,29 +36,26 @@ def choice_tables(report: PlanReport) -> Iterator[Table]:
     yield facts_table([("starts", f"{report.winner.mode}: {' '.join(report.overrides)}")])
 
 
-def degrees_text(rating: ModeRating) -> str:
-    """The degrees of each module, a line each; those of 1 are left out."""
+def plan_text(rating: ModeRating) -> str:
+    """The degrees of each module, a line each, and the chosen settings; degrees of 1 are left out."""
     lines = [f"{module.name} {_degrees(module.degrees)}" for module in rating.modules]
     if rating.encoder_layers is not None and rating.modules[-1].degrees.pp > 1:
         lines.append(f"encoder layers {rating.encoder_layers}")
+    if rating.settings is not None:
+        lines.append(settings_text(rating.settings))
     return "\n".join(lines) or "-"
 
 
-def settings_text(settings: BackboneSettings | None) -> str:
-    """The chosen settings of the backbone, in two lines."""
-    if settings is None:
-        return "-"
-    chunks = f", {settings.chunks} chunks" if settings.chunks > 1 else ""
-    words = []
+def settings_text(settings: BackboneSettings) -> str:
+    """Settings of the backbone in words; what is as configured is left out."""
+    words = [f"{settings.microbatch_tokens:,} tokens"]
+    if settings.chunks > 1:
+        words.append(f"{settings.chunks} chunks")
     if settings.activation_checkpointing is not None:
-        words.append(
-            {"none": "no recompute", "offload": "offload"}.get(
-                settings.activation_checkpointing, f"{settings.activation_checkpointing} recompute"
-            )
-        )
+        words.append(f"checkpointing {settings.activation_checkpointing}")
     if settings.sharding is not None:
-        words.append(f"{settings.sharding} sharding")
-    return "\n".join(filter(None, (f"{settings.microbatch_tokens:,} tokens{chunks}", ", ".join(words))))
+        words.append(f"sharding {settings.sharding}")
+    return ", ".join(words)
 
 
 def _degrees(degrees: Degrees) -> str:

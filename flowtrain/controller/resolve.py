@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 from flowtrain.allocator.plan import read_plan
-from flowtrain.config.allocator import CHOICE_KEYS
+from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import load_config, override_config, plain_values
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
@@ -83,20 +83,6 @@ def start_of(
             "out"
         )
     return Start(config, overrides, with_kept_choices(resolved, overrides), found)
-
-
-def with_kept_choices(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the configuration with settings that overrides set taken from those that ``mode: auto`` chooses."""
-    if config.mode != "auto" or config.allocator.choose != "auto":
-        return config
-    keys = {text.partition("=")[0].strip() for text in overrides}
-    sections = {key.partition(".")[0] for key in keys if "." not in key}
-
-    def is_set(each: str) -> bool:
-        return each in keys or each.partition(".")[0] in sections
-
-    free = tuple(choice for choice, names in CHOICE_KEYS.items() if not any(map(is_set, names)))
-    return config.model_copy(update={"allocator": config.allocator.model_copy(update={"choose": free})})
 
 
 def resolve(

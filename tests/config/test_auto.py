@@ -9,10 +9,11 @@ import pytest
 
 from flowtrain.allocator.plan import configured_settings, fixed_plan, with_settings_of
 from flowtrain.config.allocator import CHOICE_KEYS, PLANNER_CHOICES
+from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import dump_resolved, load_config, load_resolved
 from flowtrain.config.schema import key_patterns
 from flowtrain.config.startable import check_startable
-from flowtrain.controller.resolve import start_of, with_kept_choices
+from flowtrain.controller.resolve import start_of
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.types.run_plan import BackboneSettings
 

@@ -8,20 +8,27 @@ from collections.abc import Sequence
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.program.solvers import Solver
-from flowtrain.allocator.request import Request
-from flowtrain.allocator.surrogate import Surrogate
+from flowtrain.allocator.request import Request, SurrogateFactory
 from flowtrain.config.allocator import AllocationMethod
 from flowtrain.types.run_plan import Mode
 
 
 def compare(
-    request: Request, surrogate: Surrogate, solver: Solver, modes: Sequence[Mode], method: AllocationMethod
+    request: Request, surrogate_for: SurrogateFactory, solver: Solver, modes: Sequence[Mode], method: AllocationMethod
 ) -> ModeComparison:
     """Rate modes."""
     started = time.perf_counter()
-    found = allocate(request, lambda _: surrogate, solver, method)
+    found = allocate(request, surrogate_for, solver, method)
     ratings = tuple(
-        ModeRating(mode, found.rate, "the fastest", found.modules, found.devices, rate_formula=found.rate)
+        ModeRating(
+            mode,
+            found.rate,
+            "the fastest",
+            found.modules,
+            found.devices,
+            found.modules[-1].settings,
+            rate_formula=found.rate,
+        )
         for mode in modes
     )
     return ModeComparison(ratings, found, time.perf_counter() - started)

@@ -11,9 +11,6 @@ from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.plan import changed_overrides
 from flowtrain.allocator.program.solvers import Solver, SolverName
-from flowtrain.allocator.request import Request
-from flowtrain.allocator.slices import Slices
-from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.compare import compare
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
@@ -22,13 +19,10 @@ from flowtrain.controller.planning.nodes import network_note, nodes_needed, with
 from flowtrain.controller.planning.notes import notes, plan_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
-from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.controller.planning.request import request_of, surrogates
+from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profiled_times import CPU, ProfileTimes
-from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.roofline import Efficiency
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import ConfigError, Fault
 from flowtrain.types.run_plan import Mode, Plan
@@ -168,31 +162,16 @@ def make_report(
 
     where: whose devices ``asked.at_hand`` are.
     """
-    config = planned.config
+    config, efficiency = planned.config, Efficiency()
     cluster = cluster_of(asked, planned, profile)
-    setup, efficiency = configured_setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
-    budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
-    limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
-    slices = Slices.of(config.pipeline)
-    request = Request(
-        cluster,
-        planned.model,
-        planned.workload,
-        setup,
-        budget,
-        limits,
-        slices,
-        planned.whole,
-        chooses_reduction=config.backbone.gradient_reduction == "auto",
-    )
-    # A profile's links are measured, so they are reached in full.
-    links = efficiency.links if profile is None else 1.0
-    times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
-    surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, slices)
-    comparison = compare(request, surrogate, Solver(solver), modes_of(config), config.allocator.method)
-    plan = with_pool(planned, plan_of(planned, comparison.winner, cluster), _devices_per_node(cluster))
-    plan = with_network(plan, config, nodes_needed(comparison.winner, cluster))
-    return PlanReport(planned, cluster, setup, budget, efficiency, comparison, plan, profile, where)
+    request = request_of(planned, cluster)
+    surrogate_for = surrogates(config, efficiency, profile)
+    comparison = compare(request, surrogate_for, Solver(solver), modes_of(config), config.allocator.method)
+    winner = comparison.winner
+    setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
+    plan = with_pool(planned, plan_of(planned, winner, cluster), _devices_per_node(cluster))
+    plan = with_network(plan, config, nodes_needed(winner, cluster))
+    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where)
 
 
 def modes_of(config: RunConfig) -> tuple[Mode, ...]:
@@ -200,17 +179,6 @@ def modes_of(config: RunConfig) -> tuple[Mode, ...]:
     if config.mode != "auto":
         return (config.mode,)
     return ("monolithic",) if config.trains_encoders else AUTO_MODES
-
-
-def _times(
-    device_type: DeviceType, request: Request, config: RunConfig, efficiency: Efficiency, profile: Profile | None
-) -> ModuleTimes:
-    model, workload, setup = request.model, request.workload, request.setup
-    if profile is None:
-        return Roofline(device_type, model, workload, setup, efficiency)
-    communication = TensorCommunication(device_type, model, workload, setup, link_efficiency=1.0)
-    threads = {name: encoder.decode_threads for name, encoder in config.encoders.items()}
-    return ProfileTimes(profile, workload, communication, request.max_batch_patches, threads)
 
 
 def _devices_per_node(cluster: Cluster) -> int:

@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from _end_to_end_contest import OURS, Contest, RayWhenNeeded
-from _end_to_end_emulated import run_emulated
 from _end_to_end_figures import figures_of
 from _end_to_end_peers import PEERS, install
 from _end_to_end_report import write_report
@@ -92,6 +91,8 @@ def main() -> None:
         for path in (args.directory / runs, *args.directory.glob("*.profile.json")):
             path.unlink(missing_ok=True)
     if args.emulated:
+        from _end_to_end_emulated import run_emulated  # the other runs need nothing of it
+
         run_emulated(args)
         return
     if args.only is None or set(args.only) & set(PEERS):

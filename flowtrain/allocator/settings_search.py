@@ -126,9 +126,15 @@ class _Search:
 
     def _is_beaten(self, variant: Variant, columns: CandidateColumns, shards: IntArray) -> BoolArray:
         beaten: BoolArray = self._slowness_of(variant, columns) < _SLOWNESS[variant.word]
-        if variant.sharding == "hybrid" and any(each.sharding == "full" for each in self._variants):
+        alike = [each for each in self._variants if (each.chunks, each.word) == (variant.chunks, variant.word)]
+        same_size = [each for each in alike if each.microbatch_tokens == variant.microbatch_tokens]
+        if variant.sharding == "hybrid" and any(each.sharding == "full" for each in same_size):
             beaten |= shards == columns.dp
-        smaller = [each for each in self._variants if each.microbatch_tokens < variant.microbatch_tokens]
+        smaller = [
+            each
+            for each in alike
+            if each.sharding == variant.sharding and each.microbatch_tokens < variant.microbatch_tokens
+        ]
         if smaller:
             nearest = max(smaller, key=lambda each: each.microbatch_tokens)
             beaten |= nearest.num_microbatches(columns.dp) == variant.num_microbatches(columns.dp)

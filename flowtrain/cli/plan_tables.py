@@ -37,9 +37,11 @@ def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
 
 def _data_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     workload = report.planned.workload
+    samples, low, high = counted(len(workload.lengths), "representative sample"), *map(workload.tokens_at, (5, 95))
+    spread = "each" if low == high else f"a sample (5% below {low:,}, 5% above {high:,})"
     yield (
         "data",
-        f"{counted(len(workload.lengths), 'representative sample')}: {workload.tokens_per_sample:,.0f} tokens each, "
+        f"{samples}: {workload.tokens_per_sample:,.0f} tokens {spread}, "
         f"{workload.vision_share:.0%} of them from images, {workload.target_share:.0%} with loss",
     )
     yield (

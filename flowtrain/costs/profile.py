@@ -13,7 +13,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,7 +23,7 @@ from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts
+from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts, Sharded
 from flowtrain.errors import ConfigError, FaultCode
 
 PROFILE_SCHEMA = 2
@@ -169,7 +169,7 @@ class Profile:
     steps: StepCosts
     interference: dict[str, Interference] = field(default_factory=dict)
     """Of each encoder with the backbone; empty if it was not measured."""
-    replicas: dict[Literal["full", "gradients"], ReplicaCosts] = field(default_factory=dict)
+    replicas: dict[Sharded, ReplicaCosts] = field(default_factory=dict)
     """Of two replicas, by sharding; empty on accelerators, and if one device alone was measured."""
     host: HostCosts | None = None
     """None on accelerators, whose hosts have cores of their own for it."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
+from flowtrain.allocator.modes import compare_modes
 from flowtrain.allocator.plan import changed_overrides
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.planning.compare import compare
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
 from flowtrain.controller.planning.mode_plan import plan_of
 from flowtrain.controller.planning.nodes import network_note, nodes_needed, with_network
@@ -28,9 +29,6 @@ from flowtrain.errors import ConfigError, Fault
 from flowtrain.types.run_plan import Mode, Plan
 
 PLANNING_SCHEMA = 3
-
-AUTO_MODES: tuple[Mode, ...] = ("decoupled", "colocated", "monolithic", "disaggregated")
-"""What ``mode: auto`` chooses from; without images a run would train another model."""
 
 _OF_A_CHOICE = ("dp", "tp", "accumulates", "shard_size", "gradient_reduction")
 """Fields of a ``TrainingSetup`` that each candidate configuration sets itself."""
@@ -166,7 +164,10 @@ def make_report(
     cluster = cluster_of(asked, planned, profile)
     request = request_of(planned, cluster)
     surrogate_for = surrogates(config, efficiency, profile)
-    comparison = compare(request, surrogate_for, Solver(solver), modes_of(config), config.allocator.method)
+    batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
+    comparison = compare_modes(
+        request, surrogate_for, Solver(solver), modes_of(config), method=config.allocator.method, batches=batches
+    )
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
     plan = with_pool(planned, plan_of(planned, winner, cluster), _devices_per_node(cluster))
@@ -175,10 +176,8 @@ def make_report(
 
 
 def modes_of(config: RunConfig) -> tuple[Mode, ...]:
-    """Return the modes that a plan compares: the configured one, or those that ``auto`` may choose."""
-    if config.mode != "auto":
-        return (config.mode,)
-    return ("monolithic",) if config.trains_encoders else AUTO_MODES
+    """Return the modes that a plan compares: the configured one, or for ``auto`` all; ``llm_only`` is only a bound."""
+    return get_args(Mode) if config.mode == "auto" else (config.mode,)
 
 
 def _devices_per_node(cluster: Cluster) -> int:

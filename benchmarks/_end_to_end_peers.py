@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from _end_to_end_store import Record, Setting
-from _hf_samples import RowReader, read_rows
+from _hf_samples import Samples
 from _modes_data import ROOT
 from _modes_runs import ENDING_STEPS, LEARNING_RATE, Workload
 from _peer_job import PeerJob
@@ -31,18 +31,24 @@ TRIAL_STEPS = 8
 
 @dataclass(frozen=True)
 class Peer:
-    """layouts: numbers of training processes and of torch's threads in each. launches: whether it starts its own."""
+    """A peer's script.
+
+    layouts: numbers of training processes and of torch's threads in each. balances: whether it can sort the samples of a
+    step into microbatches of like cost. launches: whether it starts its processes itself.
+    """
 
     file: str
     title: str
     layouts: tuple[tuple[int, int], ...]
-    launches: bool = False
+    balances: bool
+    launches: bool
 
 
+TRAINER_LAYOUTS, RAY_LAYOUTS = (ONE_PROCESS, TWO_PROCESSES), (ONE_PROCESS, TWO_PROCESSES, ONE_THREAD)
 PEERS = {
-    "hf_trainer": Peer("_peer_hf_trainer.py", "HF Trainer, padded", (ONE_PROCESS, TWO_PROCESSES)),
-    "trl_sft": Peer("_peer_trl.py", "TRL SFTTrainer", (ONE_PROCESS, TWO_PROCESSES)),
-    "ray_data": Peer("_peer_ray_data.py", "Ray Data + HF loop", (ONE_PROCESS, TWO_PROCESSES, ONE_THREAD), True),
+    "hf_trainer": Peer("_peer_hf_trainer.py", "HF Trainer, padded", TRAINER_LAYOUTS, balances=True, launches=False),
+    "trl_sft": Peer("_peer_trl.py", "TRL SFTTrainer", TRAINER_LAYOUTS, balances=True, launches=False),
+    "ray_data": Peer("_peer_ray_data.py", "Ray Data + HF loop", RAY_LAYOUTS, balances=False, launches=True),
 }
 """By name in the figures. Ray Data has an encoder actor beside each training process, with as many threads."""
 
@@ -67,8 +73,7 @@ class PeerRuns:
 
     def __init__(self, setting: Setting, workload: Workload, packages: Path) -> None:
         self._setting, self._workload, self._packages = setting, workload, packages
-        reader = RowReader(workload.model)
-        self._lengths = [reader.num_tokens(row) for row in read_rows(workload.samples)]
+        self._lengths = Samples(workload.samples, workload.model).lengths()
 
     def step_tokens(self) -> list[int]:
         """Real tokens of each step."""
@@ -78,27 +83,29 @@ class PeerRuns:
     def jobs(self, peer: Peer) -> list[PeerJob]:
         """What is tried: each layout, with microbatches of one sample and with the largest that fit.
 
-        Microbatches of one sample have no padding. The others fill FlowTrain's microbatch, by the mean length.
+        Microbatches of one sample have no padding. The others fill FlowTrain's microbatch, by the mean length. Where
+        samples can be sorted by cost, that is tried too, unless one process takes them one by one.
         """
-        setting, found = self._workload.setting, []
+        workload, found = self._workload, []
         mean = sum(self._lengths) / len(self._lengths)
         for processes, threads in peer.layouts:
-            share = self._workload.batch // processes
+            share = workload.batch // processes
             sizes = [each for each in range(1, share + 1) if share % each == 0]
-            largest = max(each for each in sizes if each == 1 or each * mean <= setting.microbatch_tokens)
+            largest = max(each for each in sizes if each == 1 or each * mean <= workload.setting.microbatch_tokens)
             for size in sorted({1, largest}):
-                found.append(
-                    PeerJob(
-                        self._workload.model,
-                        self._workload.samples,
-                        self._workload.batch,
-                        size,
-                        setting.steps,
-                        LEARNING_RATE,
-                        processes,
-                        threads,
-                    )
+                job = PeerJob(
+                    workload.model,
+                    workload.samples,
+                    workload.batch,
+                    size,
+                    workload.setting.steps,
+                    LEARNING_RATE,
+                    processes,
+                    threads,
                 )
+                found.append(job)
+                if peer.balances and processes * size > 1:
+                    found.append(replace(job, balanced=1))
         return found
 
     def trial(self, name: str, job: PeerJob) -> Record:
@@ -151,4 +158,5 @@ class PeerRuns:
 def how_of(job: PeerJob) -> str:
     """A job's settings in words."""
     samples = "1 sample" if job.size == 1 else f"{job.size} samples"
-    return f"{job.processes} x {job.threads} threads, {samples} a microbatch"
+    order = ", sorted by cost within a step" if job.balanced else ""
+    return f"{job.processes} x {job.threads} threads, {samples} a microbatch{order}"

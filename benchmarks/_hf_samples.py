@@ -85,6 +85,10 @@ class Samples(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         return self._reader.read(self._rows[index])
 
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [self._reader.num_tokens(row) for row in self._rows]
+
 
 def pad(samples: Sequence[Batch]) -> Batch:
     """Pad ids and labels on the right to the longest sample's; a mask says what is real. Pixels are joined."""

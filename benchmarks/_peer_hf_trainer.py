@@ -1,6 +1,7 @@
 """HF Trainer with a padded collator on ``LlavaForConditionalGeneration``, as its users run it; see ``_peer_job.py``.
 
-With several processes ``torch.distributed.run`` starts it. Samples keep their order, so that losses can be compared.
+With several processes ``torch.distributed.run`` starts it. Steps have the samples in their order, so that losses can be
+compared; within a step they may be sorted by Trainer's own ``batch_rebalance``.
 The Trainer divides the sum of a microbatch's losses by the target tokens of the whole step, over all processes.
 """
 
@@ -15,6 +16,7 @@ import transformers
 from _hf_samples import Samples, pad_with_pixels
 from _peer_job import BETAS, MAX_GRAD_NORM, PeerJob, answer, load_model, read_job
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 
 class Clock(TrainerCallback):
@@ -43,7 +45,7 @@ def trainer_settings(job: PeerJob, directory: str) -> dict[str, Any]:
         "adam_beta2": beta2,
         "weight_decay": 0.0,
         "max_grad_norm": MAX_GRAD_NORM,
-        "train_sampling_strategy": "sequential",
+        "train_sampling_strategy": "batch_rebalance" if job.balanced else "sequential",
         "dataloader_num_workers": job.workers,
         "dataloader_persistent_workers": True,
         "use_cpu": True,
@@ -57,6 +59,28 @@ def trainer_settings(job: PeerJob, directory: str) -> dict[str, Any]:
     }
 
 
+class InOrder(Trainer):
+    """Trainer whose ``batch_rebalance`` does not shuffle, and knows the lengths without reading the data.
+
+    lengths: set before training.
+    """
+
+    lengths: list[int]
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self.args.train_sampling_strategy != "batch_rebalance":
+            return super()._get_train_sampler(train_dataset)
+        args, processes = self.args, self.args.world_size
+        return BatchRebalanceSampler(
+            self.lengths,
+            effective_batch_size=args.train_batch_size * args.gradient_accumulation_steps * processes,
+            dp_size=processes,
+            grad_accum=args.gradient_accumulation_steps,
+            shuffle=False,
+            rank=args.process_index,
+        )
+
+
 def train(trainer: Trainer, clock: Clock, version: str) -> None:
     """Train; the first process prints what was measured."""
     trainer.train()
@@ -68,13 +92,15 @@ def main() -> None:
     job, clock = read_job(), Clock()
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
+        samples = Samples(job.samples, job.model)
+        trainer = InOrder(
             model=load_model(job.model),
             args=TrainingArguments(**trainer_settings(job, directory), remove_unused_columns=False),
             data_collator=pad_with_pixels,
-            train_dataset=Samples(job.samples, job.model),
+            train_dataset=samples,
             callbacks=[clock],
         )
+        trainer.lengths = samples.lengths()
         train(trainer, clock, transformers.__version__)
 
 

@@ -20,7 +20,8 @@ class PeerJob:
     """Steps of a fixed batch over samples in their order.
 
     batch: samples of a step, of all processes together. size: samples of a microbatch of one process.
-    threads: of torch in each process. workers: processes that read ahead for each training process.
+    threads: of torch in each process. workers: processes that read ahead for each training process. balanced: whether a
+    step's samples are sorted into microbatches of like cost, not taken in their order; 0 or 1.
     """
 
     model: Path
@@ -31,6 +32,7 @@ class PeerJob:
     learning_rate: float
     processes: int
     threads: int
+    balanced: int = 0
     workers: int = 1
 
     @property
@@ -48,7 +50,7 @@ def read_job() -> PeerJob:
     parser = argparse.ArgumentParser()
     for name in ("model", "samples"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    for name in ("batch", "size", "steps", "processes", "threads", "workers"):
+    for name in ("batch", "size", "steps", "processes", "threads", "balanced", "workers"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--learning_rate", type=float, required=True)
     return PeerJob(**vars(parser.parse_args()))

@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 import trl
-from _peer_hf_trainer import Clock, train, trainer_settings
+from _hf_samples import Samples
+from _peer_hf_trainer import Clock, InOrder, train, trainer_settings
 from _peer_job import load_model, read_job
 from datasets import Dataset, Features, Image, List, Value
 from transformers import AutoProcessor
@@ -39,17 +40,22 @@ def conversations(samples: Path) -> Dataset:
     )
 
 
+class InOrderSFTTrainer(InOrder, SFTTrainer):
+    """See ``InOrder``."""
+
+
 def main() -> None:
     job, clock = read_job(), Clock()
     torch.set_num_threads(job.threads)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = SFTTrainer(
+        trainer = InOrderSFTTrainer(
             model=load_model(job.model),
             args=SFTConfig(**trainer_settings(job, directory), max_length=None, assistant_only_loss=True),
             train_dataset=conversations(job.samples),
             processing_class=AutoProcessor.from_pretrained(job.model),
             callbacks=[clock],
         )
+        trainer.lengths = Samples(job.samples, job.model).lengths()
         train(trainer, clock, trl.__version__)
 
 

@@ -6,7 +6,8 @@ Models and mixes are those of benchmarks/modes.py. All train the same samples in
 float32, with the same optimizer and learning rate, one run after the other in every round, each order rotated; first
 losses must agree. ``auto`` plans from a profile that is measured first. Peers are HF Trainer with a padded collator,
 TRL's SFTTrainer and Ray Data with an encoder pool, each with the best of the settings that short trials found: one
-process with two threads or two with one, microbatches of one sample or as many as fit. Padding does not count.
+process with two threads or two with one, microbatches of one sample or as many as fit, sorted by cost within a step or
+not where it can. Padding does not count.
 
 Runs that --directory has of the same code are not repeated, so a stopped benchmark goes on. --report writes
 docs/results/end_to_end.md with a picture. --emulated runs the papers' models on emulated devices instead, each cell by

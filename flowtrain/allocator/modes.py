@@ -188,5 +188,6 @@ class _Search:
         """The rate if the run's own processes take time from its devices, as they do where cores are the devices."""
         dp, times = candidate.backbone.degrees.dp, surrogate.times[candidate.backbone.device_type]
         num_microbatches = dp * at.workload.num_microbatches(np.array([dp])).astype(np.float64)
-        host_s = float(times.host_s(num_microbatches, has_encoders=bool(candidate.encoders))[0])
+        replicas, has_encoders = np.array([float(dp)]), bool(candidate.encoders)
+        host_s = float(times.host_s(num_microbatches, replicas, has_encoders=has_encoders)[0])
         return at.workload.global_batch_size / (at.workload.global_batch_size / rate + host_s / candidate.devices)

@@ -107,7 +107,7 @@ class Roofline:
         """As ``ModuleTimes``."""
         return None
 
-    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+    def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
         """As ``ModuleTimes``; data sheets are of accelerators."""
         return np.zeros_like(num_microbatches)
 

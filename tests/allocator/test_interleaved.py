@@ -35,7 +35,7 @@ def test_the_fill_is_that_of_the_action_lists(pp: int, num_microbatches: int, ch
 def surrogate(chunks: int) -> Surrogate:
     asked = request(cluster(h200=64))
     plain = roofline_surrogate(asked)
-    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, plain._times, 0.8, Slices(chunks))
+    return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, plain.times, 0.8, Slices(chunks))
 
 
 def test_chunks_divide_the_fill_and_multiply_the_transfers() -> None:

@@ -21,6 +21,7 @@ from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile import Profile
+from flowtrain.emulation.thread_replica import ThreadChannel, ThreadReplica
 from flowtrain.models.families.base import Family
 from flowtrain.pipeline.actions import Action, ActionKind, MemoryStrategy, Payload
 from flowtrain.pipeline.executor import checked_schedule
@@ -30,7 +31,6 @@ from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.plan import Degrees, StepPlan, UnitKind
-from shared.thread_replica import ThreadChannel, ThreadReplica
 
 LIMIT_S = 60.0
 FORWARD_SHARE = 1.0 / 3.0

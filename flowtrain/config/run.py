@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
+from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
@@ -37,6 +38,8 @@ class RunConfig(ConfigModel):
     mode: ModeChoice = "decoupled"
     """How encoders and backbone share devices and time (docs/modes.md). ``auto``: as ``flowtrain plan`` chooses."""
     model: ModelConfig = ModelConfig()
+    emulated: EmulatedConfig | None = None
+    """None: its defaults with ``model.device: emulated``."""
     encoders: dict[str, EncoderConfig] = Field(min_length=1)
     """Encoders by name. A run can have one; ``flowtrain plan`` plans several."""
     connector: ConnectorConfig = ConnectorConfig()
@@ -73,6 +76,7 @@ class RunConfig(ConfigModel):
             _hbm_has_a_device,
             _exchange_is_possible,
             _modules_have_an_origin,
+            emulation_is_asked_for,
         )
         fault = next((fault for check in checks for fault in check(self)), None)
         if fault is not None:
@@ -83,6 +87,11 @@ class RunConfig(ConfigModel):
     def has_encoder_actors(self) -> bool:
         """Whether actors of their own run the encoders; as ``decoupled`` while ``mode: auto`` is not decided."""
         return self.mode in ENCODER_MODES or self.mode == "auto"
+
+    @property
+    def emulation(self) -> EmulatedConfig | None:
+        """The emulated devices; None if devices are real."""
+        return (self.emulated or EmulatedConfig()) if self.model.device == "emulated" else None
 
     @property
     def planner_choices(self) -> frozenset[PlannerChoice]:
@@ -251,7 +260,7 @@ def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
 
 def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
     pool, device = config.pool, config.model.device
-    if pool.hbm_segment_nbytes and device == "cpu":
+    if pool.hbm_segment_nbytes and device != "auto":
         yield Fault(
             "pool.hbm_segment_nbytes",
             FaultCode.CONFLICT,

@@ -68,6 +68,10 @@ class Family(ABC):
         """
 
     @abstractmethod
+    def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
+        """Height and width (pixels) at which an image of this size enters the tower."""
+
+    @abstractmethod
     def feature_dim(self, encoder: str) -> int:
         """Width of one feature row."""
 

@@ -20,6 +20,7 @@ from flowtrain.costs.flops import IntArray
 from flowtrain.costs.model_spec import TransformerSpec, VisionSpec
 from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
+from flowtrain.types.run_plan import BackboneSettings
 
 FINE_GRAINED_DEVICES = 64
 
@@ -54,6 +55,8 @@ class Candidate:
     """Samples/s that it handles; for an encoder, samples that have images for it. NaN before it is predicted."""
     gradient_reduction: ReductionName = "step"
     """Of the backbone."""
+    settings: BackboneSettings | None = None
+    """Of the backbone, if a plan chooses them; None: as the request says."""
 
     @property
     def devices(self) -> int:
@@ -72,6 +75,8 @@ class CandidateColumns:
     tp: IntArray
     reduces_each: BoolArray | None = None
     """Of the backbone: whether gradients are reduced with each microbatch, ``[C]``; None: none does."""
+    settings: BackboneSettings | None = None
+    """Of the backbone: those of all columns, if a plan chooses them."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -85,7 +90,8 @@ class CandidateColumns:
         """Return one configuration with its rate."""
         degrees = Degrees(int(self.dp[index]), int(self.pp[index]), int(self.tp[index]))
         reduces_each = self.reduces_each is not None and bool(self.reduces_each[index])
-        return Candidate(self.module, self.device_type, degrees, rate, "microbatch" if reduces_each else "step")
+        reduction: ReductionName = "microbatch" if reduces_each else "step"
+        return Candidate(self.module, self.device_type, degrees, rate, reduction, self.settings)
 
 
 @dataclass(frozen=True, slots=True)

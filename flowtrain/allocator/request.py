@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +30,7 @@ from flowtrain.costs.training_setup import ReductionName, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
+from flowtrain.types.run_plan import BackboneSettings
 
 Key = tuple[str, str]
 """(module, type of device)"""
@@ -55,6 +56,11 @@ class Request:
     chooses_reduction: bool = False
     """Each configuration of the backbone reduces gradients once a step if that fits, else with each microbatch; if
     False all do as ``setup`` says."""
+    choices: tuple[BackboneSettings, ...] = ()
+    """Settings that the backbone may have; empty: it has those of the fields above. The first one is preferred among
+    equals."""
+    settings: BackboneSettings | None = None
+    """The one of ``choices`` that the fields above have; None if nothing was chosen."""
 
     def __post_init__(self) -> None:
         for name in self.model.encoders:
@@ -63,6 +69,22 @@ class Request:
                     f"no sample has images for encoders.{name}, so its rate cannot be balanced; check data.sources or "
                     "leave the encoder out"
                 )
+
+    def with_settings(self, settings: BackboneSettings) -> Request:
+        """Return the request with these settings of the backbone, and nothing left to choose but the reduction."""
+        setup = self.setup
+        if settings.activation_checkpointing is not None:
+            setup = replace(setup, activation_checkpointing=settings.activation_checkpointing)
+        if settings.sharding is not None:
+            setup = replace(setup, sharding=settings.sharding)
+        return replace(
+            self,
+            workload=replace(self.workload, microbatch_tokens=settings.microbatch_tokens),
+            setup=setup,
+            slices=replace(self.slices, chunks=settings.chunks),
+            choices=(),
+            settings=settings,
+        )
 
     def memory_nbytes(self, module: str, device_type: str) -> int:
         """Bytes that a module may use on each device."""
@@ -107,6 +129,10 @@ class Request:
         return chosen if self.chooses_reduction else self.setup.gradient_reduction
 
 
+SurrogateFactory = Callable[[Request], Surrogate]
+"""Returns the surrogate of a request with nothing left to choose."""
+
+
 def enumerate_module(request: Request, module: str, device_type: DeviceType) -> Enumeration:
     """Return the feasible configurations of one module on one type of devices."""
     if module == BACKBONE:
@@ -142,6 +168,7 @@ def _enumerate_backbone(request: Request, device_type: DeviceType) -> Enumeratio
         peak_of_step=partial(peak_with, "step") if request.chooses_reduction else None,
         splits_evenly=splits_evenly if setup.sharding == "hybrid" else None,
     )
+    found = replace(found, columns=replace(found.columns, settings=request.settings))
     if request.chooses_reduction or setup.gradient_reduction == "step":
         return found
     return replace(found, columns=replace(found.columns, reduces_each=found.columns.dp > 1))

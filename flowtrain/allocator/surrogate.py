@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
-from flowtrain.allocator.shards import num_shards
+from flowtrain.allocator.parameter_traffic import BACKWARD_SHARE, ParameterTraffic, StageParameters
 from flowtrain.allocator.slices import ONE_EACH, Slices, layers_of_ranks
 from flowtrain.costs.activations import layer_activation_nbytes
-from flowtrain.costs.cluster import Cluster, DeviceType
+from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
-from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
+from flowtrain.costs.profiled_times import CPU
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 
 BACKBONE = "backbone"
@@ -56,6 +57,21 @@ class StepTime:
         return slots + self.reducing + self.optimizer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotTime:
+    """Seconds of one microbatch on the slowest pipeline rank, each ``[N]``; the names are those of ``StepTime``."""
+
+    computing: FloatArray
+    transfers: FloatArray
+    gathering: FloatArray
+    offloading: FloatArray
+
+    @property
+    def total(self) -> FloatArray:
+        """Seconds of the microbatch."""
+        return self.computing + self.transfers + self.gathering + self.offloading
+
+
 class Surrogate:
     """Predicts the samples/s of configurations; for an encoder, only samples that have images for it count."""
 
@@ -76,13 +92,14 @@ class Surrogate:
         slices: how pipeline ranks share the layers; interleaved 1F1B with several chunks.
         """
         self._cluster, self._model, self._workload, self._setup = cluster, model, workload, setup
-        self._times, self._link_efficiency = times, link_efficiency
-        self._chunks = slices.chunks
+        self.times, self._link_efficiency = times, link_efficiency
+        self.chunks = slices.chunks
         # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
         ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
         rows = ((len(each[0]), len(each[-1]), max(map(len, each)), self._most_offloaded(each)) for each in ranks)
         self._stages = np.array([(0, 0, 0, 0), *rows], dtype=np.int64)
+        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, self._stages[:, :3], slices.chunks)
 
     def _most_offloaded(self, ranks: Sequence[Sequence[int]]) -> int:
         words = self._setup.activation_checkpointing
@@ -98,7 +115,7 @@ class Surrogate:
         """Return samples/s of many configurations, ``[C]``."""
         if columns.module == BACKBONE:
             return self._workload.global_batch_size / self.step_times(columns).total
-        times = self._times[columns.device_type]
+        times = self.times[columns.device_type]
         rates = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at = columns.tp == tp
@@ -111,60 +128,73 @@ class Surrogate:
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
-        device = self._cluster[columns.device_type]
-        dp, pp, tp = columns.dp, columns.pp, columns.tp
-        tokens_per_rank = self._workload.tokens_per_step / dp
+        tokens_per_rank = self._workload.tokens_per_step / columns.dp
         capacity = self._workload.microbatch_tokens * self._workload.fill
         num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
         tokens = tokens_per_rank / num_microbatches
-        stage = self._stage_s(columns, tokens)
-        sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
-        if self._setup.sequence_parallel:
-            sent = sent / tp
-        transfer = self._chunks * sent / self._link(device, pp * tp)
-        parameters, shards = self._stage_parameters(columns), self._shards(columns)
-        shared, link = (shards - 1) / shards * parameters, self._link(device, shards * pp * tp)
-        gathers = 1 if self._setup.sharding == "gradients" else 2
-        gather = gathers * self._setup.dtype_nbytes * shared / link
-        gathering = np.maximum(gather - stage - transfer, 0.0)
-        offloading = self._offloading_s(columns, stage, tokens)
-        slot = stage + transfer + gathering + offloading
+        return self.step_of(columns, num_microbatches, tokens, self.stage_s(columns, tokens))
+
+    def step_of(
+        self,
+        columns: CandidateColumns,
+        num_microbatches: FloatArray,
+        tokens: FloatArray,
+        stage: FloatArray,
+        held: StageParameters | None = None,
+    ) -> StepTime:
+        """Return the times of a step of equal microbatches; arguments as in ``slot_times``, all arrays are ``[C]``."""
+        held = self.traffic.parameters(columns) if held is None else held
+        slot = self.slot_times(columns, tokens, stage, held)
+        once = self.traffic.gathering_once_s(columns, stage, held)
         return StepTime(
             computing=num_microbatches * stage,
-            transfers=num_microbatches * transfer,
-            gathering=num_microbatches * gathering,
-            offloading=num_microbatches * offloading,
-            fill=fill_slots(pp, num_microbatches, self._chunks) * slot,
-            reducing=self._reducing_s(columns, stage, num_microbatches, gather * (gathers - 1) / gathers),
-            optimizer=self._times[columns.device_type].step_s(parameters / shards),
+            transfers=num_microbatches * slot.transfers,
+            gathering=num_microbatches * slot.gathering + once,
+            offloading=num_microbatches * slot.offloading,
+            fill=fill_slots(columns.pp, num_microbatches, self.chunks) * slot.total,
+            reducing=self.traffic.reducing_s(columns, stage, num_microbatches, held),
+            optimizer=self.optimizer_s(columns, held),
             num_microbatches=num_microbatches.astype(np.int64),
         )
 
-    def _reducing_s(
-        self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, gather: FloatArray
-    ) -> FloatArray:
-        """Seconds of reductions that no backward hides. gather: seconds of the gathers in a backward.
+    def slot_times(
+        self, columns: CandidateColumns, tokens: FloatArray, stage: FloatArray, held: StageParameters | None = None
+    ) -> SlotTime:
+        """Return the times of one microbatch of ``tokens`` on the slowest pipeline rank; all arrays are ``[C]``.
 
-        Replicas under hybrid sharding sum their shards with the last microbatch only.
+        stage: seconds of all layers, head and connector there. held: parameters that the fullest rank trains; None:
+        those of the backbone.
         """
-        device, parameters, shards = (
-            self._cluster[columns.device_type],
-            self._stage_parameters(columns),
-            self._shards(columns),
-        )
-        inside = self._link(device, shards * columns.pp * columns.tp)
-        reduce = FLOAT32_NBYTES * (shards - 1) / shards * parameters / inside
-        replicas = columns.dp / shards
-        shard_nbytes = FLOAT32_NBYTES * parameters / shards
-        last = reduce + 2.0 * (replicas - 1) / replicas * shard_nbytes / self._link(device, columns.devices)
-        backward = 2.0 / 3.0 * stage
-        once = np.maximum(last - backward, 0.0)
-        if columns.reduces_each is None:
-            return once
-        # Here every backward also gathers over the same link.
-        free = np.maximum(backward - gather, 0.0)
-        each = (num_microbatches - 1) * np.maximum(reduce - free, 0.0) + np.maximum(last - free, 0.0)
-        return np.where(columns.reduces_each, each, once)
+        device, pp, tp = self._cluster[columns.device_type], columns.pp, columns.tp
+        sent = np.where(pp > 1, 2.0 * self._setup.dtype_nbytes * self._model.backbone.hidden_size * tokens, 0.0)
+        if self._setup.sequence_parallel:
+            sent = sent / tp
+        # A rank sends over its own link, whoever else is in its node.
+        link = np.where(pp * tp <= device.devices_per_node, device.links.node, device.links.network)
+        transfer = self.chunks * sent / (link * self._link_efficiency)
+        held = self.traffic.parameters(columns) if held is None else held
+        gathering = self.traffic.gathering_s(columns, stage, held)
+        return SlotTime(stage, transfer, gathering, self._offloading_s(columns, stage, tokens))
+
+    def once_s(
+        self,
+        columns: CandidateColumns,
+        stage: FloatArray,
+        num_microbatches: FloatArray,
+        held: StageParameters | None = None,
+    ) -> FloatArray:
+        """Return seconds of a step besides its slots, ``[C]``: gathers made once, reductions, the optimizer.
+
+        stage: as in ``slot_times``.
+        """
+        held = self.traffic.parameters(columns) if held is None else held
+        gathering = self.traffic.gathering_once_s(columns, stage, held)
+        reducing = self.traffic.reducing_s(columns, stage, num_microbatches, held)
+        return gathering + reducing + self.optimizer_s(columns, held)
+
+    def optimizer_s(self, columns: CandidateColumns, held: StageParameters) -> FloatArray:
+        """Return seconds of a step's clipping and update, ``[C]``."""
+        return self.times[columns.device_type].step_s(held.total / self.traffic.shards(columns))
 
     def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
         """Seconds of a microbatch's copies that its forward and its backward do not hide."""
@@ -176,12 +206,10 @@ class Surrogate:
             at, setup = columns.tp == tp, replace(self._setup, tp=tp)
             per_token = layer_activation_nbytes(self._model.backbone, setup, _MANY_TOKENS) / _MANY_TOKENS
             copying[at] = offloaded[at] * per_token * tokens[at] / host
-        return np.maximum(copying - stage / 3.0, 0.0) + np.maximum(copying - 2.0 / 3.0 * stage, 0.0)
-
-    def _shards(self, columns: CandidateColumns) -> IntArray:
-        """Data parallel ranks that hold one set of shards; 1 where the configuration has none."""
-        per_node = self._cluster[columns.device_type].devices_per_node
-        return np.maximum(num_shards(self._setup, columns.dp, columns.pp * columns.tp, per_node), 1)
+        if self._cluster[columns.device_type].name == CPU:
+            return 2.0 * copying
+        backward = BACKWARD_SHARE * stage
+        return np.maximum(copying - (stage - backward), 0.0) + np.maximum(copying - backward, 0.0)
 
     def mfu(self, candidate: Candidate) -> float:
         """Return the share of the devices' peak that a module reaches while it does not wait, by model FLOPs."""
@@ -193,9 +221,9 @@ class Surrogate:
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
 
-    def _stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Seconds of forward and backward of one microbatch on the slowest pipeline rank."""
-        times, (first, last, longest, _) = self._times[columns.device_type], self._stages[columns.pp].T
+    def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
+        times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
         slowest = np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at = columns.tp == tp
@@ -204,20 +232,7 @@ class Surrogate:
             ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
             alone = longest[at] * layer + connector + head
             slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
-        return slowest + self._chunks * times.microbatch_s()
-
-    def _stage_parameters(self, columns: CandidateColumns) -> FloatArray:
-        """Parameters that each device of the fullest stage holds before data parallel sharding."""
-        backbone, (first, last, longest, _) = self._model.backbone, self._stages[columns.pp].T
-        table, layer = backbone.head_parameters, backbone.layer_parameters
-        ends = np.maximum(first * layer + table + self._model.connector.num_parameters, last * layer + table)
-        alone = backbone.num_parameters + self._model.connector.num_parameters
-        return np.where(columns.pp == 1, alone, np.maximum(longest * layer, ends)) / columns.tp
-
-    def _link(self, device: DeviceType, group: IntArray) -> FloatArray:
-        """Bytes/s inside a group of neighbouring devices: of the node's links if the group fits into a node."""
-        inside = group <= device.devices_per_node
-        return np.where(inside, device.links.node, device.links.network) * self._link_efficiency
+        return slowest + self.chunks * times.microbatch_s()
 
 
 def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int) -> FloatArray:

@@ -43,11 +43,10 @@ class TensorCommunication:
         reduced = self._workload.target_share + (_GATHER if self._setup.sequence_parallel else 0.0)
         return self._factor(tp) * reduced * self._model.backbone.hidden_size * num_tokens
 
-    def sample_s(self, encoder: str, tp: int) -> float:
-        """Return seconds for a mean sample that has images for an encoder."""
-        spec, (num_images, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
-        patches = float(num_patches.sum()) / max(int((num_images > 0).sum()), 1)
-        return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * patches
+    def images_s(self, encoder: str, tp: int) -> FloatArray:
+        """Return seconds for each representative sample's images, ``[S]``."""
+        spec, (_, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
+        return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * num_patches
 
     def _factor(self, tp: int) -> float:
         """Seconds per reduced number: a ring moves nearly all data twice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.flops import FloatArray, IntArray
 
 
 class ModuleTimes(Protocol):
@@ -26,8 +26,12 @@ class ModuleTimes(Protocol):
         """Return seconds of the connector over the microbatch's vision tokens, ``[N]``."""
         ...
 
+    def images_s(self, encoder: str, tp: int) -> FloatArray:
+        """Return seconds of an encoder's group for each representative sample's images, ``[S]``; 0 without images."""
+        ...
+
     def sample_s(self, encoder: str, tp: int) -> float:
-        """Return the mean seconds of an encoder's group for a sample that has images for it."""
+        """Return the mean of ``images_s`` over samples that have images."""
         ...
 
     def microbatch_s(self) -> float:
@@ -37,3 +41,8 @@ class ModuleTimes(Protocol):
     def step_s(self, num_parameters: FloatArray) -> FloatArray:
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...
+
+
+def mean_with_images(seconds: FloatArray, num_images: IntArray) -> float:
+    """Return the mean of ``images_s`` over samples that have images; 0 if none has."""
+    return float(seconds.sum()) / max(int((num_images > 0).sum()), 1)

@@ -9,6 +9,7 @@ import numpy as np
 
 from flowtrain.costs.communication import TensorCommunication
 from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -69,23 +70,28 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
 
-    def sample_s(self, encoder: str, tp: int) -> float:
+    def images_s(self, encoder: str, tp: int) -> FloatArray:
         """As ``ModuleTimes``; images are in batches as large as ``max_batch_patches`` allows."""
-        tables = self._profile.encoders[encoder]
-        measured = _nearest(tables, tp)
-        patches = self._patches(encoder)
-        batch = np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
-        num_images = self._workload.images[encoder][0]
-        seconds = num_images[num_images > 0] * tables[measured].image_s(patches, batch)
-        computing = float(seconds.mean()) - self._communication.sample_s(encoder, measured)
-        forward = max(computing, 0.0) * measured / tp + self._communication.sample_s(encoder, tp)
-        costs, num_images = self._profile.images[encoder], num_images[num_images > 0]
-        handling = float((num_images / batch).mean()) * costs.batch_s
-        decoding = float(num_images.mean()) * costs.decode_s
+        tables, costs = self._profile.encoders[encoder], self._profile.images[encoder]
+        measured, patches = _nearest(tables, tp), self._patches(encoder)
+        every = self._workload.images[encoder][0]
+        at = every > 0
+        num_images, batch = every[at], np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
+        of_measured, of_tp = (self._communication.images_s(encoder, degree)[at] for degree in (measured, tp))
+        computing = num_images * tables[measured].image_s(patches, batch) - of_measured
+        device = np.maximum(computing, 0.0) * measured / tp + of_tp + num_images / batch * costs.batch_s
+        decoding = num_images * costs.decode_s
+        seconds = np.zeros(len(every))
         # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.
         if self._profile.device == CPU:
-            return forward + handling + decoding
-        return max(forward + handling, decoding / self._decode_threads[encoder])
+            seconds[at] = device + decoding
+        else:
+            seconds[at] = np.maximum(device, decoding / self._decode_threads[encoder])
+        return seconds
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """As ``ModuleTimes``."""
+        return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])
 
     def microbatch_s(self) -> float:
         """As ``ModuleTimes``."""

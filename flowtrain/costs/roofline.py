@@ -10,6 +10,7 @@ from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.communication import TensorCommunication, recomputed_share
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 
@@ -72,16 +73,18 @@ class Roofline:
         weights = 3.0 * self._setup.dtype_nbytes * self._model.connector.num_parameters
         return self._computing(self._connector_flops * num_tokens, weights, tp)
 
-    def sample_s(self, encoder: str, tp: int) -> float:
+    def images_s(self, encoder: str, tp: int) -> FloatArray:
         """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""
-        num_images, num_patches = self._workload.images[encoder]
-        num_with = max(int((num_images > 0).sum()), 1)
-        flops = self._workload.encoder_flops(self._model, encoder)
+        _, num_patches = self._workload.images[encoder]
+        flops = self._workload.images_flops(self._model, encoder)
         computing = flops / (tp * self._device.flops * self._efficiency.encoder)
-        computing += self._communication.sample_s(encoder, tp)
-        rows = float(num_patches.sum()) / num_with * self._model.connector.feature_dim * self._setup.dtype_nbytes
-        sending = rows / (tp * self._device.links.network * self._efficiency.links)
-        return max(computing, sending)
+        computing = computing + self._communication.images_s(encoder, tp)
+        rows = num_patches * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
+        return np.maximum(computing, rows / (tp * self._device.links.network * self._efficiency.links))
+
+    def sample_s(self, encoder: str, tp: int) -> float:
+        """As ``ModuleTimes``."""
+        return mean_with_images(self.images_s(encoder, tp), self._workload.images[encoder][0])
 
     def microbatch_s(self) -> float:
         """As ``ModuleTimes``; kernel launches are assumed to cost nothing."""

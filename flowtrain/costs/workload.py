@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flowtrain.costs.flops import IntArray, SampleFlops, sample_flops
+from flowtrain.costs.flops import FloatArray, IntArray, SampleFlops, sample_flops
 from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.errors import ConfigError
 
@@ -89,8 +89,11 @@ class Workload:
 
     def encoder_flops(self, model: ModelSpec, encoder: str) -> float:
         """Return one encoder's mean FLOPs per sample that has images for it."""
-        total = self._flops(model, self.target_lengths, {encoder: self.images[encoder]}).encoders.sum()
-        return float(total) / max(int((self.images[encoder][0] > 0).sum()), 1)
+        return float(self.images_flops(model, encoder).sum()) / max(int((self.images[encoder][0] > 0).sum()), 1)
+
+    def images_flops(self, model: ModelSpec, encoder: str) -> FloatArray:
+        """Return one encoder's FLOPs for each sample, ``[S]``."""
+        return self._flops(model, self.target_lengths, {encoder: self.images[encoder]}).encoders
 
     def _flops(
         self, model: ModelSpec, target_lengths: IntArray, images: Mapping[str, tuple[IntArray, IntArray]]

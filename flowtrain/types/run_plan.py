@@ -66,22 +66,25 @@ class BackboneSettings:
 
     microbatch_tokens: Annotated[int, Field(ge=8)]
     """``scheduler.microbatch_tokens``."""
-    activation_checkpointing: Literal["none", "full", "selective", "offload"]
-    """``backbone.activation_checkpointing``."""
+    activation_checkpointing: Literal["none", "full", "selective", "offload"] | None
+    """``backbone.activation_checkpointing``; None: as configured."""
     chunks: Annotated[int, Field(ge=1)]
     """``pipeline.chunks``; above 1 ``pipeline.schedule`` is ``interleaved_1f1b``."""
-    sharding: Literal["full", "gradients", "hybrid"]
-    """``backbone.sharding``."""
+    sharding: Literal["full", "gradients", "hybrid"] | None
+    """``backbone.sharding``; None: as configured."""
 
     def settings(self) -> dict[Key, int | float | str]:
         """Return the configuration's keys and their values."""
-        return {
+        found: dict[Key, int | float | str] = {
             ("scheduler", "microbatch_tokens"): self.microbatch_tokens,
-            ("backbone", "activation_checkpointing"): self.activation_checkpointing,
             ("pipeline", "chunks"): self.chunks,
             ("pipeline", "schedule"): "1f1b" if self.chunks == 1 else "interleaved_1f1b",
-            ("backbone", "sharding"): self.sharding,
         }
+        if self.activation_checkpointing is not None:
+            found["backbone", "activation_checkpointing"] = self.activation_checkpointing
+        if self.sharding is not None:
+            found["backbone", "sharding"] = self.sharding
+        return found
 
 
 @dataclass(frozen=True, slots=True)

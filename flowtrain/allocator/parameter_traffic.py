@@ -1,0 +1,151 @@
+"""Times of gathers and reductions of parameters among data parallel ranks, and how much of them computing hides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain.allocator.candidates import CandidateColumns
+from flowtrain.allocator.shards import num_shards
+from flowtrain.costs.cluster import Cluster, DeviceType
+from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.profiled_times import CPU
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
+
+BACKWARD_SHARE = 2.0 / 3.0
+"""Of the time of forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageParameters:
+    """Parameters that each device of the fullest pipeline rank holds before data parallel sharding, each ``[C]``."""
+
+    layers: FloatArray
+    outer: FloatArray
+    """Embedding, connector and head, which are gathered and reduced as one."""
+    unit: FloatArray
+    """The largest of ``layers`` that are gathered and reduced as one."""
+
+    @property
+    def total(self) -> FloatArray:
+        """All of them."""
+        return self.layers + self.outer
+
+    def and_layers(self, layers: FloatArray, outer: FloatArray) -> StageParameters:
+        """Return these with the layers of a trained encoder."""
+        return StageParameters(self.layers + layers, self.outer + outer, self.unit)
+
+
+class ParameterTraffic:
+    """Gathers and reductions of the backbone's parameters over a step.
+
+    ``sharding: full`` and ``hybrid`` gather each layer for the forward and again for the backward of a microbatch, and
+    the outer parameters once; ``gradients`` gathers all once a step. FSDP gathers a layer while the one before
+    computes, and reduces its gradients while the next one's backward computes. So hidden is all but what takes longer
+    than the computation, the first gather and the last reduction. On CPUs nothing is hidden.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        model: ModelSpec,
+        setup: TrainingSetup,
+        link_efficiency: float,
+        ranks: Sequence[Sequence[int]],
+        chunks: int,
+    ) -> None:
+        """ranks: by pipeline degree, from 0 on, the number of layers of the first, the last and the longest rank."""
+        self._cluster, self._model, self._setup, self._link_efficiency = cluster, model, setup, link_efficiency
+        self._ranks, self._chunks = np.array(ranks, dtype=np.int64), chunks
+
+    def parameters(self, columns: CandidateColumns) -> StageParameters:
+        """Return those of the fullest pipeline rank."""
+        backbone, (first, last, longest) = self._model.backbone, self._ranks[columns.pp].T
+        table, layer, connector = backbone.head_parameters, backbone.layer_parameters, self._model.connector
+        counts, outer = (
+            np.stack([first, last, longest]),
+            np.array([table + connector.num_parameters, table, 0], dtype=np.float64),
+        )
+        fullest = np.argmax(counts * layer + outer[:, None], axis=0)
+        of_alone = backbone.num_parameters - backbone.num_layers * layer + connector.num_parameters
+        layers = layer * counts[fullest, np.arange(len(columns))] / columns.tp
+        whole = np.where(columns.pp == 1, of_alone, outer[fullest]) / columns.tp
+        return StageParameters(layers, whole, layer / columns.tp)
+
+    def shards(self, columns: CandidateColumns) -> IntArray:
+        """Return the data parallel ranks that hold one set of shards; 1 where the configuration has none."""
+        per_node = self._cluster[columns.device_type].devices_per_node
+        return np.maximum(num_shards(self._setup, columns.dp, columns.pp * columns.tp, per_node), 1)
+
+    def gathering_s(self, columns: CandidateColumns, stage: FloatArray, held: StageParameters) -> FloatArray:
+        """Return seconds of a microbatch's gathers that no computation hides, ``[C]``.
+
+        stage: seconds of its forward and backward. held: parameters of the rank.
+        """
+        if self._setup.sharding == "gradients":
+            return np.zeros(len(columns))
+        every = self._gather_s(columns, 2.0 * held.layers + held.outer)
+        if not self._overlaps(columns):
+            return every
+        return np.maximum(every - stage, 0.0) + self._gather_s(columns, self._chunks * held.unit + held.outer)
+
+    def gathering_once_s(self, columns: CandidateColumns, stage: FloatArray, held: StageParameters) -> FloatArray:
+        """Return seconds of gathers that a step makes once, and that no computation hides, ``[C]``.
+
+        They are in the forward of the first microbatch, for which each pipeline rank waits for the one before.
+        """
+        if self._setup.sharding != "gradients":
+            return np.zeros(len(columns))
+        every = self._gather_s(columns, held.total)
+        if self._overlaps(columns):
+            hidden = np.maximum(every - (1.0 - BACKWARD_SHARE) * stage, 0.0)
+            every = np.minimum(hidden + self._gather_s(columns, self._chunks * held.unit + held.outer), every)
+        return columns.pp * every
+
+    def reducing_s(
+        self, columns: CandidateColumns, stage: FloatArray, num_microbatches: FloatArray, held: StageParameters
+    ) -> FloatArray:
+        """Return seconds of a step's reductions that no backward hides, ``[C]``.
+
+        Replicas under hybrid sharding sum their shards with the last microbatch only.
+        """
+        device, shards, replica = self._cluster[columns.device_type], self.shards(columns), columns.pp * columns.tp
+        share = FLOAT32_NBYTES * (shards - 1) / shards / self._link(device, shards, replica)
+        reduce, tail = share * held.total, share * (held.unit + held.outer)
+        groups = columns.dp / shards
+        between = 2.0 * (groups - 1) / groups * FLOAT32_NBYTES * held.total / shards
+        last = reduce + between / self._link(device, groups, shards * replica)
+        if self._overlaps(columns):
+            # The backward also gathers over the same link.
+            gathers = 0.0 if self._setup.sharding == "gradients" else self._gather_s(columns, held.layers)
+            free = np.maximum(BACKWARD_SHARE * stage - gathers, 0.0)
+            last, reduce = np.maximum(last - free, 0.0) + tail, np.maximum(reduce - free, 0.0) + tail
+        if columns.reduces_each is None:
+            return last
+        return np.where(columns.reduces_each, (num_microbatches - 1) * reduce + last, last)
+
+    def _gather_s(self, columns: CandidateColumns, parameters: FloatArray) -> FloatArray:
+        shards = self.shards(columns)
+        link = self._link(self._cluster[columns.device_type], shards, columns.pp * columns.tp)
+        return self._setup.dtype_nbytes * (shards - 1) / shards * parameters / link
+
+    def _overlaps(self, columns: CandidateColumns) -> bool:
+        """Whether devices copy and reduce while they compute."""
+        return self._cluster[columns.device_type].name != CPU
+
+    def _link(self, device: DeviceType, members: IntArray, apart: IntArray) -> FloatArray:
+        return group_link(device, members, apart) * self._link_efficiency
+
+
+def group_link(device: DeviceType, members: IntArray, apart: IntArray) -> FloatArray:
+    """Return the bytes/s of each member of a collective in groups of devices, ``[C]``.
+
+    members: devices of a group. apart: devices from one to the next. A group inside a node has the node's links. What
+    crosses nodes enters a node once, over the network links of all its members there.
+    """
+    inside = members * apart <= device.devices_per_node
+    together = np.maximum(device.devices_per_node // apart, 1) * device.links.network
+    return np.where(inside, device.links.node, np.minimum(device.links.node, together))

@@ -75,6 +75,7 @@ def fixed_plan(config: RunConfig) -> Plan:
         gradient_reduction=None if reduction == "auto" else reduction,
         hybrid_shard_size=config.backbone.hybrid_shard_size,
         mode="decoupled" if config.mode == "auto" else config.mode,
+        emulated=config.emulation.device if config.emulation is not None else None,
     )
     return plan.without_devices() if config.model.device == "cpu" else plan
 

@@ -10,6 +10,7 @@ from flowtrain.controller.planning.planned_run import workload_of
 from flowtrain.controller.predict import image_tokens, sized_units
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.controller.resume import Resumption, foresee_resume
+from flowtrain.emulation.check import check_resumes
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class DryRunReport:
 
 def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
     """Look at data, model headers and checkpoints as a run would; raises the same ConfigError or DataError."""
+    check_resumes(config, resume)
     run_spec = prepare(config)
     resumption = foresee_resume(run_spec) if resume else None
     return DryRunReport(run_spec, image_tokens(run_spec), foresee_memory(run_spec), resumption)

@@ -37,7 +37,7 @@ from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
-from flowtrain.emulation.check import emulation_note
+from flowtrain.emulation.check import check_resumes, emulation_note
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
@@ -63,6 +63,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         stack.enter_context(stop_on_signals(stop))
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
         display.phase("looking at data and models")
+        check_resumes(config, resume)
         run_spec = prepare(config)
         if resume and (done := summary_if_done(config, run_spec, started)) is not None:
             return done
@@ -115,6 +116,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
         num_skipped=recorder.num_skipped,
+        emulated=emulation_note(config),
     )
 
 

@@ -1,6 +1,6 @@
 """Seconds of each action of a rank: computing a stage, gathering and reducing over replicas, sending, updating.
 
-The work of one microbatch is a ``Workload`` of its own, so a stage's time comes from the same ``ModuleTimes`` as a plan's.
+A microbatch's work is a ``Workload`` of its own, so a stage's time comes from the same ``ModuleTimes`` as a plan's.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import numpy as np
 
 from flowtrain.costs.activations import layer_activation_nbytes
 from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.collectives import BACKWARD_SHARE, group_link
 from flowtrain.costs.communication import TensorCommunication
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profiled_times import ProfileTimes
+from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
 
-FORWARD_SHARE = 1.0 / 3.0
-"""Of the time of forward and backward."""
 _MANY_TOKENS = 1 << 16
 """Bytes per token are taken from so many, since slices are whole tokens."""
 
@@ -40,7 +39,7 @@ class DeviceTimes:
     profile: Profile | None = None
     max_batch_patches: Mapping[str, int] = field(default_factory=dict)
     decode_threads: Mapping[str, int] = field(default_factory=dict)
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
     def of(self, workload: Workload) -> ModuleTimes:
         """Return the times for a workload."""
@@ -97,6 +96,22 @@ class StageWork:
 
 
 @dataclass(frozen=True)
+class StageParameters:
+    """Parameters of a stage on a device."""
+
+    layers: float
+    outer: float
+    """Embedding, connector and head, which are gathered and reduced as one."""
+    unit: float
+    """Those of a layer, which are gathered and reduced as one."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.layers + self.outer
+
+
+@dataclass(frozen=True)
 class ActionTimes:
     """Seconds of the actions of a backbone rank.
 
@@ -110,12 +125,12 @@ class ActionTimes:
     def forward_s(self, stage: StageWork, work: MicrobatchWork) -> float:
         """Return seconds of a stage's forward, copies of activations to the host included."""
         total = self._total_s(stage, work)
-        forward = FORWARD_SHARE * total if stage.has_backward else total
+        forward = (1.0 - BACKWARD_SHARE) * total if stage.has_backward else total
         return forward + self._copying_s(stage, work, forward)
 
     def backward_s(self, stage: StageWork, work: MicrobatchWork) -> float:
         """Return seconds of a stage's backward with recomputation and copies back."""
-        backward = (1.0 - FORWARD_SHARE) * self._total_s(stage, work)
+        backward = BACKWARD_SHARE * self._total_s(stage, work)
         return backward + self._copying_s(stage, work, backward)
 
     def _total_s(self, stage: StageWork, work: MicrobatchWork) -> float:
@@ -147,75 +162,100 @@ class ActionTimes:
 
     # --- communication --------------------------------------------------------------------------------------------
 
-    def gather_s(self, stage: StageWork) -> float:
-        """Return seconds of one gather of a stage's parameters."""
-        nbytes = self.times.setup.dtype_nbytes * self.parameters(stage)
-        return self._scattered_s(nbytes)
+    def gather_s(self, stage: StageWork, computing: float, *, of_backward: bool = False) -> float:
+        """Return seconds of a pass's gather of parameters that its computation does not hide.
 
-    def reduce_s(self, stage: StageWork) -> float:
-        """Return seconds of the sum of a stage's gradients over the ranks that share a set of shards."""
-        return self._scattered_s(FLOAT32_NBYTES * self.parameters(stage)) if stage.has_backward else 0.0
+        FSDP gathers a layer while the one before computes, so nothing hides a forward's first. What is outside of the
+        layers is there until the backward. With ``sharding: gradients`` a step's first forward alone gathers.
+        """
+        held = self.parameters(stage)
+        if of_backward:
+            return self._exposed(self._gathering_s(held.layers), computing, 0.0)
+        every = self._gathering_s(held.total)
+        first = self._gathering_s(held.unit + held.outer)
+        return (
+            min(self._exposed(every, computing, first), every)
+            if self._gathers_once
+            else self._exposed(every, computing, first)
+        )
 
-    def replicas_s(self, stage: StageWork) -> float:
-        """Return seconds of the sum of a stage's shards over the sets of shards (hybrid sharding)."""
-        replicas = self.degrees.dp // self.shard_size
-        if replicas == 1 or not stage.has_backward:
+    def reduce_s(self, stage: StageWork, computing: float, *, is_last: bool) -> float:
+        """Return seconds of the sum of a stage's gradients that its backward does not hide.
+
+        Sets of shards sum with the last microbatch of a step, all in the time that gathers leave of the backward.
+        """
+        if not stage.has_backward:
             return 0.0
-        nbytes = FLOAT32_NBYTES * self.parameters(stage) / self.shard_size
-        return 2.0 * (replicas - 1) / replicas * nbytes / self._bandwidth(self.degrees.dp)
+        held, replica = self.parameters(stage), self.degrees.replica_size
+        share = FLOAT32_NBYTES * (self.shard_size - 1) / self.shard_size / self._link(self.shard_size, replica)
+        summing, groups = share * held.total, self.degrees.dp // self.shard_size
+        if is_last and groups > 1:
+            shard_nbytes = FLOAT32_NBYTES * held.total / self.shard_size
+            summing += 2.0 * (groups - 1) / groups * shard_nbytes / self._link(groups, self.shard_size * replica)
+        gathering = 0.0 if self._gathers_once else self._gathering_s(held.layers)
+        return self._exposed(summing, max(computing - gathering, 0.0), share * (held.unit + held.outer))
 
     def transfer_s(self, work: MicrobatchWork) -> float:
         """Return seconds in which hidden states of a microbatch, or their gradients, reach the next rank."""
         sliced = self.degrees.tp if self.times.setup.sequence_parallel else 1
         width = self.times.model.backbone.hidden_size
         nbytes = self.times.setup.dtype_nbytes * width * work.num_tokens / sliced
-        return nbytes / self._link(self.degrees.replica_size)
+        return nbytes / self._sending()
 
     def rows_s(self, encoder: str, work: MicrobatchWork) -> float:
         """Return seconds in which hidden states of an encoder, or feature rows, reach the next rank."""
         width = self.times.model.encoders[encoder].hidden_size
         nbytes = self.times.setup.dtype_nbytes * width * sum(work.patches)
-        return nbytes / self._link(self.degrees.replica_size)
+        return nbytes / self._sending()
 
     def optimizer_s(self, stages: Sequence[StageWork]) -> float:
         """Return seconds of the update on a rank with these stages."""
-        parameters = sum(self.parameters(stage) for stage in stages if stage.has_backward)
+        parameters = sum(self.parameters(stage).total for stage in stages if stage.has_backward)
         return float(self._of_steps.step_s(np.array([parameters / self.shard_size]))[0])
 
-    def parameters(self, stage: StageWork) -> float:
+    def parameters(self, stage: StageWork) -> StageParameters:
         """Return a stage's parameters on a device before data parallel sharding."""
         model, tp = self.times.model, self.degrees.tp
         if stage.encoder is not None:
-            return stage.num_layers * model.encoders[stage.encoder].layer_parameters / tp
-        backbone = model.backbone
+            layer = model.encoders[stage.encoder].layer_parameters / tp
+            return StageParameters(stage.num_layers * layer, 0.0, layer)
+        backbone, layer = model.backbone, model.backbone.layer_parameters / tp
         if stage.is_first and stage.is_last:
-            return (backbone.num_parameters + model.connector.num_parameters) / tp
-        total = stage.num_layers * backbone.layer_parameters
-        if stage.is_first:
-            total += backbone.head_parameters + model.connector.num_parameters
-        if stage.is_last:
-            total += backbone.head_parameters
-        return total / tp
+            outer = float(backbone.num_parameters - backbone.num_layers * backbone.layer_parameters)
+        else:
+            outer = float(backbone.head_parameters * (stage.is_first + stage.is_last))
+        outer += model.connector.num_parameters * stage.is_first
+        return StageParameters(stage.num_layers * layer, outer / tp, layer)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are in shards."""
+        return self.shard_size > 1
+
+    @property
+    def _gathers_once(self) -> bool:
+        return self.times.setup.sharding == "gradients"
 
     @cached_property
     def _of_steps(self) -> ModuleTimes:
         return self.times.of(MicrobatchWork((1,), 0, 0).workload(self.times.freeze))
 
-    def _scattered_s(self, nbytes: float) -> float:
-        return (self.shard_size - 1) / self.shard_size * nbytes / self._bandwidth(self.shard_size)
+    def _exposed(self, seconds: float, computing: float, unhidden: float) -> float:
+        """What a computation does not hide of a collective; on a CPU nothing overlaps."""
+        return seconds if self.times.device.name == CPU else max(seconds - computing, 0.0) + unhidden
 
-    def _bandwidth(self, ranks: int) -> float:
-        """Bytes/s of a device in a collective of so many neighbouring data parallel ranks.
+    def _gathering_s(self, parameters: float) -> float:
+        share = (self.shard_size - 1) / self.shard_size
+        link = self._link(self.shard_size, self.degrees.replica_size)
+        return self.times.setup.dtype_nbytes * share * parameters / link
 
-        Data enter a node once, over the network links of all its members.
-        """
-        device, replica = self.times.device, self.degrees.replica_size
-        if ranks * replica <= device.devices_per_node:
-            return device.links.node * self.times.efficiency.links
-        members = max(1, device.devices_per_node // replica)
-        return min(device.links.node, members * device.links.network) * self.times.efficiency.links
+    def _link(self, members: int, apart: int) -> float:
+        """Bytes/s of each of so many ranks in a collective."""
+        link = group_link(self.times.device, np.array(members), np.array(apart))
+        return float(link) * self.times.efficiency.links
 
-    def _link(self, devices: int) -> float:
+    def _sending(self) -> float:
+        """Bytes/s from a rank to the next of its pipeline; each has its own link."""
         device = self.times.device
-        inside = devices <= device.devices_per_node
+        inside = self.degrees.replica_size <= device.devices_per_node
         return (device.links.node if inside else device.links.network) * self.times.efficiency.links

@@ -24,6 +24,17 @@ def check_emulated(config: RunConfig) -> None:
             raise ConfigError.of("emulated.device", FaultCode.VALUE, text) from error
 
 
+def check_resumes(config: RunConfig, resume: bool) -> None:
+    """Raise ConfigError if a run on emulated devices shall go on from a checkpoint."""
+    if resume and config.emulation is not None:
+        raise ConfigError.of(
+            "model.device",
+            FaultCode.RESUME,
+            "--resume goes on from a checkpoint, and with model.device 'emulated' there is none (no weights exist); "
+            f"start another run (name={config.name}-2) without it",
+        )
+
+
 def emulation_note(config: RunConfig) -> str | None:
     """Return what is emulated, in words; None if nothing is."""
     settings = config.emulation

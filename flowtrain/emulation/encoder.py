@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flowtrain.actors.encoder import Encoder, PixelValues, Work
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.emulation.process import EmulatedProcess, empty_pixels
 from flowtrain.models.encoder import VisionEncoder
@@ -26,6 +27,7 @@ class EmulatedEncoder(Encoder):
         self, process: EmulatedProcess, replica: int, config: RunConfig, encoder: str, name: str, run_id: str
     ) -> None:
         super().__init__(config, encoder, name, run_id)
+        self._spans = SpanLog(f"{name} (emulated)")
         self._process, self._tp = process, self._settings.tensor_parallel_size
         self._clock = process.clock(encoder, replica * self._tp, self._tp)
 

@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.rank_reader import build_reader
 from flowtrain.actors.reading import MicrobatchReader
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.emulation.process import BACKBONE, EmulatedProcess, HeaderReader, ScratchStaging
@@ -46,6 +47,7 @@ class EmulatedRank(BackboneRank):
     ) -> None:
         super().__init__(config, rank, degrees, name, num_steps, run_id)
         self._process = process
+        self._spans = SpanLog(f"{name} (emulated)")
 
     def node_address(self) -> str:
         """Return the name of its emulated node."""

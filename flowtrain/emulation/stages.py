@@ -76,23 +76,20 @@ class EmulatedStages:
         """See ``StageRuntime``; a gather of parameters that takes longer than the forward is waited for."""
         key = action.module, action.stage
         seconds = self._times.forward_s(self._works[key], self._microbatch_work(action, microbatch))
-        gather = 0.0
-        if self._gathers_each or key not in self._gathered:
-            self._gathered.add(key)
-            gather = self._times.gather_s(self._works[key])
-        self._run("forward", action, microbatch, seconds, max(gather - seconds, 0.0), meets=gather > 0.0)
+        gathers = self._times.gathers and (self._gathers_each or key not in self._gathered)
+        self._gathered.add(key)
+        exposed = self._times.gather_s(self._works[key], seconds) if gathers else 0.0
+        self._run("forward", action, microbatch, seconds, exposed, meets=gathers)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
         """See ``StageRuntime``; gathers and sums that take longer than the backward are waited for."""
         work = self._works[action.module, action.stage]
         seconds = self._times.backward_s(work, self._microbatch_work(action, microbatch))
-        gather = self._times.gather_s(work) if self._gathers_each else 0.0
-        reduces = is_last or self._reduces_each
-        summing = self._times.reduce_s(work) if reduces else 0.0
-        summing += self._times.replicas_s(work) if is_last else 0.0
-        free = max(seconds - gather, 0.0)
-        exposed = max(gather - seconds, 0.0) + max(summing - free, 0.0)
-        end = self._run("backward", action, microbatch, seconds, exposed, meets=gather > 0.0)
+        gathers, reduces = self._times.gathers and self._gathers_each, is_last or self._reduces_each
+        exposed = self._times.gather_s(work, seconds, of_backward=True) if gathers else 0.0
+        if reduces and self._degrees.dp > 1:
+            exposed += self._times.reduce_s(work, seconds, is_last=is_last)
+        end = self._run("backward", action, microbatch, seconds, exposed, meets=gathers)
         if reduces and self._degrees.dp > 1:
             ranks = self._replica_ranks if is_last else self._shard_ranks
             self.clock.skip_to(self._meetings.meet(Meeting.REPLICAS, self._rank, ranks, end))

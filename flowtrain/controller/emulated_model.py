@@ -27,7 +27,7 @@ from flowtrain.config.yaml_text import parse_yaml
 from flowtrain.controller.planning.planned import MODEL_FILE_BATCH_PATCHES
 from flowtrain.costs.workload import Workload
 from flowtrain.data.sizing import SizedResult, Sizer
-from flowtrain.data.sources.base import RawSample, Turn
+from flowtrain.data.sources.base import IMAGE_PLACEHOLDER, RawSample, Turn
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.types.samples import Rejection, SampleRef
@@ -151,7 +151,8 @@ def _write(
                 vision = sum(rows_ * columns for rows_, columns in shapes)
                 text = max(int(workload.lengths[sample]) - vision - overhead, 2)
                 targets = min(max(int(workload.target_lengths[sample]), 1), text - 1)
-                texts = [{"user": WORD * (text - targets), "assistant": WORD * targets}]
+                user = IMAGE_PLACEHOLDER * len(shapes) + WORD * (text - targets)
+                texts = [{"user": user, "assistant": WORD * targets}]
                 rows.append({"images": images, "texts": texts})
             writer.write_table(pa.Table.from_pylist(rows, _ROWS), row_group_size=_ROWS_A_BLOCK)
 

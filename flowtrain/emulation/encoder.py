@@ -55,7 +55,7 @@ class EmulatedEncoder(Encoder):
         end = self._clock.compute(self._process.times(self._encoder).images_s(self._encoder, patches, self._tp), at)
         epoch = time.time() - time.monotonic()
         self._spans.add("encode", at + epoch, end + epoch, images=len(patches), unit=work.lease.batch.unit)
-        zero = torch.zeros(1, self._family.feature_dim(self._encoder))
+        zero = torch.zeros(1, self._family.pooled_dim(self._encoder))
         return {position: [zero.expand(layout.num_rows, -1) for layout in each] for position, each in layouts.items()}
 
 

@@ -95,7 +95,7 @@ class Hosts:
             options = remote.options(num_cpus=0, max_concurrency=4 + 3 * num_actors)
             host = options.remote(self._config, None if self._memory is None else str(self._memory))
             self._running[place] = host
-        host.add.remote(name, actor_class, *args)  # type: ignore[attr-defined]
+        host.add.remote(name, actor_class, *args)
         return cast(ActorHandle, EmulatedHandle(host, name))
 
     def kill(self, handle: EmulatedHandle) -> None:

@@ -10,10 +10,12 @@ import mmap
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from flowtrain.costs.flops import FloatArray
 from flowtrain.errors import StallError, WorkerLostError
 from flowtrain.types.plan import Degrees
 
@@ -65,7 +67,7 @@ class Meetings:
         mine[turn % _TURNS] = at
         theirs, found = self._turns[meeting, :, turn % _TURNS], at
         for member in members:
-            self._until(lambda member=member: not math.isnan(theirs[member]), f"rank {rank} met {member}")
+            self._until(partial(_is_there, theirs, member), f"rank {rank} met {member}")
             found = max(found, float(theirs[member]))
         return found
 
@@ -74,7 +76,7 @@ class Meetings:
         number = int(self._sent[rank, to_stage])
         self._sent[rank, to_stage] += 1
         ring = self._rings[rank, to_stage]
-        self._until(lambda: math.isnan(ring[number % _RING]), f"rank {rank} could send to stage {to_stage}")
+        self._until(lambda: not _is_there(ring, number % _RING), f"rank {rank} could send to stage {to_stage}")
         ring[number % _RING] = arrives
 
     def receive(self, rank: int, from_stage: int) -> float:
@@ -83,7 +85,7 @@ class Meetings:
         ring = self._rings[self._degrees.rank(dp_rank, from_stage, tp_rank), stage]
         number = int(self._received[rank, from_stage])
         self._received[rank, from_stage] += 1
-        self._until(lambda: not math.isnan(ring[number % _RING]), f"stage {from_stage} sent to rank {rank}")
+        self._until(partial(_is_there, ring, number % _RING), f"stage {from_stage} sent to rank {rank}")
         arrives = float(ring[number % _RING])
         ring[number % _RING] = np.nan
         return arrives
@@ -96,11 +98,15 @@ class Meetings:
         started = time.monotonic()
         while not is_ready():
             waited = time.monotonic() - started
-            if not math.isnan(self._failed[0]):
+            if _is_there(self._failed, 0):
                 raise WorkerLostError("another emulated rank failed")
             if waited > self._limit_s:
                 raise StallError(f"emulated ranks: {waited:.0f} s passed before {what}")
             time.sleep(min(max(_SHORTEST_S, _SHARE * waited), _LONGEST_S))
+
+
+def _is_there(numbers: FloatArray, index: int) -> bool:
+    return not math.isnan(numbers[index])
 
 
 def create_memory(path: Path, degrees: Degrees) -> None:

@@ -16,19 +16,20 @@ from flowtrain.allocator.program.milp import Solution, solve
 from flowtrain.allocator.program.rivals import rivals
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.program.splits import Split, best_splits, production_curve
-from flowtrain.allocator.request import Key, Request, enumerate_all, flow_problem, front
+from flowtrain.allocator.request import Key, Request, SurrogateFactory, enumerate_all, flow_problem, fronts_of
 from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
 from flowtrain.config.allocator import AllocationMethod
 
 NUM_ALTERNATIVES = 3
+NUM_CHOICES = 20
 _SAME = 1e-6
 
 
 def allocate(
-    request: Request, surrogate: Surrogate, solver: Solver | None = None, method: AllocationMethod = "milp"
+    request: Request, surrogate_for: SurrogateFactory, solver: Solver | None = None, method: AllocationMethod = "milp"
 ) -> Allocation:
-    """Return the best allocation, or that of an ablation's method.
+    """Return the best allocation over all of the request's choices, or that of an ablation's method.
 
     If there is none, raises a ConfigError that names the changes that would help.
     """
@@ -36,11 +37,11 @@ def allocate(
     started = time.perf_counter()
     enumerations = enumerate_all(request)
     enumerated = time.perf_counter()
-    fronts = {key: front(each.columns, surrogate) for key, each in enumerations.items()}
+    fronts = fronts_of(request, enumerations, surrogate_for)
     predicted = time.perf_counter()
     problem = flow_problem(request, fronts)
     shared = can_share(request, problem)
-    solution = _shared(request, problem, fronts) if shared else solve(problem, solver)
+    solution = _shared(request, problem, fronts, surrogate_for) if shared else solve(problem, solver)
     if solution is None:
         raise infeasible(request, enumerations, problem, solver)
     startable, rate_added = replace(problem, one_producer=True), None
@@ -61,7 +62,7 @@ def allocate(
     compared = time.perf_counter()
     timings = Timings(enumerated - started, predicted - enumerated, solved - predicted, compared - solved)
     return Allocation(
-        modules=_modules(request, surrogate, problem, solution),
+        modules=_modules(request, surrogate_for(request.decided()), problem, solution),
         rate=solution.levels.rate,
         imbalance=solution.levels.imbalance,
         bottleneck=_bottleneck(problem, solution.choice),
@@ -70,7 +71,7 @@ def allocate(
         pruned={
             _label(request, key): {str(r): n for r, n in each.pruned.items()} for key, each in enumerations.items()
         },
-        num_candidates={_label(request, key): len(each.columns) for key, each in enumerations.items()},
+        num_candidates={_label(request, key): len(each) for key, each in enumerations.items()},
         num_front={_label(request, key): len(each) for key, each in fronts.items()},
         num_combinations=_num_combinations(enumerations),
         num_variables=solution.num_variables,
@@ -78,6 +79,7 @@ def allocate(
         split_curve=tuple(_point(split) for split in splits),
         production_curve=production_curve(problem),
         solver=solution.solver,
+        choices=(solution.choice,) if shared or method != "milp" else _best_choices(solution, splits or others),
         timings=timings,
         shared=shared,
         method=method,
@@ -87,9 +89,14 @@ def allocate(
     )
 
 
-def _shared(request: Request, problem: FlowProblem, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Solution:
-    """All modules on the only device: there is no choice, and no excess production."""
-    choice = shared_choice(request, fronts)
+def _shared(
+    request: Request,
+    problem: FlowProblem,
+    fronts: Mapping[Key, tuple[Candidate, ...]],
+    surrogate_for: SurrogateFactory,
+) -> Solution:
+    """All modules on the only device: there is no choice of degrees, and no excess production."""
+    choice = shared_choice(request, fronts, surrogate_for)
     rate = shared_rate(choice.consumer.rate, *production(problem, choice).values())
     return Solution(choice, Levels(rate, 0.0, 1), "none", 0)
 
@@ -117,6 +124,7 @@ def _modules(
             gradient_reduction=candidate.gradient_reduction if is_consumer else None,
             num_shards=request.num_shards(candidate) if is_consumer else None,
             memory=request.backbone_memory(candidate) if is_consumer else None,
+            settings=candidate.settings,
         )
 
     encoders = [
@@ -152,6 +160,13 @@ def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) ->
     )
 
 
+def _best_choices(solution: Solution, splits: Sequence[Split]) -> tuple[Choice, ...]:
+    """The optimum, and the best splits with other configurations of the backbone."""
+    order = sorted(splits, key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
+    others = [split.choice for split in order if split.choice.consumer != solution.choice.consumer]
+    return (solution.choice, *others[: NUM_CHOICES - 1])
+
+
 def _why_lost(best: Levels, split: Split) -> str:
     lost, consumed = split.levels, split.choice.consumer.rate
     if lost.rate < best.rate * (1.0 - _SAME):
@@ -180,7 +195,7 @@ def _num_combinations(enumerations: Mapping[Key, Enumeration]) -> int:
     """Number of choices of one feasible configuration per module, on any type of device."""
     by_module: dict[str, int] = {}
     for (module, _), each in enumerations.items():
-        by_module[module] = by_module.get(module, 0) + len(each.columns)
+        by_module[module] = by_module.get(module, 0) + len(each)
     return math.prod(by_module.values())
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from flowtrain.allocator.program.flow import Choice
 from flowtrain.config.allocator import AllocationMethod
 from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
+from flowtrain.types.run_plan import BackboneSettings
 
 ALLOCATION_SCHEMA = 1
 
@@ -36,11 +38,13 @@ class ModuleAllocation:
     waiting: float
     """Expected share of its time that it waits, starved or blocked."""
     gradient_reduction: ReductionName | None = None
-    """Of the backbone; None for an encoder, as the two below."""
+    """Of the backbone; None for an encoder, as the three below."""
     num_shards: int | None = None
     """Data parallel ranks that hold one set of shards."""
     memory: StepMemory | None = None
     """What ``peak_nbytes`` consists of."""
+    settings: BackboneSettings | None = None
+    """Settings that were chosen for the backbone; None: as configured."""
 
     @property
     def devices(self) -> int:
@@ -146,6 +150,8 @@ class Allocation:
     """``allocator.method``."""
     rate_milp: float | None = None
     """Samples/s of the plan that ``milp`` would give, if another method gave this one."""
+    choices: tuple[Choice, ...] = ()
+    """The best choices, the optimum first, for rates that are more exact; not in ``to_dict``."""
     schema: int = ALLOCATION_SCHEMA
 
     @property
@@ -155,7 +161,8 @@ class Allocation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or YAML."""
-        values = asdict(self)
+        values = asdict(replace(self, choices=()))
+        del values["choices"]
         values["devices"] = self.devices
         for module, plain in zip(self.modules, values["modules"], strict=True):
             plain["devices"] = module.devices

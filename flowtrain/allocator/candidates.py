@@ -1,7 +1,11 @@
 """Parallel configurations that a module can have, and the numbers left out, by reason (FlowTrain 3.3).
 
-A configuration is a number of devices with degrees for them. A module may take any number of devices up to
-``FINE_GRAINED_DEVICES``, and only whole nodes above that.
+A configuration is a number of replicas with their degrees. Replicas are neighbours: a module that starts at a node
+keeps tensor parallel groups inside nodes, and its last node may be filled in part. That is harmless for encoders, whose
+replicas do not talk to each other, and for replicas of a node or more, of which no node has two of one group. Smaller
+ones have fewer network links on the last node; ``parameter_traffic.group_link`` counts that. So any number of replicas
+up to ``FINE_GRAINED_REPLICAS`` is a configuration; larger numbers are in steps of a power of two, at most 1 / 64 of
+them.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,26 +26,24 @@ from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings
 
-FINE_GRAINED_DEVICES = 64
+FINE_GRAINED_REPLICAS = 128
 
 BoolArray = NDArray[np.bool_]
-PeakMemory = Callable[[Degrees], int]
-"""Predicted peak bytes on a module's fullest device; it must not grow with dp."""
 
 
 class PruneReason(enum.StrEnum):
     """Why configurations are left out, in the order of the checks."""
 
-    NODE_GRAIN = "more than 64 devices that are not whole nodes"
     CROSSES_NODES = "tensor parallel group does not divide a node"
     HEADS = "tensor parallel degree does not divide heads or widths"
     WHOLE = "no plan to split its layers by tensor parallelism"
     LAYERS = "more pipeline stages than layers"
     CHUNKS = "no pipeline, which several chunks a rank need"
-    FACTORS = "degrees do not factorise the module's devices"
-    BATCH = "data parallel degree does not divide the global batch"
+    BATCH = "more replicas than samples of a batch"
+    GRAIN = "more than 128 replicas, between steps of at most 1/64"
     SHARDS = "hybrid shards do not divide the replicas evenly"
     MEMORY = "does not fit the device memory"
+    SLOWER = "other settings fit and are never slower"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,22 @@ class CandidateColumns:
     settings: BackboneSettings | None = None
     """Of the backbone: those of all columns, if a plan chooses them."""
 
+    @classmethod
+    def of(cls, candidate: Candidate) -> CandidateColumns:
+        """Return a single configuration as columns."""
+        degrees = candidate.degrees
+        dp, pp, tp = (np.array([degree], dtype=np.int64) for degree in (degrees.dp, degrees.pp, degrees.tp))
+        each = np.array([candidate.gradient_reduction == "microbatch"])
+        return cls(candidate.module, candidate.device_type, dp, pp, tp, each, candidate.settings)
+
     def __len__(self) -> int:
         return len(self.dp)
+
+    def __getitem__(self, chosen: IntArray | BoolArray) -> CandidateColumns:
+        """Return some of them, by index or mask."""
+        each = None if self.reduces_each is None else self.reduces_each[chosen]
+        dp, pp, tp = self.dp[chosen], self.pp[chosen], self.tp[chosen]
+        return replace(self, dp=dp, pp=pp, tp=tp, reduces_each=each)
 
     @property
     def devices(self) -> IntArray:
@@ -98,83 +114,74 @@ class CandidateColumns:
 class Enumeration:
     """Feasible configurations of one module, and the number left out."""
 
-    columns: CandidateColumns
-    """The feasible ones."""
+    every: tuple[CandidateColumns, ...]
+    """The feasible ones, for each of the settings that a plan may choose; a single entry where it chooses none."""
     pruned: dict[PruneReason, int] = field(default_factory=dict)
-    """Number of those left out, by reason."""
+    """Number of those left out, by reason, over all settings."""
     least_peak_nbytes: int | None = None
     """The smallest predicted peak if no configuration fits the memory; None if one fits."""
 
+    def __len__(self) -> int:
+        return sum(map(len, self.every))
 
-def device_counts(device_type: DeviceType) -> IntArray:
-    """Return the numbers of devices that a module may take, ascending; int64 ``[N]``."""
-    fine = np.arange(1, min(device_type.count, FINE_GRAINED_DEVICES) + 1)
-    nodes = np.arange(1, device_type.num_whole_nodes + 1) * device_type.devices_per_node
-    return np.concatenate([fine, nodes[nodes > FINE_GRAINED_DEVICES]]).astype(np.int64)
+    @property
+    def columns(self) -> CandidateColumns:
+        """The feasible ones of a request with nothing to choose."""
+        (columns,) = self.every
+        return columns
 
 
-def enumerate_backbone(
+def data_degrees(most: int) -> IntArray:
+    """Return the numbers of replicas that a module may have, ascending, at most ``most``; int64 ``[N]``."""
+    parts, start, step = [np.arange(1, min(most, FINE_GRAINED_REPLICAS) + 1)], FINE_GRAINED_REPLICAS, 2
+    while start < most:
+        parts.append(np.arange(start + step, min(most, 2 * start) + 1, step))
+        start, step = 2 * start, 2 * step
+    return np.concatenate(parts).astype(np.int64)
+
+
+def backbone_columns(
     device_type: DeviceType,
     spec: TransformerSpec,
     *,
     global_batch_size: int,
-    peak_nbytes: PeakMemory,
-    memory_nbytes: int,
     chunks_per_rank: int = 1,
     splits_tensors: bool = True,
     module: str = "backbone",
-    peak_of_step: PeakMemory | None = None,
-    splits_evenly: Callable[[IntArray, IntArray], BoolArray] | None = None,
-) -> Enumeration:
-    """Return all (dp, tp, pp) of the backbone.
+) -> tuple[CandidateColumns, Counter[PruneReason]]:
+    """Return all (dp, tp, pp) of the backbone, whatever memory they take, and the number left out.
 
-    memory_nbytes: memory of a device that it may use.
     splits_tensors: whether its layers can be split by tensor parallelism.
-    peak_of_step: the peak if gradients are reduced once a step, which is chosen where it fits; ``peak_nbytes`` is then
-        that with a reduction each microbatch. None: there is no choice, and no ``reduces_each``.
-    splits_evenly: for replicas ``[C]`` of so many devices ``[C]``, whether they form equal groups; None: all do.
     """
-    counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
-    most = min(device_type.count, spec.num_layers // chunks_per_rank)
-    pps = range(1 if chunks_per_rank == 1 else 2, most + 1)
+    total = device_type.count
+    most = min(total, spec.num_layers // chunks_per_rank)
 
     def is_even(tp: int) -> bool:
         return not degree_faults(Degrees(tp=tp), spec)
 
-    tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, len(pps), counts, pruned)
-    pruned[PruneReason.LAYERS] += (device_type.count - most) * len(tps) * len(counts)
-    pruned[PruneReason.CHUNKS] += (most - len(pps)) * len(tps) * len(counts)
-    shapes = np.array([(tp, pp) for tp in tps for pp in pps], dtype=np.int64).reshape(-1, 2)
-    replica = shapes[:, 0] * shapes[:, 1]
-    factorises = counts[:, None] % replica[None, :] == 0
-    pruned[PruneReason.FACTORS] += int(factorises.size - factorises.sum())
-    which_count, which_shape = np.nonzero(factorises)
-    dp = counts[which_count] // replica[which_shape]
-    divides = global_batch_size % dp == 0
-    pruned[PruneReason.BATCH] += int(len(dp) - divides.sum())
-    dp, which_shape = dp[divides], which_shape[divides]
-    if splits_evenly is not None:
-        in_groups = splits_evenly(dp, replica[which_shape])
-        pruned[PruneReason.SHARDS] += int(len(dp) - in_groups.sum())
-        dp, which_shape = dp[in_groups], which_shape[in_groups]
-    # Some widths may be split unevenly by a single replica, but not by several.
-    is_even_sharded = np.array([not degree_faults(Degrees(2, tp=tp), spec) for tp in shapes[:, 0].tolist()], dtype=bool)
-    shards = (dp == 1) | is_even_sharded[which_shape]
-    pruned[PruneReason.HEADS] += int(len(dp) - shards.sum())
-    dp, which_shape = dp[shards], which_shape[shards]
-    each = np.ones(len(dp), dtype=bool)
-    if peak_of_step is not None:
-        least_of_step, _ = _least_data_degrees(shapes, which_shape, dp, peak_of_step, memory_nbytes)
-        each = dp < least_of_step[which_shape]
-    least_dp, least_peak = _least_data_degrees(shapes, which_shape[each], dp[each], peak_nbytes, memory_nbytes)
-    fits = ~each | (dp >= least_dp[which_shape])
-    pruned[PruneReason.MEMORY] += int(len(dp) - fits.sum())
-    dp, which_shape = dp[fits], which_shape[fits]
-    pp, tp = shapes[which_shape, 1], shapes[which_shape, 0]
-    reduces_each = each[fits] if peak_of_step is not None else None
-    columns = CandidateColumns(module, device_type.name, dp, pp, tp, reduces_each)
-    return Enumeration(columns, _counted(pruned), None if len(columns) else least_peak)
+    tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, total, pruned)
+    shapes = []
+    for tp in tps:
+        replicas = total // (tp * np.arange(1, total // tp + 1))
+        pruned[PruneReason.LAYERS] += int(replicas[most:].sum())
+        if chunks_per_rank > 1:
+            pruned[PruneReason.CHUNKS] += int(replicas[:1].sum())
+        # Some widths may be split unevenly by a single replica, but not by several.
+        several = not degree_faults(Degrees(2, tp=tp), spec)
+        for pp in range(1 if chunks_per_rank == 1 else 2, min(most, len(replicas)) + 1):
+            shapes.append((tp, pp, int(replicas[pp - 1]), several))
+    columns = []
+    for tp, pp, fitting, several in shapes:
+        allowed = fitting if several else min(fitting, 1)
+        fed = min(allowed, global_batch_size)
+        dp = data_degrees(fed)
+        pruned[PruneReason.HEADS] += fitting - allowed
+        pruned[PruneReason.BATCH] += allowed - fed
+        pruned[PruneReason.GRAIN] += fed - len(dp)
+        columns.append(np.stack([dp, np.full_like(dp, pp), np.full_like(dp, tp)]))
+    dp, pp, tp = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0), dtype=np.int64)
+    return CandidateColumns(module, device_type.name, dp, pp, tp), pruned
 
 
 def enumerate_encoder(
@@ -182,32 +189,39 @@ def enumerate_encoder(
     spec: VisionSpec,
     *,
     module: str,
-    peak_nbytes: PeakMemory,
+    peak_nbytes: Callable[[Degrees], int],
     memory_nbytes: int,
     splits_tensors: bool = True,
 ) -> Enumeration:
-    """Return all (dp, tp) of an encoder; dp need not divide the batch, because encoders lease the next batch each.
+    """Return all (dp, tp) of an encoder, whose replicas lease the next batch each when they are free.
 
-    splits_tensors: as in ``enumerate_backbone``.
+    peak_nbytes: predicted peak bytes on the fullest device. splits_tensors: as in ``backbone_columns``.
     """
-    counts = device_counts(device_type)
     pruned: Counter[PruneReason] = Counter()
+    total = device_type.count
 
     def is_even(tp: int) -> bool:
         return not encoder_degree_faults(module, tp, spec) and spec.intermediate_size % tp == 0
 
-    tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, 1, counts, pruned)
-    factorises = counts[:, None] % np.array(tps, dtype=np.int64)[None, :] == 0
-    pruned[PruneReason.FACTORS] += int(factorises.size - factorises.sum())
+    tps = _tensor_degrees(device_type, spec.num_heads, is_even, splits_tensors, 1, pruned)
     # An encoder is frozen and its replicas shard nothing, so its memory does not depend on dp.
-    peaks = np.array([peak_nbytes(Degrees(tp=tp)) for tp in tps], dtype=np.int64)
-    too_large = peaks > memory_nbytes
-    pruned[PruneReason.MEMORY] += int(factorises[:, too_large].sum())
-    factorises &= ~too_large
-    which_count, which_tp = np.nonzero(factorises)
-    tp = np.array(tps, dtype=np.int64)[which_tp]
-    columns = CandidateColumns(module, device_type.name, counts[which_count] // tp, np.ones_like(tp), tp)
-    return Enumeration(columns, _counted(pruned), None if len(columns) else int(peaks.min()))
+    peaks = {tp: peak_nbytes(Degrees(tp=tp)) for tp in tps}
+    dps: list[IntArray] = []
+    for tp in tps:
+        dp = data_degrees(total // tp)
+        pruned[PruneReason.GRAIN] += total // tp - len(dp)
+        if peaks[tp] > memory_nbytes:
+            pruned[PruneReason.MEMORY] += len(dp)
+            dp = dp[:0]
+        dps.append(dp)
+    of_tp = np.repeat(np.array(tps, dtype=np.int64), [len(dp) for dp in dps])
+    columns = CandidateColumns(module, device_type.name, np.concatenate(dps), np.ones_like(of_tp), of_tp)
+    return Enumeration((columns,), counted(pruned), None if len(columns) else min(peaks.values()))
+
+
+def counted(pruned: Counter[PruneReason]) -> dict[PruneReason, int]:
+    """Return the reasons that left something out, in their order."""
+    return {reason: pruned[reason] for reason in PruneReason if pruned[reason]}
 
 
 def _tensor_degrees(
@@ -215,50 +229,20 @@ def _tensor_degrees(
     num_heads: int,
     is_even: Callable[[int], bool],
     splits_tensors: bool,
-    num_pipeline_degrees: int,
-    counts: IntArray,
+    most_stages: int,
     pruned: Counter[PruneReason],
-) -> list[int]:
+) -> Sequence[int]:
     """Tensor parallel degrees that stay inside a node and divide the module; counts the others in ``pruned``."""
-    tps = range(1, min(num_heads, device_type.count) + 1)
+    total = device_type.count
+
+    def number(tp: int) -> int:
+        return int((total // (tp * np.arange(1, min(most_stages, total // tp) + 1))).sum())
+
+    tps = range(1, min(num_heads, total) + 1)
     inside = [tp for tp in tps if device_type.devices_per_node % tp == 0]
     even = [tp for tp in inside if is_even(tp)]
     split = even if splits_tensors else even[:1]
-    pruned[PruneReason.NODE_GRAIN] += (device_type.count - len(counts)) * len(split) * num_pipeline_degrees
-    pruned[PruneReason.CROSSES_NODES] += (len(tps) - len(inside)) * num_pipeline_degrees * len(counts)
-    pruned[PruneReason.HEADS] += (len(inside) - len(even)) * num_pipeline_degrees * len(counts)
-    pruned[PruneReason.WHOLE] += (len(even) - len(split)) * num_pipeline_degrees * len(counts)
+    pruned[PruneReason.CROSSES_NODES] += sum(number(tp) for tp in tps if tp not in inside)
+    pruned[PruneReason.HEADS] += sum(number(tp) for tp in inside if tp not in even)
+    pruned[PruneReason.WHOLE] += sum(number(tp) for tp in even if tp not in split)
     return split
-
-
-def _least_data_degrees(
-    shapes: IntArray, which_shape: IntArray, dp: IntArray, peak_nbytes: PeakMemory, memory_nbytes: int
-) -> tuple[IntArray, int | None]:
-    """The smallest dp of each (tp, pp) that fits, and the smallest peak of those that do not fit.
-
-    By bisection, because peaks fall with dp and predicting one is slow.
-    """
-    least = np.full(len(shapes), np.iinfo(np.int64).max)
-    least_peak: int | None = None
-    order = np.lexsort((dp, which_shape))
-    starts = np.flatnonzero(np.diff(which_shape[order], prepend=-1))
-    for start, stop in zip(starts, np.append(starts, len(order))[1:], strict=True):
-        shape = which_shape[order[start]]
-        tp, pp = shapes[shape].tolist()
-        choices: Sequence[int] = dp[order[start:stop]].tolist()
-        low, high = 0, len(choices)
-        while low < high:
-            middle = (low + high) // 2
-            peak = peak_nbytes(Degrees(choices[middle], pp, tp))
-            if peak <= memory_nbytes:
-                high = middle
-            else:
-                low = middle + 1
-                least_peak = peak if least_peak is None else min(least_peak, peak)
-        if low < len(choices):
-            least[shape] = choices[low]
-    return least, least_peak
-
-
-def _counted(pruned: Counter[PruneReason]) -> dict[PruneReason, int]:
-    return {reason: pruned[reason] for reason in PruneReason if pruned[reason]}

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from flowtrain.allocator.slices import ONE_EACH, Slices, layers_of_ranks
+import numpy as np
+
+from flowtrain.allocator.candidates import CandidateColumns
+from flowtrain.allocator.slices import ONE_EACH, Slices, chunks_of_ranks
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory
+from flowtrain.costs.flops import IntArray
+from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory, rank_peaks
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.training_setup import Checkpointing, MicrobatchSize, TrainingSetup
+from flowtrain.costs.rank_memory import BoolArray, Ends, RankColumns, words_in_backward
+from flowtrain.costs.training_setup import Checkpointing, Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.rank_chunks import rank_chunks
+from flowtrain.pipeline.schedules.one_f_one_b import in_flight_of_chunks
 from flowtrain.types.plan import Degrees
 
 
@@ -51,10 +58,119 @@ def backbone_memory(
     return max(each, key=lambda memory: memory.peak)
 
 
+def backbone_peaks(
+    model: ModelSpec,
+    workload: Workload,
+    setup: TrainingSetup,
+    slices: Slices,
+    columns: CandidateColumns,
+    num_shards: IntArray,
+) -> IntArray:
+    """Return the peaks of many configurations, ``[C]``, each as ``backbone_memory``.
+
+    num_shards: DP ranks that hold one set of shards, ``[C]``. ``columns.reduces_each`` decides over ``setup``.
+    """
+    if not len(columns):
+        return np.zeros(0, dtype=np.int64)
+    rows = _rank_rows(slices, model.backbone.num_layers, setup.activation_checkpointing, setup.checkpoint_every)
+    num_microbatches, size = workload.num_microbatches(columns.dp), microbatch_size(workload)
+    reduces_each = np.zeros(len(columns), dtype=bool) if columns.reduces_each is None else columns.reduces_each
+    peaks = np.empty(len(columns), dtype=np.int64)
+    for tp in np.unique(columns.tp).tolist():
+        at = np.flatnonzero(columns.tp == tp)
+        row, starts = rows.of_degrees(columns.pp[at])
+        each = np.repeat(at, np.diff(starts, append=len(row)))
+        found = rank_peaks(
+            model.backbone,
+            model.connector,
+            rows.columns(row, columns.pp[each], num_microbatches[each]),
+            replace(setup, tp=tp),
+            size,
+            dp=columns.dp[each],
+            num_shards=num_shards[each],
+            accumulates=num_microbatches[each] > 1,
+            reduces_each=reduces_each[each],
+        )
+        peaks[at] = np.maximum.reduceat(found, starts)
+    return peaks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RankRows:
+    """The ranks of every pipeline degree of which one is the fullest, degree by degree; arrays are ``[R, ...]``."""
+
+    first_row: IntArray
+    """Of each pipeline degree, ``[num_degrees + 2]``; the degree is the index."""
+    rank: IntArray
+    layers: Mapping[str, IntArray]
+    """Layers of each chunk by memory strategy, ``[R, chunks]``."""
+    examples: tuple[tuple[Chunk, ...], ...]
+    """As in ``RankColumns``."""
+    example: IntArray
+
+    def of_degrees(self, pp: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the rows of all configurations ``[C]``, one configuration after the other, and where each starts."""
+        counts = self.first_row[pp + 1] - self.first_row[pp]
+        starts = np.cumsum(counts) - counts
+        within = np.arange(counts.sum()) - np.repeat(starts, counts)
+        return np.repeat(self.first_row[pp], counts) + within, starts
+
+    def columns(self, row: IntArray, pp: IntArray, num_microbatches: IntArray) -> RankColumns:
+        """Return what these rows hold with so many microbatches; all ``[N]``."""
+        chunks = next(iter(self.layers.values())).shape[1]
+        kept = in_flight_of_chunks(pp, self.rank[row], num_microbatches, chunks)
+        is_first, is_last = self.rank[row] == 0, self.rank[row] == pp - 1
+        ends = _kept_by_kind(kept, is_first, is_last)
+        each = {word: layers[row] for word, layers in self.layers.items()}
+        num_layers = sum(layers.sum(axis=1) for layers in each.values())
+        return RankColumns(
+            chunks,
+            np.asarray(num_layers),
+            is_first,
+            is_last,
+            {word: (kept * layers).sum(axis=1) for word, layers in each.items()},
+            ends,
+            self.examples,
+            self.example[row],
+        )
+
+
+def _kept_by_kind(kept: IntArray, is_first: BoolArray, is_last: BoolArray) -> dict[Ends, IntArray]:
+    """Chunks in flight by kind, from those of each chunk ``[N, chunks]``: ends are the outer chunks of outer ranks."""
+    if kept.shape[1] == 1:
+        count = kept[:, 0]
+        return {
+            (first, last): np.where((is_first == first) & (is_last == last), count, 0)
+            for first in (False, True)
+            for last in (False, True)
+        }
+    first, last = np.where(is_first, kept[:, 0], 0), np.where(is_last, kept[:, -1], 0)
+    return {(True, False): first, (False, True): last, (False, False): kept.sum(axis=1) - first - last}
+
+
+@lru_cache(maxsize=64)
+def _rank_rows(slices: Slices, num_layers: int, checkpointing: Checkpointing, every: int) -> _RankRows:
+    setup = TrainingSetup(activation_checkpointing=checkpointing, checkpoint_every=every)
+    first_row, ranks, found = [0, 0], [], []
+    for pp in range(1, num_layers // slices.chunks + 1):
+        partition = slices.partition(num_layers, pp)
+        for rank in _ranks_to_compare(slices, num_layers, pp, checkpointing):
+            ranks.append(rank)
+            found.append(rank_chunks(partition, rank, 1).backbone)
+        first_row.append(len(ranks))
+    counts = [[chunk.layers_by_strategy(setup) for chunk in chunks] for chunks in found]
+    words = sorted({word for row in counts for chunk in row for word in chunk})
+    layers = {word: np.array([[chunk.get(word, 0) for chunk in row] for row in counts]) for word in words}
+    examples: dict[tuple[str, ...], int] = {}
+    kinds = [tuple(words_in_backward(chunks, setup)) for chunks in found]
+    example = np.array([examples.setdefault(kind, len(examples)) for kind in kinds])
+    like = tuple(found[kinds.index(kind)] for kind in examples)
+    return _RankRows(np.array(first_row), np.array(ranks), layers, like, example)
+
+
 def microbatches_of_a_replica(workload: Workload, dp: int) -> int:
     """Return the microbatches of a step on each replica."""
-    per_replica = workload.tokens_per_step / dp / (workload.microbatch_tokens * workload.fill)
-    return max(1, math.ceil(per_replica - 1e-9))
+    return int(workload.num_microbatches(np.array([dp]))[0])
 
 
 def microbatch_size(workload: Workload) -> MicrobatchSize:
@@ -71,7 +187,10 @@ def _ranks_to_compare(slices: Slices, num_layers: int, pp: int, checkpointing: C
     """
     words = checkpointing if not isinstance(checkpointing, str) else None
     first: dict[tuple[object, ...], int] = {}
-    for rank, layers in enumerate(layers_of_ranks(slices, num_layers, pp)):
-        same = (len(layers), *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()))
+    for rank, chunks in enumerate(chunks_of_ranks(slices, num_layers, pp)):
+        same = tuple(
+            (len(layers), *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()))
+            for layers in chunks
+        )
         first.setdefault(same, rank)
     return tuple(sorted({0, pp - 1, *first.values()}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from flowtrain.costs.cluster import Cluster, DeviceType
 from flowtrain.costs.collectives import BACKWARD_SHARE, group_link
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 
@@ -54,10 +55,11 @@ class ParameterTraffic:
         link_efficiency: float,
         ranks: Sequence[Sequence[int]],
         chunks: int,
+        times: Mapping[str, ModuleTimes],
     ) -> None:
         """ranks: by pipeline degree, from 0 on, the number of layers of the first, the last and the longest rank."""
         self._cluster, self._model, self._setup, self._link_efficiency = cluster, model, setup, link_efficiency
-        self._ranks, self._chunks = np.array(ranks, dtype=np.int64), chunks
+        self._ranks, self._chunks, self._times = np.array(ranks, dtype=np.int64), chunks, times
 
     def parameters(self, columns: CandidateColumns) -> StageParameters:
         """Return those of the fullest pipeline rank."""
@@ -83,6 +85,8 @@ class ParameterTraffic:
 
         stage: seconds of its forward and backward. held: parameters of the rank.
         """
+        if (measured := self._measured_s(columns, held)) is not None:
+            return measured[0]
         if self._setup.sharding == "gradients":
             return np.zeros(len(columns))
         every = self._gather_s(columns, 2.0 * held.layers + held.outer)
@@ -95,7 +99,7 @@ class ParameterTraffic:
 
         They are in the forward of the first microbatch, for which each pipeline rank waits for the one before.
         """
-        if self._setup.sharding != "gradients":
+        if self._setup.sharding != "gradients" or self._measured_s(columns, held) is not None:
             return np.zeros(len(columns))
         every = self._gather_s(columns, held.total)
         if self._overlaps(columns):
@@ -110,6 +114,9 @@ class ParameterTraffic:
 
         Replicas under hybrid sharding sum their shards with the last microbatch only.
         """
+        if (measured := self._measured_s(columns, held)) is not None:
+            each = False if columns.reduces_each is None else columns.reduces_each
+            return np.where(each, num_microbatches, 1.0) * measured[1]
         device, shards, replica = self._cluster[columns.device_type], self.shards(columns), columns.pp * columns.tp
         share = FLOAT32_NBYTES * (shards - 1) / shards / self._link(device, shards, replica)
         reduce, tail = share * held.total, share * (held.unit + held.outer)
@@ -124,6 +131,11 @@ class ParameterTraffic:
         if columns.reduces_each is None:
             return last
         return np.where(columns.reduces_each, (num_microbatches - 1) * reduce + last, last)
+
+    def _measured_s(self, columns: CandidateColumns, held: StageParameters) -> tuple[FloatArray, FloatArray] | None:
+        """A profile's seconds of a microbatch's gathers, and of a reduction with gathers that a step makes once."""
+        shards = self.shards(columns).astype(np.float64)
+        return self._times[columns.device_type].replicas_s(self._setup.sharding, held.total, shards)
 
     def _gather_s(self, columns: CandidateColumns, parameters: FloatArray) -> FloatArray:
         shards = self.shards(columns)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain.allocator.candidates import Candidate, device_counts
+from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
@@ -46,7 +46,7 @@ def replicate(request: Request, surrogate: Surrogate) -> Replication:
 
 
 def _on(request: Request, surrogate: Surrogate, device_type: str) -> Replication:
-    batch, counts = request.workload.global_batch_size, device_counts(request.cluster[device_type])
+    batch, counts = request.workload.global_batch_size, np.arange(1, request.cluster[device_type].count + 1)
     counts = counts[batch % counts == 0]
     if request.setup.sharding == "hybrid":
         per_node = request.cluster[device_type].devices_per_node

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from flowtrain.allocator.candidates import (
-    BoolArray,
     Candidate,
     CandidateColumns,
     Enumeration,
-    enumerate_backbone,
+    backbone_columns,
     enumerate_encoder,
 )
-from flowtrain.allocator.memory import MemoryBudget, backbone_memory
+from flowtrain.allocator.memory import MemoryBudget, backbone_memory, backbone_peaks
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
+from flowtrain.allocator.settings_search import Variant, search_settings
 from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.slices import ONE_EACH, Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
@@ -86,6 +85,14 @@ class Request:
             settings=settings,
         )
 
+    def of(self, candidate: Candidate) -> Request:
+        """Return the request with a candidate's settings."""
+        return self if candidate.settings in (None, self.settings) else self.with_settings(candidate.settings)
+
+    def decided(self) -> Request:
+        """Return the request with the first of its choices, for what does not depend on them."""
+        return self.with_settings(self.choices[0]) if self.choices else self
+
     def memory_nbytes(self, module: str, device_type: str) -> int:
         """Bytes that a module may use on each device."""
         return self.budget.module_nbytes(self.cluster[device_type], is_encoder=module != BACKBONE)
@@ -103,17 +110,22 @@ class Request:
 
     def backbone_memory(self, candidate: Candidate) -> StepMemory:
         """Predicted memory of the backbone's fullest rank."""
-        shards, reduction = self.num_shards(candidate), candidate.gradient_reduction
-        setup = replace(self.setup, shard_size=shards, gradient_reduction=reduction)
-        return backbone_memory(self.model, self.workload, setup, candidate.degrees, self.slices)
+        at, shards = self.of(candidate), self.num_shards(candidate)
+        setup = replace(at.setup, shard_size=shards, gradient_reduction=candidate.gradient_reduction)
+        return backbone_memory(self.model, at.workload, setup, candidate.degrees, at.slices)
+
+    def backbone_peaks(self, columns: CandidateColumns) -> IntArray:
+        """Predicted peak bytes on the fullest rank of many configurations of the backbone, ``[C]``."""
+        return backbone_peaks(self.model, self.workload, self.setup, self.slices, columns, self.shards_of(columns))
+
+    def shards_of(self, columns: CandidateColumns) -> IntArray:
+        """DP ranks that hold one set of shards, ``[C]``; 0 where hybrid sharding cannot form equal groups."""
+        per_node = self.cluster[columns.device_type].devices_per_node
+        return num_shards(self.setup, columns.dp, columns.pp * columns.tp, per_node)
 
     def num_shards(self, candidate: Candidate) -> int:
         """DP ranks of the backbone that hold one set of shards."""
-        if self.setup.sharding != "hybrid":
-            return candidate.degrees.dp
-        dp, pp, tp = (np.array([each]) for each in (candidate.degrees.dp, candidate.degrees.pp, candidate.degrees.tp))
-        per_node = self.cluster[candidate.device_type].devices_per_node
-        return int(num_shards(self.setup, dp, pp * tp, per_node)[0])
+        return int(self.of(candidate).shards_of(CandidateColumns.of(candidate))[0])
 
     def backbone(self, degrees: Degrees, device_type: str, memory_nbytes: int) -> Candidate:
         """Return a configuration of the backbone with the reduction of gradients that it has in so much memory."""
@@ -133,10 +145,16 @@ SurrogateFactory = Callable[[Request], Surrogate]
 """Returns the surrogate of a request with nothing left to choose."""
 
 
-def enumerate_module(request: Request, module: str, device_type: DeviceType) -> Enumeration:
-    """Return the feasible configurations of one module on one type of devices."""
+def enumerate_module(
+    request: Request, module: str, device_type: DeviceType, memory_nbytes: int | None = None
+) -> Enumeration:
+    """Return the feasible configurations of one module on one type of devices, the backbone's for all its choices.
+
+    memory_nbytes: bytes that the backbone may use on each device; None: by the request's budget.
+    """
     if module == BACKBONE:
-        return _enumerate_backbone(request, device_type)
+        room = request.memory_nbytes(module, device_type.name) if memory_nbytes is None else memory_nbytes
+        return _enumerate_backbone(request, device_type, room)
     return enumerate_encoder(
         device_type,
         request.model.encoders[module],
@@ -147,31 +165,33 @@ def enumerate_module(request: Request, module: str, device_type: DeviceType) -> 
     )
 
 
-def _enumerate_backbone(request: Request, device_type: DeviceType) -> Enumeration:
-    setup = request.setup
+def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes: int) -> Enumeration:
+    requests = [request.with_settings(each) for each in request.choices] or [request]
+    shapes = {
+        chunks: backbone_columns(
+            device_type,
+            request.model.backbone,
+            global_batch_size=request.workload.global_batch_size,
+            chunks_per_rank=chunks,
+            splits_tensors=BACKBONE not in request.whole,
+        )
+        for chunks in {each.slices.chunks for each in requests}
+    }
+    reductions: tuple[ReductionName, ...] = (request.setup.gradient_reduction,)
+    if request.chooses_reduction:
+        reductions = ("step", "microbatch")
+    return search_settings([_variant(each) for each in requests], shapes, memory_nbytes, reductions)
 
-    def peak_with(chosen: ReductionName, degrees: Degrees) -> int:
-        reduction = request.reduction(chosen, degrees)
-        return request.peak_nbytes(Candidate(BACKBONE, device_type.name, degrees, gradient_reduction=reduction))
 
-    def splits_evenly(dp: IntArray, replica_size: IntArray) -> BoolArray:
-        return num_shards(setup, dp, replica_size, device_type.devices_per_node) > 0
-
-    found = enumerate_backbone(
-        device_type,
-        request.model.backbone,
-        global_batch_size=request.workload.global_batch_size,
-        peak_nbytes=partial(peak_with, "microbatch"),
-        memory_nbytes=request.memory_nbytes(BACKBONE, device_type.name),
-        chunks_per_rank=request.slices.chunks,
-        splits_tensors=BACKBONE not in request.whole,
-        peak_of_step=partial(peak_with, "step") if request.chooses_reduction else None,
-        splits_evenly=splits_evenly if setup.sharding == "hybrid" else None,
+def _variant(request: Request) -> Variant:
+    return Variant(
+        settings=request.settings,
+        microbatch_tokens=request.workload.microbatch_tokens,
+        chunks=request.slices.chunks,
+        num_microbatches=request.workload.num_microbatches,
+        num_shards=request.shards_of,
+        peaks=request.backbone_peaks,
     )
-    found = replace(found, columns=replace(found.columns, settings=request.settings))
-    if request.chooses_reduction or setup.gradient_reduction == "step":
-        return found
-    return replace(found, columns=replace(found.columns, reduces_each=found.columns.dp > 1))
 
 
 def enumerate_all(request: Request) -> dict[Key, Enumeration]:
@@ -200,10 +220,34 @@ def flow_problem(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) 
     )
 
 
-def front(columns: CandidateColumns, surrogate: Surrogate) -> tuple[Candidate, ...]:
-    """Return the configurations worth choosing, with their rates; ties: the smallest pp, then the smallest tp."""
-    if not len(columns):
+def fronts_of(
+    request: Request, enumerations: Mapping[Key, Enumeration], surrogate_for: SurrogateFactory
+) -> dict[Key, tuple[Candidate, ...]]:
+    """Return the configurations worth choosing of every module, over all settings."""
+    decided = surrogate_for(request.decided())
+
+    def surrogate_of(columns: CandidateColumns) -> Surrogate:
+        return decided if columns.settings is None else surrogate_for(request.with_settings(columns.settings))
+
+    return {key: front(found.every, surrogate_of) for key, found in enumerations.items()}
+
+
+def front(
+    every: Sequence[CandidateColumns], surrogate_of: Callable[[CandidateColumns], Surrogate]
+) -> tuple[Candidate, ...]:
+    """Return the configurations worth choosing, with their rates.
+
+    Ties: the smallest pp, then the smallest tp, then the settings that come first.
+    """
+    every = [columns for columns in every if len(columns)]
+    if not every:
         return ()
-    rates = surrogate.rates(columns)
-    chosen = pareto_front(columns.devices, rates, columns.pp, columns.tp)
-    return tuple(columns.candidate(int(index), float(rates[index])) for index in chosen)
+    rates = np.concatenate([surrogate_of(columns).rates(columns) for columns in every])
+    devices, pp, tp = (
+        np.concatenate([getattr(columns, name) for columns in every]) for name in ("devices", "pp", "tp")
+    )
+    starts = np.cumsum([0, *map(len, every)])
+    chosen = pareto_front(devices, rates, pp, tp)
+    which = np.searchsorted(starts, chosen, side="right") - 1
+    pairs = zip(which.tolist(), chosen.tolist(), strict=True)
+    return tuple(every[at].candidate(index - int(starts[at]), float(rates[index])) for at, index in pairs)

@@ -12,9 +12,10 @@ from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.encoder_memory import EncoderShare
 from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes, predict_step_memory
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.training_setup import MicrobatchSize, ReductionName
+from flowtrain.costs.training_setup import MicrobatchSize, ReductionName, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.pipeline.configured import configured_partition
+from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.rank_chunks import rank_chunks
 
 
@@ -60,12 +61,29 @@ def memory_of_run(config: RunConfig, model: ModelSpec, workload: Workload, *, on
     if dp == 1:
         setup = replace(setup, gradient_reduction="step")
     partition, size = configured_partition(config, model, pp), _microbatch_size(config, model, workload)
+    ranks = memory_of_ranks(model, partition, setup, size, num_microbatches)
+    return RunMemory(ranks, _encoder_peaks(config, model), setup.gradient_reduction)
+
+
+def memory_of_ranks(
+    model: ModelSpec, partition: Partition, setup: TrainingSetup, size: MicrobatchSize, num_microbatches: int
+) -> tuple[StepMemory, ...]:
+    """Return the predicted memory of each pipeline rank. num_microbatches: of a step on each replica."""
     ranks = []
-    for rank in range(pp):
+    for rank in range(partition.pp_size):
         held = rank_chunks(partition, rank, num_microbatches)
         encoder = EncoderShare(next(iter(model.encoders.values())), held.encoder) if held.encoder else None
         ranks.append(predict_step_memory(model.backbone, model.connector, held.backbone, setup, size, encoder))
-    return RunMemory(tuple(ranks), _encoder_peaks(config, model), setup.gradient_reduction)
+    return tuple(ranks)
+
+
+def monolithic_size(model: ModelSpec, workload: Workload) -> MicrobatchSize:
+    """Return the size of a full microbatch with as many images as the densest sample has."""
+    size, (name, spec) = microbatch_size(workload), next(iter(model.encoders.items()))
+    num_images, num_patches = workload.images[name]
+    tokens = num_patches + spec.num_prefix_tokens * num_images
+    densest = float((tokens / workload.lengths).max())
+    return replace(size, num_tower_tokens=math.ceil(densest * size.num_tokens))
 
 
 def _encoder_peaks(config: RunConfig, model: ModelSpec) -> dict[str, int]:
@@ -86,10 +104,4 @@ def _microbatch_size(config: RunConfig, model: ModelSpec, workload: Workload) ->
     size = microbatch_size(workload)
     if config.mode == "llm_only":
         return replace(size, num_rows=0)
-    if config.mode != "monolithic":
-        return size
-    name = next(iter(config.encoders))
-    num_images, num_patches = workload.images[name]
-    tokens = num_patches + model.encoders[name].num_prefix_tokens * num_images
-    densest = float((tokens / workload.lengths).max())
-    return replace(size, num_tower_tokens=math.ceil(densest * size.num_tokens))
+    return monolithic_size(model, workload) if config.mode == "monolithic" else size

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.candidates import Candidate, Enumeration
 from flowtrain.allocator.program.flow import Choice, FlowProblem
-from flowtrain.allocator.request import Key, Request
+from flowtrain.allocator.request import Key, Request, SurrogateFactory, enumerate_module, fronts_of
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import Degrees
@@ -21,17 +21,20 @@ def shared_rate(*rates: float) -> float:
 
 def fits_shared(request: Request) -> bool:
     """Whether one device holds all modules at once; each one fits alone."""
-    return sum(_peaks(request).values()) <= _memory_nbytes(request)
+    return bool(len(_beside_encoders(request)))
 
 
-def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) -> Choice:
-    """Return the only configuration of each module on the only device; each module must have one.
+def shared_choice(
+    request: Request, fronts: Mapping[Key, tuple[Candidate, ...]], surrogate_for: SurrogateFactory
+) -> Choice:
+    """Return the best configurations of all modules on the only device; each module must have one.
 
     Raises ConfigError if the device does not hold all modules at once.
     """
-    device_type = _device_type(request)
-    if not fits_shared(request):
-        peaks = _peaks(request)
+    device_type, found = _device_type(request), _beside_encoders(request)
+    if not len(found):
+        assert found.least_peak_nbytes is not None, "the backbone fits alone"
+        peaks = {**_encoder_peaks(request), BACKBONE: found.least_peak_nbytes}
         taken = " and ".join(f"{name} {nbytes / _GIB:.1f}" for name, nbytes in peaks.items())
         raise ConfigError(
             f"the device (1 {device_type}) holds each module alone but not all of them together ({taken} of "
@@ -39,7 +42,8 @@ def shared_choice(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]])
             f"{len(peaks) - 1} {device_type} more"
         )
     producers = {name: fronts[name, device_type][0] for name in request.model.encoders}
-    return Choice(producers, fronts[BACKBONE, device_type][0])
+    key = BACKBONE, device_type
+    return Choice(producers, fronts_of(request, {key: found}, surrogate_for)[key][-1])
 
 
 def can_share(request: Request, problem: FlowProblem) -> bool:
@@ -58,6 +62,12 @@ def _memory_nbytes(request: Request) -> int:
     return min(request.memory_nbytes(name, _device_type(request)) for name in (*request.model.encoders, BACKBONE))
 
 
-def _peaks(request: Request) -> dict[str, int]:
-    names = (*request.model.encoders, BACKBONE)
-    return {name: request.peak_nbytes(Candidate(name, _device_type(request), Degrees())) for name in names}
+def _beside_encoders(request: Request) -> Enumeration:
+    """What the backbone can be in the memory that encoders leave."""
+    room = _memory_nbytes(request) - sum(_encoder_peaks(request).values())
+    return enumerate_module(request, BACKBONE, request.cluster[_device_type(request)], room)
+
+
+def _encoder_peaks(request: Request) -> dict[str, int]:
+    device_type = _device_type(request)
+    return {name: request.peak_nbytes(Candidate(name, device_type, Degrees())) for name in request.model.encoders}

@@ -38,9 +38,16 @@ ONE_EACH = Slices()
 
 
 @lru_cache(maxsize=4096)
+def chunks_of_ranks(slices: Slices, num_layers: int, pp: int) -> tuple[tuple[range, ...], ...]:
+    """Return the decoder layers of each chunk of each pipeline rank."""
+    ranks: list[list[range]] = [[] for _ in range(pp)]
+    for stage in slices.partition(num_layers, pp).of_module(StageModule.BACKBONE):
+        ranks[stage.rank].append(stage.layers)
+    return tuple(map(tuple, ranks))
+
+
+@lru_cache(maxsize=4096)
 def layers_of_ranks(slices: Slices, num_layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
     """Return the numbers of the decoder layers of each pipeline rank."""
-    ranks: list[list[int]] = [[] for _ in range(pp)]
-    for stage in slices.partition(num_layers, pp).of_module(StageModule.BACKBONE):
-        ranks[stage.rank] += stage.layers
-    return tuple(map(tuple, ranks))
+    ranks = chunks_of_ranks(slices, num_layers, pp)
+    return tuple(tuple(layer for chunk in chunks for layer in chunk) for chunks in ranks)

@@ -99,7 +99,8 @@ class Surrogate:
         ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
         rows = ((len(each[0]), len(each[-1]), max(map(len, each)), self._most_offloaded(each)) for each in ranks)
         self._stages = np.array([(0, 0, 0, 0), *rows], dtype=np.int64)
-        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, self._stages[:, :3], slices.chunks)
+        ranks = self._stages[:, :3]
+        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, ranks, slices.chunks, times)
 
     def _most_offloaded(self, ranks: Sequence[Sequence[int]]) -> int:
         words = self._setup.activation_checkpointing
@@ -109,7 +110,7 @@ class Surrogate:
 
     def rate(self, candidate: Candidate) -> float:
         """Return samples/s of one configuration."""
-        return float(self.rates(_columns(candidate))[0])
+        return float(self.rates(columns_of(candidate))[0])
 
     def rates(self, columns: CandidateColumns) -> FloatArray:
         """Return samples/s of many configurations, ``[C]``."""
@@ -124,14 +125,12 @@ class Surrogate:
 
     def step_time(self, candidate: Candidate) -> StepTime:
         """Return the times of a step of one backbone configuration, as arrays of length one."""
-        return self.step_times(_columns(candidate))
+        return self.step_times(columns_of(candidate))
 
     def step_times(self, columns: CandidateColumns) -> StepTime:
         """Return the times of a step of each backbone configuration."""
-        tokens_per_rank = self._workload.tokens_per_step / columns.dp
-        capacity = self._workload.microbatch_tokens * self._workload.fill
-        num_microbatches = np.maximum(np.ceil(tokens_per_rank / capacity - 1e-9), 1.0)
-        tokens = tokens_per_rank / num_microbatches
+        num_microbatches = self._workload.num_microbatches(columns.dp).astype(np.float64)
+        tokens = self._workload.fullest_tokens(columns.dp) / num_microbatches
         return self.step_of(columns, num_microbatches, tokens, self.stage_s(columns, tokens))
 
     def step_of(
@@ -192,8 +191,13 @@ class Surrogate:
         reducing = self.traffic.reducing_s(columns, stage, num_microbatches, held)
         return gathering + reducing + self.optimizer_s(columns, held)
 
-    def optimizer_s(self, columns: CandidateColumns, held: StageParameters) -> FloatArray:
+    def shards(self, columns: CandidateColumns) -> IntArray:
+        """Return the data parallel ranks that hold one set of shards, ``[C]``; 1 where the configuration has none."""
+        return self.traffic.shards(columns)
+
+    def optimizer_s(self, columns: CandidateColumns, held: StageParameters | None = None) -> FloatArray:
         """Return seconds of a step's clipping and update, ``[C]``."""
+        held = self.traffic.parameters(columns) if held is None else held
         return self.times[columns.device_type].step_s(held.total / self.traffic.shards(columns))
 
     def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
@@ -221,6 +225,27 @@ class Surrogate:
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
 
+    def mean_stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Return seconds of forward and backward of one microbatch on a mean pipeline rank, ``[C]``."""
+        times, depth, mean = self.times[columns.device_type], self._model.backbone.num_layers, np.empty(len(columns))
+        for tp in np.unique(columns.tp).tolist():
+            at = columns.tp == tp
+            ends = times.connector_s(tokens[at], tp) + times.head_s(tokens[at], tp)
+            mean[at] = (depth * times.layer_s(tokens[at], tp) + ends) / columns.pp[at]
+        return mean + self.chunks * times.microbatch_s()
+
+    def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:
+        """Return seconds of a step in which a mean device of the backbone has no time for anything else, ``[C]``.
+
+        A device waits while the pipeline fills and for slower ranks. An accelerator also computes for others during
+        transfers, gathers and reductions, but a CPU's cores do these themselves.
+        """
+        tokens = self._workload.fullest_tokens(columns.dp) / step.num_microbatches
+        computing = step.num_microbatches * self.mean_stage_s(columns, tokens)
+        if self._cluster[columns.device_type].name != CPU:
+            return computing + step.optimizer
+        return step.total - step.fill - step.computing + computing
+
     def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
         """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
         times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
@@ -246,7 +271,8 @@ def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int)
     return ((pp - 1) + (chunks_per_rank - 1) * short) / chunks_per_rank
 
 
-def _columns(candidate: Candidate) -> CandidateColumns:
+def columns_of(candidate: Candidate) -> CandidateColumns:
+    """Return one configuration as columns of length one."""
     degrees = candidate.degrees
     dp, pp, tp = (np.array([degree], dtype=np.int64) for degree in (degrees.dp, degrees.pp, degrees.tp))
     reduces_each = np.array([candidate.gradient_reduction == "microbatch"])

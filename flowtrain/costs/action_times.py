@@ -18,6 +18,7 @@ from flowtrain.costs.communication import TensorCommunication
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
@@ -48,6 +49,10 @@ class DeviceTimes:
         efficiency = self.efficiency.links
         communication = TensorCommunication(self.device, self.model, workload, self.setup, efficiency)
         return ProfileTimes(self.profile, workload, communication, self.max_batch_patches, self.decode_threads)
+
+    def slowdown(self, encoder: str) -> float:
+        """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
+        return self.of(MicrobatchWork((1,), 0, 0).workload(self.freeze)).slowdown(encoder) or ASSUMED_INTERFERENCE
 
     def images_s(self, encoder: str, patches: Sequence[int], tp: int) -> float:
         """Return seconds of an encoder's group for images with these numbers of patches; with a backward if trained."""

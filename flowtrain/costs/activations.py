@@ -21,7 +21,7 @@ def chunk_activation_nbytes(
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
     slice_nbytes = dtype * spec.hidden_size * setup.sliced(tokens)
     kept = sum(
-        count * _kept_nbytes(spec, setup, tokens, word) for word, count in chunk.layers_by_strategy(setup).items()
+        count * kept_nbytes(spec, setup, tokens, word) for word, count in chunk.layers_by_strategy(setup).items()
     )
     kept += 2 * dtype * spec.head_dim * tokens  # cosines and sines of the positions
     if chunk.is_last:
@@ -33,12 +33,6 @@ def chunk_activation_nbytes(
     if chunk.is_first:
         kept += dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp)) * microbatch.num_rows
     return kept
-
-
-def offloaded_nbytes(spec: TransformerSpec, chunk: Chunk, setup: TrainingSetup, num_tokens: int) -> int:
-    """Return the host bytes that one microbatch keeps of one chunk's layers."""
-    num_offloaded = chunk.layers_by_strategy(setup).get("offload", 0)
-    return num_offloaded * layer_activation_nbytes(spec, setup, num_tokens) if num_offloaded else 0
 
 
 def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int) -> int:
@@ -94,7 +88,7 @@ class _Widths:
         )
 
 
-def _kept_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
+def kept_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
     """Device bytes that a layer with a strategy keeps; a recomputed one keeps its input."""
     if word == "offload":
         return 0

@@ -15,8 +15,10 @@ def group_link(device: DeviceType, members: IntArray, apart: IntArray) -> FloatA
     """Return the bytes/s of each member of a collective in groups of devices, ``[C]``.
 
     members: devices of a group. apart: devices from one to the next. A group inside a node has the node's links. What
-    crosses nodes enters a node once, over the network links of all its members there.
+    crosses nodes enters a node once, over the network links of all its members there; the node with the fewest, which
+    is the last one of a group that does not fill it, sets the pace.
     """
-    inside = members * apart <= device.devices_per_node
-    together = np.maximum(device.devices_per_node // apart, 1) * device.links.network
+    per_node, rest = device.devices_per_node, members * apart % device.devices_per_node
+    inside = members * apart <= per_node
+    together = np.maximum(np.where(rest > 0, rest, per_node) // apart, 1) * device.links.network
     return np.where(inside, device.links.node, np.minimum(device.links.node, together))

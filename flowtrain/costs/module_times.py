@@ -42,6 +42,29 @@ class ModuleTimes(Protocol):
         """Return seconds of a step after its microbatches, on a device that updates ``num_parameters``; ``[N]``."""
         ...
 
+    def slowdown(self, encoder: str) -> float | None:
+        """Return the time of an encoder and the backbone at once on a device over the sum of both alone.
+
+        None if it was not measured.
+        """
+        ...
+
+    def replicas_s(
+        self, sharding: str, parameters: FloatArray, shards: FloatArray
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """Return seconds of gathers a microbatch and of the reduction a step, where nothing overlaps; each ``[N]``.
+
+        parameters: of a rank before ``shards`` replicas share them. None: by the links' bandwidth, with overlap.
+        """
+        ...
+
+    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+        """Return processor seconds of a step that the run's own processes take from the devices, in all; ``[N]``.
+
+        num_microbatches: of all replicas. has_encoders: whether encoder actors lease images. 0 on accelerators.
+        """
+        ...
+
 
 def mean_with_images(seconds: FloatArray, num_images: IntArray) -> float:
     """Return the mean of ``images_s`` over samples that have images; 0 if none has."""

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,9 +23,12 @@ from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts
 from flowtrain.errors import ConfigError
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
+_READABLE = (1, PROFILE_SCHEMA)
+"""The first has nothing of processes that run at once; a plan from it assumes that."""
 
 _LIBRARIES = ("flowtrain", "torch", "transformers")
 
@@ -164,6 +167,12 @@ class Profile:
     images: dict[str, ImageCosts]
     """By encoder."""
     steps: StepCosts
+    interference: dict[str, Interference] = field(default_factory=dict)
+    """Of each encoder with the backbone; empty if it was not measured."""
+    replicas: dict[Literal["full", "gradients"], ReplicaCosts] = field(default_factory=dict)
+    """Of two replicas, by sharding; empty on accelerators, and if one device alone was measured."""
+    host: HostCosts | None = None
+    """None on accelerators, whose hosts have cores of their own for it."""
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
     """Path of the file that it was read from, for messages."""
@@ -212,9 +221,10 @@ def read_profile(path: str | PathLike[str]) -> Profile:
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         schema = values.get("schema") if isinstance(values, dict) else None
-        if schema != PROFILE_SCHEMA:
-            raise ConfigError(f"{path}: schema is {schema!r}, this version reads {PROFILE_SCHEMA}; {MEASURE_AGAIN}")
-        return TypeAdapter(Profile).validate_python({**values, "source": str(path)})
+        if schema not in _READABLE:
+            known = " and ".join(map(str, _READABLE))
+            raise ConfigError(f"{path}: schema is {schema!r}, this version reads {known}; {MEASURE_AGAIN}")
+        return TypeAdapter(Profile).validate_python({**values, "schema": PROFILE_SCHEMA, "source": str(path)})
     except ValidationError as error:
         faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
         raise ConfigError(f"{path}: {'; '.join(faults)}; {MEASURE_AGAIN}") from error

@@ -101,6 +101,35 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return self._profile.steps.step_s + num_parameters * self._profile.steps.parameter_s
 
+    def slowdown(self, encoder: str) -> float | None:
+        """As ``ModuleTimes``."""
+        measured = self._profile.interference.get(encoder)
+        return None if measured is None else measured.factor
+
+    def replicas_s(
+        self, sharding: str, parameters: FloatArray, shards: FloatArray
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """As ``ModuleTimes``."""
+        costs = self._profile.replicas.get("gradients" if sharding == "gradients" else "full")
+        if costs is None:
+            return None
+        return costs.gathering_s(parameters, shards), costs.reducing_s(parameters, shards)
+
+    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+        """As ``ModuleTimes``."""
+        host, num_samples = self._profile.host, self._workload.global_batch_size
+        if host is None:
+            return np.zeros_like(num_microbatches)
+        num_batches = num_samples * sum(map(self._batches, self._workload.images)) if has_encoders else 0.0
+        return host.seconds(num_samples, num_batches, num_microbatches)
+
+    def _batches(self, encoder: str) -> float:
+        """Mean batches of images per sample, of all samples."""
+        num_images, _ = self._workload.images[encoder]
+        at = num_images > 0
+        batch = np.maximum(self._max_batch_patches[encoder] // self._patches(encoder), 1.0)
+        return float((num_images[at] / batch).sum()) / len(num_images)
+
     def _patches(self, encoder: str) -> FloatArray:
         """Mean patches per image, for each sample that has images."""
         num_images, num_patches = self._workload.images[encoder]

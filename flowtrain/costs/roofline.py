@@ -95,6 +95,20 @@ class Roofline:
         moved = FLOAT32_NBYTES * _OPTIMIZER_PASSES[self._setup.optimizer] * num_parameters
         return moved / (self._device.bandwidth * self._efficiency.memory)
 
+    def slowdown(self, encoder: str) -> float | None:
+        """As ``ModuleTimes``."""
+        return None
+
+    def replicas_s(
+        self, sharding: str, parameters: FloatArray, shards: FloatArray
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """As ``ModuleTimes``."""
+        return None
+
+    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+        """As ``ModuleTimes``; data sheets are of accelerators."""
+        return np.zeros_like(num_microbatches)
+
     def _computing(self, flops: FloatArray, weights_nbytes: float, tp: int) -> FloatArray:
         arithmetic = flops / (tp * self._device.flops * self._efficiency.backbone)
         return np.maximum(arithmetic, weights_nbytes / (tp * self._device.bandwidth * self._efficiency.memory))

@@ -53,6 +53,20 @@ class Workload:
         """Mean tokens of a global batch."""
         return self.global_batch_size * self.tokens_per_sample
 
+    def fullest_tokens(self, dp: IntArray) -> FloatArray:
+        """Return the tokens of a step on the fullest of ``dp`` ranks, at least; ``[N]``.
+
+        Ranks get whole samples, so some have one sample more than the mean; a good packing gives them short ones. With
+        samples of one length this is exact: 8 of them on 5 ranks are 2 on the slowest, not 1.6.
+        """
+        mean = self.global_batch_size / dp
+        return mean * self.tokens_per_sample + (np.ceil(mean - 1e-9) - mean) * float(self.lengths.min())
+
+    def num_microbatches(self, dp: IntArray) -> IntArray:
+        """Return the microbatches of a step on each of ``dp`` ranks, ``[N]``; all have the same number."""
+        each = self.fullest_tokens(dp) / (self.microbatch_tokens * self.fill)
+        return np.maximum(np.ceil(each - 1e-9), 1.0).astype(np.int64)
+
     @cached_property
     def target_share(self) -> float:
         """Share of tokens that carry loss."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -133,9 +134,15 @@ class EmulatedProcess:
             for number in range(first, first + count):
                 key = (BACKBONE if is_shared else module, number)
                 if key not in self._devices:
-                    self._devices[key] = EmulatedDevice(settings.interference if is_shared else 1.0)
+                    self._devices[key] = EmulatedDevice(self._interference if is_shared else 1.0)
                 devices.append(self._devices[key])
         return RankClock(devices, settings.time_scale)
+
+    @cached_property
+    def _interference(self) -> float:
+        """Of an encoder and the backbone on one device."""
+        given = self.run.settings.interference
+        return given or max(self.times(each).slowdown(each) for each in self.run.config.encoders)
 
     def times(self, module: str) -> DeviceTimes:
         """Return the times of a module's devices."""

@@ -36,7 +36,7 @@ from tests.allocator.worlds import (
 
 
 def allocated(asked: Request, solver: str = "auto") -> Allocation:
-    return allocate(asked, roofline_surrogate(asked), Solver(solver))
+    return allocate(asked, roofline_surrogate, Solver(solver))
 
 
 def check(asked: Request, found: Allocation) -> None:

@@ -60,7 +60,7 @@ def test_each_side_takes_its_best_degrees_and_the_program_is_never_slower(total:
 
 def test_an_even_split_is_slower_where_the_backbone_has_more_work() -> None:
     asked = request(cluster(h200=64))
-    found = allocate(asked, roofline_surrogate(asked), method="even")
+    found = allocate(asked, roofline_surrogate, method="even")
     assert found.rate < 0.8 * (found.rate_milp or 0.0)
 
 
@@ -69,16 +69,16 @@ def test_what_cannot_be_split_is_refused(method: AllocationMethod) -> None:
     one = with_memory(request(cluster(h200=1)), 10**15)
     message = rf"allocator.method \('{method}'\) needs a device for each module: 2, and there are 1; raise --devices"
     with pytest.raises(ConfigError, match=message):
-        allocate(one, roofline_surrogate(one), method=method)
+        allocate(one, roofline_surrogate, method=method)
     two = request(cluster(h200=8, a100=8))
     with pytest.raises(ConfigError, match=r"splits devices of one type, .* set allocator.method=milp"):
-        allocate(two, roofline_surrogate(two), method=method)
+        allocate(two, roofline_surrogate, method=method)
 
 
 def test_a_side_without_a_configuration_is_named_with_the_way_out() -> None:
     """The backbone fits on six devices of eight, not on half of them."""
     asked = with_memory(request(cluster(h200=8)), 28 << 30)
-    assert allocate(asked, roofline_surrogate(asked)).modules[-1].devices == 6
+    assert allocate(asked, roofline_surrogate).modules[-1].devices == 6
     message = r"gives backbone 4 of 8 devices, .* needs 6; raise --devices, or set allocator.method=milp"
     with pytest.raises(ConfigError, match=message):
-        allocate(asked, roofline_surrogate(asked), method="even")
+        allocate(asked, roofline_surrogate, method="even")

@@ -167,6 +167,6 @@ def test_what_takes_less_memory_is_suggested_and_helps(settings: dict[str, str],
     assert least[1] < least[0]
     short = with_memory(asked, least[0] - 1)
     with pytest.raises(ConfigError, match=way):
-        allocate(short, roofline_surrogate(short))
+        allocate(short, roofline_surrogate)
     helped = with_memory(better, least[0] - 1)
-    assert allocate(helped, roofline_surrogate(helped)).devices <= 24
+    assert allocate(helped, roofline_surrogate).devices <= 24

@@ -113,7 +113,7 @@ AGAIN = "run flowtrain profile again on these devices, or plan by --device witho
         ({}, ("backbone.num_threads=2",), "model.threads.backbone is 1 there and 2 in this run"),
         ({}, ("scheduler.microbatch_tokens=1024",), "layers.1 was measured up to 512, scheduler.microbatch_tokens is"),
         ({"versions": {"torch": "1.0"}}, (), "versions.torch is '1.0' there and "),
-        ({"schema": 9}, (), "schema is 9, this version reads 1"),
+        ({"schema": 9}, (), "schema is 9, this version reads 1 and 2"),
     ],
 )
 def test_a_profile_of_something_else_is_one_message_and_exit_code_2(

@@ -133,7 +133,7 @@ def make_report(
     links = efficiency.links if profile is None else 1.0
     times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
     surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, slices)
-    allocation = allocate(request, surrogate, Solver(solver), config.allocator.method)
+    allocation = allocate(request, lambda _: surrogate, Solver(solver), config.allocator.method)
     replication = replicate(request, surrogate)
     plan = with_pool(planned, _plan(planned, allocation, cluster), _devices_per_node(cluster))
     plan = with_network(plan, config, nodes_needed(allocation, cluster))

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
+from flowtrain.costs.flops import IntArray
 from flowtrain.pipeline.actions import (
     Action,
     ActionKind,
@@ -94,6 +97,17 @@ def in_flight_by_chunk(partition: Partition, rank: int, num_microbatches: int) -
     if len(kept) < order.num_segments and num_microbatches % order.num_groups:
         in_flight[-1] = min(in_flight[-1] + order.num_segments - len(kept), num_microbatches)
     return [count if segment in kept else 0 for segment, count in enumerate(in_flight)]
+
+
+def in_flight_of_chunks(pp: IntArray, rank: IntArray, num_microbatches: IntArray, num_segments: int) -> IntArray:
+    """Return ``in_flight_by_chunk`` of many ranks without an encoder, ``[N, num_segments]``; the arguments ``[N]``."""
+    group = -(-num_microbatches // np.maximum(num_microbatches // pp, 1))
+    later = pp - 1 - rank
+    num_warmup = later if num_segments == 1 else 2 * later + (num_segments - 1) * group
+    count = np.minimum(num_warmup + 1, num_microbatches * num_segments)
+    rounds, rest = np.divmod(count, group * num_segments)
+    segments = np.arange(num_segments)[None, :]
+    return rounds[:, None] * group[:, None] + np.clip(rest[:, None] - segments * group[:, None], 0, group[:, None])
 
 
 @dataclass(frozen=True, slots=True)

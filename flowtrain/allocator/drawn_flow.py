@@ -1,0 +1,98 @@
+"""Encoders and backbone over a sequence of drawn steps: when each step ends (FlowTrain 3.2, 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import numpy as np
+
+from flowtrain.costs.flops import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedStep:
+    """One encoder's work for a step, in batches that its replicas lease in this order."""
+
+    seconds: tuple[float, ...]
+    """Of each encode batch."""
+    needed: IntArray
+    """Encode batches that each slot and those before it need, ``[K]``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnStep:
+    """One step."""
+
+    slots: FloatArray
+    """Seconds of each slot on the slowest replica, ``[K]``."""
+    rest_s: float
+    """Seconds of the step beside its slots: pipeline fill, reduction, optimizer."""
+    encoded: tuple[EncodedStep, ...]
+    """By encoder, as in ``replicas``."""
+    shared_s: float = 0.0
+    """Seconds that a device works for the step if it carries an encoder too: the backbone's part. 0: it does not."""
+    shared_encode_s: float = 0.0
+    """As before: the encoders' part."""
+
+    @property
+    def backbone_s(self) -> float:
+        """Seconds of the step without waiting."""
+        return float(self.slots.sum()) + self.rest_s
+
+
+def finishes(
+    steps: Sequence[DrawnStep], replicas: Sequence[int], lookahead: int, *, is_barrier: bool, num_steps: int
+) -> FloatArray:
+    """Return when each of ``num_steps`` steps ends, ``[num_steps]``; ``steps`` follow each other again and again.
+
+    A step may be encoded once the one ``lookahead + 1`` before it is done. The backbone starts a slot when its images
+    are encoded, or with ``is_barrier`` when those of the whole step are. No time is ever later with a larger
+    ``lookahead``, without a barrier, or with shorter work.
+    """
+    free = [[0.0] * count for count in replicas]
+    ends, last, works, encodes = np.zeros(num_steps), 0.0, np.zeros(num_steps), np.zeros(num_steps)
+    started = [np.concatenate([[0.0], np.cumsum(step.slots)]) for step in steps]
+    for index in range(num_steps):
+        step, before = steps[index % len(steps)], started[index % len(steps)]
+        opened = float(ends[index - lookahead - 1]) if index > lookahead else 0.0
+        end = last + float(before[-1])
+        for encoded, heap in zip(step.encoded, free, strict=True):
+            if encoded.seconds:
+                ready = _ready(encoded, heap, opened)
+                at = ready[-1] if is_barrier else ready
+                end = max(end, float((at + before[-1] - before[:-1]).max()))
+        works[index], encodes[index] = step.shared_s, step.shared_encode_s
+        last = end + step.rest_s
+        if step.shared_s:
+            last = max(last, _shared(ends, works, encodes, index, lookahead))
+        ends[index] = last
+    return ends
+
+
+def _ready(encoded: EncodedStep, free: list[float], opened: float) -> FloatArray:
+    """Return when the images of each slot are encoded, ``[K]``. free: when each replica is, a heap that is changed."""
+    done, latest = [0.0], 0.0
+    for seconds in encoded.seconds:
+        first = free[0]
+        finish = (first if first > opened else opened) + seconds
+        heapreplace(free, finish)
+        if finish > latest:
+            latest = finish
+        done.append(latest)
+    return np.array(done)[encoded.needed]
+
+
+def _shared(ends: FloatArray, works: FloatArray, encodes: FloatArray, index: int, lookahead: int) -> float:
+    """Return when a device can have done all work up to a step, of which none is done before it may be.
+
+    From any earlier step i on: what is encoded for it and later, and the backbone's work since its window opened.
+    """
+    first = np.arange(index + 1)
+    opens = first - lookahead - 1
+    opened = np.where(opens >= 0, ends[opens], 0.0)
+    work = np.concatenate([[0.0], np.cumsum(works[: index + 1])])
+    encode = np.concatenate([[0.0], np.cumsum(encodes[: index + 1])])
+    since = work[-1] - work[np.maximum(opens + 1, 0)]
+    return float((opened + since + encode[-1] - encode[first]).max())

@@ -1,0 +1,170 @@
+"""All modes under one memory and rate model: the best plan of each, the fastest first, and why the others lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flowtrain.allocator.allocate import allocate
+from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.drawn import DrawnRate, drawn_rate
+from flowtrain.allocator.drawn_batches import DrawnBatches
+from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.mode_modules import modules_of
+from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
+from flowtrain.allocator.mode_reasons import Contestant, why_bound, why_lost, why_won
+from flowtrain.allocator.program.flow import Choice
+from flowtrain.allocator.program.solvers import Solver
+from flowtrain.allocator.request import Request, SurrogateFactory
+from flowtrain.allocator.surrogate import starved_share
+from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
+from flowtrain.config.allocator import AllocationMethod
+from flowtrain.errors import ConfigError
+from flowtrain.types.run_plan import Mode
+
+SIMPLER: tuple[Mode, ...] = ("decoupled", "colocated", "monolithic", "disaggregated")
+"""Of modes that are as fast, the first one wins."""
+AS_FAST = 0.995
+"""Share of the best rate from which on a mode counts as fast: predictions are not more exact."""
+_APART: tuple[Mode, ...] = ("decoupled", "disaggregated")
+"""Encoders and backbone have devices of their own."""
+
+
+def compare_modes(
+    request: Request,
+    surrogate_for: SurrogateFactory,
+    solver: Solver | None,
+    modes: Sequence[Mode],
+    *,
+    method: AllocationMethod = "milp",
+    batches: DrawnBatches | None = None,
+) -> ModeComparison:
+    """Return the best plan of each mode over all of the request's choices.
+
+    method: of ``decoupled`` and ``disaggregated``. batches: drawn from the workload; None: by a fixed seed.
+    ``llm_only`` is a bound, not a contestant, unless it is the only mode. Raises ConfigError if no mode fits.
+    """
+    started = time.perf_counter()
+    search = _Search(
+        request, surrogate_for, batches if batches is not None else DrawnBatches.draw(request.decided().workload)
+    )
+    search.allocate(solver, modes, method)
+    found = {mode: search.best(mode) for mode in modes}
+    fitting = [each for each in found.values() if isinstance(each, Contestant)]
+    if not fitting:
+        raise search.refusal(found)
+    ratings = tuple(_ratings(request, surrogate_for, search.allocation, modes, found))
+    return ModeComparison(ratings, search.allocation, time.perf_counter() - started)
+
+
+def _ratings(
+    request: Request,
+    surrogate_for: SurrogateFactory,
+    allocation: Allocation | None,
+    modes: Sequence[Mode],
+    found: dict[Mode, Contestant | str],
+) -> Iterator[ModeRating]:
+    """The winner, the others by rate, the bound, those that do not fit."""
+    fitting = [each for each in found.values() if isinstance(each, Contestant)]
+    rivals = [each for each in fitting if each.mode != "llm_only"] or fitting
+    best = max(each.rate for each in rivals)
+    winner = min((each for each in rivals if each.rate >= AS_FAST * best), key=lambda each: _simplicity(each.mode))
+    others = sorted((each for each in rivals if each is not winner), key=lambda each: (-each.rate, each.mode))
+    bound = [each for each in fitting if each not in rivals]
+    reasons = [why_won(winner, others), *(why_lost(each, winner) for each in others), *(map(why_bound, bound))]
+    for each, reason in zip((winner, *others, *bound), reasons, strict=True):
+        candidate = each.candidate
+        shared = candidate.mode in _APART and allocation is not None and allocation.shared
+        yield ModeRating(
+            mode=candidate.mode,
+            rate=each.rate,
+            reason=reason,
+            modules=allocation.modules
+            if shared and allocation is not None
+            else modules_of(request, surrogate_for, candidate, each.rate, each.starved),
+            devices=candidate.devices,
+            settings=candidate.settings,
+            encoder_layers=candidate.encoder_layers,
+            rate_formula=candidate.rate_formula,
+            imbalance=each.imbalance,
+        )
+    yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))
+
+
+def _simplicity(mode: Mode) -> int:
+    return SIMPLER.index(mode) if mode in SIMPLER else len(SIMPLER)
+
+
+@dataclass(slots=True)
+class _Search:
+    """Finds and rates the candidates of each mode."""
+
+    request: Request
+    surrogate_for: SurrogateFactory
+    batches: DrawnBatches
+    allocation: Allocation | None = None
+    refused: ConfigError | None = None
+    """Why there is no allocation."""
+
+    def allocate(self, solver: Solver | None, modes: Sequence[Mode], method: AllocationMethod) -> None:
+        """Solve Eq. 2 if a mode needs it."""
+        if not any(mode in _APART and not self._impossible(mode) for mode in modes):
+            return
+        try:
+            self.allocation = allocate(self.request, self.surrogate_for, solver, method)
+        except ConfigError as error:
+            self.refused = error
+
+    def best(self, mode: Mode) -> Contestant | str:
+        """Return the fastest candidate of a mode by drawn batches, or why there is none."""
+        if reason := self._impossible(mode):
+            return reason
+        found = self._apart(mode) if mode in _APART else whole_candidates(self.request, self.surrogate_for, mode)
+        rated = [self._rated(candidate) for candidate in found.candidates]
+        if not rated:
+            return f"does not fit: {found.lacking}"
+        return min(rated, key=lambda each: (-each.rate, each.candidate.devices))
+
+    def refusal(self, found: dict[Mode, Contestant | str]) -> ConfigError:
+        """Return the error if nothing fits."""
+        if self.refused is not None and set(found) <= {*_APART}:
+            return self.refused
+        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in _APART]
+        text = "; ".join(([str(self.refused)] if self.refused is not None else []) + reasons)
+        return ConfigError(text)
+
+    def _impossible(self, mode: Mode) -> str:
+        trained = "encoders" not in self.request.workload.freeze
+        if trained and mode in (*_APART, "colocated"):
+            return "cannot run: only monolithic trains an encoder"
+        if mode == "monolithic" and len(self.request.model.encoders) > 1:
+            return f"cannot run: ranks hold one encoder, and there are {len(self.request.model.encoders)}"
+        return ""
+
+    def _apart(self, mode: Mode) -> Found:
+        if self.allocation is None:
+            return Found((), str(self.refused))
+        return Found(tuple(self._candidate(mode, choice) for choice in self.allocation.choices))
+
+    def _candidate(self, mode: Mode, choice: Choice) -> ModeCandidate:
+        assert self.allocation is not None
+        workload, encoders = self.request.workload, {each.module: each for each in choice.producers.values()}
+        rate = min(choice.consumer.rate, *(each.rate / workload.share(name) for name, each in encoders.items()))
+        devices = choice.consumer.devices + sum(each.devices for each in encoders.values())
+        if self.allocation.shared:
+            rate, devices = self.allocation.rate, 1
+        return ModeCandidate(
+            mode, choice.consumer, encoders, choice.consumer.settings, rate_formula=rate, devices=devices
+        )
+
+    def _rated(self, candidate: ModeCandidate) -> Contestant:
+        at = self.request.of(candidate.backbone)
+        surrogate, backbone = self.surrogate_for(at), candidate.backbone
+        slowdown, is_measured = slowdown_of(at, surrogate, backbone.device_type)
+        if candidate.mode in _APART and self.allocation is not None and self.allocation.shared:
+            # Modules of one device take turns, so there is nothing to wait for.
+            drawn = DrawnRate(candidate.rate_formula, 0.0, starved_share(candidate.rate_formula, backbone.rate))
+        else:
+            drawn = drawn_rate(at, surrogate, candidate, self.batches, slowdown)
+        return Contestant(candidate, drawn.rate, drawn.imbalance, drawn.starved, slowdown, is_measured)

@@ -1,0 +1,208 @@
+"""Ranks with encoder and backbone layers (``mode: monolithic``): their times and memory, by the run's own partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import get_args
+
+import numpy as np
+
+from flowtrain.allocator.candidates import Candidate, CandidateColumns
+from flowtrain.allocator.degrees import encoder_degree_faults
+from flowtrain.allocator.parameter_traffic import StageParameters
+from flowtrain.allocator.request import Request
+from flowtrain.allocator.run_memory import memory_of_ranks, monolithic_size
+from flowtrain.allocator.surrogate import Surrogate, fill_slots
+from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes
+from flowtrain.costs.model_spec import ModelSpec, VisionSpec
+from flowtrain.errors import ConfigError
+from flowtrain.pipeline.actions import StageModule
+from flowtrain.pipeline.configured import encoder_layer_cost
+from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partition
+from flowtrain.types.run_plan import EncoderPlace
+
+PLACES: tuple[EncoderPlace, ...] = get_args(EncoderPlace)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankLoads:
+    """What each pipeline rank has of the model, ``[R]``."""
+
+    encoder_share: FloatArray
+    """Share of the encoder's layers."""
+    has_images: FloatArray
+    """1 for the rank that embeds images."""
+    layers: FloatArray
+    """Decoder layers."""
+    has_connector: FloatArray
+    """1 for the rank with connector and embedding."""
+    has_head: FloatArray
+
+    def stage_s(self, encoder: FloatArray, layer: FloatArray, connector: FloatArray, head: FloatArray) -> FloatArray:
+        """Return each rank's seconds of a microbatch, ``[R, N]``, from those of the parts, ``[N]``."""
+        decoder = self.layers[:, None] * layer + self.has_connector[:, None] * connector + self.has_head[:, None] * head
+        return self.encoder_share[:, None] * encoder + decoder
+
+
+def encoder_of(model: ModelSpec) -> tuple[str, VisionSpec]:
+    """Return the only encoder."""
+    ((name, spec),) = model.encoders.items()
+    return name, spec
+
+
+def is_trained(request: Request) -> bool:
+    """Whether the encoder is trained."""
+    return "encoders" not in request.workload.freeze
+
+
+def monolithic_partition(request: Request, pp: int, place: EncoderPlace) -> Partition:
+    """Return the partition of a run (``pipeline.configured``); ConfigError if the layers cannot be cut so."""
+    model, freeze = request.model, request.workload.freeze
+    _, spec = encoder_of(model)
+    cost = encoder_layer_cost(spec, model.backbone, is_trained(request), "backbone" in freeze)
+    split = EncoderSplit(spec.num_layers, place, cost, is_trained(request))
+    counts = request.slices.counts_for(pp)
+    return build_partition(model.backbone.num_layers, pp, request.slices.chunks, counts=counts, encoder=split)
+
+
+def rank_loads(request: Request, pp: int, place: EncoderPlace) -> RankLoads:
+    """Return the loads of the ranks of a partition; ConfigError as ``monolithic_partition``."""
+    return _loads(monolithic_partition(request, pp, place), encoder_of(request.model)[1].num_layers)
+
+
+@lru_cache(maxsize=4096)
+def _loads(partition: Partition, num_encoder_layers: int) -> RankLoads:
+    layers = {module: np.zeros(partition.pp_size) for module in StageModule}
+    for stage in partition.stages:
+        layers[stage.module][stage.rank] += len(stage.layers)
+    ranks = np.arange(partition.pp_size)
+    images, tokens, last = partition.entry_rank, partition.token_rank, partition.stages[-1].rank
+    return RankLoads(
+        layers[StageModule.ENCODER] / num_encoder_layers,
+        (ranks == images).astype(np.float64),
+        layers[StageModule.BACKBONE],
+        (ranks == tokens).astype(np.float64),
+        (ranks == last).astype(np.float64),
+    )
+
+
+def splits_encoder(request: Request, tp: int) -> bool:
+    """Whether ranks can split the encoder by a tensor parallel degree."""
+    name, spec = encoder_of(request.model)
+    if tp == 1:
+        return True
+    return not (name in request.whole or encoder_degree_faults(name, tp, spec) or spec.intermediate_size % tp)
+
+
+def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateColumns) -> FloatArray:
+    """Return seconds of all images of a step on the fullest replica, ``[C]``, as ``Workload.fullest_tokens``."""
+    name, _ = encoder_of(request.model)
+    seconds, mean = np.empty(len(columns)), request.workload.global_batch_size / columns.dp
+    for tp in np.unique(columns.tp).tolist():
+        at, each = columns.tp == tp, surrogate.times[columns.device_type].images_s(name, tp)
+        more = np.ceil(mean[at] - 1e-9) - mean[at]
+        seconds[at] = mean[at] * float(each.mean()) + more * float(each.min())
+    return seconds
+
+
+def least_step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns) -> FloatArray:
+    """Return seconds that no partition can be below, ``[C]``: all ranks alike, and gathers hidden."""
+    num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
+    tokens = request.workload.fullest_tokens(columns.dp) / num_microbatches
+    stage = surrogate.mean_stage_s(columns, tokens)
+    stage = stage + images_of_rank_s(request, surrogate, columns) / num_microbatches / columns.pp
+    slots = num_microbatches + fill_slots(columns.pp, num_microbatches, request.slices.chunks)
+    return slots * stage
+
+
+def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, place: EncoderPlace) -> FloatArray:
+    """Return seconds of a step, ``[C]``; all columns have one pp and tp. ConfigError as ``monolithic_partition``."""
+    pp, tp = int(columns.pp[0]), int(columns.tp[0])
+    loads, times = rank_loads(request, pp, place), surrogate.times[columns.device_type]
+    num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
+    tokens = request.workload.fullest_tokens(columns.dp) / num_microbatches
+    encoder = images_of_rank_s(request, surrogate, columns) / num_microbatches
+    parts = times.layer_s(tokens, tp), times.connector_s(tokens, tp), times.head_s(tokens, tp)
+    calls = request.slices.chunks * times.microbatch_s()
+    stages = loads.stage_s(encoder, *parts) + calls
+    slowest, whole = stages.max(axis=0), stages.sum(axis=0)
+    step = surrogate.step_of(columns, num_microbatches, tokens, slowest, held(request, columns, loads))
+    if pp == 1:
+        return step.total
+    # While the pipeline fills and drains, a rank waits for the others, which need not be as slow as the slowest.
+    slots = fill_slots(columns.pp, num_microbatches, request.slices.chunks)
+    moving = (step.transfers + step.offloading) / num_microbatches
+    fill = slots / (pp - 1) * (whole - slowest) + slots * moving
+    if place == "own" and request.slices.chunks > 1:
+        # The encoder's stages are a pass of their own, which chunks of the backbone do not shorten.
+        fill = fill + (pp - 1) * (1.0 - 1.0 / request.slices.chunks) * encoder / pp
+    return step.total - step.fill + fill
+
+
+def held(request: Request, columns: CandidateColumns, loads: RankLoads) -> StageParameters:
+    """Return what the fullest rank trains; all columns have the same tp."""
+    model, tp = request.model, int(columns.tp[0])
+    _, spec = encoder_of(model)
+    backbone, trained = model.backbone, float(is_trained(request))
+    tables = loads.has_connector + loads.has_head
+    if backbone.tied_embeddings:
+        tables = np.minimum(tables, 1.0)
+    outer = tables * backbone.head_parameters + loads.has_connector * model.connector.num_parameters
+    outer = outer + trained * loads.has_images * (spec.outside_parameters - spec.unused_parameters)
+    layers = loads.layers * backbone.layer_parameters
+    layers = layers + trained * loads.encoder_share * spec.num_layers * spec.layer_parameters
+    fullest = int(np.argmax(layers + outer))
+    one = np.ones(len(columns))
+    return StageParameters(layers[fullest] / tp * one, outer[fullest] / tp * one, backbone.layer_parameters / tp * one)
+
+
+def memory(request: Request, candidate: Candidate, place: EncoderPlace) -> StepMemory:
+    """Return the predicted memory of the fullest rank. request: with the candidate's settings."""
+    degrees, num_microbatches = candidate.degrees, _num_microbatches(request, candidate)
+    setup = replace(
+        request.setup,
+        dp=degrees.dp,
+        tp=degrees.tp,
+        accumulates=num_microbatches > 1,
+        shard_size=request.num_shards(candidate),
+        gradient_reduction=candidate.gradient_reduction,
+    )
+    partition, size = monolithic_partition(request, degrees.pp, place), monolithic_size(request.model, request.workload)
+    ranks = memory_of_ranks(request.model, partition, setup, size, num_microbatches)
+    return max(ranks, key=lambda rank: rank.peak)
+
+
+def added_nbytes(request: Request, tp: int = 1) -> int:
+    """Return about how much memory a rank with the whole encoder takes more; for where to search, not to decide."""
+    _, spec = encoder_of(request.model)
+    tokens, dtype = monolithic_size(request.model, request.workload).num_tower_tokens, request.setup.dtype_nbytes
+    return encoder_peak_nbytes(spec, tp, max_batch_patches=tokens, dtype_nbytes=dtype)
+
+
+def groups(columns: CandidateColumns) -> Iterator[IntArray]:
+    """Yield the indices of the columns of each (tp, pp), in their order."""
+    order = np.lexsort((columns.pp, columns.tp))
+    shapes = np.stack([columns.tp[order], columns.pp[order]])
+    ends = np.flatnonzero(np.any(np.diff(shapes, axis=1), axis=0)) + 1
+    yield from np.split(order, ends) if len(order) else ()
+
+
+def places(request: Request, pp: int) -> tuple[EncoderPlace, ...]:
+    """Return where the encoder may lie; with one rank there is one place."""
+    if pp == 1:
+        return PLACES[:1]
+    found = []
+    for place in PLACES:
+        try:
+            monolithic_partition(request, pp, place)
+        except ConfigError:
+            continue
+        found.append(place)
+    return tuple(found)
+
+
+def _num_microbatches(request: Request, candidate: Candidate) -> int:
+    return int(request.workload.num_microbatches(np.array([candidate.degrees.dp]))[0])

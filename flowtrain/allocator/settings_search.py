@@ -1,0 +1,140 @@
+"""Feasible configurations of the backbone for all settings that a plan may choose, without those never worth it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flowtrain.allocator.candidates import BoolArray, CandidateColumns, Enumeration, PruneReason, counted
+from flowtrain.costs.flops import IntArray
+from flowtrain.costs.training_setup import ReductionName
+from flowtrain.types.run_plan import BackboneSettings
+
+_SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full": 2, "offload": 3}
+"""Order of the strategies by time: what recomputes more is not faster. None: a mix, as configured."""
+
+Shapes = tuple[CandidateColumns, Counter[PruneReason]]
+"""Configurations, and the number left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One choice of the backbone's settings."""
+
+    settings: BackboneSettings | None
+    """None: as configured, and the only variant."""
+    microbatch_tokens: int
+    chunks: int
+    num_microbatches: Callable[[IntArray], IntArray]
+    """Microbatches of a step on each of dp ranks, ``[C]``."""
+    num_shards: Callable[[CandidateColumns], IntArray]
+    """DP ranks that hold one set of shards, ``[C]``; 0 where hybrid sharding cannot form equal groups."""
+    peaks: Callable[[CandidateColumns], IntArray]
+    """Predicted peak bytes on the fullest device, ``[C]``."""
+
+    @property
+    def word(self) -> str | None:
+        """Its strategy of activation checkpointing; None: as configured."""
+        return self.settings.activation_checkpointing if self.settings is not None else None
+
+    @property
+    def sharding(self) -> str | None:
+        """Its sharding; None: as configured."""
+        return self.settings.sharding if self.settings is not None else None
+
+
+def search_settings(
+    variants: Sequence[Variant],
+    shapes: Mapping[int, Shapes],
+    memory_nbytes: int,
+    reductions: Sequence[ReductionName],
+) -> Enumeration:
+    """Return what fits in so much memory, in the order of the variants.
+
+    shapes: by number of chunks. reductions: in the order of preference; a later one counts where the earlier ones do
+    not fit.
+
+    Left out are configurations that another choice of settings beats: one that recomputes less and fits, with all else
+    equal; a smaller microbatch, if the step has no more of them; full sharding, where a hybrid group is all replicas.
+    The first variant, as configured, loses none. Offloading is tried last, where nothing else fits at all: whether
+    hosts have the memory is not known.
+    """
+    search = _Search(variants, shapes, memory_nbytes, reductions)
+    for variant in sorted(variants, key=_order):
+        if variant.word != "offload" or variant is variants[0] or not search.found:
+            search.add(variant)
+    found = tuple(search.found[variant.settings] for variant in variants if variant.settings in search.found)
+    for chunks, (_, left_out) in shapes.items():
+        for reason, count in left_out.items():
+            search.pruned[reason] += count * sum(variant.chunks == chunks for variant in variants)
+    return Enumeration(found, counted(search.pruned), None if found else search.least_peak)
+
+
+class _Search:
+    """What fits so far, and what it rules out."""
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        shapes: Mapping[int, Shapes],
+        memory_nbytes: int,
+        reductions: Sequence[ReductionName],
+    ) -> None:
+        self._variants, self._shapes = variants, shapes
+        self._memory_nbytes, self._reductions = memory_nbytes, reductions
+        self._least_slowness: dict[tuple[object, ...], IntArray] = {}
+        self.found: dict[BackboneSettings | None, CandidateColumns] = {}
+        self.pruned: Counter[PruneReason] = Counter()
+        self.least_peak: int | None = None
+
+    def add(self, variant: Variant) -> None:
+        """Add what fits of one variant and is not beaten by what is there."""
+        columns = replace(self._shapes[variant.chunks][0], settings=variant.settings)
+        shards = variant.num_shards(columns)
+        kept = shards > 0
+        self.pruned[PruneReason.SHARDS] += int(len(kept) - kept.sum())
+        if variant is not self._variants[0]:
+            worth = kept & ~self._is_beaten(variant, columns, shards)
+            self.pruned[PruneReason.SLOWER] += int(kept.sum() - worth.sum())
+            kept = worth
+        left, each = np.flatnonzero(kept), np.zeros(len(columns), dtype=bool)
+        fits = np.zeros(len(columns), dtype=bool)
+        slowness = self._slowness_of(variant, columns)
+        for reduction in self._reductions:
+            if reduction == "microbatch":
+                each[left] = columns.dp[left] > 1
+            peaks = variant.peaks(replace(columns[left], reduces_each=each[left]))
+            within = peaks <= self._memory_nbytes
+            fits[left[within]] = True
+            if reduction == self._reductions[0]:
+                slowness[left[within]] = np.minimum(slowness[left[within]], _SLOWNESS[variant.word])
+            if not within.all():
+                least = int(peaks[~within].min())
+                self.least_peak = least if self.least_peak is None else min(self.least_peak, least)
+            left = left[~within]
+        self.pruned[PruneReason.MEMORY] += len(left)
+        if fits.any():
+            self.found[variant.settings] = replace(columns, reduces_each=each)[fits]
+
+    def _slowness_of(self, variant: Variant, columns: CandidateColumns) -> IntArray:
+        """The least of ``_SLOWNESS`` that fits so far, with all else as in the variant, ``[C]``."""
+        key = variant.microbatch_tokens, variant.chunks, variant.sharding
+        return self._least_slowness.setdefault(key, np.full(len(columns), len(_SLOWNESS)))
+
+    def _is_beaten(self, variant: Variant, columns: CandidateColumns, shards: IntArray) -> BoolArray:
+        beaten: BoolArray = self._slowness_of(variant, columns) < _SLOWNESS[variant.word]
+        if variant.sharding == "hybrid" and any(each.sharding == "full" for each in self._variants):
+            beaten |= shards == columns.dp
+        smaller = [each for each in self._variants if each.microbatch_tokens < variant.microbatch_tokens]
+        if smaller:
+            nearest = max(smaller, key=lambda each: each.microbatch_tokens)
+            beaten |= nearest.num_microbatches(columns.dp) == variant.num_microbatches(columns.dp)
+        return beaten
+
+
+def _order(variant: Variant) -> int:
+    """What recomputes less comes first, so that it can beat the others."""
+    return _SLOWNESS[variant.word]

@@ -1,0 +1,240 @@
+"""Candidates in which encoders and backbone use the same devices, and those of a backbone alone: the best by formula.
+
+All use one type of devices. ``colocated``: an encoder actor on each device of the backbone. ``monolithic``: encoder
+layers inside the backbone's ranks. ``llm_only``: no vision.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from flowtrain.allocator import monolithic
+from flowtrain.allocator.candidates import Candidate, CandidateColumns
+from flowtrain.allocator.degrees import encoder_degree_faults
+from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.request import Request, SurrogateFactory, enumerate_module
+from flowtrain.allocator.surrogate import BACKBONE, Surrogate
+from flowtrain.costs.cluster import DeviceType
+from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
+from flowtrain.types.plan import Degrees
+from flowtrain.types.run_plan import Mode
+
+NUM_BEST = 20
+"""Candidates of a mode that are rated again by drawn batches."""
+_MOST_CHECKED = 200
+"""Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best candidates of one mode."""
+
+    candidates: tuple[ModeCandidate, ...]
+    """Fastest by formula first."""
+    lacking: str = ""
+    """Why there are none, in words."""
+
+
+def whole_candidates(request: Request, surrogate_for: SurrogateFactory, mode: Mode, most: int = NUM_BEST) -> Found:
+    """Return the best candidates of ``colocated``, ``monolithic`` or ``llm_only`` over all of the request's choices."""
+    found: list[ModeCandidate] = []
+    lacking = []
+    for device_type in request.cluster.device_types:
+        if not device_type.count:
+            continue
+        each = _SEARCHES[mode](request, surrogate_for, device_type, most)
+        found += each.candidates
+        lacking.append(each.lacking)
+    found.sort(key=lambda candidate: (-candidate.rate_formula, candidate.devices))
+    return Found(tuple(found[:most]), "; ".join(filter(None, lacking)) if not found else "")
+
+
+def slowdown_of(request: Request, surrogate: Surrogate, device_type: str) -> tuple[float, bool]:
+    """Return the time of encoders and backbone at once over the sum of both alone, and whether it was measured."""
+    measured = [surrogate.times[device_type].slowdown(name) for name in request.model.encoders]
+    known = [each for each in measured if each is not None]
+    return (max(known), True) if len(known) == len(measured) and known else (ASSUMED_INTERFERENCE, False)
+
+
+def _colocated(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, most: int) -> Found:
+    names = (*request.model.encoders, BACKBONE)
+    memory = min(request.memory_nbytes(name, device_type.name) for name in names)
+    lacking = ""
+    for tp in _encoder_degrees(request, device_type):
+        encoders = {name: Candidate(name, device_type.name, Degrees(tp=tp)) for name in request.model.encoders}
+        taken = sum(map(request.peak_nbytes, encoders.values()))
+        enumeration = enumerate_module(request, BACKBONE, device_type, memory - taken)
+        found = [
+            each
+            for columns in enumeration.every
+            for each in _best_colocated(request, surrogate_for, columns[columns.tp % tp == 0], tp, most)
+        ]
+        if found:
+            return Found(tuple(found))
+        least = enumeration.least_peak_nbytes
+        if least is not None and not lacking:
+            lacking = _too_little(device_type, taken + least, memory)
+    return Found((), lacking or f"no degrees of the backbone on {device_type.count} {device_type.name}")
+
+
+def _encoder_degrees(request: Request, device_type: DeviceType) -> Iterator[int]:
+    """Tensor parallel degrees of encoders, the best first: larger ones only save memory."""
+    for tp in range(1, device_type.devices_per_node + 1):
+        faults = [
+            name
+            for name, spec in request.model.encoders.items()
+            if tp > 1
+            and (name in request.whole or encoder_degree_faults(name, tp, spec) or spec.intermediate_size % tp)
+        ]
+        if device_type.devices_per_node % tp == 0 and not faults:
+            yield tp
+
+
+def _best_colocated(
+    request: Request, surrogate_for: SurrogateFactory, columns: CandidateColumns, encoder_tp: int, most: int
+) -> Iterator[ModeCandidate]:
+    if not len(columns):
+        return
+    at = request if columns.settings is None else request.with_settings(columns.settings)
+    surrogate, batch = surrogate_for(at), at.workload.global_batch_size
+    times, step = surrogate.times[columns.device_type], surrogate.step_times(columns)
+    encoding = sum(float(times.images_s(name, encoder_tp).mean()) for name in at.model.encoders) * batch * encoder_tp
+    slowdown, _ = slowdown_of(at, surrogate, columns.device_type)
+    seconds = np.maximum(step.total, slowdown * (surrogate.busy_s(columns, step) + encoding / columns.devices))
+    for index in _fastest(columns, seconds, most):
+        backbone = columns.candidate(index, batch / float(step.total[index]))
+        dp = backbone.devices // encoder_tp
+        encoders = {
+            name: Candidate(
+                name, columns.device_type, Degrees(dp, 1, encoder_tp), dp / times.sample_s(name, encoder_tp)
+            )
+            for name in at.model.encoders
+        }
+        rate = batch / float(seconds[index])
+        yield ModeCandidate(
+            "colocated", backbone, encoders, columns.settings, rate_formula=rate, devices=backbone.devices
+        )
+
+
+def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, most: int) -> Found:
+    enumeration = enumerate_module(request, BACKBONE, device_type)
+    found = []
+    for columns in filter(len, enumeration.every):
+        at = request if columns.settings is None else request.with_settings(columns.settings)
+        seconds = surrogate_for(at).step_times(columns).total
+        for index in _fastest(columns, seconds, most):
+            rate = at.workload.global_batch_size / float(seconds[index])
+            backbone = columns.candidate(index, rate)
+            found.append(
+                ModeCandidate(
+                    "llm_only", backbone, settings=columns.settings, rate_formula=rate, devices=backbone.devices
+                )
+            )
+    least = enumeration.least_peak_nbytes
+    memory = request.memory_nbytes(BACKBONE, device_type.name)
+    return Found(tuple(found), "" if found or least is None else _too_little(device_type, least, memory))
+
+
+def _monolithic(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, most: int) -> Found:
+    search = _MonolithicSearch(request, surrogate_for, device_type)
+    found = tuple(search.best(most))
+    memory = request.memory_nbytes(BACKBONE, device_type.name)
+    if found or search.least_peak is None:
+        return Found(found, f"no degrees of the ranks on {device_type.count} {device_type.name}")
+    return Found((), _too_little(device_type, search.least_peak, memory))
+
+
+class _MonolithicSearch:
+    """Best first: a group of configurations has a bound on its rate; its rates and then its memory follow lazily."""
+
+    def __init__(self, request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType) -> None:
+        self._request, self._surrogate_for, self._type = request, surrogate_for, device_type
+        self._memory_nbytes = request.memory_nbytes(BACKBONE, device_type.name)
+        self._queue: list[tuple[float, int, Any]] = []
+        self._order = count()
+        self.least_peak: int | None = None
+        added = monolithic.added_nbytes(request.decided())
+        # Ranks of a pipeline share the encoder, so they may have more room than one that has it whole.
+        for room in (self._memory_nbytes - added, self._memory_nbytes - added // 4):
+            enumeration = enumerate_module(request, BACKBONE, device_type, room)
+            for columns in filter(len, enumeration.every):
+                self._add(columns)
+            if enumeration.least_peak_nbytes is not None:
+                self.least_peak = enumeration.least_peak_nbytes + added
+
+    def best(self, most: int) -> Iterator[ModeCandidate]:
+        """Yield the fastest that fit."""
+        seen, num_found, num_checked = set(), 0, 0
+        while self._queue and num_found < most and num_checked < _MOST_CHECKED:
+            *_, entry = heapq.heappop(self._queue)
+            if not isinstance(entry, ModeCandidate):
+                self._expand(*entry)
+                continue
+            key = replace(entry.backbone, rate=0.0), entry.encoder_layers
+            if key in seen:
+                continue
+            seen.add(key)
+            num_checked += 1
+            assert entry.encoder_layers is not None
+            peak = monolithic.memory(self._request.of(entry.backbone), entry.backbone, entry.encoder_layers).peak
+            if peak <= self._memory_nbytes:
+                num_found += 1
+                yield replace(entry, peak_nbytes=peak)
+            elif self.least_peak is None or peak < self.least_peak:
+                self.least_peak = peak
+
+    def _at(self, columns: CandidateColumns) -> tuple[Request, Surrogate]:
+        at = self._request if columns.settings is None else self._request.with_settings(columns.settings)
+        return at, self._surrogate_for(at)
+
+    def _add(self, columns: CandidateColumns) -> None:
+        at, surrogate = self._at(columns)
+        tps = [tp for tp in np.unique(columns.tp).tolist() if monolithic.splits_encoder(at, tp)]
+        columns = columns[np.isin(columns.tp, tps)]
+        if not len(columns):
+            return
+        bounds = at.workload.global_batch_size / monolithic.least_step_s(at, surrogate, columns)
+        for group in monolithic.groups(columns):
+            self._push(float(bounds[group].max()), (columns, group))
+
+    def _expand(self, columns: CandidateColumns, group: Any) -> None:
+        columns = columns[group]
+        at, surrogate = self._at(columns)
+        batch = at.workload.global_batch_size
+        for place in monolithic.places(at, int(columns.pp[0])):
+            seconds = monolithic.step_s(at, surrogate, columns, place)
+            for index in _fastest(columns, seconds, NUM_BEST):
+                rate = batch / float(seconds[index])
+                backbone = columns.candidate(index, rate)
+                self._push(
+                    rate, ModeCandidate("monolithic", backbone, {}, columns.settings, place, rate, backbone.devices)
+                )
+
+    def _push(self, rate: float, entry: Any) -> None:
+        heapq.heappush(self._queue, (-rate, next(self._order), entry))
+
+
+def _fastest(columns: CandidateColumns, seconds: FloatArray, most: int) -> list[int]:
+    """Indices of the fastest; ties: the fewest devices, then the smallest pp."""
+    if len(seconds) > most:
+        near = np.flatnonzero(seconds <= np.partition(seconds, most - 1)[most - 1])
+    else:
+        near = np.arange(len(seconds))
+    order = np.lexsort((columns.pp[near], columns.devices[near], seconds[near]))[:most]
+    found: list[int] = near[order].tolist()
+    return found
+
+
+def _too_little(device_type: DeviceType, needed: int, memory: int) -> str:
+    return f"a {device_type.name} needs at least {needed / _GIB:.1f} GiB of {memory / _GIB:.1f}"
+
+
+_SEARCHES = {"colocated": _colocated, "monolithic": _monolithic, "llm_only": _llm_only}

@@ -1,0 +1,223 @@
+"""What backbone ranks hold at a training step, many ranks at once; ``costs.memory`` gives names to the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowtrain.costs.activations import (
+    backward_nbytes,
+    chunk_activation_nbytes,
+    kept_nbytes,
+    layer_activation_nbytes,
+    selective_activation_nbytes,
+)
+from flowtrain.costs.flops import IntArray
+from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
+from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
+
+BoolArray = NDArray[np.bool_]
+Ends = tuple[bool, bool]
+"""Whether a chunk is the first of the backbone, and whether it is the last."""
+
+OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankColumns:
+    """What ranks have of the backbone; arrays are ``[N]``, a column for each rank."""
+
+    num_chunks: int
+    """Chunks of each rank."""
+    num_layers: IntArray
+    has_first: BoolArray
+    """Whether embedding and connector are there."""
+    has_last: BoolArray
+    """Whether final norm, head and loss are there."""
+    kept_layers: Mapping[str, IntArray]
+    """Decoder layers times the microbatches that they keep at once, by memory strategy."""
+    kept_chunks: Mapping[Ends, IntArray]
+    """Chunks times the microbatches that they keep at once, by kind."""
+    examples: tuple[tuple[Chunk, ...], ...]
+    """Chunks of ranks that need different memory in addition while a layer runs backward."""
+    example: IntArray
+    """Which of ``examples`` a rank is like."""
+
+    @classmethod
+    def of(cls, chunks: tuple[Chunk, ...], setup: TrainingSetup) -> RankColumns:
+        """Return one rank with these chunks."""
+        layers: dict[str, int] = {}
+        ends: dict[Ends, int] = {}
+        for chunk in chunks:
+            kind = chunk.is_first, chunk.is_last
+            ends[kind] = ends.get(kind, 0) + chunk.in_flight
+            for word, count in chunk.layers_by_strategy(setup).items():
+                layers[word] = layers.get(word, 0) + chunk.in_flight * count
+        return cls(
+            len(chunks),
+            np.array([sum(chunk.num_layers for chunk in chunks)]),
+            np.array([any(chunk.is_first for chunk in chunks)]),
+            np.array([any(chunk.is_last for chunk in chunks)]),
+            {word: np.array([count]) for word, count in layers.items()},
+            {kind: np.array([count]) for kind, count in ends.items()},
+            (chunks,),
+            np.zeros(1, dtype=np.int64),
+        )
+
+
+def rank_nbytes(
+    spec: TransformerSpec,
+    connector: ConnectorSpec,
+    ranks: RankColumns,
+    setup: TrainingSetup,
+    microbatch: MicrobatchSize,
+    *,
+    dp: IntArray,
+    num_shards: IntArray,
+    accumulates: BoolArray,
+    reduces_each: BoolArray,
+) -> dict[str, IntArray]:
+    """Return the bytes of ranks by the names of ``costs.memory.StepMemory``, each ``[N]``.
+
+    setup: its own dp, shards, ``accumulates`` and ``gradient_reduction`` do not count, those of the arrays do.
+    """
+    dtype, tokens, tp = setup.dtype_nbytes, microbatch.num_tokens, setup.tp
+    per_layer = layer_parameters(spec, tp)
+    outer = _outer_parameters(spec, connector, ranks, tp)
+    whole = ranks.num_layers * per_layer + outer
+    shard = -(-whole // num_shards)
+    # In each chunk, FSDP gathers the next layer while one computes, and keeps the root's own parameters gathered. A
+    # single replica keeps all parameters.
+    shards_parameters = (dp > 1) & (setup.sharding != "gradients")
+    num_gathered = np.where(shards_parameters, np.minimum(ranks.num_layers, 2 * ranks.num_chunks), ranks.num_layers)
+    last_reduced = np.where(ranks.has_first | ranks.has_last, outer, per_layer)
+    head = dtype * -(-spec.vocab_size // tp) * spec.hidden_size  # its gradient waits for the root's reduction
+    sums_whole = accumulates & ~reduces_each
+    activations = sum(count * kept_nbytes(spec, setup, tokens, word) for word, count in ranks.kept_layers.items())
+    for (is_first, is_last), count in ranks.kept_chunks.items():
+        empty = Chunk(0, is_first, is_last)
+        activations = activations + count * chunk_activation_nbytes(spec, connector, empty, setup, microbatch)
+    host = np.zeros_like(whole)
+    if "offload" in ranks.kept_layers:
+        # The layer called last stays on the device; in the backward its place is that of the layer before.
+        layer = layer_activation_nbytes(spec, setup, tokens)
+        activations = activations + np.where(ranks.kept_layers["offload"] > 0, layer, 0)
+        host = ranks.kept_layers["offload"] * layer
+    working = np.where(
+        sums_whole,
+        _working_nbytes(spec, ranks, replace(setup, accumulates=True, gradient_reduction="step"), tokens),
+        _working_nbytes(spec, ranks, replace(setup, accumulates=True, gradient_reduction="microbatch"), tokens),
+    )
+    return {
+        "parameters": FLOAT32_NBYTES * shard,
+        "gradients": FLOAT32_NBYTES * shard,
+        "optimizer_state": FLOAT32_NBYTES * shard * OPTIMIZER_STATES[setup.optimizer],
+        "accumulated": FLOAT32_NBYTES * np.where(accumulates, np.where(reduces_each, shard, whole), 0),
+        "gathered": dtype * (num_gathered * per_layer + outer),
+        "activations": np.asarray(activations),
+        "working": working + np.where(ranks.has_last, head, 0),
+        "loss": np.where(ranks.has_last, loss_nbytes(spec, setup, microbatch), 0),
+        "reduced": reduction_nbytes(dtype, last_reduced, num_shards, sums_whole, accumulates & reduces_each),
+        "host": host,
+    }
+
+
+def reduction_nbytes(
+    dtype_nbytes: int, num_parameters: IntArray, num_shards: IntArray, sums_whole: BoolArray, adds: BoolArray
+) -> IntArray:
+    """Return one unit's gradient, the buffer that the ranks reduce, and the result where it is added to a shard.
+
+    sums_whole: whole float32 gradients wait for the reduction. adds: a shard has the sum of earlier microbatches.
+    """
+    gradient = np.where(sums_whole, FLOAT32_NBYTES, dtype_nbytes)
+    result = np.where(adds, FLOAT32_NBYTES * -(-num_parameters // num_shards), 0)
+    return (FLOAT32_NBYTES + gradient) * num_parameters + result
+
+
+def layer_parameters(spec: TransformerSpec, tp: int) -> int:
+    """Return the parameters of one decoder layer on one rank of a tensor parallel group."""
+    return (spec.layer_parameters - 2 * spec.hidden_size) // tp + 2 * spec.hidden_size
+
+
+def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, tp: int) -> IntArray:
+    """Parameters outside the layers: embedding, connector, final norm, head; tied ones once per rank."""
+    num_tables = ranks.has_first.astype(np.int64) + ranks.has_last
+    if spec.tied_embeddings:
+        num_tables = np.minimum(num_tables, 1)
+    tables = num_tables * (-(-spec.vocab_size // tp) * spec.hidden_size)
+    return tables + ranks.has_first * -(-connector.num_parameters // tp) + ranks.has_last * spec.hidden_size
+
+
+def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, setup: TrainingSetup, num_tokens: int) -> IntArray:
+    """The most that the backward of decoder layers holds in addition to all activations, ``[N]``."""
+    each = [_example_working_nbytes(spec, chunks, setup, num_tokens) for chunks in ranks.examples]
+    return np.array(each, dtype=np.int64)[ranks.example]
+
+
+@lru_cache(maxsize=4096)
+def _example_working_nbytes(
+    spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int
+) -> int:
+    per_layer, layer = layer_parameters(spec, setup.tp), layer_activation_nbytes(spec, setup, num_tokens)
+    words = words_in_backward(chunks, setup)
+    freed = {"none": layer, "full": 0, "offload": 0}
+    if "selective" in words:
+        freed["selective"] = selective_activation_nbytes(spec, setup, num_tokens)
+    # While an offloaded layer runs, the one before it is fetched.
+    first = words.index("offload") if "offload" in words else -1
+    layers = [(0 if word == "none" or at == first else layer, freed[word]) for at, word in enumerate(words)]
+    return backward_peak_nbytes(setup, layers[::-1], backward_nbytes(spec, setup, num_tokens), per_layer)
+
+
+def words_in_backward(chunks: Sequence[Chunk], setup: TrainingSetup) -> list[str]:
+    """Return the strategies of a rank's layers, in order, from the first that can decide a backward's peak."""
+    words = [word for chunk in chunks for word in chunk.words(setup)]
+    if isinstance(setup.activation_checkpointing, str):
+        return words[-1 - setup.checkpoint_every :]  # one more period has no other peak
+    return words
+
+
+def backward_peak_nbytes(
+    setup: TrainingSetup, layers: Sequence[tuple[int, int]], gradients: int, per_layer: int
+) -> int:
+    """Return the most that a backward holds in addition to all activations, with gradients of weights on their way.
+
+    FSDP reduces a layer's gradients once its activations are gone, and the buffer of that waits for the next
+    reduction, so it is there during the next layer's backward. layers: in the order of the backward, what each one
+    restores, and the activations that it frees. gradients: of activations.
+    """
+    # A float32 run adds each gradient to the accumulated one at once.
+    adds_at_once = sums_whole(setup) and setup.dtype_nbytes == FLOAT32_NBYTES
+    of_weights = 0 if adds_at_once else setup.dtype_nbytes * per_layer
+    peak = gone = buffer = 0
+    for restored, freed in layers:
+        computing = restored + gradients + of_weights
+        # With the last microbatch the buffer takes the place of the layer's accumulated gradient.
+        held = max(computing, buffer) if sums_whole(setup) else computing + buffer
+        peak, gone, buffer = max(peak, held - gone), gone + freed, FLOAT32_NBYTES * per_layer
+    return max(peak, buffer - gone)
+
+
+def sums_whole(setup: TrainingSetup) -> bool:
+    """Whether whole float32 gradients wait for a step's last microbatch."""
+    return setup.accumulates and setup.gradient_reduction == "step"
+
+
+def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: MicrobatchSize) -> int:
+    """Return the most that the fused loss holds at once, either with a chunk's probabilities or the head's gradient.
+
+    Logits are in the compute type and are overwritten by their gradient. Probabilities are float32 (a CPU computes few
+    of them at once and needs less). With several chunks, the head's gradient is summed in float32.
+    """
+    dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
+    num_rows = max(1, microbatch.num_target_tokens)
+    num_logits, head = min(num_rows, setup.loss_chunk_tokens) * vocabulary, vocabulary * spec.hidden_size
+    rows = 2 * dtype * num_rows * spec.hidden_size  # rows with a target, and their gradient
+    summed = FLOAT32_NBYTES * head if num_rows > setup.loss_chunk_tokens else 0
+    computing = (FLOAT32_NBYTES + dtype) * num_logits + summed
+    adding = dtype * (num_logits + head) + summed
+    return rows + max(computing, adding)

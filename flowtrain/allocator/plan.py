@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Requirements:
 def fixed_plan(config: RunConfig) -> Plan:
     """Return the plan that the configuration's explicit degrees give.
 
-    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` is ``cpu``. For a
+    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` says otherwise. For a
     cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in it.
     """
     is_colocated = config.mode == "colocated"
@@ -77,7 +77,19 @@ def fixed_plan(config: RunConfig) -> Plan:
         mode="decoupled" if config.mode == "auto" else config.mode,
         emulated=config.emulation.device if config.emulation is not None else None,
     )
+    if config.emulation is not None:
+        return _bare(plan)
     return plan.without_devices() if config.model.device == "cpu" else plan
+
+
+def _bare(plan: Plan) -> Plan:
+    """The plan as it takes no CPUs and devices: emulated devices are not there, and their actors wait."""
+
+    def bare(module: ModulePlan) -> ModulePlan:
+        return replace(module, num_cpus=0.0, num_devices=0.0, accelerator_type=None)
+
+    encoders = {name: bare(module) for name, module in plan.encoders.items()}
+    return replace(plan, encoders=encoders, backbone=bare(plan.backbone))
 
 
 def feeders_for(rate: float, num_devices: int) -> int:

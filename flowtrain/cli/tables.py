@@ -160,7 +160,7 @@ def _parameters(run_spec: RunSpec) -> str:
 
 def _devices(config: RunConfig, num_devices: float) -> str:
     if (emulation := config.emulation) is not None:
-        return f"{num_devices:g} emulated: {emulation.device}, {emulation.devices_per_node} a node (docs/emulated.md)"
+        return f"emulated: {emulation.device}, {emulation.devices_per_node} a node (docs/emulated.md)"
     if not num_devices:
         return "none"
     shares = ""

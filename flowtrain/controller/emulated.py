@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import weakref
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from flowtrain.emulation.hosts import CLASSES, EmulatedHandle, Hosts
 from flowtrain.emulation.meetings import create_memory
 from flowtrain.emulation.rank import EmulatedRank
 from flowtrain.types.plan import Degrees
-from flowtrain.types.run_plan import ModulePlan, Plan
 
 
 class EmulatedLauncher(Launcher):
@@ -76,17 +74,6 @@ def actor_classes(config: RunConfig) -> ActorClasses:
         encoder_rank=EmulatedEncoderRank,
         backbone=EmulatedRank,
         launcher=EmulatedLauncher(config),
-    )
-
-
-def without_reservations(plan: Plan) -> Plan:
-    """Return the plan as it reserves nothing of this machine: emulated devices and their CPUs do not exist."""
-
-    def bare(module: ModulePlan) -> ModulePlan:
-        return replace(module, num_cpus=0.0, num_devices=0.0, accelerator_type=None)
-
-    return replace(
-        plan, encoders={name: bare(each) for name, each in plan.encoders.items()}, backbone=bare(plan.backbone)
     )
 
 

@@ -20,7 +20,7 @@ from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
-from flowtrain.controller.emulated import actor_classes, without_reservations
+from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.mps import nodes_without_mps, without_mps_text
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
@@ -259,9 +259,7 @@ def _note_devices(run_spec: RunSpec, specs: Sequence[ActorSpec], display: Progre
 
 
 def _with_devices(run_spec: RunSpec) -> RunSpec:
-    """Plan without accelerators if the cluster has none, or if they are emulated."""
-    if run_spec.config.emulation is not None:
-        return replace(run_spec, plan=without_reservations(run_spec.plan))
+    """Plan without accelerators if the cluster has none."""
     if ray.cluster_resources().get("GPU", 0) < 1:
         return replace(run_spec, plan=run_spec.plan.without_devices())
     return run_spec

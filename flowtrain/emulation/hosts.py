@@ -85,7 +85,6 @@ class Hosts:
     def __init__(self, config: RunConfig, memory: Path | None) -> None:
         self._config, self._memory = config, memory
         self._running: dict[str, ActorHandle] = {}
-        self._places: dict[ActorHandle, str] = {}
 
     def spawn(self, place: str, num_actors: int, name: str, actor_class: type, *args: Any) -> ActorHandle:
         """Start an actor in the process of this name. num_actors: that the process will have."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from flowtrain.costs.flops import FloatArray
-from flowtrain.errors import StallError, WorkerLostError
+from flowtrain.errors import StallError
 from flowtrain.types.plan import Degrees
 
 _TURNS = 4
@@ -28,7 +28,7 @@ _SHORTEST_S, _LONGEST_S, _SHARE = 0.0002, 0.004, 0.1
 
 
 class Meeting(IntEnum):
-    """The sorts of meetings; a rank takes part in one of each sort."""
+    """The sorts of meetings; a rank meets the same ranks in all of one sort."""
 
     SHARDS = 0
     REPLICAS = 1
@@ -54,7 +54,6 @@ class Meetings:
         self._rings = flat[split:].reshape(degrees.world_size, degrees.pp, _RING)
         self._met = np.zeros((len(Meeting), degrees.world_size), dtype=np.int64)
         self._sent = np.zeros((degrees.world_size, degrees.pp), dtype=np.int64)
-        self._received = np.zeros((degrees.world_size, degrees.pp), dtype=np.int64)
 
     def meet(self, meeting: Meeting, rank: int, members: Sequence[int], at: float) -> float:
         """Meet the members, this rank among them, where it arrives at the moment ``at``; returns that of the last."""
@@ -79,12 +78,13 @@ class Meetings:
         self._until(lambda: not _is_there(ring, number % _RING), f"rank {rank} could send to stage {to_stage}")
         ring[number % _RING] = arrives
 
-    def receive(self, rank: int, from_stage: int) -> float:
-        """Wait for the next transfer from a stage of this rank's pipeline; returns the moment at which it arrives."""
+    def receive(self, rank: int, from_stage: int, number: int) -> float:
+        """Wait for a transfer from a stage of this rank's pipeline; returns the moment at which it arrives.
+
+        number: how many came from there before it, in the order of their launches.
+        """
         dp_rank, stage, tp_rank = self._degrees.coordinates(rank)
         ring = self._rings[self._degrees.rank(dp_rank, from_stage, tp_rank), stage]
-        number = int(self._received[rank, from_stage])
-        self._received[rank, from_stage] += 1
         self._until(partial(_is_there, ring, number % _RING), f"stage {from_stage} sent to rank {rank}")
         arrives = float(ring[number % _RING])
         ring[number % _RING] = np.nan
@@ -99,7 +99,7 @@ class Meetings:
         while not is_ready():
             waited = time.monotonic() - started
             if _is_there(self._failed, 0):
-                raise WorkerLostError("another emulated rank failed")
+                raise RuntimeError("another emulated rank failed")  # as a process group would, so its error comes first
             if waited > self._limit_s:
                 raise StallError(f"emulated ranks: {waited:.0f} s passed before {what}")
             time.sleep(min(max(_SHORTEST_S, _SHARE * waited), _LONGEST_S))

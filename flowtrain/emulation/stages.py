@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from flowtrain.costs.action_times import ActionTimes, MicrobatchWork, StageWork
@@ -57,6 +58,8 @@ class EmulatedStages:
         self._gathered: set[_Key] = set()
         self._num_parts: dict[int, int] = {}
         self._link_free: dict[int, float] = {}
+        self._expected: dict[Action, int] = {}
+        self._num_expected: Counter[int] = Counter()
 
     @property
     def own_work(self) -> list[StageWork]:
@@ -90,16 +93,19 @@ class EmulatedStages:
         if reduces and self._degrees.dp > 1:
             exposed += self._times.reduce_s(work, seconds, is_last=is_last)
         end = self._run("backward", action, microbatch, seconds, exposed, meets=gathers)
-        if reduces and self._degrees.dp > 1:
-            ranks = self._replica_ranks if is_last else self._shard_ranks
-            self.clock.skip_to(self._meetings.meet(Meeting.REPLICAS, self._rank, ranks, end))
+        if is_last:
+            self.clock.skip_to(self._meetings.meet(Meeting.REPLICAS, self._rank, self._replica_ranks, end))
+        elif reduces:
+            self.clock.skip_to(self._meetings.meet(Meeting.SHARDS, self._rank, self._shard_ranks, end))
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
         """See ``StageRuntime``; transfers between two ranks follow each other."""
         for action, batch in launches:
-            if action.kind is not ActionKind.ISEND:
-                continue
             assert action.peer is not None
+            if action.kind is not ActionKind.ISEND:
+                self._expected[action] = self._num_expected[action.peer]
+                self._num_expected[action.peer] += 1
+                continue
             starts = max(self.clock.now(), self._link_free.get(action.peer, 0.0))
             arrives = starts + self.clock.scaled(self._transfer_s(action, batch))
             self._link_free[action.peer] = arrives
@@ -110,7 +116,8 @@ class EmulatedStages:
         if action.kind is ActionKind.WAIT_IRECV:
             assert action.peer is not None
             here = self.clock.now()
-            self.clock.wait_until(max(here, self._meetings.receive(self._rank, action.peer)))
+            number = self._expected.pop(action.launch)
+            self.clock.wait_until(max(here, self._meetings.receive(self._rank, action.peer, number)))
 
     def _run(
         self, name: str, action: Action, batch: PackedBatch, seconds: float, exposed: float, *, meets: bool

@@ -38,8 +38,9 @@ class Requirements:
 def fixed_plan(config: RunConfig) -> Plan:
     """Return the plan that the configuration's explicit degrees give.
 
-    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` says otherwise. For a
-    cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in it.
+    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` says otherwise.
+    For a cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in
+    it.
     """
     is_colocated = config.mode == "colocated"
     shares, backbone_share = colocated_shares(config)

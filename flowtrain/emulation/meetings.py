@@ -64,11 +64,16 @@ class Meetings:
         mine = self._turns[meeting, rank]
         mine[(turn + 2) % _TURNS] = np.nan
         mine[turn % _TURNS] = at
-        theirs, found = self._turns[meeting, :, turn % _TURNS], at
-        for member in members:
-            self._until(partial(_is_there, theirs, member), f"rank {rank} met {member}")
-            found = max(found, float(theirs[member]))
-        return found
+        theirs, index = self._turns[meeting, :, turn % _TURNS], list(members)
+        last = at
+
+        def have_come() -> bool:
+            nonlocal last
+            last = float(theirs[index].max())  # nan if one is
+            return not math.isnan(last)
+
+        self._until(have_come, f"ranks {index} met rank {rank}")
+        return last
 
     def send(self, rank: int, to_stage: int, arrives: float) -> None:
         """Announce that what this rank sends along its pipeline arrives at a moment."""

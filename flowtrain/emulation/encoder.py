@@ -45,13 +45,13 @@ class EmulatedEncoder(Encoder):
 
     def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
         """Wait as long as the forward would take; the features are zeros."""
+        at = self._clock.now()
         layouts = {
             position: [self._process.family.image_layout(self._encoder, *each.shape[:0:-1]) for each in arrays]
             for position, arrays in work.pixels.items()
             if arrays
         }
         patches = [layout.num_patches for each in layouts.values() for layout in each]
-        at = self._clock.now()
         end = self._clock.compute(self._process.times(self._encoder).images_s(self._encoder, patches, self._tp), at)
         epoch = time.time() - time.monotonic()
         self._spans.add("encode", at + epoch, end + epoch, images=len(patches), unit=work.lease.batch.unit)

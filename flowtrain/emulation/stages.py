@@ -77,22 +77,22 @@ class EmulatedStages:
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
         """See ``StageRuntime``; a gather of parameters that takes longer than the forward is waited for."""
-        key = action.module, action.stage
+        at, key = self.clock.now(), (action.module, action.stage)
         seconds = self._times.forward_s(self._works[key], self._microbatch_work(action, microbatch))
         gathers = self._times.gathers and (self._gathers_each or key not in self._gathered)
         self._gathered.add(key)
         exposed = self._times.gather_s(self._works[key], seconds) if gathers else 0.0
-        self._run("forward", action, microbatch, seconds, exposed, meets=gathers)
+        self._run("forward", action, microbatch, at, seconds, exposed, meets=gathers)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
         """See ``StageRuntime``; gathers and sums that take longer than the backward are waited for."""
-        work = self._works[action.module, action.stage]
+        at, work = self.clock.now(), self._works[action.module, action.stage]
         seconds = self._times.backward_s(work, self._microbatch_work(action, microbatch))
         gathers, reduces = self._times.gathers and self._gathers_each, is_last or self._reduces_each
         exposed = self._times.gather_s(work, seconds, of_backward=True) if gathers else 0.0
         if reduces and self._degrees.dp > 1:
             exposed += self._times.reduce_s(work, seconds, is_last=is_last)
-        end = self._run("backward", action, microbatch, seconds, exposed, meets=gathers)
+        end = self._run("backward", action, microbatch, at, seconds, exposed, meets=gathers)
         if is_last:
             self.clock.skip_to(self._meetings.meet(Meeting.REPLICAS, self._rank, self._replica_ranks, end))
         elif reduces:
@@ -120,10 +120,9 @@ class EmulatedStages:
             self.clock.wait_until(max(here, self._meetings.receive(self._rank, action.peer, number)))
 
     def _run(
-        self, name: str, action: Action, batch: PackedBatch, seconds: float, exposed: float, *, meets: bool
+        self, name: str, action: Action, batch: PackedBatch, at: float, seconds: float, exposed: float, *, meets: bool
     ) -> float:
-        """Compute, then wait for what the computation did not hide; returns the end."""
-        at = self.clock.now()
+        """Compute from the moment ``at`` on, then wait for what the computation did not hide; returns the end."""
         if meets:
             at = self._meetings.meet(Meeting.SHARDS, self._rank, self._shard_ranks, at)
             self.clock.skip_to(at)

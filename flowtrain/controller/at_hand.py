@@ -16,7 +16,7 @@ from flowtrain.controller.cluster import ACCELERATOR_TYPE
 from flowtrain.controller.planning.devices import SizedType
 from flowtrain.controller.planning.mode_plan import cpus_of_a_device
 from flowtrain.costs.profiled_times import CPU
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.device import device_name
 
 UNKNOWN_TYPE = "an accelerator of unknown type"
@@ -67,6 +67,19 @@ def by_type(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[Size
         on_nodes[CPU] = [count for node in nodes if (count := int(node.get("CPU", 0) // each))]
     # Tensor parallel groups stay inside a node, so the smallest one limits them.
     return tuple(SizedType(name, sum(counts), min(counts)) for name, counts in on_nodes.items() if counts)
+
+
+def emulated(config: RunConfig, count: int | None) -> DevicesAtHand:
+    """Return ``count`` emulated devices, of which there are as many as one likes; ConfigError for None."""
+    assert config.emulation is not None
+    if count is None:
+        text = (
+            "model.device ('emulated') has as many devices as are asked for, so mode 'auto' needs their number: give "
+            "--devices, or set the mode"
+        )
+        raise ConfigError.of("model.device", FaultCode.CONFLICT, text)
+    per_node = min(count, config.emulation.devices_per_node)
+    return DevicesAtHand((SizedType(config.emulation.device, count, per_node),), "an emulated cluster")
 
 
 def of_machine(config: RunConfig) -> DevicesAtHand:

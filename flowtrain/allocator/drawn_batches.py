@@ -48,7 +48,8 @@ class PackedBatches:
 
     def sums(self, values: FloatArray | IntArray) -> FloatArray:
         """Return the sum of a column ``[S]`` over each microbatch, ``[num_slots, dp]``."""
-        sums = np.bincount(self.places, values[self.samples], self.num_slots * self.dp)
+        weights = values[self.samples].astype(np.float64)
+        sums: FloatArray = np.bincount(self.places, weights, self.num_slots * self.dp).astype(np.float64)
         return sums.reshape(self.num_slots, self.dp)
 
 
@@ -91,7 +92,9 @@ class DrawnBatches:
         num_parts = max(1, min(dp // part_dp, _PACKED // part_size))
         ranks = num_parts * part_dp
         rules = PackingRules(workload.microbatch_tokens, cost, part_dp)
-        samples, places, num_slots = [], [], []
+        samples: list[IntArray] = []
+        places: list[IntArray] = []
+        num_slots: list[int] = []
         for batch in self.batches:
             parts = [batch] if part_dp == dp else _parts(batch, workload.lengths, part_size, num_parts)
             slots, ordered, where = self._lay_out(workload, parts, rules)

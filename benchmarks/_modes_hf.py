@@ -9,57 +9,29 @@ A worker process decodes and tokenises ahead, as in FlowTrain's own runs; the mo
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from _hf_samples import Batch, Samples
+from torch.utils.data import DataLoader
+from transformers import LlavaForConditionalGeneration
 
-from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder
-from flowtrain.data.sources.base import Turn
+from flowtrain.data.conversation import IGNORE_LABEL
 
 PREFETCHED = 4
 """Microbatches that the worker reads ahead."""
-Batch = dict[str, torch.Tensor]
 
 
-class Samples(Dataset[Batch]):
-    """Pixels, token ids and labels of each row; ids and labels as in FlowTrain, so that losses can be compared."""
-
-    def __init__(self, path: Path, model: Path) -> None:
-        self._rows = pq.read_table(path).to_pylist()
-        self._processor = AutoProcessor.from_pretrained(model)
-        self._encoder = ConversationEncoder(self._processor.tokenizer)
-        self._image_token = self._processor.tokenizer.convert_tokens_to_ids(self._processor.image_token)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+class OnePictureSamples(Samples):
+    """Samples of one picture each, so that their pixels stack."""
 
     def __getitem__(self, index: int) -> Batch:
-        row = self._rows[index]
-        picture = Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB")
-        pixels = self._processor.image_processor(picture, return_tensors="pt")["pixel_values"][0]
-        text = self._encoder.encode(
-            (Turn("user", row["texts"][0]["user"]), Turn("assistant", row["texts"][0]["assistant"]))
-        )
-        ids, labels = torch.from_numpy(text.ids).long(), torch.from_numpy(text.labels).long()
-        repeats = torch.where(ids == self._image_token, self._num_image_tokens(pixels), 1)
-        return {
-            "pixel_values": pixels,
-            "input_ids": ids.repeat_interleave(repeats),
-            "labels": labels.repeat_interleave(repeats),
-        }
-
-    def _num_image_tokens(self, pixels: torch.Tensor) -> int:
-        patch = self._processor.patch_size
-        return (pixels.shape[1] // patch) * (pixels.shape[2] // patch)
+        sample = super().__getitem__(index)
+        return {**sample, "pixel_values": sample["pixel_values"][0]}
 
 
 def steps(loader: DataLoader[Batch], microbatches: int) -> Iterator[list[Batch]]:
@@ -110,7 +82,10 @@ def main() -> None:
     torch.set_num_threads(1)
     loop = Loop(args.model, args.learning_rate)
     loader = DataLoader(
-        Samples(args.samples, args.model), batch_size=args.microbatch, num_workers=1, prefetch_factor=PREFETCHED
+        OnePictureSamples(args.samples, args.model),
+        batch_size=args.microbatch,
+        num_workers=1,
+        prefetch_factor=PREFETCHED,
     )
     ended_s, losses, num_tokens = [], [], []
     for batches in steps(loader, args.batch // args.microbatch):

@@ -16,6 +16,7 @@ from flowtrain.config.load import load_config
 from flowtrain.controller.run import run_training
 from flowtrain.controller.worker_group import ActorClasses
 from flowtrain.observability.metrics import read_metrics
+from flowtrain.types.run_plan import Plan
 
 ENDING_STEPS = 4
 """Last steps of a run, not measured: the encoders have finished by then and leave their core to the backbone."""
@@ -135,17 +136,20 @@ class Workload:
         path.write_text(yaml.safe_dump(document))
         return path
 
-    def run(self, name: str, overrides: Sequence[str], steps: int | None = None) -> Measured:
-        """Train, and measure the steps between warm-up and ending; steps: None for as many as the setting has."""
+    def run(self, name: str, overrides: Sequence[str], steps: int | None = None, plan: Plan | None = None) -> Measured:
+        """Train, and measure the steps between warm-up and ending.
+
+        steps: None for as many as the setting has. plan: sets degrees and what else a planner chose.
+        """
         num_steps = steps or self.setting.steps
         length = f"training.max_steps={num_steps}"
-        config = load_config(self.config_file(), [f"name={name}", *COMMON, length, *overrides])
+        config = load_config(self.config_file(), [f"name={name}", *COMMON, length, *overrides], plan=plan)
         metrics = self.scratch / name / "metrics.jsonl"
         first, last = self.setting.warm_up, num_steps - ENDING_STEPS
         classes = ActorClasses(encoder=CountingEncoder, feeder=CountingFeeder, backbone=CountingBackboneRank)
         gc.collect()
         with RunWatcher(metrics, self.counters, first, last) as watcher:
-            run_training(config, classes=classes)
+            run_training(config, classes=classes, plan=plan)
         seen, lines = watcher.result(), list(read_metrics(metrics))
         window = lines[first:last]
         return Measured(

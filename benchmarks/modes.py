@@ -24,32 +24,16 @@ from statistics import median
 
 import _modes_actors
 import ray
-from _modes_data import (
-    QUICKSTART,
-    REAL,
-    Mix,
-    cut_layers,
-    full_mix,
-    mix_of,
-    model_settings,
-    write_checkpoint,
-    write_samples,
-)
+from _modes_data import QUICKSTART, REAL, Mix
 from _modes_figures import Rounds, figures_of, ratios_of, span
 from _modes_runs import LEARNING_RATE, SEARCHED, VARIANTS, Measured, Variant, Workload
+from _modes_workloads import FULL, MIXES, PLANNED_DEVICES, allocated, prepare
 from _report import Figure, at_least, emit
 
-import flowtrain
-from flowtrain.config.load import load_config
 from flowtrain.errors import FlowTrainError
 
 BENCHMARKS = Path(__file__).resolve().parent
-MIXES = ("ai2d", "synthdog")
-FULL, HF = "full", "hf_loop"
-PLANNED_DEVICES = 4
-"""Devices that a plan divides: a process with half a core each."""
-PLANNED_TYPE = "h100"
-"""Its data sheet stands for half a core: only ratios of FLOPs and bandwidths matter for degrees."""
+HF = "hf_loop"
 LOSS_TOLERANCE = 1e-4
 QUICK_STEPS = 18
 
@@ -98,17 +82,6 @@ class Bench:
             if rates:
                 best[name] = max(rates, key=lambda setting: rates[setting])
         return best
-
-    def planned(self, mix: str) -> list[Variant]:
-        """Decoupled runs with the degrees of each allocation method; equal degrees are run once."""
-        found: dict[tuple[str, ...], Variant] = {}
-        for method in ("milp", "even", "flops"):
-            config = load_config(self.workloads[mix].config_file(), [f"allocator.method={method}"])
-            report = flowtrain.plan(config, devices=PLANNED_DEVICES, device=PLANNED_TYPE)
-            degrees = tuple(change for change in report.overrides if "data_parallel_size" in change)
-            name = f"allocated_{method}" if degrees not in found else f"{found[degrees].name}_{method}"
-            found[degrees] = Variant(name, degrees)
-        return list(found.values())
 
     def rounds(self, mix: str, variants: list[Variant], number: int) -> Rounds:
         """Run all variants in turn; a failed run leaves its variant out of the pairs."""
@@ -176,31 +149,16 @@ def check_losses(label: str, found: Rounds) -> None:
 
 def benches(args: argparse.Namespace, scratch: Path) -> list[tuple[Bench, dict[str, Mix]]]:
     """Write checkpoints and samples of all workloads."""
-    counters = scratch / "counters"
-    counters.mkdir()
-    os.environ[_modes_actors.COUNTERS_ENV] = str(counters)
-    if args.models_dir is not None:
-        cut_layers(args.models_dir, args.layers)
     steps = QUICK_STEPS if args.quick else None
-    found = []
-    for label, setting in model_settings(args.models_dir, args.layers).items():
-        if args.models and label not in args.models:
-            continue
-        model = scratch / label
-        family = write_checkpoint(setting, model)
-        mixes = {FULL: full_mix(setting.full_batch * setting.steps, setting)}
-        for name in args.mixes:
-            trace = None if args.traces is None else args.traces / f"{name}.csv"
-            mixes[name] = mix_of(name, trace, setting.batch * setting.steps, setting.scale)
-        workloads = {}
-        for name, mix in mixes.items():
-            directory = scratch / f"{label}-{name}"
-            directory.mkdir()
-            write_samples(mix, family.tokenizer, directory / "train.parquet")
-            batch = setting.full_batch if name == FULL else setting.batch
-            workloads[name] = Workload(setting, model, directory / "train.parquet", directory, counters, batch)
-        found.append((Bench(label, workloads, steps), mixes))
-    return found
+    prepared = prepare(
+        scratch,
+        traces=args.traces,
+        models_dir=args.models_dir,
+        num_layers=args.layers,
+        models=args.models,
+        mixes=args.mixes,
+    )
+    return [(Bench(each.label, each.workloads, steps), each.mixes) for each in prepared]
 
 
 def measure(bench: Bench, mixes: dict[str, Mix], args: argparse.Namespace) -> list[Figure]:
@@ -211,7 +169,7 @@ def measure(bench: Bench, mixes: dict[str, Mix], args: argparse.Namespace) -> li
     variants = [replace(each, overrides=(*each.overrides, *best.get(each.name, ()))) for each in chosen]
     figures = []
     for name in args.mixes:
-        planned = bench.planned(name) if not args.quick and not args.modes else []
+        planned = allocated(bench.workloads[name]) if not args.quick and not args.modes else []
         found = bench.rounds(name, variants + planned, args.rounds)
         label = f"{bench.label}.{name}"
         figures += figures_of(label, found, best, mixes[name].origin) + ratios_of(label, found, variants + planned)

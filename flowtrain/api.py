@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from flowtrain.allocator.plan import read_plan
-from flowtrain.config.load import load_config, override_config
+from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.run import RunConfig
-from flowtrain.config.startable import check_startable
+from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
-from flowtrain.types.run_plan import Plan
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from flowtrain.controller.profiling import ProfileReport
     from flowtrain.controller.summary import RunSummary
 
-ConfigLike = RunConfig | str | PathLike[str]
-PlanLike = Plan | str | PathLike[str]
-
 
 def train(
     config: ConfigLike,
@@ -38,39 +34,61 @@ def train(
     resume: bool = False,
     *,
     plan: PlanLike | None = None,
+    devices: int | None = None,
+    planned: Callable[[PlanReport], None] = lambda report: None,
     loading: Callable[[RunConfig], AbstractContextManager[object]] = lambda config: nullcontext(),
 ) -> RunSummary:
     """Train, and return how the run ended.
 
-    config: a configuration, or the path of a YAML file.
+    config: a configuration, or the path of a YAML file. With ``mode: auto`` and no plan, one is made for the devices of
+        the cluster, and the run starts it; a run that is resumed goes on with its own ``plan.yaml``.
     overrides: ``section.key=value``, applied in order.
     resume: go on from the last complete checkpoint.
-    plan: the ``plan`` of a report of ``flowtrain.plan``, or a ``plan.yaml``. Sets degrees and resources; overrides win.
+    plan: the ``plan`` of a report of ``flowtrain.plan``, or a ``plan.yaml``. It sets mode, degrees and resources;
+        overrides win.
+    devices: with ``mode: auto``, at most so many of the cluster's devices.
+    planned: called with the report of the plan that ``mode: auto`` starts.
     loading: context that is entered while libraries are imported.
 
     Raises ConfigError before anything starts, other FlowTrainErrors later.
     """
-    resolved = resolve(config, overrides, plan=plan)
-    check_run_dir(resolved, resume)
+    start = start_of(config, overrides, resume, plan, devices)
+    check_run_dir(start.config, resume)
     # Ray and torch are imported only once the configuration is known to be good.
-    with loading(resolved):
+    with loading(start.config):
+        from flowtrain.controller.auto_mode import planned_on_cluster
         from flowtrain.controller.run import run_training
 
-    return run_training(resolved, resume)
+    if not start.is_open:
+        return run_training(start.config, resume, plan=start.plan)
+    with planned_on_cluster(start.config, devices) as report:
+        decided = start.decided(report.plan)
+        planned(report)
+        return run_training(decided, resume, plan=report.plan)
 
 
 def dry_run(
-    config: ConfigLike, overrides: Sequence[str] = (), resume: bool = False, *, plan: PlanLike | None = None
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    *,
+    plan: PlanLike | None = None,
+    devices: int | None = None,
 ) -> DryRunReport:
     """Return what ``train`` with the same arguments would do: actors, steps, data sizes, memory, resume point.
 
-    Starts nothing, changes nothing and needs no cluster. Raises the ConfigError or DataError that ``train`` would.
+    Starts nothing, changes nothing and needs no cluster: with ``mode: auto`` the plan is for this machine's devices, or
+    for ``devices`` of them. Raises the ConfigError or DataError that ``train`` would.
     """
-    resolved = resolve(config, overrides, plan=plan)
-    check_run_dir(resolved, resume)
+    start = start_of(config, overrides, resume, plan, devices)
+    check_run_dir(start.config, resume)
+    from flowtrain.controller.auto_mode import planned_here
     from flowtrain.controller.dry_run import foresee_run
 
-    return foresee_run(resolved, resume)
+    if not start.is_open:
+        return foresee_run(start.config, resume, start.plan)
+    report = planned_here(start.config, devices)
+    return replace(foresee_run(start.decided(report.plan), resume, report.plan), planning=report)
 
 
 def plan(
@@ -83,21 +101,22 @@ def plan(
     solver: SolverName = "auto",
     profile: str | PathLike[str] | None = None,
 ) -> PlanReport:
-    """Choose the parallel degrees of encoders and backbone (FlowTrain 3.3), from measured or data-sheet rates.
+    """Choose mode, parallel degrees and settings (FlowTrain 3.3), from measured or data-sheet rates.
 
-    config: a run, whose first steps are sized as by ``pack``, or a model file of ``configs/models``.
+    config: a run, whose first steps are sized as by ``pack``, or a model file of ``configs/models``. With ``mode:
+        auto`` all modes are compared, otherwise the configured one is planned.
     device: type of device; by default an H200, or the type that the profile was measured on. Several types need their
         counts: ``h200=64``, or ``h200=8x8`` for 8 nodes of 8.
     devices: number of devices; by default as many as the run's own degrees take.
     nodes: number of nodes; by default as many as it takes with 8 devices each.
-    profile: a file that ``flowtrain profile`` wrote.
+    profile: a file that ``flowtrain profile`` wrote; by default that of ``allocator.profile``.
 
     Starts nothing. Pass the report's ``plan`` to ``train``. Raises ConfigError, DataError.
     """
     from flowtrain.controller.planning.devices import AskedDevices
     from flowtrain.controller.planning.planned import is_model_file, planned_model
     from flowtrain.controller.planning.report import make_report
-    from flowtrain.costs.profile import read_profile
+    from flowtrain.costs.profile import configured_profile, read_profile
 
     for name, count in (("devices", devices), ("nodes", nodes)):
         if count is not None and count < 1:
@@ -106,7 +125,8 @@ def plan(
     if not isinstance(config, RunConfig) and is_model_file(config):
         planned = planned_model(config, overrides)
     else:
-        resolved = resolve(config, overrides)
+        resolved = with_kept_choices(resolve(config, overrides), overrides)
+        measured = configured_profile(resolved) if measured is None else measured
         from flowtrain.controller.planning.planned_run import planned_run
 
         planned = planned_run(resolved)
@@ -235,14 +255,19 @@ def data_show(
 def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike | None = None) -> DoctorReport:
     """Return what the cluster has for a run, its measured transports, and whether the run can start; trains nothing.
 
-    plan: sets degrees and resources, as in ``train``.
+    plan: sets mode, degrees and resources, as in ``train``. With ``mode: auto`` and no plan, one is made as there.
 
     Raises ConfigError or DataError if the run could not work anywhere, ResourceError if no cluster answers.
     """
-    resolved = resolve(config, overrides, plan=plan)
+    start = start_of(config, overrides, resume=False, plan=plan)
     from flowtrain.controller.doctor.examine import examine
 
-    return examine(resolved)
+    if not start.is_open:
+        return examine(start.config)
+    from flowtrain.controller.auto_mode import planned_on_cluster
+
+    with planned_on_cluster(start.config) as report:
+        return examine(start.decided(report.plan), report)
 
 
 def export(
@@ -261,53 +286,3 @@ def export(
     from flowtrain.controller.export import export_run
 
     return export_run(Path(run), None if to is None else Path(to), dtype)
-
-
-def resolve(
-    config: ConfigLike, overrides: Sequence[str] = (), check_paths: bool = True, *, plan: PlanLike | None = None
-) -> RunConfig:
-    """Return the configuration with overrides applied; raises ConfigError. check_paths: data and models must exist.
-
-    plan: sets degrees and resources, as in ``train``.
-    """
-    if plan is None:
-        return _resolved(config, overrides, check_paths)
-    chosen, name = (plan, "given") if isinstance(plan, Plan) else (read_plan(plan), str(plan))
-    try:
-        return _resolved(config, overrides, check_paths, chosen)
-    except ConfigError as error:
-        own = _refusal(config, overrides, check_paths)
-        if own is not None and (not own.faults or set(own.faults) & set(error.faults)):
-            raise own from None  # a fault that is there without the plan too is not the plan's
-        raise ConfigError(f"with the plan {name}: {error}", error.faults) from error
-
-
-def _resolved(config: ConfigLike, overrides: Sequence[str], check_paths: bool, chosen: Plan | None = None) -> RunConfig:
-    if isinstance(config, RunConfig):
-        resolved = override_config(config, overrides, check_paths, chosen)
-    else:
-        resolved = _loaded(config, overrides, check_paths, chosen)
-    check_startable(resolved)
-    return resolved
-
-
-def _refusal(config: ConfigLike, overrides: Sequence[str], check_paths: bool) -> ConfigError | None:
-    try:
-        _resolved(config, overrides, check_paths)
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _loaded(path: str | PathLike[str], overrides: Sequence[str], check_paths: bool, chosen: Plan | None) -> RunConfig:
-    try:
-        return load_config(path, overrides, check_paths, chosen)
-    except ConfigError as error:
-        from flowtrain.controller.planning.planned import is_model_file
-
-        if not is_model_file(path):
-            raise
-        raise ConfigError(
-            f"{path} is a model file, which only flowtrain plan takes; give a run's configuration, such as "
-            "configs/quickstart.yaml"
-        ) from error

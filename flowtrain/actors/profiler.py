@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ import torch
 from flowtrain.actors.link import Answering, CoordinatorLink
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_shapes import Mix, batch_sizes, image_sizes
+from flowtrain.costs.profile_together import Sharded
+from flowtrain.data.feed import Feed, NoShelf
 from flowtrain.data.images import decode_image
-from flowtrain.data.sources.base import BadSample
+from flowtrain.data.sources.base import BadSample, Buffer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.models.device import default_device, device_name
@@ -24,11 +26,16 @@ from flowtrain.training.peak import device_peak
 from flowtrain.training.profile_backbone import BackboneProfiler, num_layers_of
 from flowtrain.training.profile_device import link_bandwidth, memory_bandwidth, memory_nbytes
 from flowtrain.training.profile_encoder import measure_encoder
-from flowtrain.types.plan import Degrees
-from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
+from flowtrain.training.profile_pieces import Pieces, pin_to
+from flowtrain.types.memory import Extent
+from flowtrain.types.plan import Degrees, Unit, UnitKind
+from flowtrain.types.profile import BackboneTimes, CallTimes, DeviceReport, EncoderTimes, ReplicaSteps
 from flowtrain.types.samples import SampleRef
 
-_CALLS = 50
+_CALLS, _PAUSE_S = 50, 0.01
+_FED = 256
+"""About so many samples are fed."""
+_ENDLESS = 10**6
 
 
 class Echo(Answering):
@@ -36,6 +43,19 @@ class Echo(Answering):
 
     async def ping(self) -> None:
         """Return at once."""
+
+    async def processor_s(self) -> float:
+        """Return the processor time of this process so far."""
+        return time.process_time()
+
+
+class _Memory(NoShelf):
+    """Copies what it gets, as a segment does."""
+
+    def put(self, pieces: Sequence[Buffer]) -> tuple[Extent, ...]:
+        """See ``Shelf``."""
+        b"".join(pieces)
+        return ()
 
 
 class Profiler:
@@ -73,21 +93,78 @@ class Profiler:
             link=link_bandwidth(self._group) if self._group.world_size > 1 else None,
         )
 
-    def call_s(self, link: CoordinatorLink) -> float:
-        """Return the median seconds of a call to another actor; ``link`` leads to an ``Echo``."""
+    def calls(self, link: CoordinatorLink) -> CallTimes:
+        """Measure calls to another actor; ``link`` leads to an ``Echo``."""
         seconds = []
         for _ in range(_CALLS):
             started_s = time.perf_counter()
             link.ask(Echo.ping)
             seconds.append(time.perf_counter() - started_s)
-        return statistics.median(seconds)
+        answering_s, asking_s = -link.ask(Echo.processor_s), -time.process_time()
+        for _ in range(_CALLS):  # a run's calls come one at a time: they wake both processes, with cold caches
+            time.sleep(_PAUSE_S)
+            link.ask(Echo.ping)
+        asking_s += time.process_time()
+        answering_s += link.ask(Echo.processor_s)
+        return CallTimes(statistics.median(seconds), asking_s / _CALLS, answering_s / _CALLS)
+
+    def feeding_s(self) -> float:
+        """Return the processor seconds of a sample in a feeder: reading, sizing, tokenising and copying it."""
+        training = self._config.training.model_copy(update={"max_steps": _ENDLESS, "num_epochs": None})
+        feed = Feed.from_config(self._config.model_copy(update={"training": training}), shelf=_Memory())
+        batch, found = training.global_batch_size, []
+        try:
+            # The first unit reads and compiles what is needed once, and does not count.
+            for step in range(2 + _FED // batch):
+                started_s = time.process_time()
+                share = feed.next_unit(Unit(step, UnitKind.TRAIN, step + 1, step * batch, batch))
+                found.append((time.process_time() - started_s, len(share.sized) + len(share.rejections)))
+            return sum(seconds for seconds, _ in found[1:]) / max(sum(count for _, count in found[1:]), 1)
+        finally:
+            feed.close()
+
+    def replica_steps(self, mixes: Sequence[Mix], sharding: Sharded) -> ReplicaSteps:
+        """Measure steps of full microbatches, with parameters shared over the group's replicas; collective."""
+        backbone = self._config.backbone.model_copy(update={"sharding": sharding, "hybrid_shard_size": None})
+        return self._backbone(self._config.model_copy(update={"backbone": backbone})).replica_steps(mixes)
+
+    def hold_backbone(self, mix: Mix) -> float:
+        """Make steps of the backbone this process's share of a device; returns the seconds of one."""
+        return self._hold(self._backbone(self._config).piece(mix), self._config.backbone.num_threads)
+
+    def hold_encoder(self, name: str, refs: Sequence[SampleRef]) -> float:
+        """Make forwards of an encoder, of batches as large as a run's, this process's share; returns the seconds."""
+        settings = self._config.encoders[name]
+        torch.set_num_threads(settings.num_threads)
+        pixels, _ = self._decoded(name, refs)
+        size = sorted(pixels)[len(pixels) // 2]
+        batch = [pixels[size]] * max(1, settings.max_batch_patches // size)
+        module = self._family.load_encoder(name).to(self._group.device)
+        return self._hold(lambda: module.encode(batch), settings.num_threads)
+
+    def now_s(self) -> float:
+        """Return the time by the node's monotonic clock."""
+        return time.monotonic()
+
+    def repeat(self, begin_s: float, end_s: float) -> float:
+        """Do this process's share of the device for a time; see ``Pieces``."""
+        return self._pieces.repeat(begin_s, end_s)
+
+    def _hold(self, run: Callable[[], object], num_threads: int) -> float:
+        device = self._group.device
+        if device.type == "cpu":
+            pin_to(num_threads)
+        self._pieces = Pieces(run, device)
+        return self._pieces.warm_up()
 
     def backbone(self, mixes: Sequence[Sequence[Mix]]) -> BackboneTimes:
         """Measure decoder layer, head, connector and optimizer over ``mixes[mix][length]``; collective."""
-        torch.set_num_threads(self._config.backbone.num_threads)
+        return self._backbone(self._config).measure(mixes)
+
+    def _backbone(self, config: RunConfig) -> BackboneProfiler:
+        torch.set_num_threads(config.backbone.num_threads)
         depth = self._family.text_config.num_hidden_layers
-        source = self._family.shallow(num_layers_of(self._config, depth))
-        return BackboneProfiler(self._config, source, self._group).measure(mixes)
+        return BackboneProfiler(config, self._family.shallow(num_layers_of(config, depth)), self._group)
 
     def encoder(self, name: str, refs: Sequence[SampleRef]) -> EncoderTimes:
         """Measure an encoder over the image sizes of these samples. Raises DataError if no image can be read."""

@@ -166,7 +166,7 @@ def backbone_columns(
         replicas = total // (tp * np.arange(1, total // tp + 1))
         pruned[PruneReason.LAYERS] += int(replicas[most:].sum())
         if chunks_per_rank > 1:
-            pruned[PruneReason.CHUNKS] += int(replicas[:1].sum())
+            pruned[PruneReason.CHUNKS] += int(replicas[: min(1, most)].sum())
         # Some widths may be split unevenly by a single replica, but not by several.
         several = not degree_faults(Degrees(2, tp=tp), spec)
         for pp in range(1 if chunks_per_rank == 1 else 2, min(most, len(replicas)) + 1):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from flowtrain.allocator.mixture import Column, Mixture
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.yaml_text import YamlError, dotted, parse_yaml
 from flowtrain.costs.flops import IntArray
@@ -19,6 +21,9 @@ from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
 MODEL_FILE_SCHEMA = 1
+
+_Columns = tuple[IntArray, IntArray | None, dict[str, Column]]
+"""Text tokens, tokens that carry loss (None: all of the sample) and images by encoder, of each sample."""
 
 
 class _Sample(ConfigModel):
@@ -33,7 +38,17 @@ class _WorkloadSection(ConfigModel):
     global_batch_size: int = Field(ge=1)
     microbatch_tokens: int = Field(ge=1)
     fill: float = Field(1.0, gt=0, le=1)
-    samples: list[_Sample] = Field(min_length=1)
+    samples: list[_Sample] | None = Field(None, min_length=1)
+    mixture: Mixture | None = None
+
+    @model_validator(mode="after")
+    def _has_samples(self) -> _WorkloadSection:
+        if (self.samples is None) == (self.mixture is None):
+            given = "both" if self.samples is not None else "neither"
+            raise ValueError(
+                f"has {given} of samples and mixture; give samples, or the mixture that they are drawn from"
+            )
+        return self
 
 
 class _ModelFile(ConfigModel):
@@ -65,7 +80,8 @@ def read_model_file(path: str | PathLike[str]) -> ModelFile:
     except (OSError, YamlError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
     try:
-        return ModelFile(values.name, _model(values), _workload(values))
+        model = _model(values)
+        return ModelFile(values.name, model, _workload(values, model))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -78,11 +94,24 @@ def _model(values: _ModelFile) -> ModelSpec:
     return ModelSpec(encoders, ConnectorSpec(width, backbone.hidden_size, backbone.hidden_size), backbone)
 
 
-def _workload(values: _ModelFile) -> Workload:
-    samples = values.workload.samples
+def _workload(values: _ModelFile, model: ModelSpec) -> Workload:
+    section = values.workload
+    text, targets, images = _listed(section.samples or [], values) if section.mixture is None else _drawn(values, model)
+    vision = sum((patches for _, patches in images.values()), np.zeros_like(text))
+    return Workload(
+        global_batch_size=section.global_batch_size,
+        microbatch_tokens=section.microbatch_tokens,
+        lengths=vision + text,
+        vision_lengths=vision,
+        target_lengths=targets if targets is not None else vision + text,
+        images=images,
+        fill=section.fill,
+    )
+
+
+def _listed(samples: Sequence[_Sample], values: _ModelFile) -> _Columns:
     for sample in samples:
-        if unknown := sorted(set(sample.images) - set(values.encoders)):
-            raise ConfigError(f"workload.samples names encoders {unknown}; encoders has {sorted(values.encoders)}")
+        _check_encoders("samples", sample.images, values)
     images = {
         name: (
             _column([len(sample.images.get(name, ())) for sample in samples]),
@@ -90,16 +119,23 @@ def _workload(values: _ModelFile) -> Workload:
         )
         for name in values.encoders
     }
-    vision = _column([sum(map(sum, sample.images.values())) for sample in samples])
-    return Workload(
-        global_batch_size=values.workload.global_batch_size,
-        microbatch_tokens=values.workload.microbatch_tokens,
-        lengths=vision + _column([sample.text_tokens for sample in samples]),
-        vision_lengths=vision,
-        target_lengths=_column([sample.target_tokens for sample in samples]),
-        images=images,
-        fill=values.workload.fill,
-    )
+    text, targets = (_column([getattr(each, key) for each in samples]) for key in ("text_tokens", "target_tokens"))
+    return text, targets, images
+
+
+def _drawn(values: _ModelFile, model: ModelSpec) -> _Columns:
+    section, mixture = values.workload, values.workload.mixture
+    assert mixture is not None
+    for component in mixture.components:
+        _check_encoders("mixture", component.images, values)
+    sizes = {name: spec.patch_size for name, spec in model.encoders.items()}
+    text, images = mixture.draw(section.microbatch_tokens, sizes)
+    return text, text if mixture.loss == "text" else None, images
+
+
+def _check_encoders(key: str, images: Mapping[str, object], values: _ModelFile) -> None:
+    if unknown := sorted(set(images) - set(values.encoders)):
+        raise ConfigError(f"workload.{key} names encoders {unknown}; encoders has {sorted(values.encoders)}")
 
 
 def _column(values: list[int]) -> IntArray:

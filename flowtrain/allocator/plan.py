@@ -19,7 +19,7 @@ from flowtrain.config.yaml_text import Path as KeyPath
 from flowtrain.config.yaml_text import YamlError, dotted, dump_yaml, parse_yaml
 from flowtrain.errors import ConfigError
 from flowtrain.types.plan import PLAN_SCHEMA
-from flowtrain.types.run_plan import Key, ModulePlan, Plan
+from flowtrain.types.run_plan import BackboneSettings, Key, ModulePlan, Plan
 
 FEEDER_RATE = 400.0
 """Samples/s that a plan counts on from a feeder (benchmarks/feeding.py measures more on one core)."""
@@ -40,9 +40,10 @@ def fixed_plan(config: RunConfig) -> Plan:
 
     Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` says otherwise.
     For a cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in
-    it.
+    it. With ``mode: auto`` it is that of ``RunConfig.settled``.
     """
-    is_colocated = config.mode == "colocated"
+    mode = config.settled_mode
+    is_colocated = mode == "colocated"
     shares, backbone_share = colocated_shares(config)
     encoders = {
         name: ModulePlan(
@@ -75,7 +76,7 @@ def fixed_plan(config: RunConfig) -> Plan:
         feeder,
         gradient_reduction=None if reduction == "auto" else reduction,
         hybrid_shard_size=config.backbone.hybrid_shard_size,
-        mode="decoupled" if config.mode == "auto" else config.mode,
+        mode=mode,
         emulated=config.emulation.device if config.emulation is not None else None,
     )
     if config.emulation is not None:
@@ -91,6 +92,26 @@ def _bare(plan: Plan) -> Plan:
 
     encoders = {name: bare(module) for name, module in plan.encoders.items()}
     return replace(plan, encoders=encoders, backbone=bare(plan.backbone))
+
+
+def with_settings_of(config: RunConfig, plan: Plan, chosen: Plan | None) -> Plan:
+    """Return the plan with the settings that ``chosen`` has, as the configuration has them: overrides may differ."""
+    if chosen is not None and chosen.backbone_settings is not None:
+        plan = replace(plan, backbone_settings=configured_settings(config))
+    if chosen is not None and chosen.encoder_layers is not None:
+        plan = replace(plan, encoder_layers=config.pipeline.encoder_layers)
+    return plan
+
+
+def configured_settings(config: RunConfig) -> BackboneSettings:
+    """Return the settings of the backbone that a plan may choose, as configured."""
+    backbone, words = config.backbone, config.backbone.activation_checkpointing
+    return BackboneSettings(
+        microbatch_tokens=config.scheduler.microbatch_tokens,
+        activation_checkpointing=words if isinstance(words, str) and words != "every_n" else None,
+        chunks=config.pipeline.chunks,
+        sharding=None if backbone.sharding == "auto" else backbone.sharding,
+    )
 
 
 def feeders_for(rate: float, num_devices: int) -> int:
@@ -117,12 +138,13 @@ def plan_overrides(plan: Plan) -> tuple[str, ...]:
     return _written(plan.settings())
 
 
-def changed_overrides(plan: Plan, usual: Plan) -> tuple[str, ...]:
-    """Return the plan's degrees, and its other settings that differ from ``usual``, as overrides."""
-    degrees, others = plan.degree_settings(), usual.settings()
-    return _written(
-        {key: value for key, value in plan.settings().items() if key in degrees or others.get(key) != value}
-    )
+def changed_overrides(plan: Plan, usual: Plan, *, is_open: bool = False) -> tuple[str, ...]:
+    """Return the plan's degrees, and its other settings that differ from ``usual``, as overrides.
+
+    is_open: the configuration leaves the mode to a plan, so the overrides name it.
+    """
+    always, others = {*plan.degree_settings(), *([("mode",)] if is_open else [])}, usual.settings()
+    return _written({key: value for key, value in plan.settings().items() if key in always or others.get(key) != value})
 
 
 def to_yaml(plan: Plan) -> str:

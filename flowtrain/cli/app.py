@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 import flowtrain
 from flowtrain.cli import data
 from flowtrain.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, errors_to_exit_codes
 from flowtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    from flowtrain.config.run import RunConfig
 
 app = typer.Typer(
     name="flowtrain",
@@ -60,23 +52,19 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; start nothing.")] = False,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, help="With mode=auto: plan for so many devices; by default all at hand."),
+    ] = None,
 ) -> None:
     """Train what CONFIG describes, on this machine or on the Ray cluster that RAY_ADDRESS names."""
     with errors_to_exit_codes():
-        from flowtrain import api
-        from flowtrain.cli.tables import memory_table, plan_tables, resume_table, summary_table
+        from flowtrain.cli.train import show_dry_run
+        from flowtrain.cli.train import train as train_run
 
         if dry_run:
-            report = api.dry_run(config, overrides or (), resume, plan=plan_file)
-            resumption = report.resumption
-            tables = [] if report.memory is None else [memory_table(report.run, report.memory)]
-            tables += [] if resumption is None else [resume_table(resumption, report.run.num_steps)]
-            resumes = resumption is not None and resumption.step is not None
-            Console().print(*plan_tables(report.run, report.image_tokens, resumes), *tables, sep="\n")
-            return
-        summary = api.train(config, overrides or (), resume, plan=plan_file, loading=_loading_shown)
-        Console().print(summary_table(summary), soft_wrap=True)
-        if summary.stopped:
+            show_dry_run(config, overrides or (), resume, plan_file, devices)
+        elif train_run(config, overrides or (), resume, plan_file, devices).stopped:
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -119,10 +107,16 @@ def plan(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Also draw the rate over all splits of the devices.", metavar="FILE.png|FILE.svg"),
+        typer.Option(
+            "--plot", help="Also draw the rate over splits of the devices, and of modes.", metavar="FILE.png|FILE.svg"
+        ),
     ] = None,
 ) -> None:
-    """Find the parallel degrees that train CONFIG fastest, from data sheets or a profile. It needs no cluster."""
+    """Find the mode, degrees and settings that train CONFIG fastest; it needs no cluster.
+
+    With mode: auto all modes are compared, otherwise the configured one is planned. Rates are from data sheets, or
+    measured by flowtrain profile.
+    """
     with errors_to_exit_codes():
         from flowtrain.cli.plan import plan as show_plan
 
@@ -252,25 +246,6 @@ def _find_run(run: str) -> Path:
             return candidate
     looked = " or ".join(str(candidate / "config.yaml") for candidate in candidates)
     raise ConfigError(f"no run {run!r}: there is no {looked}; give the run's directory")
-
-
-@contextmanager
-def _loading_shown(config: RunConfig) -> Iterator[None]:
-    from flowtrain.observability.progress import ProgressDisplay
-
-    with ProgressDisplay(config.observability.progress) as display, _interrupt_exits_at_once():
-        display.phase("loading libraries")
-        yield
-
-
-@contextmanager
-def _interrupt_exits_at_once() -> Iterator[None]:
-    """Exit at once on Ctrl-C: the import of libraries can swallow a KeyboardInterrupt, and nothing needs cleanup."""
-    previous = signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 if __name__ == "__main__":

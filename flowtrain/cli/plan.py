@@ -50,18 +50,19 @@ def plan(
         print(json.dumps(report.as_record(), allow_nan=False))
     else:
         Console().print(*plan_report_tables(report), sep="\n")
-        if save is not None:
-            print(f"\nsaved; {'first fix what the notes name, then ' if report.faults else ''}start it with")
-            print(_start(config, overrides, report, save))  # a line that can be copied, however long
+        saved = "saved; " if save is not None else ""
+        print(f"\n{saved}{'first fix what the notes name, then ' if report.faults else ''}start it with")
+        print(_start(config, overrides, report, save))  # a line that can be copied, however long
     if plot is not None:
         _draw(report, plot)
         print(f"plot: {plot}", file=sys.stderr)
 
 
-def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path) -> str:
+def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path | None) -> str:
     """The command that trains with the plan, without overrides of its keys, since these would undo it.
 
-    Without ``RAY_ADDRESS`` a run has this machine alone, so a plan for several nodes names its cluster.
+    saved: the file of the plan; None: overrides set it. Without ``RAY_ADDRESS`` a run has this machine alone, so a plan
+    for several nodes names its cluster.
     """
     if is_model_file(config):
         overrides = [*assumed_settings(report.planned.config), *overrides]
@@ -71,7 +72,10 @@ def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Pa
     others = [text for text, key in keys.items() if key not in decided]
     if sections & set(keys.values()):  # an override of a whole section would undo the plan's part of it
         others += plan_overrides(report.plan)
-    command = ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others, "--plan", str(saved)]
+    elif saved is None:
+        others += report.overrides
+    command = ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others]
+    command += [] if saved is None else ["--plan", str(saved)]
     address = shlex.quote(os.environ.get("RAY_ADDRESS") or "auto")
     return f"RAY_ADDRESS={address} {shlex.join(command)}" if report.num_nodes > 1 else shlex.join(command)
 
@@ -84,10 +88,11 @@ def _save(report: PlanReport, path: Path) -> None:
 
 
 def _draw(report: PlanReport, path: Path) -> None:
-    if len(report.allocation.split_curve) < 2:
-        raise ConfigError(
-            f"--plot {path}: there is no choice of splits to draw; a plot needs at least two, on one type of devices"
-        )
-    from flowtrain.cli.plan_plot import write_plot
+    from flowtrain.cli.plan_plot import has_splits_to_draw, write_plot
 
+    if not has_splits_to_draw(report) and len(report.comparison.ratings) == 1:
+        raise ConfigError(
+            f"--plot {path}: there is no choice of splits to draw; a plot needs at least two, on one type of devices, "
+            "or mode=auto"
+        )
     write_plot(report, path)

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from flowtrain.allocator.allocation import Allocation, Alternative
+from flowtrain.cli.mode_tables import mode_tables
 from flowtrain.cli.pack_tables import counted
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.planning.report import PlanReport
@@ -17,27 +18,32 @@ from flowtrain.costs.memory import MOMENTS, StepMemory
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64
+APART = ("decoupled", "disaggregated")
+"""Modes that split the devices; the splits' rates are by formula, without drawn batches."""
 
 
 def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
-    """The request, the plan, what was left out, the alternatives, and the assumptions."""
-    found = report.allocation
+    """The request, the modes, the winner's modules and memory, what was left out, alternatives, and assumptions."""
+    found, winner = report.comparison.allocation, report.winner
     asked = facts_table([("planned", report.planned.source), *_data_rows(report), *_device_rows(report)])
-    result = facts_table(_result_rows(report))
-    rest = facts_table([*_assumption_rows(report), *_start_rows(report)])
-    memory = found.modules[-1].memory
+    tables = [asked, *(mode_tables(report) if len(report.comparison.ratings) > 1 else ())]
+    memory = winner.modules[-1].memory
     assert memory is not None
-    tables = [asked, _modules(found), memory_table(memory), result, _left_out(found)]
-    if found.alternatives:
-        tables.append(_alternatives(found))
-    return *tables, rest
+    tables += [_modules(report), memory_table(memory), facts_table(_result_rows(report))]
+    if found is not None and winner.mode in APART:
+        tables.append(_left_out(found))
+        if found.alternatives:
+            tables.append(_alternatives(found))
+    return *tables, facts_table([*_assumption_rows(report), *(("note", note) for note in report.notes)])
 
 
 def _data_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     workload = report.planned.workload
+    samples, low, high = counted(len(workload.lengths), "representative sample"), *map(workload.tokens_at, (5, 95))
+    spread = "each" if low == high else f"a sample (5% below {low:,}, 5% above {high:,})"
     yield (
         "data",
-        f"{counted(len(workload.lengths), 'representative sample')}: {workload.tokens_per_sample:,.0f} tokens each, "
+        f"{samples}: {workload.tokens_per_sample:,.0f} tokens {spread}, "
         f"{workload.vision_share:.0%} of them from images, {workload.target_share:.0%} with loss",
     )
     yield (
@@ -47,18 +53,19 @@ def _data_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
 
 
 def _device_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
+    where = f" of {report.where}" if report.where else ""
     for number, device in enumerate(report.cluster.device_types):
         yield (
             "" if number else "devices",
-            f"{device.count} {device.name}, {device.devices_per_node} a node, {device.flops / 1e12:.4g} TFLOP/s in "
-            f"{report.setup.dtype}, {nbytes_text(device.memory_nbytes)}",
+            f"{device.count} {device.name}{where}, {device.devices_per_node} a node, {device.flops / 1e12:.4g} "
+            f"TFLOP/s in {report.setup.dtype}, {nbytes_text(device.memory_nbytes)}",
         )
 
 
-def _modules(found: Allocation) -> Table:
-    has_types = len(found.budget) > 1
+def _modules(report: PlanReport) -> Table:
+    has_types = len(report.cluster.device_types) > 1
     table = _table("module", "degrees", "devices", "samples/s", "peak memory, GiB", "MFU", "waits")
-    for module in found.modules:
+    for module in report.winner.modules:
         table.add_row(
             module.encoder if has_types else module.name,
             str(module.degrees),
@@ -92,41 +99,33 @@ def _gib(nbytes: int) -> str:
 
 
 def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
-    found, tokens = report.allocation, report.allocation.rate * report.planned.workload.tokens_per_sample
+    winner, found, tokens = report.winner, report.comparison.allocation, report.tokens_per_s
+    yield "mode", f"{winner.mode}: {winner.reason}"
+    shared = ", shared" if winner.devices == 1 and len(winner.modules) > 1 else ""
+    by_formula = f"; {winner.rate_formula:.4g} samples/s by formula" if winner.rate_formula is not None else ""
     yield (
         "rate",
-        f"{found.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / found.devices:,.0f} a device, on "
-        f"{found.devices} of {counted(sum(found.budget.values()), 'device')}{', shared' if found.shared else ''}",
+        f"{report.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / winner.devices:,.0f} a device, on "
+        f"{winner.devices} of {counted(report.cluster.num_devices, 'device')}{shared}{by_formula}",
     )
-    yield "replicas", _replication(report)
-    blocked = max((module.waiting for module in found.modules[:-1]), default=0.0)
-    yield (
-        "bottleneck",
-        f"{found.bottleneck}; backbone starved {found.starved:.1%} of its time, encoders blocked {blocked:.1%}",
-    )
-    pool = report.pool
-    holds = "hold them" if pool.segments_nbytes >= pool.features_nbytes else "are less"
-    yield (
-        "memory pool",
-        f"at most {nbytes_text(pool.features_nbytes)} of features, for mean samples; the encoders' segments, "
-        f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host memory",
-    )
-    if len(found.split_curve) > 1:
-        yield "splits", _curve(found)
-
-
-def _replication(report: PlanReport) -> str:
-    found, rate = report.replication, report.allocation.rate
-    where = f"plain replication on {found.devices} {found.device_type}"
-    if found.rate is None:
-        return (
-            f"{where} does not fit: the whole model takes {found.peak_nbytes / 2**30:.1f} of "
-            f"{found.memory_nbytes / 2**30:.1f} GiB"
+    *encoders, backbone = winner.modules
+    if encoders:
+        slowest = min(winner.modules, key=lambda module: module.production).encoder
+        blocked = max(module.waiting for module in encoders)
+        yield (
+            "bottleneck",
+            f"{slowest}; backbone starved {backbone.waiting:.1%} of its time, encoders blocked {blocked:.1%}",
         )
-    return (
-        f"{where}: {found.rate:.4g} samples/s, {found.rate / rate:.0%} of the plan; its slowest replica takes "
-        f"{found.imbalance:.1%} more than the mean"
-    )
+        pool = report.pool
+        holds = "hold them" if pool.segments_nbytes >= pool.features_nbytes else "are less"
+        yield (
+            "memory pool",
+            f"at most {nbytes_text(pool.features_nbytes)} of features, for mean samples; the encoders' segments, "
+            f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host "
+            "memory",
+        )
+    if found is not None and winner.mode in APART and len(found.split_curve) > 1:
+        yield "splits", _curve(found)
 
 
 def _curve(found: Allocation) -> str:
@@ -139,7 +138,9 @@ def _curve(found: Allocation) -> str:
         every = [every[k * (len(every) - 1) // (_MAX_BARS - 1)] for k in range(_MAX_BARS)]
     most = max(rate for _, rate in every)
     bars = "".join(_BARS[min(int(rate / most * len(_BARS)), len(_BARS) - 1)] for _, rate in every)
-    return f"{bars}  samples/s with {every[0][0]} to {every[-1][0]} devices of the backbone, at most {most:.4g}"
+    return (
+        f"{bars}  samples/s by formula with {every[0][0]} to {every[-1][0]} devices of the backbone, at most {most:.4g}"
+    )
 
 
 def _left_out(found: Allocation) -> Table:
@@ -158,7 +159,7 @@ def _left_out(found: Allocation) -> Table:
 def _alternatives(found: Allocation) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("instead", no_wrap=True)
-    table.add_column("samples/s", justify="right")
+    table.add_column("by formula", justify="right")
     table.add_column("why it lost", overflow="fold")
     for each in found.alternatives:
         table.add_row(_described(each), f"{each.rate:.4g}", each.reason)
@@ -170,7 +171,7 @@ def _described(alternative: Alternative) -> str:
 
 
 def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
-    found = report.allocation
+    found = report.comparison.allocation
     yield ("assumed", _by_data_sheet(report)) if report.profile is None else ("measured", _by_profile(report))
     setup = report.setup
     yield (
@@ -178,18 +179,25 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{report.budget.usable:.0%} of the memory for a process; activation checkpointing "
         f"{setup.checkpointing_text}, attention {setup.attention}, {_sharded(report)}, {setup.optimizer}",
     )
-    times = found.timings
-    yield (
-        "search",
-        f"{counted(found.num_combinations, 'combination')} in {1e3 * times.total_s:.0f} ms: enumeration "
-        f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}, "
-        f"alternatives {1e3 * times.alternatives_s:.0f}",
-    )
+    if any(rating.mode == "colocated" for rating in report.comparison.ratings):
+        factor, is_measured = report.interference
+        known = "measured" if is_measured else "assumed, not measured"
+        yield "", f"encoder and backbone at once on one device: {factor:.2f} of the time of both alone ({known})"
+    if len(report.comparison.ratings) > 1:
+        yield "search", f"{len(report.comparison.ratings)} modes in {1e3 * report.comparison.seconds:.0f} ms"
+    elif found is not None:
+        times = found.timings
+        yield (
+            "search",
+            f"{counted(found.num_combinations, 'combination')} in {1e3 * times.total_s:.0f} ms: enumeration "
+            f"{1e3 * times.enumeration_s:.0f}, rates {1e3 * times.surrogate_s:.0f}, {_solving(found)}, "
+            f"alternatives {1e3 * times.alternatives_s:.0f}",
+        )
 
 
 def _sharded(report: PlanReport) -> str:
     """How the backbone shards, and when it reduces gradients; nothing to choose for a single replica."""
-    backbone, sharding = report.allocation.modules[-1], report.setup.sharding
+    backbone, sharding = report.winner.modules[-1], report.setup.sharding
     if backbone.degrees.dp == 1:
         return f"sharding {sharding}"
     among = f" among {backbone.num_shards}" if sharding == "hybrid" else ""
@@ -232,11 +240,6 @@ def _solving(found: Allocation) -> str:
     if found.shared:
         return "nothing to solve on one device"
     return f"{found.solver} {1e3 * found.timings.solve_s:.0f} ({found.num_variables} variables)"
-
-
-def _start_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
-    yield from (("note", note) for note in report.notes)
-    yield "overrides", " ".join(report.overrides)
 
 
 def _table(first: str, *headings: str) -> Table:

@@ -62,7 +62,30 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         ("took", ", ".join(f"{what} {seconds:.1f} s" for what, seconds in report.seconds.items())),
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
     ]
-    yield facts_table([*images, *rest])
+    yield facts_table([*images, *_together(profile), *rest])
+
+
+def _together(profile: Profile) -> Iterator[tuple[str, str]]:
+    """What processes cost each other."""
+    for name, measured in profile.interference.items():
+        low, high = min(measured.factors), max(measured.factors)
+        yield (
+            f"backbone and {name}",
+            f"at once on one device: {measured.factor:.3g} of the time of one after the other ({low:.3g} to {high:.3g} "
+            f"in {len(measured.factors)} rounds)",
+        )
+    for sharding, costs in profile.replicas.items():
+        yield (
+            f"two replicas, {sharding}",
+            f"a microbatch {1e3 * costs.microbatch_s:.3g} ms and {1e9 * costs.microbatch_parameter_s:.3g} ns a "
+            f"parameter, a step {1e3 * costs.step_s:.3g} ms and {1e9 * costs.parameter_s:.3g} ns a parameter",
+        )
+    if (host := profile.host) is not None:
+        yield (
+            "the host",
+            f"{1e3 * host.sample_s:.3g} ms to feed a sample, {1e3 * host.asking_s:.3g} to ask the coordinator, "
+            f"{1e3 * host.answering_s:.3g} to answer",
+        )
 
 
 def _images(name: str, profile: Profile) -> Table:

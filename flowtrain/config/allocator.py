@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import difflib
+from typing import Any, Literal, get_args
+
+from pydantic import field_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.errors import ConfigError, FaultCode
 
 AllocationMethod = Literal["milp", "even", "flops"]
 PlannerChoice = Literal["activation_checkpointing", "microbatch_tokens", "chunks", "sharding", "gradient_reduction"]
 PLANNER_CHOICES: tuple[PlannerChoice, ...] = get_args(PlannerChoice)
+CHOICE_KEYS: dict[PlannerChoice, tuple[str, ...]] = {
+    "activation_checkpointing": ("backbone.activation_checkpointing", "backbone.checkpoint_every"),
+    "microbatch_tokens": ("scheduler.microbatch_tokens",),
+    "chunks": ("pipeline.chunks", "pipeline.schedule"),
+    "sharding": ("backbone.sharding", "backbone.hybrid_shard_size"),
+    "gradient_reduction": ("backbone.gradient_reduction",),
+}
+"""Keys of the configuration that set what a plan may choose."""
 
 
 class AllocatorConfig(ConfigModel):
@@ -20,7 +32,25 @@ class AllocatorConfig(ConfigModel):
     ``flops``: in proportion to their FLOPs for a sample."""
     choose: Literal["auto"] | tuple[PlannerChoice, ...] = "auto"
     """Settings that a plan chooses besides the degrees; others stay as configured. ``auto``: all of them with ``mode:
-    auto``, none with another mode."""
+    auto`` except those that overrides set, none with another mode."""
     profile: str | None = None
     """A file that ``flowtrain profile`` wrote, for the rates of ``mode: auto`` and of ``flowtrain plan`` without
     ``--profile``; None: data sheets."""
+
+    @field_validator("choose", mode="before")
+    @classmethod
+    def _auto_or_a_list(cls, value: Any) -> Any:
+        """Name what is wrong; pydantic would name each of the two types."""
+        key, names = "allocator.choose", ", ".join(PLANNER_CHOICES)
+        if value == "auto":
+            return value
+        if not isinstance(value, list | tuple):
+            said = f"{key} = {value!r}: must be auto or a list of {names}"
+            raise ConfigError.of(key, FaultCode.VALUE, said)
+        for index, name in enumerate(value):
+            if name not in PLANNER_CHOICES:
+                near = difflib.get_close_matches(str(name), PLANNER_CHOICES, n=1)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                said = f"{key}.{index} = {name!r}: a plan can choose {names}{meant}"
+                raise ConfigError.of(key, FaultCode.VALUE, said)
+        return tuple(value)

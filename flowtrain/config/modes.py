@@ -25,8 +25,8 @@ def colocated_shares(config: RunConfig) -> tuple[dict[str, float], float]:
 
 
 def ranks_have_whole_devices(config: RunConfig) -> Iterator[Fault]:
-    """Refuse several ranks on one accelerator; in mode ``colocated`` shares are other than that."""
-    if config.model.device == "cpu" or config.mode == "colocated":
+    """Refuse several ranks on one accelerator; mode ``colocated`` is other than that, and a plan sets its shares."""
+    if config.model.device == "cpu" or config.mode in ("colocated", "auto"):
         return
     found: dict[str, tuple[float, int]] = {"backbone": (config.backbone.num_devices, _num_ranks(config))}
     if config.has_encoder_actors:
@@ -53,7 +53,7 @@ def encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
             f"training.learning_rates.encoders ({rate:g}) has no effect: no encoder is trained; set "
             f"encoders.{next(iter(config.encoders))}.trainable=true in mode 'monolithic', or leave out the rate",
         )
-    if config.mode == "monolithic":
+    if config.settled_mode == "monolithic":
         return
     for name, encoder in config.encoders.items():
         if encoder.trainable:
@@ -63,6 +63,26 @@ def encoders_are_trained_inside(config: RunConfig) -> Iterator[Fault]:
                 f"encoders.{name}.trainable (true) needs mode 'monolithic' (now {config.mode!r}): only there gradients "
                 "reach the encoder; set the mode, or trainable to false",
             )
+
+
+def auto_is_free(config: RunConfig) -> Iterator[Fault]:
+    """Refuse, with ``mode: auto``, settings that fit one mode or one pipeline degree alone."""
+    if config.mode != "auto":
+        return
+    if config.allocator.method != "milp":
+        yield Fault(
+            "allocator.method",
+            FaultCode.CONFLICT,
+            f"allocator.method ({config.allocator.method!r}) is an ablation of mode 'decoupled', and mode ('auto') "
+            "compares modes at their best; set the first to 'milp' or the second to 'decoupled'",
+        )
+    if config.pipeline.partition is not None:
+        yield Fault(
+            "pipeline.partition",
+            FaultCode.CONFLICT,
+            f"pipeline.partition ({list(config.pipeline.partition)}) is for one number of stages, which mode ('auto') "
+            "chooses; unset it with =null, or set the mode",
+        )
 
 
 def colocated_encoders_fit_their_ranks(config: RunConfig) -> Iterator[Fault]:

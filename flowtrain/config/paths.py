@@ -35,6 +35,8 @@ _MODELS = (
     ("encoders", ANY, "path"),
     ("backbone", "path"),
 )
+_WRITTEN_LATER = ("allocator", "profile")
+"""A file that need not exist yet: ``flowtrain profile`` reads the configuration and writes it."""
 _DATA_ENDINGS = (".parquet", ".json", ".jsonl", ".tar")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
@@ -42,6 +44,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 def resolve_paths(values: dict[str, Any], document: Document, config_dir: FilePath, check: bool) -> list[Fault]:
     """Make the paths in ``values`` absolute, in place; returns a fault for each that does not exist (if ``check``)."""
     faults: list[Fault] = []
+    for holder, path in _holders(values, _WRITTEN_LATER, ()):
+        if _resolve(holder, path, config_dir, may_be_hub_id=False):
+            name = str(path[-1])
+            holder[name] = os.path.abspath(FilePath(holder[name]).expanduser())
     for patterns, may_be_hub_id in ((_FILES, False), (_MODELS, True)):
         for pattern in patterns:
             for holder, path in _holders(values, pattern, ()):

@@ -13,8 +13,9 @@ from flowtrain.types.run_plan import Plan
 def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) -> dict[Path, str]:
     """Set the plan's settings in ``values``; returns the key and text of each, as ``apply_overrides`` does.
 
-    kept: keys or sections that overrides set; overrides win, so the plan does not set them. Raises ConfigError if the
-    encoders differ from the plan's. A section that is not a mapping is left for validation to refuse.
+    kept: keys or sections that overrides set; overrides win, so the plan does not set them, except ``mode=auto``.
+    Raises ConfigError if the encoders differ from the plan's, or if an override sets another mode. A section that is
+    not a mapping is left for validation to refuse.
     """
     encoders = values.get("encoders")
     if plan.encoders and isinstance(encoders, dict) and set(encoders) != set(plan.encoders):
@@ -25,7 +26,9 @@ def put_plan(values: dict[str, Any], plan: Plan, kept: Collection[Path] = ()) ->
             "create a plan for this configuration, or rename its encoders",
         )
     mode = values.get("mode", plan.mode)
-    if ("mode",) in kept and mode != plan.mode:
+    if mode == "auto":
+        kept = [key for key in kept if key != ("mode",)]  # the plan decides what was left open
+    elif ("mode",) in kept and mode != plan.mode:
         raise ConfigError.of(
             "mode",
             FaultCode.CONFLICT,

@@ -14,6 +14,7 @@ from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig,
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
 from flowtrain.config.modes import (
+    auto_is_free,
     colocated_devices_are_shared,
     colocated_encoders_fit_their_ranks,
     encoders_are_trained_inside,
@@ -23,7 +24,7 @@ from flowtrain.config.pipeline import PipelineConfig, partition_has_its_stages, 
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
 from flowtrain.errors import ConfigError, Fault, FaultCode
-from flowtrain.types.run_plan import ENCODER_MODES, ModeChoice, Plan
+from flowtrain.types.run_plan import ENCODER_MODES, Mode, ModeChoice, Plan
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
 
 
@@ -36,7 +37,8 @@ class RunConfig(ConfigModel):
     seed: int = Field(0, ge=0)
     """Decides the order of the data and random initial weights."""
     mode: ModeChoice = "decoupled"
-    """How encoders and backbone share devices and time (docs/modes.md). ``auto``: as ``flowtrain plan`` chooses."""
+    """How encoders and backbone share devices and time (docs/modes.md). ``auto``: the one that ``flowtrain plan``
+    predicts to be the fastest on the devices at hand."""
     model: ModelConfig = ModelConfig()
     emulated: EmulatedConfig | None = None
     """None: its defaults with ``model.device: emulated``."""
@@ -67,6 +69,7 @@ class RunConfig(ConfigModel):
             ranks_have_whole_devices,
             schedule_has_its_chunks,
             partition_has_its_stages,
+            auto_is_free,
             encoders_are_trained_inside,
             colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,
@@ -85,8 +88,20 @@ class RunConfig(ConfigModel):
 
     @property
     def has_encoder_actors(self) -> bool:
-        """Whether actors of their own run the encoders; as ``decoupled`` while ``mode: auto`` is not decided."""
-        return self.mode in ENCODER_MODES or self.mode == "auto"
+        """Whether actors of their own run the encoders."""
+        return self.settled_mode in ENCODER_MODES
+
+    @property
+    def settled_mode(self) -> Mode:
+        """The mode; with ``auto`` the one by which the configuration is read before a plan decides."""
+        if self.mode == "auto":
+            return "monolithic" if self.trains_encoders else "decoupled"
+        return self.mode
+
+    @property
+    def settled(self) -> RunConfig:
+        """The configuration with ``settled_mode``."""
+        return self if self.mode != "auto" else self.model_copy(update={"mode": self.settled_mode})
 
     @property
     def emulation(self) -> EmulatedConfig | None:

@@ -10,9 +10,6 @@ from flowtrain.errors import Fault, FaultCode
 def startable_faults(config: RunConfig) -> list[Fault]:
     """Return why a run with this configuration cannot start; empty if it can."""
     faults = []
-    if config.mode == "auto":
-        text = "mode ('auto') is not decided yet: a run starts in the mode of a plan; make one with flowtrain plan"
-        faults.append(Fault("mode", FaultCode.CONFLICT, text))
     if len(config.encoders) > 1:
         text = (
             f"encoders has {len(config.encoders)} entries ({', '.join(config.encoders)}); family "
@@ -34,14 +31,14 @@ def startable_faults(config: RunConfig) -> list[Fault]:
 def _nothing_to_train(config: RunConfig) -> Fault | None:
     """The connector gets gradients only where images do."""
     trained = {"connector", "backbone"} - set(config.model.freeze)
-    if config.mode == "llm_only":
+    if config.settled_mode == "llm_only":
         trained -= {"connector"}
     if trained or config.trains_encoders:
         return None
     frozen, way_out = ", ".join(config.model.freeze), "take connector or backbone out of it"
-    if config.mode == "llm_only":
+    if config.settled_mode == "llm_only":
         way_out = "take backbone out of it: mode 'llm_only' has no images, which the connector needs"
-    elif config.mode == "monolithic":
+    elif config.settled_mode == "monolithic":
         way_out += ", or train an encoder with encoders.<name>.trainable=true"
     return Fault("model.freeze", FaultCode.CONFLICT, f"model.freeze ({frozen}) leaves nothing to train; {way_out}")
 

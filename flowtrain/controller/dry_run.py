@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from flowtrain.allocator.run_memory import RunMemory, memory_of_run
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import workload_of
+from flowtrain.controller.planning.report import PlanReport
 from flowtrain.controller.predict import image_tokens, sized_units
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.controller.resume import Resumption, foresee_resume
 from flowtrain.emulation.check import check_resumes
+from flowtrain.types.run_plan import Plan
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,17 @@ class DryRunReport:
     """Predicted for some of the data's samples; None if all of them are rejected."""
     resumption: Resumption | None = None
     """The step that a resume would go on from, and what changed; None if no resume was asked for."""
+    planning: PlanReport | None = None
+    """The plan that ``mode: auto`` made; None if there was nothing to choose."""
 
 
-def foresee_run(config: RunConfig, resume: bool = False) -> DryRunReport:
-    """Look at data, model headers and checkpoints as a run would; raises the same ConfigError or DataError."""
+def foresee_run(config: RunConfig, resume: bool = False, plan: Plan | None = None) -> DryRunReport:
+    """Look at data, model headers and checkpoints as a run would; raises the same ConfigError or DataError.
+
+    plan: the plan that the configuration has its degrees from; None: they are its own.
+    """
     check_resumes(config, resume)
-    run_spec = prepare(config)
+    run_spec = prepare(config, plan=plan)
     resumption = foresee_resume(run_spec) if resume else None
     return DryRunReport(run_spec, image_tokens(run_spec), foresee_memory(run_spec), resumption)
 

@@ -86,6 +86,7 @@ def run_workload(config: RunConfig, num_steps: int | None = None, progress: Prog
     progress: called after each step whose samples are sized. Raises ConfigError or DataError if the run could not
     start; its pool is not checked.
     """
+    config = config.settled
     run_spec = prepare(config, check_pool=False)
     planner = _planner(run_spec)
     count = min(num_steps or DEFAULT_STEPS, run_spec.num_steps)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
-from flowtrain.allocator.plan import fixed_plan
+from flowtrain.allocator.plan import fixed_plan, with_settings_of
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
 from flowtrain.config.run import RunConfig
@@ -85,10 +85,11 @@ class RunSpec:
         return max(1, sum(self.source_sizes))
 
 
-def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
+def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None) -> RunSpec:
     """Look at data and model headers; raises ConfigError or DataError if the run could not work.
 
-    check_pool: also refuse a memory pool that is too small.
+    check_pool: also refuse a memory pool that is too small. plan: the plan that the configuration has its degrees from,
+    whose choices of settings the run's plan records; None: they are its own.
     """
     check_startable(config)
     check_emulated(config)
@@ -102,7 +103,7 @@ def prepare(config: RunConfig, check_pool: bool = True) -> RunSpec:
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
     spec = family.model_spec
-    plan = fixed_plan(config)
+    plan = with_settings_of(config, fixed_plan(config), plan)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
     if plan.backbone.tensor_parallel_size > 1:
         family.check_tensor_parallel(plan.backbone.tensor_parallel_size)

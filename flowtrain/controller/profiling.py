@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import ray
-from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from flowtrain.actors.link import RayLink
-from flowtrain.actors.profiler import Echo, Profiler
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import RunSpec, prepare, splits_tensors
+from flowtrain.controller.profiling_actors import Profilers
+from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, mean_steps, slowest_facts
+from flowtrain.controller.profiling_together import measure_interference, measure_replicas
 from flowtrain.costs.profile import (
-    DeviceFacts,
     ImageCosts,
     ImageTable,
     LengthTable,
@@ -34,13 +30,21 @@ from flowtrain.costs.profile import (
 )
 from flowtrain.costs.profile_checks import profile_warnings
 from flowtrain.costs.profile_shapes import Mix, image_sizes, packed_lengths, packed_mixes
-from flowtrain.costs.profiled_times import CPU
-from flowtrain.errors import ConfigError, FaultCode, FlowTrainError, ResourceError
+from flowtrain.costs.profile_together import (
+    BATCH_CALLS,
+    MICROBATCH_CALLS,
+    REPLICA_CALLS,
+    HostCosts,
+    Interference,
+    Sharded,
+    replica_costs,
+)
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.plan import Degrees
-from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, ReplicaSteps
 from flowtrain.types.samples import SampleRef, SizedSample
 
 MOST_DEVICES = 8
@@ -48,7 +52,6 @@ MOST_DEVICES = 8
 NUM_DECODED = 32
 
 Progress = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,9 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
         kind, there = _devices(config)
         count = _count(num_devices, there, kind)
         found = _Measured(config, kind, there, mixes, clock)
-        found.side_by_side(count, {name: _refs(samples, name) for name in config.encoders})
+        refs = {name: _refs(samples, name) for name in config.encoders}
+        found.side_by_side(count, refs)
+        found.together(count, refs)
         for tp in _tensor_degrees(run_spec, family_from_config(config), count):
             found.group(tp)
     profile = found.profile(run_spec)
@@ -129,52 +134,65 @@ class _Measured:
     def __init__(
         self, config: RunConfig, kind: str, devices_per_node: int, mixes: tuple[tuple[Mix, ...], ...], clock: _Clock
     ) -> None:
-        self._config, self._kind, self._per_node = config, kind, devices_per_node
+        self._config, self._per_node, self._profilers = config, devices_per_node, Profilers(config, kind)
         self._mixes, self._clock = mixes, clock
+        self._on_cpu = kind == "CPU"
         self._devices: list[DeviceReport] = []
         self._backbones: dict[int, BackboneTimes] = {}
         self._encoders: dict[str, EncoderTimes] = {}
-        self._call_s = 0.0
+        self._interference: dict[str, Interference] = {}
+        self._alone: ReplicaSteps | None = None
+        self._replicas: dict[Sharded, ReplicaSteps] = {}
+        self._feeding_s = 0.0
 
     def side_by_side(self, count: int, refs: Mapping[str, Sequence[SampleRef]]) -> None:
-        """Measure everything without tensor parallelism, on ``count`` devices at once."""
-        with self._actors([(0, Degrees())] * count) as actors:
-            limit_s = self._config.limits.stall_timeout_s
+        """Measure everything of a device alone, on ``count`` devices at once."""
+        profilers = self._profilers
+        with profilers.started([(0, Degrees())] * count) as actors:
             with self._clock("devices"):
-                self._devices = self._answers([actor.start.remote(LOOPBACK, 0) for actor in actors])
-                self._call_s = self._time_calls(actors[0])
+                self._devices = profilers.answers([actor.start.remote(LOOPBACK, 0) for actor in actors])
+                self._calls = profilers.calls(actors[0])
+                if self._on_cpu:
+                    (self._feeding_s,) = profilers.measured([actors[0].feeding_s.remote()])
             for name in refs:
                 with self._clock(f"encoders.{name}"):
-                    times = self._answers([actor.encoder.remote(name, refs[name]) for actor in actors], limit_s)
-                self._encoders[name] = _mean_encoder(times)
+                    times = profilers.measured([actor.encoder.remote(name, refs[name]) for actor in actors])
+                self._encoders[name] = mean_encoder(times)
             with self._clock("backbone"):
-                self._backbones[1] = _mean_backbone(
-                    self._answers([actor.backbone.remote(self._mixes) for actor in actors], limit_s)
-                )
+                times = profilers.measured([actor.backbone.remote(self._mixes) for actor in actors])
+                self._backbones[1] = mean_backbone(times)
+                if self._on_cpu and count > 1:
+                    steps = [actor.replica_steps.remote(self._longest, "full") for actor in actors]
+                    self._alone = mean_steps(profilers.measured(steps))
+
+    def together(self, count: int, refs: Mapping[str, Sequence[SampleRef]]) -> None:
+        """Measure what processes on one device and replicas cost each other."""
+        with self._clock("interference"):
+            self._interference = measure_interference(self._profilers, self._longest[0], refs)
+        if count > 1:
+            with self._clock("replicas"):
+                link, self._replicas = measure_replicas(self._profilers, self._longest)
+                self._devices = [replace(each, link=link) for each in self._devices]
 
     def group(self, tp: int) -> None:
         """Measure the backbone split over ``tp`` devices, and the links between them."""
-        degrees = Degrees(tp=tp)
-        with self._actors([(rank, degrees) for rank in range(tp)]) as actors, self._clock(f"backbone, tp={tp}"):
+        degrees, profilers = Degrees(tp=tp), self._profilers
+        with profilers.started([(rank, degrees) for rank in range(tp)]) as actors, self._clock(f"backbone, tp={tp}"):
             host = LOOPBACK  # a tensor parallel group stays on its node
-            (port,) = self._answers([actors[0].open_rendezvous.remote(host)])
-            reports = self._answers([actor.start.remote(host, port) for actor in actors])
+            (port,) = profilers.answers([actors[0].open_rendezvous.remote(host)])
+            reports = profilers.answers([actor.start.remote(host, port) for actor in actors])
             link = min(report.link or 0.0 for report in reports)
             self._devices = [replace(each, link=link) for each in self._devices]
-            times = self._answers(
-                [actor.backbone.remote(self._mixes) for actor in actors], self._config.limits.stall_timeout_s
-            )
-            self._backbones[tp] = _mean_backbone(times)
+            times = profilers.measured([actor.backbone.remote(self._mixes) for actor in actors])
+            self._backbones[tp] = mean_backbone(times)
 
     def profile(self, run_spec: RunSpec) -> Profile:
         """Put everything together."""
         tokens = packed_lengths(self._config.scheduler.microbatch_tokens)
         alone = self._backbones[1]
-        # A CPU next to an accelerator assembles microbatches meanwhile; a core that is the device cannot.
-        assembling_s = alone.assembling_s if self._devices[0].name == CPU else 0.0
         return Profile(
             device=self._devices[0].name,
-            facts=_facts(self._devices, self._per_node),
+            facts=slowest_facts(self._devices, self._per_node),
             model=model_facts(self._config, run_spec.model_spec),
             versions=library_versions(),
             layers={tp: LengthTable(tokens, times.layers_s) for tp, times in self._backbones.items()},
@@ -185,62 +203,31 @@ class _Measured:
                 for name, times in self._encoders.items()
             },
             images={
-                name: ImageCosts(decode_s=times.decode_s, batch_s=self._call_s)
-                for name, times in self._encoders.items()
+                name: ImageCosts(times.decode_s, BATCH_CALLS * self._call_s) for name, times in self._encoders.items()
             },
-            # A step begins and ends with a call to the coordinator.
-            steps=StepCosts(alone.step_s + self._call_s, assembling_s, alone.parameter_s),
+            steps=self._step_costs(alone),
+            interference=self._interference,
+            replicas={
+                sharding: replica_costs(self._alone, steps, alone.step_s, alone.parameter_s)
+                for sharding, steps in self._replicas.items()
+                if self._alone is not None
+            },
+            host=HostCosts(self._feeding_s, self._calls.asking_s, self._calls.answering_s) if self._on_cpu else None,
         )
 
-    @contextmanager
-    def _actors(self, ranks: Sequence[tuple[int, Degrees]]) -> Iterator[list[ActorHandle]]:
-        """One profiler for each device, all on one node."""
-        bundles: list[cluster.Bundle] = [{self._kind: 1.0}] * len(ranks)
-        cluster.check_resources(bundles, 0)
-        remote: Any = ray.remote(Profiler)
-        actors: list[ActorHandle] = []
-        with cluster.placed(bundles, self._config.limits.placement_timeout_s) as group:
-            try:
-                for index, (rank, degrees) in enumerate(ranks):
-                    options = {
-                        "num_cpus": float(self._kind == "CPU"),
-                        "num_gpus": float(self._kind == "GPU"),
-                        "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                            group, placement_group_bundle_index=index
-                        ),
-                    }
-                    actors.append(remote.options(**options).remote(self._config, rank, degrees))
-                yield actors
-            finally:
-                for actor in actors:
-                    ray.kill(actor, no_restart=True)
+    @property
+    def _longest(self) -> tuple[Mix, ...]:
+        return tuple(by_length[-1] for by_length in self._mixes)
 
-    def _time_calls(self, actor: ActorHandle) -> float:
-        remote: Any = ray.remote(Echo)
-        echo = remote.options(num_cpus=0).remote()
-        try:
-            (seconds,) = self._answers([actor.call_s.remote(RayLink(echo))])
-        finally:
-            ray.kill(echo, no_restart=True)
-        return float(seconds)
+    @property
+    def _call_s(self) -> float:
+        """Seconds that a call takes from a device."""
+        return self._calls.asking_s if self._on_cpu else self._calls.wall_s
 
-    def _answers(self, calls: Sequence[ray.ObjectRef[Any]], limit_s: float | None = None) -> list[Any]:
-        """Wait for actors. Raises ResourceError if one does not answer, otherwise the error that it raised."""
-        limits = self._config.limits
-        key = "start_timeout_s" if limit_s is None else "stall_timeout_s"
-        limit_s = limits.start_limit_s if limit_s is None else limit_s
-        try:
-            return ray.get(list(calls), timeout=limit_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise ResourceError(
-                f"measuring took longer than limits.{key} ({limit_s:g} s); raise it, or measure smaller microbatches"
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, FlowTrainError):
-                raise error.cause from error
-            raise
-        except ray.exceptions.RayError as error:  # it died, or Ray killed it for lack of memory
-            raise ResourceError(f"a process that measures was lost: {error}") from error
+    def _step_costs(self, alone: BackboneTimes) -> StepCosts:
+        # A CPU next to an accelerator assembles and locates microbatches meanwhile; a core that is the device cannot.
+        microbatch_s = alone.assembling_s + MICROBATCH_CALLS * self._call_s if self._on_cpu else 0.0
+        return StepCosts(alone.step_s + REPLICA_CALLS * self._call_s, microbatch_s, alone.parameter_s)
 
 
 def _devices(config: RunConfig) -> tuple[str, int]:
@@ -276,44 +263,3 @@ def _refs(samples: Sequence[SizedSample], encoder: str) -> list[SampleRef]:
     of_sizes = [next(ref for ref, size in patches.items() if size == wanted) for wanted in sizes]
     others = [ref for ref in patches if ref not in of_sizes]
     return of_sizes + others[: max(0, NUM_DECODED - len(of_sizes))]
-
-
-# --- what several devices measured at once ---------------------------------------------------------------------------
-
-
-def _facts(devices: Sequence[DeviceReport], devices_per_node: int) -> DeviceFacts:
-    """The facts of the slowest device."""
-    slowest = min(devices, key=lambda device: device.flops)
-    return DeviceFacts(
-        flops=slowest.flops,
-        memory_nbytes=slowest.memory_nbytes,
-        bandwidth=slowest.bandwidth,
-        link=slowest.link,
-        devices_per_node=devices_per_node,
-    )
-
-
-def _mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
-    def each(name: str) -> tuple[float, ...]:
-        return tuple(np.mean([getattr(one, name) for one in times], axis=0).tolist())
-
-    def mean(name: str) -> float:
-        return statistics.mean(getattr(one, name) for one in times)
-
-    return BackboneTimes(
-        layers_s=each("layers_s"),
-        heads_s=each("heads_s"),
-        connectors_s=each("connectors_s"),
-        assembling_s=mean("assembling_s"),
-        step_s=mean("step_s"),
-        parameter_s=mean("parameter_s"),
-    )
-
-
-def _mean_encoder(times: Sequence[EncoderTimes]) -> EncoderTimes:
-    seconds = np.mean([one.seconds for one in times], axis=0).tolist()
-    return replace(
-        times[0],
-        seconds=tuple(tuple(row) for row in seconds),
-        decode_s=statistics.mean(one.decode_s for one in times),
-    )

@@ -48,15 +48,20 @@ from flowtrain.training import checkpoint_store
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction
+from flowtrain.types.run_plan import Plan
 
 
-def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses | None = None) -> RunSummary:
+def run_training(
+    config: RunConfig, resume: bool = False, classes: ActorClasses | None = None, plan: Plan | None = None
+) -> RunSummary:
     """Train as the configuration says and return how it ended.
 
     resume: continue after the last complete checkpoint of a run with this name, or start if it has none. classes: the
-    actors' plain classes, for tests. The caller must call ``check_run_dir`` first (before it imports this module).
+    actors' plain classes, for tests. plan: as for ``prepare``. The caller must call ``check_run_dir`` first (before it
+    imports this module).
     Raises FlowTrainError; in any case no actor and no pool memory is left behind.
     """
+    assert config.mode != "auto", "a plan decides the mode before a run starts"
     started = time.monotonic()
     stop = threading.Event()
     with ExitStack() as stack:
@@ -64,7 +69,7 @@ def run_training(config: RunConfig, resume: bool = False, classes: ActorClasses 
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
         display.phase("looking at data and models")
         check_resumes(config, resume)
-        run_spec = prepare(config)
+        run_spec = prepare(config, plan=plan)
         if resume and (done := summary_if_done(config, run_spec, started)) is not None:
             return done
         if resume:

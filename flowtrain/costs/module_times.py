@@ -58,10 +58,10 @@ class ModuleTimes(Protocol):
         """
         ...
 
-    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+    def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
         """Return processor seconds of a step that the run's own processes take from the devices, in all; ``[N]``.
 
-        num_microbatches: of all replicas. has_encoders: whether encoder actors lease images. 0 on accelerators.
+        num_microbatches: of all replicas. has_encoders: encoder actors lease images. 0 on accelerators.
         """
         ...
 

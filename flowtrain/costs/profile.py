@@ -13,7 +13,7 @@ from importlib.metadata import version
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,8 +23,8 @@ from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
-from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts
-from flowtrain.errors import ConfigError
+from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts, Sharded
+from flowtrain.errors import ConfigError, FaultCode
 
 PROFILE_SCHEMA = 2
 _READABLE = (1, PROFILE_SCHEMA)
@@ -169,7 +169,7 @@ class Profile:
     steps: StepCosts
     interference: dict[str, Interference] = field(default_factory=dict)
     """Of each encoder with the backbone; empty if it was not measured."""
-    replicas: dict[Literal["full", "gradients"], ReplicaCosts] = field(default_factory=dict)
+    replicas: dict[Sharded, ReplicaCosts] = field(default_factory=dict)
     """Of two replicas, by sharding; empty on accelerators, and if one device alone was measured."""
     host: HostCosts | None = None
     """None on accelerators, whose hosts have cores of their own for it."""
@@ -232,6 +232,17 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: the profile cannot be read ({error}); {MEASURE_AGAIN}") from error
+
+
+def configured_profile(config: RunConfig) -> Profile | None:
+    """Return the profile of ``allocator.profile``; None if the key is not set."""
+    path = config.allocator.profile
+    if path is None:
+        return None
+    try:
+        return read_profile(path)
+    except ConfigError as error:
+        raise ConfigError.of("allocator.profile", FaultCode.VALUE, f"allocator.profile: {error}") from error
 
 
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 from flowtrain.costs.flops import FloatArray
+from flowtrain.types.profile import ReplicaSteps
 
 ASSUMED_INTERFERENCE = 1.0
 """Counted where no profile has measured it: both take no longer together than one after the other."""
 
-STEP_CALLS = 6
-"""Calls to the coordinator in each step, whatever it has: feeding, planning, the end of the step, the driver's."""
-BATCH_CALLS, MICROBATCH_CALLS = 2, 1
-"""A batch of images is leased and handed in; a microbatch is located."""
+STEP_CALLS, REPLICA_CALLS, MICROBATCH_CALLS, BATCH_CALLS = 2, 2, 1, 2
+"""Calls to the coordinator. A step: the feeder's and the driver's; a replica releases and finishes the step; a
+microbatch is located; a batch of images is leased and handed in."""
+
+Sharded = Literal["full", "gradients"]
+"""How replicas share parameters: always, or only between steps; under hybrid sharding a group does as in ``full``."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -72,16 +76,54 @@ def _of_two(replicas: FloatArray) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Processor seconds of feeder and coordinator, which share the cores where cores are the devices."""
+    """Processor seconds of the feeder, the coordinator and the driver, which share the cores that are the devices."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     sample_s: _Amount
-    """Per sample: reading, sizing, tokenising, putting into the pool."""
-    call_s: _Amount
-    """Per call to the coordinator, at its end."""
+    """Per sample: reading, sizing, tokenising, copying."""
+    asking_s: _Amount
+    """Per call to the coordinator, in the process that asks; encoders and ranks count theirs themselves."""
+    answering_s: _Amount
+    """Per call to the coordinator, in the coordinator."""
 
-    def seconds(self, num_samples: float, num_batches: float, num_microbatches: FloatArray) -> FloatArray:
-        """Return processor seconds a step over all cores; num_batches: of images that encoder actors lease."""
-        calls = STEP_CALLS + BATCH_CALLS * num_batches + MICROBATCH_CALLS * num_microbatches
-        return num_samples * self.sample_s + calls * self.call_s
+    def seconds(
+        self, num_samples: float, num_batches: float, num_microbatches: FloatArray, replicas: FloatArray
+    ) -> FloatArray:
+        """Return processor seconds a step over all cores, ``[N]``.
+
+        num_batches: of images, which encoder actors lease. num_microbatches: of all replicas.
+        """
+        calls = STEP_CALLS + BATCH_CALLS * num_batches + MICROBATCH_CALLS * num_microbatches + REPLICA_CALLS * replicas
+        return num_samples * self.sample_s + STEP_CALLS * self.asking_s + calls * self.answering_s
+
+
+def interference_factor(alone: Sequence[float], together: Sequence[float]) -> float:
+    """Return the time of processes at once on a device over the sum of their times alone.
+
+    alone, together: seconds of a piece of work of each process, by itself and while all others work too.
+    """
+    return 1.0 / sum(one / other for one, other in zip(alone, together, strict=True))
+
+
+def line_through(numbers: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (seconds at 0, seconds per unit) of the line through two points, the smaller number first.
+
+    If one of them is negative, which is noise: none at 0, and the line from there through the larger number's point.
+    """
+    (fewer, more), (shallow, deep) = numbers, (max(each, 0.0) for each in seconds)
+    slope = (deep - shallow) / max(more - fewer, 1)
+    fixed = shallow - slope * fewer
+    return (fixed, slope) if slope >= 0.0 and fixed >= 0.0 else (0.0, deep / max(more, 1))
+
+
+def replica_costs(alone: ReplicaSteps, shared: ReplicaSteps, step_s: float, parameter_s: float) -> ReplicaCosts:
+    """Return what two ranks pay for sharing parameters, from the same steps of one rank alone and of both.
+
+    step_s, parameter_s: of a step alone, as in ``StepCosts``; each of both updates half of the parameters.
+    """
+    numbers = shared.num_parameters
+    gathering = [both - one for one, both in zip(alone.microbatch_s, shared.microbatch_s, strict=True)]
+    updates = [step_s + parameter_s * number / 2.0 for number in numbers]
+    reducing = [both - one for one, both in zip(updates, shared.beside_s, strict=True)]
+    return ReplicaCosts(*line_through(numbers, gathering), *line_through(numbers, reducing))

@@ -79,7 +79,10 @@ class ProfileTimes:
         num_images, batch = every[at], np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
         of_measured, of_tp = (self._communication.images_s(encoder, degree)[at] for degree in (measured, tp))
         computing = num_images * tables[measured].image_s(patches, batch) - of_measured
-        device = np.maximum(computing, 0.0) * measured / tp + of_tp + num_images / batch * costs.batch_s
+        # A profile has the forward alone, whose backward takes twice as long.
+        passes = 1.0 if "encoders" in self._workload.freeze else 3.0
+        forward = np.maximum(computing, 0.0) * measured / tp + of_tp
+        device = passes * forward + num_images / batch * costs.batch_s
         decoding = num_images * costs.decode_s
         seconds = np.zeros(len(every))
         # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.
@@ -115,20 +118,25 @@ class ProfileTimes:
             return None
         return costs.gathering_s(parameters, shards), costs.reducing_s(parameters, shards)
 
-    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+    def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
         """As ``ModuleTimes``."""
         host, num_samples = self._profile.host, self._workload.global_batch_size
         if host is None:
             return np.zeros_like(num_microbatches)
-        num_batches = num_samples * sum(map(self._batches, self._workload.images)) if has_encoders else 0.0
-        return host.seconds(num_samples, num_batches, num_microbatches)
+        num_batches = sum(map(self._batches, self._workload.images)) if has_encoders else 0.0
+        return host.seconds(num_samples, num_batches, num_microbatches, replicas)
 
     def _batches(self, encoder: str) -> float:
-        """Mean batches of images per sample, of all samples."""
-        num_images, _ = self._workload.images[encoder]
-        at = num_images > 0
-        batch = np.maximum(self._max_batch_patches[encoder] // self._patches(encoder), 1.0)
-        return float((num_images[at] / batch).sum()) / len(num_images)
+        """Mean batches of images in a step; a sample's images stay together."""
+        num_batches, room, most = 0, 0, self._max_batch_patches[encoder]
+        num_patches, size = self._workload.images[encoder][1], self._workload.global_batch_size
+        for index, patches in enumerate(num_patches.tolist()):
+            room = 0 if index % size == 0 else room  # a batch has samples of one step
+            if 0 < patches <= room:
+                room -= patches
+            elif patches:
+                num_batches, room = num_batches + 1, most - patches
+        return num_batches / max(len(num_patches), 1) * size
 
     def _patches(self, encoder: str) -> FloatArray:
         """Mean patches per image, for each sample that has images."""

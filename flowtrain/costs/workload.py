@@ -48,6 +48,10 @@ class Workload:
         """Mean length."""
         return float(self.lengths.mean())
 
+    def tokens_at(self, percent: int) -> int:
+        """Return the length that so many percent of the samples do not exceed."""
+        return int(np.percentile(self.lengths, percent, method="inverted_cdf"))
+
     @property
     def tokens_per_step(self) -> float:
         """Mean tokens of a global batch."""
@@ -84,6 +88,8 @@ class Workload:
             "global_batch_size": self.global_batch_size,
             "microbatch_tokens": self.microbatch_tokens,
             "tokens_per_sample": self.tokens_per_sample,
+            "tokens_p5": self.tokens_at(5),
+            "tokens_p95": self.tokens_at(95),
             "vision_share": self.vision_share,
             "target_share": self.target_share,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from flowtrain.config.pipeline import PipelineConfig
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.profile_together import line_through
 from flowtrain.models.backbone import Backbone
 from flowtrain.pipeline.actions import Action
 from flowtrain.pipeline.executor import execute
@@ -26,7 +27,7 @@ from flowtrain.training.profile_device import clock_of
 from flowtrain.training.stages import Stages
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Microbatch, PlannedSample, StepPlan, Unit, UnitKind
-from flowtrain.types.profile import BackboneTimes
+from flowtrain.types.profile import BackboneTimes, ReplicaSteps
 
 WARMUP_STEPS, MEASURED_STEPS = 1, 6
 _LEAST_S = 1e-9
@@ -101,31 +102,51 @@ class BackboneProfiler:
             parameter_s=parameter_s,
         )
 
+    def replica_steps(self, mixes: Sequence[Sequence[PlannedSample]]) -> ReplicaSteps:
+        """Return the medians over steps of one full microbatch each; ``mixes`` in turn; collective."""
+        batches = [self._batch(mix) for mix in mixes]
+        depths = (1, len(self._layers))
+        found: dict[int, list[_Step]] = {depth: [] for depth in depths}
+        for number in range(WARMUP_STEPS + MEASURED_STEPS):
+            for depth in depths:
+                step = self._step(depth, [batches[number % len(mixes)]])
+                if number >= WARMUP_STEPS:
+                    found[depth].append(step)
+
+        def medians(of: Callable[[_Step], float]) -> tuple[float, float]:
+            shallow, deep = (statistics.median(map(of, found[depth])) for depth in depths)
+            return shallow, deep
+
+        numbers = (self._num_parameters(1), self._num_parameters(len(self._layers)))
+        return ReplicaSteps(numbers, medians(lambda step: step.microbatches_s[0]), medians(lambda step: step.beside_s))
+
+    def piece(self, mix: Sequence[PlannedSample]) -> Callable[[], object]:
+        """Return a call that runs a whole step of two equal microbatches."""
+        batches = [self._batch(mix)] * 2
+        return lambda: self._run(batches)
+
     def _step(self, num_layers: int, batches: Sequence[PackedBatch]) -> _Step:
+        ends = [batches[-1], *batches, batches[-1]]
         with _only_layers(self._module, self._layers[:num_layers]):
-            ends = [batches[-1], *batches, batches[-1]]
-            self._steps += 1
-            runtime = _TimedStages(self._trainer.stages, self._now_s)
             started_s = self._now_s()
-            actions = self._trainer.begin_unit(_plan_of(ends, self._steps))
-            execute(actions, runtime, ends.__getitem__)
-            self._trainer.finish_unit()
+            seconds = self._run(ends)
             total_s = self._now_s() - started_s
-        microbatches_s = [runtime.seconds[number] for number in range(1, len(ends) - 1)]
+        microbatches_s = [seconds[number] for number in range(1, len(ends) - 1)]
         return _Step(microbatches_s, total_s - sum(microbatches_s) - 2.0 * microbatches_s[-1])
 
-    def _step_costs(self, steps: dict[str, list[_Step]]) -> tuple[float, float]:
-        """Seconds per step and per parameter from the two depths: a line through both points.
+    def _run(self, batches: Sequence[PackedBatch]) -> Mapping[int, float]:
+        """Run a step; returns the seconds of each microbatch."""
+        self._steps += 1
+        runtime = _TimedStages(self._trainer.stages, self._now_s)
+        actions = self._trainer.begin_unit(_plan_of(batches, self._steps, self._group.degrees.dp))
+        execute(actions, runtime, batches.__getitem__)
+        self._trainer.finish_unit()
+        return runtime.seconds
 
-        If the line has a negative slope or intercept: no seconds per step, and a line through 0 and the deep point.
-        """
-        shallow, deep = (max(statistics.median(each.beside_s for each in steps[kind]), 0.0) for kind in ("one", "deep"))
-        fewer, more = self._num_parameters(1), self._num_parameters(len(self._layers))
-        parameter_s = (deep - shallow) / max(more - fewer, 1)
-        fixed_s = shallow - parameter_s * fewer
-        if parameter_s >= 0.0 and fixed_s >= 0.0:
-            return fixed_s, parameter_s
-        return 0.0, deep / max(more, 1)
+    def _step_costs(self, steps: dict[str, list[_Step]]) -> tuple[float, float]:
+        """Seconds per step and per parameter from the two depths."""
+        seconds = [statistics.median(each.beside_s for each in steps[kind]) for kind in ("one", "deep")]
+        return line_through((self._num_parameters(1), self._num_parameters(len(self._layers))), seconds)
 
     def _num_parameters(self, num_layers: int) -> int:
         """Trainable parameters of this rank with ``num_layers`` layers."""
@@ -241,14 +262,17 @@ def _only_layers(module: Backbone, layers: Sequence[nn.Module]) -> Iterator[None
         base.layers = whole
 
 
-def _plan_of(batches: Sequence[PackedBatch], step: int) -> StepPlan:
-    """A plan with one slot for each batch, and the batches' numbers of tokens and target tokens."""
+def _plan_of(batches: Sequence[PackedBatch], step: int, dp: int) -> StepPlan:
+    """A plan with one slot for each batch, the same on each replica, with their numbers of tokens and target tokens."""
     slots = [
-        [Microbatch(slot, 0, (PlannedSample(slot, batch.num_tokens, 0, batch.num_target_tokens),), 1.0)]
+        [
+            Microbatch(slot, rank, (PlannedSample(slot, batch.num_tokens, 0, batch.num_target_tokens),), 1.0)
+            for rank in range(dp)
+        ]
         for slot, batch in enumerate(batches)
     ]
     most = max(batch.num_tokens for batch in batches)
-    return StepPlan.of_slots(Unit(step, UnitKind.TRAIN, step, 0, len(slots)), most, slots, ())
+    return StepPlan.of_slots(Unit(step, UnitKind.TRAIN, step, 0, dp * len(slots)), most, slots, ())
 
 
 def _positive(seconds: np.ndarray) -> tuple[float, ...]:

@@ -51,3 +51,27 @@ class EncoderTimes:
     """One forward; ``[P, B]``."""
     decode_s: float
     """Mean of reading, decoding and preprocessing one image in one thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSteps:
+    """Median seconds of steps with few and with many layers, each ``[2]``; fewer layers first."""
+
+    num_parameters: tuple[int, int]
+    """Trainable parameters of the model in use, before ranks share them."""
+    microbatch_s: tuple[float, float]
+    """A full microbatch in the middle of a step."""
+    beside_s: tuple[float, float]
+    """A step, in addition to its microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """Median or mean seconds of one call to another actor on the node."""
+
+    wall_s: float
+    """Until the answer is there, calls one after another."""
+    asking_s: float
+    """Processor time of the process that asks, calls one at a time with pauses."""
+    answering_s: float
+    """Processor time of the process that answers, likewise."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flowtrain.actors import profiler as profiler_module
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.profiler import Profiler
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned_run import planned_samples, workload_of
 from flowtrain.controller.prepare import prepare
-from flowtrain.controller.profiling import _facts, _mean_backbone, _mean_encoder, _refs, _tensor_degrees, modules_apart
+from flowtrain.controller.profiling import _refs, _tensor_degrees, modules_apart
+from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, slowest_facts
 from flowtrain.costs.profile import model_facts
 from flowtrain.costs.profile_shapes import packed_lengths, packed_mixes
 from flowtrain.errors import DataError
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.training import profile_backbone
+from flowtrain.training import profile_backbone, profile_pieces
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.training.profile_backbone import BackboneProfiler, _with_one_word, num_layers_of
+from flowtrain.training.profile_pieces import Pieces
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from tests.e2e.worlds import World, tiny_config
@@ -120,12 +124,12 @@ def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler,
 
 def test_devices_side_by_side_count_as_the_slowest_and_their_times_as_means() -> None:
     devices = [DeviceReport("cpu", flops, 100, 10.0, None) for flops in (3e9, 2e9)]
-    facts = _facts(devices, devices_per_node=3)
+    facts = slowest_facts(devices, devices_per_node=3)
     assert (facts.flops, facts.memory_nbytes, facts.link, facts.devices_per_node) == (2e9, 100, None, 3)
     encoders = [EncoderTimes((4, 8), (1,), ((each,), (2 * each,)), each) for each in (1.0, 3.0)]
-    assert _mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
+    assert mean_encoder(encoders) == EncoderTimes((4, 8), (1,), ((2.0,), (4.0,)), 2.0)
     backbones = [BackboneTimes((each,), (1.0, each), (0.5,), 0.1, each, 0.0) for each in (1.0, 2.0)]
-    assert _mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0)
+    assert mean_backbone(backbones) == BackboneTimes((1.5,), (1.0, 1.5), (0.5,), 0.1, 1.5, 0.0)
 
 
 def test_a_shallow_model_is_the_runs_own_but_for_its_depth(config: RunConfig) -> None:
@@ -160,9 +164,41 @@ def test_calls_are_timed_through_the_link() -> None:
 
         def ask(self, question: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(question.__name__)
+            return float(len(calls))  # each call takes a second of the other process
 
-    assert Profiler.call_s(Profiler.__new__(Profiler), Link()) >= 0
-    assert set(calls) == {"ping"}
+    times = Profiler.calls(Profiler.__new__(Profiler), Link())
+    assert times.wall_s >= 0 and times.asking_s >= 0
+    assert calls.count("processor_s") == 2 and set(calls) == {"ping", "processor_s"}
+    assert times.answering_s == pytest.approx(1.0, rel=0.1)
+
+
+def test_samples_are_fed_as_by_a_feeder(profiler: Profiler) -> None:
+    assert 0 < profiler.feeding_s() < 60
+
+
+def test_work_is_repeated_until_the_end_and_its_last_piece_does_not_count(
+    profiler: Profiler, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler_module, "pin_to", lambda num_cores: None)
+    samples = planned_samples(prepare(config, check_pool=False))
+    mix = packed_mixes(workload_of(config, samples))[0][-1]
+    for held_s in (profiler.hold_backbone(mix), profiler.hold_encoder("vision", _refs(samples, "vision"))):
+        assert 0 < held_s < 60
+        assert profiler.repeat(0.0, 0.0) > 0, "one piece, however late it ends"
+    ran: list[int] = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(profile_pieces, "clock_of", lambda device: lambda: float(len(ran)))
+    pieces = Pieces(lambda: ran.append(len(ran)), torch.device("cpu"))
+    assert pieces.repeat(0.0, 5.0) == 1.0
+    assert len(ran) == 6, "the sixth ends too late"
+
+
+def test_replicas_run_the_same_steps_as_one_rank(profiler: Profiler, config: RunConfig) -> None:
+    mixes = packed_mixes(workload_of(config, planned_samples(prepare(config, check_pool=False))))
+    steps = profiler.replica_steps([by_length[-1] for by_length in mixes], "gradients")
+    few, many = steps.num_parameters
+    assert 0 < few < many and all(seconds > 0 for seconds in steps.microbatch_s)
 
 
 def test_a_backbone_through_which_gradients_only_pass_is_measured(profiler: Profiler, config: RunConfig) -> None:

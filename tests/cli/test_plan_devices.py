@@ -14,9 +14,10 @@ from flowtrain import api
 from flowtrain.allocator.plan import fixed_plan, read_plan
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.types.run_plan import ModulePlan
-from tests.cli.test_plan import MODELS, PAPER, QUICKSTART, plan, record_of, refused
+from tests.cli.test_plan import MODELS, QUICKSTART, SPLIT, plan, record_of, refused
 
 SMALL = str(MODELS / "vlm_6b.yaml")
+APART = "mode=decoupled"
 BOTH = ("--device", "h200=64", "--device", "910b=4x8")
 
 
@@ -27,7 +28,7 @@ def modules_of(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_several_types_are_planned_together(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
     # 240 samples leave the backbone 60 of the fast devices, too few others for encoders: they go to the slow ones.
-    arguments = (SMALL, "training.global_batch_size=240", *BOTH)
+    arguments = (SMALL, "training.global_batch_size=240", *BOTH, APART)
     record = record_of(*arguments, "--save", str(saved))
     assert [(each["name"], each["count"], each["devices_per_node"]) for each in record["devices"]] == [
         ("h200", 64, 8),
@@ -40,17 +41,23 @@ def test_several_types_are_planned_together(tmp_path: Path) -> None:
     chosen = read_plan(saved)
     assert (chosen.encoders["vision"].accelerator_type, chosen.backbone.accelerator_type) == ("Ascend910B", "H200")
     assert "backbone.accelerator_type=H200" in record["overrides"]
-    assert record["allocation"]["rate"] > record_of(*arguments[:2], "--device", "h200=64")["allocation"]["rate"]
+    assert record["allocation"]["rate"] > record_of(*arguments[:2], APART, "--device", "h200=64")["allocation"]["rate"]
+
+
+def list_sample(workload: dict[str, Any], text_tokens: int, images: dict[str, list[int]]) -> None:
+    """Put one sample in place of a model file's mixture."""
+    del workload["mixture"]
+    sample = {"text_tokens": text_tokens, "target_tokens": 8192, "images": images}
+    workload |= {"global_batch_size": 256, "fill": 1.0, "samples": [sample]}
 
 
 def test_an_encoder_lies_on_one_type_although_two_would_be_faster(tmp_path: Path) -> None:
     heavy = tmp_path / "heavy.yaml"
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
-    for sample in values["workload"]["samples"]:
-        sample["text_tokens"] = 64
+    list_sample(values["workload"], 64, {"vision": [3584, 3584]})
     values["backbone"]["num_hidden_layers"] = 9
     heavy.write_text(yaml.safe_dump(values))
-    arguments = (str(heavy), "--device", "h200=16", "--device", "a100=2")
+    arguments = (str(heavy), APART, "--device", "h200=16", "--device", "a100=2")
     record = record_of(*arguments)
     found, (note,) = record["allocation"], [note for note in record["notes"] if "several types" in note]
     assert len(modules_of(record)) == 2 and found["rate_added"] > found["rate"]
@@ -58,14 +65,14 @@ def test_an_encoder_lies_on_one_type_although_two_would_be_faster(tmp_path: Path
     saved = tmp_path / "plan.yaml"
     plan(*arguments, "--save", str(saved))
     assert read_plan(saved).encoders["vision"].accelerator_type in ("H200", "A100")
-    assert record_of(*arguments[:3])["allocation"]["rate_added"] is None, "one type"
+    assert record_of(*arguments[:4])["allocation"]["rate_added"] is None, "one type"
 
 
 def test_a_level_keeps_the_solution_of_the_level_before() -> None:
     """Of these devices HiGHS called the last level infeasible, with tolerances as wide as the pins."""
     chunked = ("pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2")
     devices = ("--device", "h20=7x16", "--device", "l4=5", "--device", "h100=2x1")
-    record = record_of(str(MODELS / "omnibal_6b_20b.yaml"), *chunked, *devices, "--solver", "highs")
+    record = record_of(str(MODELS / "omnibal_6b_20b.yaml"), APART, *chunked, *devices, "--solver", "highs")
     assert len(record["allocation"]["alternatives"]) == 3
 
 
@@ -74,19 +81,17 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
     names = ["near", "wide", "dots"][:count]
     values["encoders"] = dict.fromkeys(names, values["encoders"]["vision"])
-    for sample in values["workload"]["samples"]:
-        sample["images"] = dict.fromkeys(names, sample["images"]["vision"][:1])
-        sample["text_tokens"] = 256
+    list_sample(values["workload"], 256, {name: [3584] for name in names})
     values["workload"]["microbatch_tokens"] = 16384
     file = tmp_path / "several.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False))
-    record = record_of(str(file), "--devices", "64")
+    record = record_of(str(file), APART, "--devices", "64")
     assert list(modules_of(record)) == [*names, "backbone"]
     assert any(f"a run refuses this plan: encoders has {count} entries" in note for note in record["notes"])
-    (fault,) = flowtrain.plan(file, devices=64).faults
+    (fault,) = flowtrain.plan(file, [APART], devices=64).faults
     assert (fault.key, fault.code) == ("encoders", FaultCode.ENCODERS)
     said = "saved; first fix what the notes name, then start it with"
-    assert said in plan(str(file), "--devices", "64", "--save", str(tmp_path / "plan.yaml")).stdout
+    assert said in plan(str(file), APART, "--devices", "64", "--save", str(tmp_path / "plan.yaml")).stdout
 
 
 def test_a_run_with_several_encoders_is_refused_before_it_starts() -> None:
@@ -133,26 +138,17 @@ def test_a_cpu_is_shared_by_its_cores_time(tmp_path: Path) -> None:
     assert chosen.backbone.num_devices == 0.0
 
 
-def test_plain_replication_is_always_compared() -> None:
-    replication = record_of(*PAPER)["replication"]
-    assert replication["devices"] == 256 and replication["imbalance"] == 0.0
-    assert f"{replication['rate']:.4g} samples/s" in plan(*PAPER).stdout
-    few = (PAPER[0], "--devices", "32", "--device", "910b")
-    assert record_of(*few)["replication"]["rate"] is None
-    assert "plain replication on 32 910b does not fit: the whole model takes" in plan(*few).stdout
-
-
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
     picture = tmp_path / f"rate.{ending}"
-    result = plan(*PAPER, "--plot", str(picture))
+    result = plan(*SPLIT, "--plot", str(picture))
     assert (result.exit_code, result.stderr) == (0, f"plot: {picture}\n")
     content = picture.read_bytes()
     if ending == "png":
         assert content.startswith(b"\x89PNG")
     else:
         again = tmp_path / "again.svg"
-        plan(*PAPER, "--plot", str(again))
+        plan(*SPLIT, "--plot", str(again))
         assert b"<svg" in content and content == again.read_bytes(), "the same plan is the same picture"
 
 
@@ -182,13 +178,13 @@ def test_the_plot_is_a_picture(tmp_path: Path, ending: str) -> None:
     ],
 )
 def test_devices_that_make_no_sense_are_one_message(arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused(SMALL, *arguments)
+    assert message in refused(SMALL, APART, *arguments)
     assert not Path("rate.png").exists()
 
 
 def test_what_cannot_be_drawn_is_shown_and_saved_all_the_same(tmp_path: Path) -> None:
     picture, saved = tmp_path / "rate.png", tmp_path / "plan.yaml"
-    result = plan(SMALL, *BOTH, "--plot", str(picture), "--save", str(saved))
+    result = plan(SMALL, APART, *BOTH, "--plot", str(picture), "--save", str(saved))
     assert result.exit_code == 2 and "samples/s" in result.stdout
     assert "there is no choice of splits to draw" in result.stderr
     assert read_plan(saved).backbone.num_actors > 1 and not picture.exists()
@@ -203,30 +199,30 @@ def test_no_devices_at_all_are_refused(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize("device", ["h100", "h200"])
 def test_qwen3_32b_fits_on_eight_nodes(device: str, tmp_path: Path) -> None:
     saved, model = tmp_path / "plan.yaml", str(MODELS / "vlm_32b.yaml")
-    record = record_of(model, "--device", f"{device}=8x8", "--save", str(saved))
+    record = record_of(model, APART, "--device", f"{device}=8x8", "--save", str(saved))
     backbone = record["allocation"]["modules"][-1]
     assert backbone["degrees"]["tp"] <= 8 and backbone["peak_nbytes"] <= backbone["memory_nbytes"]
     memory, chosen = backbone["memory"], read_plan(saved)
     computing = memory["accumulated"] + memory["gathered"] + memory["activations"] + memory["working"]
     assert backbone["peak_nbytes"] == memory["parameters"] + memory["optimizer_state"] + computing
     assert chosen.gradient_reduction == backbone["gradient_reduction"] == "step" and chosen.hybrid_shard_size is None
-    text = plan(model, "--device", f"{device}=8x8").stdout
+    text = plan(model, APART, "--device", f"{device}=8x8").stdout
     assert "memory of a backbone rank, GiB" in text and f"{backbone['peak_nbytes'] / 2**30:.2f}" in text
     # Replicas of one device each fit only with a reduction each microbatch; no plan needs more than a node for tp.
-    flat = record_of(model, "--device", f"{device}=8x8", "backbone.gradient_reduction=microbatch")
+    flat = record_of(model, APART, "--device", f"{device}=8x8", "backbone.gradient_reduction=microbatch")
     assert flat["allocation"]["num_candidates"]["backbone"] >= record["allocation"]["num_candidates"]["backbone"]
 
 
 def test_hybrid_groups_are_planned_and_saved(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
     settings = ("backbone.sharding=hybrid", "backbone.sequence_parallel=false", "training.global_batch_size=16")
-    record = record_of(SMALL, "--device", "h200=2x8", *settings, "--save", str(saved))
+    record = record_of(SMALL, APART, "--device", "h200=2x8", *settings, "--save", str(saved))
     backbone, chosen = record["allocation"]["modules"][-1], read_plan(saved)
     degrees = backbone["degrees"]
     assert degrees["dp"] > 1 and chosen.hybrid_shard_size == backbone["num_shards"]
     assert degrees["dp"] % backbone["num_shards"] == 0
     assert backbone["num_shards"] * degrees["pp"] * degrees["tp"] <= 8
     assert f"backbone.hybrid_shard_size={chosen.hybrid_shard_size}" in record["overrides"]
-    fewer = record_of(SMALL, "--device", "h200=2x8", *settings, "backbone.hybrid_shard_size=2")
+    fewer = record_of(SMALL, APART, "--device", "h200=2x8", *settings, "backbone.hybrid_shard_size=2")
     assert fewer["allocation"]["modules"][-1]["num_shards"] == 2
     assert not [note for note in fewer["notes"] if "refuses this plan: backbone.hybrid_shard_size" in note]

@@ -27,6 +27,7 @@ from flowtrain.costs.profile import (
     library_versions,
     model_facts,
 )
+from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts
 from tests.cli.test_plan import record_of
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -149,3 +150,25 @@ def test_tables_show_what_was_measured_and_how_long_it_took(profile: Profile) ->
     text = shown.getvalue()
     for expected in ("2 x cpu", "49 patches", "8 a batch", "512 tokens", "tp=2", "backbone 1.2 s", "here.json"):
         assert expected in text
+
+
+def test_what_processes_cost_each_other_is_shown_where_it_was_measured(profile: Profile) -> None:
+    measured = replace(
+        profile,
+        interference={"vision": Interference((1.02, 1.25, 1.04))},
+        replicas={"gradients": ReplicaCosts(0.0, 0.0, 0.025, 3e-9)},
+        host=HostCosts(sample_s=0.0004, asking_s=0.0013, answering_s=0.0017),
+    )
+    texts = []
+    for each in (profile, measured):
+        shown = StringIO()
+        console = Console(width=200, file=shown)
+        console.print(*profile_tables(ProfileReport(each, 2, {}), Path("here.json")))
+        texts.append(shown.getvalue())
+    for expected in (
+        "1.04 of the time",
+        "1.02 to 1.25 in 3 rounds",
+        "25 ms a step and 3 ns",
+        "0.4 ms to feed a sample",
+    ):
+        assert expected in texts[1] and expected not in texts[0]

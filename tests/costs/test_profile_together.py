@@ -12,8 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.costs.profile import read_profile
-from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts
+from flowtrain.costs.profile_together import (
+    HostCosts,
+    Interference,
+    ReplicaCosts,
+    interference_factor,
+    line_through,
+    replica_costs,
+)
 from flowtrain.errors import ConfigError
+from flowtrain.types.profile import ReplicaSteps
+from tests.allocator.worlds import workload
 from tests.costs.test_profile import PROFILE, times
 
 AMOUNTS = st.floats(0.0, 10.0)
@@ -21,7 +30,7 @@ MEASURED = replace(
     PROFILE,
     interference={"vision": Interference((1.1, 0.9, 1.2))},
     replicas={"full": ReplicaCosts(0.1, 1e-9, 0.2, 2e-9), "gradients": ReplicaCosts(0.0, 0.0, 0.3, 3e-9)},
-    host=HostCosts(sample_s=0.01, call_s=0.001),
+    host=HostCosts(sample_s=0.01, asking_s=0.002, answering_s=0.001),
 )
 
 
@@ -46,7 +55,7 @@ def test_an_old_profile_is_read_and_knows_nothing_of_it(tmp_path: Path) -> None:
     assert found == PROFILE
     asked = np.array([1e6])
     assert times(found).slowdown("vision") is None and times(found).replicas_s("full", asked, asked) is None
-    assert times(found).host_s(asked, has_encoders=True).tolist() == [0.0]
+    assert times(found).host_s(asked, asked, has_encoders=True).tolist() == [0.0]
 
 
 def test_times_come_of_the_measured_amounts() -> None:
@@ -75,8 +84,56 @@ def test_sharing_costs_a_rank_alone_nothing_and_more_with_each_replica(
     assert costs.reducing_s(parameters, np.array([2.0]))[0] == pytest.approx(step + 10.0 * parameter)
 
 
-def test_host_work_grows_with_samples_batches_and_microbatches() -> None:
-    host, slots = HostCosts(sample_s=1.0, call_s=0.1), np.array([4.0, 8.0])
-    assert host.seconds(10, 3.0, slots).tolist() == pytest.approx([10 + 1.6, 10 + 2.0])
-    measured, counts = times(MEASURED), np.array([4.0])
-    assert measured.host_s(counts, has_encoders=True)[0] > measured.host_s(counts, has_encoders=False)[0] > 0.0
+@given(AMOUNTS, AMOUNTS, AMOUNTS, st.integers(0, 50), st.integers(1, 50), st.integers(1, 8))
+def test_host_work_is_linear_in_what_there_is(
+    sample: float, asking: float, answering: float, batches: int, slots: int, replicas: int
+) -> None:
+    host, counts, some = HostCosts(sample, asking, answering), np.array([float(slots)]), np.array([float(replicas)])
+    base = host.seconds(10, batches, counts, some)
+    assert host.seconds(11, batches, counts, some) - base == pytest.approx(sample, abs=1e-6)
+    assert host.seconds(10, batches + 1, counts, some) - base == pytest.approx(2 * answering, abs=1e-6)
+    assert host.seconds(10, batches, counts + 1, some) - base == pytest.approx(answering, abs=1e-6)
+    assert host.seconds(10, batches, counts, some + 1) - base == pytest.approx(2 * answering, abs=1e-6)
+
+
+def test_batches_have_samples_of_one_step_up_to_the_limit() -> None:
+    def work(max_batch_patches: int) -> float:
+        found = times(MEASURED, patches=max_batch_patches).host_s(np.zeros(1), np.zeros(1), has_encoders=True)
+        return float(found[0])
+
+    without = times(MEASURED).host_s(np.zeros(1), np.zeros(1), has_encoders=False)[0]
+    data = workload()
+    with_images = np.count_nonzero(data.images["vision"][1]) / len(data.lengths) * data.global_batch_size
+    assert work(1) - without == pytest.approx(with_images * 2 * 0.001), "each sample its own"
+    assert without < work(1 << 40) < work(1)
+
+
+PIECES = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=4)
+
+
+@given(PIECES)
+def test_processes_that_take_turns_do_not_interfere(alone: list[float]) -> None:
+    together = [len(alone) * seconds for seconds in alone]
+    assert interference_factor(alone, together) == pytest.approx(1.0)
+    assert interference_factor(alone, alone) == pytest.approx(1 / len(alone)), "as if each had a device of its own"
+    slower = [1.5 * seconds for seconds in together]
+    assert interference_factor(alone, slower) == pytest.approx(1.5)
+
+
+@given(st.integers(1, 100), st.integers(1, 100), st.floats(-1.0, 5.0), st.floats(-1.0, 5.0))
+def test_a_line_goes_through_the_larger_point_and_is_never_negative(
+    fewer: int, more: int, shallow: float, deep: float
+) -> None:
+    fixed, slope = line_through((fewer, fewer + more), (shallow, deep))
+    assert fixed >= 0.0 and slope >= 0.0
+    assert fixed + slope * (fewer + more) == pytest.approx(max(deep, 0.0))
+
+
+def test_two_replicas_cost_what_their_steps_take_more_than_one_alone() -> None:
+    alone = ReplicaSteps((100, 300), (1.0, 2.0), (0.5, 0.7))
+    shared = ReplicaSteps((100, 300), (1.1, 2.3), (0.9, 1.3))
+    costs = replica_costs(alone, shared, step_s=0.4, parameter_s=1e-3)
+    two, numbers = np.array([2.0, 2.0]), np.array([100.0, 300.0])
+    assert costs.gathering_s(numbers, two).tolist() == pytest.approx([0.1, 0.3])
+    # Each of both updates half of the parameters, the rest is the reduction.
+    assert costs.reducing_s(numbers, two).tolist() == pytest.approx([0.9 - 0.45, 1.3 - 0.55])

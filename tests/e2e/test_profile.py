@@ -38,6 +38,8 @@ def test_a_profile_is_measured_and_planned_from(
     profile = read_profile(saved)
     assert set(profile.layers) == set(profile.heads) == set(profile.connectors) == {1, 2}
     assert profile.layers[1].num_tokens[-1] == config.scheduler.microbatch_tokens
+    assert all(factor > 0 for factor in profile.interference["vision"].factors)
+    assert set(profile.replicas) == {"full", "gradients"} and profile.host is not None and profile.host.sample_s > 0
     assert profile.facts.link is not None and profile.facts.devices_per_node == 4
 
     result = CliRunner().invoke(app, ["plan", str(path), "--profile", str(saved), "--devices", "3", "--json"])

@@ -20,6 +20,17 @@ _COUNTED = re.compile(r"(?P<name>.+)=(?:(?P<nodes>[1-9]\d*)x)?(?P<count>[1-9]\d*
 
 
 @dataclass(frozen=True, slots=True)
+class SizedType:
+    """One type of devices."""
+
+    name: str | None
+    """None for the profile's type, or the default."""
+    count: int
+    per_node: int
+    """On each node, or on the smallest one."""
+
+
+@dataclass(frozen=True, slots=True)
 class AskedDevices:
     """The options ``--device`` (once or several times), ``--devices`` and ``--nodes``."""
 
@@ -29,15 +40,8 @@ class AskedDevices:
     """Number of devices of one type; None if not given."""
     nodes: int | None = None
     """Number of nodes of one type; None if not given."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sized:
-    """One type of devices. name: None for the profile's type, or the default."""
-
-    name: str | None
-    count: int
-    per_node: int
+    at_hand: tuple[SizedType, ...] = ()
+    """Devices that were found; there are no options then."""
 
 
 def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -> Cluster:
@@ -46,7 +50,7 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
     Raises ConfigError if the options contradict each other.
     """
     per_node = DEVICES_PER_NODE if profile is None else profile.facts.devices_per_node
-    sized = _sized(asked, planned, per_node)
+    sized = list(asked.at_hand) or _sized(asked, planned, per_node)
     if (total := sum(each.count for each in sized)) > MOST_DEVICES:
         raise ConfigError(f"--devices, --nodes or --device ask for {total} devices; plan at most {MOST_DEVICES}")
     if profile is None:
@@ -72,7 +76,7 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
     return Cluster((profile.devices(only.count, only.per_node),))
 
 
-def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[_Sized]:
+def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[SizedType]:
     counted = [_COUNTED.fullmatch(text.strip()) for text in asked.types]
     if not any(counted):
         if any("=" in text for text in asked.types):
@@ -86,7 +90,7 @@ def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[_Sized]
                 f"{asked.types[0]}=8 --device {asked.types[1]}=8"
             )
         name = asked.types[0] if asked.types else None
-        return [_Sized(name, *_node_shape(asked, planned, per_node))]
+        return [SizedType(name, *_node_shape(asked, planned, per_node))]
     if asked.devices is not None or asked.nodes is not None:
         given = "--devices" if asked.devices is not None else "--nodes"
         raise ConfigError(f"--device ({', '.join(asked.types)}) says how many there are, and so does {given}; drop one")
@@ -96,9 +100,9 @@ def _sized(asked: AskedDevices, planned: Planned, per_node: int) -> list[_Sized]
             raise ConfigError(f"--device ({text}) has no number, but others have one; give {text}=COUNT")
         count, nodes = int(found["count"]), found["nodes"]
         sized.append(
-            _Sized(found["name"], count, per_node)
+            SizedType(found["name"], count, per_node)
             if nodes is None
-            else _Sized(found["name"], int(nodes) * count, count)
+            else SizedType(found["name"], int(nodes) * count, count)
         )
     return sized
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.mode_rating import ModeRating
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.cluster import Cluster
 from flowtrain.types.run_plan import Plan
 
 
-def nodes_needed(allocation: Allocation, cluster: Cluster) -> int:
-    """Return the fewest nodes that have the allocation's devices; a node has devices of one type."""
-    if allocation.shared:
+def nodes_needed(rating: ModeRating, cluster: Cluster) -> int:
+    """Return the fewest nodes that have a plan's devices; a node has devices of one type."""
+    if rating.devices == 1:
         return 1
     used = dict.fromkeys(cluster.counts, 0)
-    for module in allocation.modules:
+    for module in rating.modules[-1:] if rating.mode == "colocated" else rating.modules:
         used[module.device_type] += module.devices
     return sum(-(-used[each.name] // each.devices_per_node) for each in cluster.device_types)
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.degrees import degree_faults
-from flowtrain.allocator.replication import AS_GOOD, Replication
+from flowtrain.allocator.mode_rating import ModeComparison
 from flowtrain.config.startable import startable_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed
+from flowtrain.costs.cluster import Cluster
 from flowtrain.errors import ConfigError, Fault, FaultCode
 from flowtrain.types.run_plan import Plan
 
@@ -30,23 +31,19 @@ def plan_faults(planned: Planned, plan: Plan) -> list[Fault]:
 
 def notes(
     planned: Planned,
-    allocation: Allocation,
-    replication: Replication,
+    comparison: ModeComparison,
+    cluster: Cluster,
     plan: Plan,
     faults: Sequence[Fault],
     pool: PoolNeed,
 ) -> Iterator[str]:
     """Yield the notes, one sentence each.
 
-    plan: the allocation's plan, which a run starts with. faults: from ``plan_faults``. pool: from ``pool_need``.
+    plan: the winner's, which a run starts with. faults: from ``plan_faults``. pool: from ``pool_need``.
     """
-    if allocation.rate_milp is not None:
-        how = "half and half" if allocation.method == "even" else "in proportion to FLOPs"
-        yield (
-            f"allocator.method ({allocation.method!r}) gave this plan: devices are split {how}, and each side takes "
-            f"its best degrees, as an ablation; milp would give {allocation.rate_milp:.4g} samples/s, "
-            f"{allocation.rate_milp / allocation.rate:.2f} times as many"
-        )
+    winner, allocation = comparison.winner, comparison.allocation
+    if winner.mode == "decoupled" and allocation is not None:
+        yield from _split_notes(allocation)
     counts = planned.config.pipeline.partition
     if counts is not None:
         pp, chunks = plan.backbone.pipeline_parallel_size, planned.config.pipeline.chunks
@@ -56,28 +53,11 @@ def notes(
             f"pipeline.partition is for backbone.pipeline_parallel_size {for_pp}; plans with another one have balanced "
             f"stages{remedy}"
         )
-    idle = sum(allocation.budget.values()) - allocation.devices
-    if idle:
-        yield f"{idle} of {sum(allocation.budget.values())} devices stay free: no choice that uses them is faster"
-    if allocation.rate_apart is not None:
-        yield (
-            "encoders and backbone share the one device in turn; with a device for each they would reach "
-            f"{allocation.rate_apart:.4g} samples/s, {allocation.rate_apart / allocation.rate:.2f} times as many"
-        )
-    if replication.rate is not None and not allocation.shared and replication.rate >= AS_GOOD * allocation.rate:
-        compared = "would be faster" if replication.rate > allocation.rate / AS_GOOD else "would do as well"
-        yield (
-            f"plain replication of the whole model {compared}: {replication.rate:.4g} samples/s on "
-            f"{replication.devices} devices, {replication.rate / allocation.rate:.0%} of the plan; "
-            "train so with mode=colocated, or with mode=monolithic"
-        )
-    if allocation.rate_added is not None:
-        yield (
-            "with an encoder's replicas on several types of devices at once it would be "
-            f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; a "
-            "run cannot do that yet"
-        )
-    memory = allocation.modules[-1].memory
+    if idle := cluster.num_devices - winner.devices:
+        yield f"{idle} of {cluster.num_devices} devices stay free: no choice that uses them is faster"
+    if planned.config.mode != "auto":
+        yield f"only mode {winner.mode!r} was planned, with its settings as configured; mode=auto compares all modes"
+    memory = winner.modules[-1].memory
     if memory is not None and memory.host:
         yield (
             f"activations wait in {memory.host / 2**30:.1f} GiB of pinned host memory of each backbone rank; whether "
@@ -91,6 +71,27 @@ def notes(
                 "smaller pool is refused"
             )
     yield from _pool_notes(pool)
+
+
+def _split_notes(allocation: Allocation) -> Iterator[str]:
+    if allocation.rate_milp is not None:
+        how = "half and half" if allocation.method == "even" else "in proportion to FLOPs"
+        yield (
+            f"allocator.method ({allocation.method!r}) gave this plan: devices are split {how}, and each side takes "
+            f"its best degrees, as an ablation; milp would give {allocation.rate_milp:.4g} samples/s, "
+            f"{allocation.rate_milp / allocation.rate:.2f} times as many"
+        )
+    if allocation.rate_apart is not None:
+        yield (
+            "encoders and backbone share the one device in turn; with a device for each they would reach "
+            f"{allocation.rate_apart:.4g} samples/s, {allocation.rate_apart / allocation.rate:.2f} times as many"
+        )
+    if allocation.rate_added is not None:
+        yield (
+            "with an encoder's replicas on several types of devices at once it would be "
+            f"{allocation.rate_added:.4g} samples/s, {allocation.rate_added / allocation.rate:.2f} times as many; a "
+            "run cannot do that yet"
+        )
 
 
 def _pool_notes(pool: PoolNeed) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from flowtrain.allocator.model_file import read_model_file
 from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import override_config
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.run import RunConfig
@@ -28,7 +29,7 @@ _MODEL_FILE_KEYS = re.compile(
     r"model\.(dtype|freeze)|training\.(global_batch_size|optimizer)|scheduler\.(microbatch_tokens|lookahead_steps)|"
     r"backbone\.(activation_checkpointing|checkpoint_every|sharding|hybrid_shard_size|gradient_reduction|"
     r"sequence_parallel|attention|num_cpus)|pipeline\.(schedule|chunks|partition)|"
-    r"allocator\.method|"
+    r"mode|allocator\.(method|choose)|"
     r"encoders\.\w+\.(max_batch_patches|segment_nbytes|num_cpus)|"
     r"pool\.(hbm_segment_nbytes|feeder_segment_nbytes|network)|data\.num_feeders"
 )
@@ -79,12 +80,14 @@ def assumed_settings(config: RunConfig) -> list[str]:
 def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Planned:
     """Read a model file; overrides may change the other settings that decide its plan. Raises ConfigError.
 
-    Settings that are not in the file are a run's defaults, except bfloat16, full recomputation, large encode batches.
+    Settings that are not in the file are a run's defaults, except ``mode: auto``, bfloat16, full recomputation, large
+    encode batches.
     """
     file = read_model_file(Path(path).expanduser())
     workload, encoder = file.workload, {"config": {}, "max_batch_patches": MODEL_FILE_BATCH_PATCHES}
     values = {
         "name": file.name,
+        "mode": "auto",
         "model": {"dtype": "bfloat16"},
         "encoders": dict.fromkeys(file.model.encoders, encoder),
         "backbone": {"config": {}, "activation_checkpointing": "full"},
@@ -103,7 +106,7 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
                 f"override {text!r}: for a model file only settings that decide its plan can be overridden, e.g. "
                 f"scheduler.microbatch_tokens or backbone.activation_checkpointing; change {path} itself"
             )
-    config = override_config(base, overrides, check_paths=False)
+    config = with_kept_choices(override_config(base, overrides, check_paths=False), overrides)
     workload = replace(
         workload,
         global_batch_size=config.training.global_batch_size,

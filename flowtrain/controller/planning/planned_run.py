@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
@@ -12,27 +11,22 @@ from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.predict import sized_units
 from flowtrain.controller.prepare import RunSpec, check_memory, prepare, unsplittable
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError, DataError, Fault, FaultCode
+from flowtrain.errors import ConfigError, DataError, Fault
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.sample_sizes import SampleSizes
 from flowtrain.types.samples import SizedSample
 
 
 def planned_run(config: RunConfig) -> Planned:
-    """Size the samples of a run's first steps, as ``flowtrain pack`` does.
-
-    Raises ConfigError for a mode that no plan is for, and what ``prepare`` raises.
-    """
-    if config.mode != "decoupled":
-        text = (
-            f"flowtrain plan chooses degrees for mode 'decoupled' (now {config.mode!r}); for this mode start with the "
-            "degrees of the configuration: flowtrain train --dry-run shows them"
-        )
-        raise ConfigError.of("mode", FaultCode.CONFLICT, text)
-    run_spec = prepare(config, check_pool=False)
+    """Size the samples of a run's first steps, as ``flowtrain pack`` does; raises what ``prepare`` raises."""
+    # Without images nothing would be known of encoders, whose work all modes but one have.
+    sized = config.model_copy(update={"mode": "decoupled"}) if config.mode == "llm_only" else config.settled
+    run_spec = prepare(sized, check_pool=False)
     workload = workload_of(config, planned_samples(run_spec))
-    usual = replace(run_spec.plan, feeder=fixed_plan(config).feeder)  # a run sizes its segment by its data
-    num_devices = usual.backbone.num_actors + sum(module.num_actors for module in usual.encoders.values())
+    usual = fixed_plan(config)  # without the segment of a feeder, which a run sizes by its data
+    num_devices = usual.backbone.num_actors
+    if usual.mode != "colocated":
+        num_devices += sum(module.num_actors for module in usual.encoders.values())
     source = f"run {config.name}: {first_steps(_num_steps(run_spec), run_spec.num_steps)}"
     family = family_from_config(config)
 

@@ -43,7 +43,9 @@ def with_pool(planned: Planned, plan: Plan, devices_per_node: int) -> Plan:
 
 
 def pool_need(planned: Planned, plan: Plan, devices_per_node: int) -> PoolNeed:
-    """Return what the plan needs of the pool."""
+    """Return what the plan needs of the pool: nothing in modes without features."""
+    if not plan.encoders:
+        return PoolNeed(0, 0, 0, None, {})
     workload, config = planned.workload, planned.config
     rows = workload.global_batch_size * float(workload.vision_lengths.mean())
     row_nbytes = planned.model.connector.feature_dim * DTYPE_NBYTES[config.model.dtype]

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
-from flowtrain.allocator.allocate import allocate
-from flowtrain.allocator.allocation import Allocation, ModuleAllocation
+from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.memory import MemoryBudget
-from flowtrain.allocator.plan import changed_overrides, feeders_for
+from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
+from flowtrain.allocator.modes import compare_modes
+from flowtrain.allocator.plan import changed_overrides
 from flowtrain.allocator.program.solvers import Solver, SolverName
-from flowtrain.allocator.replication import Replication, replicate
-from flowtrain.allocator.request import Request
-from flowtrain.allocator.slices import Slices
-from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
+from flowtrain.controller.planning.mode_plan import plan_of
 from flowtrain.controller.planning.nodes import network_note, nodes_needed, with_network
 from flowtrain.controller.planning.notes import notes, plan_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
-from flowtrain.costs.cluster import Cluster, DeviceType, accelerator_type
-from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.module_times import ModuleTimes
+from flowtrain.controller.planning.request import request_of, surrogates
+from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profiled_times import CPU, ProfileTimes
-from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
+from flowtrain.costs.roofline import Efficiency
 from flowtrain.costs.training_setup import TrainingSetup
-from flowtrain.errors import Fault
-from flowtrain.types.run_plan import ModulePlan, Plan
+from flowtrain.errors import ConfigError, Fault
+from flowtrain.types.run_plan import Mode, Plan
 
-PLANNING_SCHEMA = 2
+PLANNING_SCHEMA = 3
 
 _OF_A_CHOICE = ("dp", "tp", "accumulates", "shard_size", "gradient_reduction")
 """Fields of a ``TrainingSetup`` that each candidate configuration sets itself."""
@@ -40,25 +37,48 @@ _OF_A_CHOICE = ("dp", "tp", "accumulates", "shard_size", "gradient_reduction")
 
 @dataclass(frozen=True)
 class PlanReport:
-    """An allocation, its assumptions, and the plan that starts it.
-
-    replication: the alternative, the whole model on every device. profile: None if rates are from data sheets.
-    """
+    """All modes that were asked for, their assumptions, and the plan that starts the fastest."""
 
     planned: Planned
     cluster: Cluster
     setup: TrainingSetup
+    """With the settings of the winner; its dp and tp are 1."""
     budget: MemoryBudget
     efficiency: Efficiency
-    allocation: Allocation
-    replication: Replication
+    comparison: ModeComparison
     plan: Plan
     profile: Profile | None = None
+    """None if rates are from data sheets."""
+    where: str = ""
+    """Whose devices these are, if they were found and not asked for."""
+
+    @property
+    def winner(self) -> ModeRating:
+        """What ``plan`` starts."""
+        return self.comparison.winner
+
+    @property
+    def allocation(self) -> Allocation:
+        """The optimum of Eq. 2; a ConfigError if no encoders with devices of their own were planned, or none fit."""
+        if self.comparison.allocation is None:
+            raise ConfigError(f"this plan of mode {self.winner.mode!r} has no split of devices between modules")
+        return self.comparison.allocation
+
+    @property
+    def rate(self) -> float:
+        """Samples/s of the plan."""
+        assert self.winner.rate is not None
+        return self.winner.rate
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens/s of the plan."""
+        return self.rate * self.planned.workload.tokens_per_sample
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """What the plan changes in the configuration, as a user would write it on the command line."""
-        return changed_overrides(self.plan, self.planned.usual)
+        return changed_overrides(self.plan, self.planned.usual, is_open=self.planned.config.mode == "auto")
 
     @cached_property
     def pool(self) -> PoolNeed:
@@ -74,13 +94,13 @@ class PlanReport:
     @property
     def num_nodes(self) -> int:
         """The fewest nodes that have its devices."""
-        return nodes_needed(self.allocation, self.cluster)
+        return nodes_needed(self.winner, self.cluster)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know before starting the plan."""
         others = [fault for fault in self.faults if fault is not self.pool.fault]
-        found = notes(self.planned, self.allocation, self.replication, self.plan, others, self.pool)
+        found = notes(self.planned, self.comparison, self.cluster, self.plan, others, self.pool)
         network = network_note(self.plan, self.planned.config, self.num_nodes)
         return (*found, *([network] if network is not None else []))
 
@@ -91,107 +111,84 @@ class PlanReport:
             "source": self.planned.source,
             "workload": self.planned.workload.to_dict(),
             "devices": [asdict(each) for each in self.cluster.device_types],
-            "allocation": self.allocation.to_dict(),
-            "replication": asdict(self.replication),
+            "mode": self.winner.mode,
+            "reason": self.winner.reason,
+            "rate": self.rate,
+            "tokens_per_s": self.tokens_per_s,
+            "modes": [self._rating_record(rating) for rating in self.comparison.ratings],
+            "seconds": self.comparison.seconds,
+            "allocation": self.comparison.allocation.to_dict() if self.comparison.allocation is not None else None,
             "assumptions": {
                 "profile": self.profile.source if self.profile is not None else None,
                 "efficiency": asdict(self.efficiency) if self.profile is None else None,
+                "interference": dict(zip(("factor", "is_measured"), self.interference, strict=True)),
                 "memory": asdict(self.budget),
                 "fill": self.planned.workload.fill,
                 "setup": {key: value for key, value in asdict(self.setup).items() if key not in _OF_A_CHOICE},
-                "chunks_per_rank": self.planned.config.pipeline.chunks,
+                "chunks_per_rank": self.chunks,
                 "partition": self.planned.config.pipeline.partition,
             },
+            "plan": asdict(self.plan),
             "pool": self.pool.as_record(),
             "overrides": list(self.overrides),
             "notes": list(self.notes),
         }
 
+    @property
+    def interference(self) -> tuple[float, bool]:
+        """Time of encoder and backbone at once on a device over the sum of both alone, and whether it was measured."""
+        measured = {} if self.profile is None else self.profile.interference
+        factors = [each.factor for each in measured.values()]
+        return (max(factors), True) if factors else (ASSUMED_INTERFERENCE, False)
+
+    @property
+    def chunks(self) -> int:
+        """Slices of the layers on each rank of the plan."""
+        settings = self.winner.settings
+        return settings.chunks if settings is not None else self.planned.config.pipeline.chunks
+
+    def _rating_record(self, rating: ModeRating) -> dict[str, Any]:
+        rate, best = rating.rate, self.rate
+        values = asdict(rating)
+        for module, plain in zip(rating.modules, values["modules"], strict=True):
+            plain["devices"] = module.devices
+        values["tokens_per_s"] = None if rate is None else rate * self.planned.workload.tokens_per_sample
+        values["of_best"] = None if rate is None else rate / best
+        return values
+
 
 def make_report(
-    planned: Planned, asked: AskedDevices, *, solver: SolverName = "auto", profile: Profile | None = None
+    planned: Planned,
+    asked: AskedDevices,
+    *,
+    solver: SolverName = "auto",
+    profile: Profile | None = None,
+    where: str = "",
 ) -> PlanReport:
-    """Choose degrees by Eq. 2 of FlowTrain 3.3, with data sheets' or a profile's rates; ConfigError if none fit."""
-    config = planned.config
+    """Choose mode, degrees and settings, with data sheets' or a profile's rates; ConfigError if nothing fits.
+
+    where: whose devices ``asked.at_hand`` are.
+    """
+    config, efficiency = planned.config, Efficiency()
     cluster = cluster_of(asked, planned, profile)
-    setup, efficiency = configured_setup(config, on_cpu=cluster.device_types[0].name == CPU), Efficiency()
-    budget = MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes)
-    limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
-    slices = Slices.of(config.pipeline)
-    request = Request(
-        cluster,
-        planned.model,
-        planned.workload,
-        setup,
-        budget,
-        limits,
-        slices,
-        planned.whole,
-        chooses_reduction=config.backbone.gradient_reduction == "auto",
+    request = request_of(planned, cluster)
+    surrogate_for = surrogates(config, efficiency, profile)
+    batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
+    comparison = compare_modes(
+        request, surrogate_for, Solver(solver), modes_of(config), method=config.allocator.method, batches=batches
     )
-    # A profile's links are measured, so they are reached in full.
-    links = efficiency.links if profile is None else 1.0
-    times = {each.name: _times(each, request, config, efficiency, profile) for each in cluster.device_types}
-    surrogate = Surrogate(cluster, planned.model, planned.workload, setup, times, links, slices)
-    allocation = allocate(request, lambda _: surrogate, Solver(solver), config.allocator.method)
-    replication = replicate(request, surrogate)
-    plan = with_pool(planned, _plan(planned, allocation, cluster), _devices_per_node(cluster))
-    plan = with_network(plan, config, nodes_needed(allocation, cluster))
-    return PlanReport(planned, cluster, setup, budget, efficiency, allocation, replication, plan, profile)
+    winner = comparison.winner
+    setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
+    plan = with_pool(planned, plan_of(planned, winner, cluster), _devices_per_node(cluster))
+    plan = with_network(plan, config, nodes_needed(winner, cluster))
+    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where)
 
 
-def _times(
-    device_type: DeviceType, request: Request, config: RunConfig, efficiency: Efficiency, profile: Profile | None
-) -> ModuleTimes:
-    model, workload, setup = request.model, request.workload, request.setup
-    if profile is None:
-        return Roofline(device_type, model, workload, setup, efficiency)
-    communication = TensorCommunication(device_type, model, workload, setup, link_efficiency=1.0)
-    threads = {name: encoder.decode_threads for name, encoder in config.encoders.items()}
-    return ProfileTimes(profile, workload, communication, request.max_batch_patches, threads)
+def modes_of(config: RunConfig) -> tuple[Mode, ...]:
+    """Return the modes that a plan compares: the configured one, or for ``auto`` all; ``llm_only`` is only a bound."""
+    return get_args(Mode) if config.mode == "auto" else (config.mode,)
 
 
 def _devices_per_node(cluster: Cluster) -> int:
     """The number on the largest nodes."""
     return max(each.devices_per_node for each in cluster.device_types)
-
-
-def _plan(planned: Planned, allocation: Allocation, cluster: Cluster) -> Plan:
-    """The configuration's own plan, with the allocation's degrees, types and shares of devices."""
-    usual = planned.usual
-    several = len(cluster.device_types) > 1
-    sharing = len(allocation.modules) if allocation.shared else 1
-    on_cpu = planned.config.model.device == "cpu" or cluster.device_types[0].name == CPU
-
-    def module_plan(chosen: ModuleAllocation, module: ModulePlan) -> ModulePlan:
-        dp, pp, tp = chosen.degrees.dp, chosen.degrees.pp, chosen.degrees.tp
-        module = replace(module, data_parallel_size=dp, tensor_parallel_size=tp, pipeline_parallel_size=pp)
-        if several:
-            module = replace(module, accelerator_type=accelerator_type(chosen.device_type))
-        if on_cpu:
-            return replace(module, num_cpus=_part(module.num_cpus, sharing))
-        # The allocation's rates are for whole devices, so a rank gets a whole one, whatever share was configured.
-        return replace(module, num_devices=_part(1.0, sharing))
-
-    *encoders, backbone = allocation.modules
-    feeder = usual.feeder
-    if planned.config.data.num_feeders is None:
-        feeder = replace(feeder, data_parallel_size=feeders_for(allocation.rate, allocation.devices))
-    return replace(
-        usual,
-        feeder=feeder,
-        encoders={each.encoder: module_plan(each, usual.encoders[each.encoder]) for each in encoders},
-        backbone=module_plan(backbone, usual.backbone),
-        gradient_reduction=backbone.gradient_reduction,
-        hybrid_shard_size=_shard_size(planned.config, backbone),
-    )
-
-
-def _shard_size(config: RunConfig, backbone: ModuleAllocation) -> int | None:
-    """None as well for a single replica, which has no groups."""
-    return backbone.num_shards if config.backbone.sharding == "hybrid" and backbone.degrees.dp > 1 else None
-
-
-def _part(amount: float, sharing: int) -> float:
-    """An even share, rounded down to what Ray counts, so that all of them fit."""
-    return int(amount / sharing * 10_000) / 10_000 if sharing > 1 else amount

@@ -1,0 +1,148 @@
+"""Cells of the papers' tables on emulated devices: a model, a number of ranks, a mix of samples, a mode or an ablation.
+
+Shapes and lengths are those of configs/models. Each cell is planned as ``flowtrain plan`` does, and runs that plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+from _end_to_end_contest import words_of
+from _end_to_end_store import Record
+from _modes_data import ROOT, TOKENIZER
+
+import flowtrain
+from flowtrain.config.allocator import PLANNER_CHOICES
+from flowtrain.controller.emulated_model import emulated_run
+from flowtrain.controller.resolve import resolve
+from flowtrain.controller.run import run_training
+from flowtrain.observability.metrics import read_metrics
+
+SCALES = ("vlm_6b", "vlm_32b", "vlm_72b")
+RANKS = (16, 32, 64)
+WARM_UP, ENDING = 2, 1
+"""Steps that do not count."""
+BATCH = 256
+"""Samples of a step: a quarter of the model files', since a cell's time goes with it."""
+INFOVQA, HEAVY_TAIL = "infovqa", "heavy_tail"
+MIXES = (INFOVQA, HEAVY_TAIL)
+"""The model files' own mixture of 480p to 1080p, and one in which few samples have most of the tokens."""
+HEAVY_KINDS = [
+    {"size": [854, 480], "weight": 8},
+    {"size": [1280, 720], "weight": 1},
+    {"size": [1920, 1080], "weight": 1},
+]
+HEAVY_COUNT = {"median": 1, "mean": 1.3, "most": 6}
+CHOICES = f"allocator.choose=[{', '.join(PLANNER_CHOICES)}]"
+"""All modes choose the same settings; without it only ``auto`` would."""
+
+
+@dataclass(frozen=True)
+class CellVariant:
+    """overrides: of the configuration that is planned and run. base: of an ablation, what has all parts."""
+
+    name: str
+    overrides: tuple[str, ...]
+    base: str | None = None
+
+
+DECOUPLED = "mode=decoupled"
+CELL_VARIANTS = (
+    CellVariant("auto", ("mode=auto",)),
+    CellVariant("decoupled", (DECOUPLED, CHOICES)),
+    CellVariant("colocated", ("mode=colocated", CHOICES)),
+    CellVariant("monolithic", ("mode=monolithic", CHOICES)),
+    CellVariant("disaggregated", ("mode=disaggregated", CHOICES)),
+    CellVariant("llm_only", ("mode=llm_only", CHOICES)),
+    CellVariant("without_pool", (DECOUPLED, CHOICES, "pool.exchange=point_to_point"), "decoupled"),
+    CellVariant("without_allocator", (DECOUPLED, CHOICES, "allocator.method=even"), "decoupled"),
+    CellVariant(
+        "without_scheduler",
+        (DECOUPLED, CHOICES, "scheduler.packing=sequential", "scheduler.dispatch=round_robin"),
+        "decoupled",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of the tables."""
+
+    scale: str
+    ranks: int
+    mix: str
+    variant: CellVariant
+
+    @property
+    def model(self) -> str:
+        """The model with its number of ranks."""
+        return f"{self.scale}.{self.ranks}"
+
+    @property
+    def label(self) -> str:
+        """As figures and --cells name it."""
+        return f"{self.model}.{self.mix}.{self.variant.name}"
+
+
+def all_cells() -> list[Cell]:
+    """Every entry, scale by scale."""
+    return [
+        Cell(scale, ranks, mix, variant)
+        for scale in SCALES
+        for ranks in RANKS
+        for mix in MIXES
+        for variant in CELL_VARIANTS
+    ]
+
+
+def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, time_scale: float) -> Record:
+    """Plan and train; rates are in the devices' time. Raises FlowTrainError if nothing of that mode fits."""
+    base = emulated_run(
+        write_model_file(cell, directory),
+        directory / "data",
+        TOKENIZER,
+        (
+            f"name={cell.label}",
+            f"runs_dir={directory}",
+            f"emulated={{device: {device}, time_scale: {time_scale}, feature_share: 0.01}}",
+            f"training={{global_batch_size: {BATCH}, max_steps: {steps}}}",
+            "data.shuffle=none",
+            "checkpoint.every_steps=100000",
+            "observability.progress=off",
+            "observability.trace_steps=0",
+        ),
+        num_samples=BATCH * steps,
+    )
+    overrides = cell.variant.overrides
+    report = flowtrain.plan(base, overrides, devices=cell.ranks, device=device)
+    others = [each for each in overrides if not each.startswith("mode=")]  # the plan has the mode
+    run_training(resolve(base, others, plan=report.plan), plan=report.plan)
+    lines = list(read_metrics(directory / cell.label / "metrics.jsonl"))[WARM_UP : steps - ENDING]
+    seconds = sum(line["step_time_s"] for line in lines)
+    tokens_per_s = sum(line["num_tokens"] for line in lines) / seconds
+    details = {
+        "samples_per_s": sum(line["num_samples"] for line in lines) / seconds,
+        "tokens_per_s_of_device": tokens_per_s / cell.ranks,
+        "starved_share": sum(line["starved_s"] for line in lines) / seconds,
+        "mfu": fmean(line["mfu"] or 0.0 for line in lines),
+        "host_share": sum(line["host_s"] or 0.0 for line in lines) / (seconds * time_scale),
+        "predicted_samples_per_s": report.rate,
+    }
+    return Record(cell.model, cell.mix, cell.variant.name, 0, tokens_per_s, None, words_of(report.plan), details)
+
+
+def write_model_file(cell: Cell, directory: Path) -> Path:
+    """Write the model file of a cell: the shipped one, with its mix."""
+    document: Any = yaml.safe_load((ROOT / "configs" / "models" / f"{cell.scale}.yaml").read_text())
+    if cell.mix == HEAVY_TAIL:
+        for component in document["workload"]["mixture"]["components"]:
+            for images in component.get("images", {}).values():
+                images["kinds"] = HEAVY_KINDS
+                images["count"] = HEAVY_COUNT
+    path = directory / f"{cell.scale}_{cell.mix}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path

@@ -1,0 +1,172 @@
+"""Who runs in ``end_to_end.py`` on one model and mix, and how a run of each becomes a record."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import _modes_actors
+import ray
+from _end_to_end_auto import AUTO, PLANNED, Predicted, measure_profile, predict, stand_ins
+from _end_to_end_peers import PEERS, PeerRuns, how_of
+from _end_to_end_store import Record, Setting, Store
+from _modes_runs import VARIANTS, Variant, Workload
+from _modes_workloads import PLANNED_DEVICES, allocated
+
+from flowtrain.types.run_plan import Plan
+
+LOSS_TOLERANCE = 1e-4
+OURS = (*(each.name for each in VARIANTS), "allocated", PLANNED.rstrip("_"), AUTO)
+"""Names that ``--only`` takes, beside the peers'."""
+BLIND = "llm_only"
+"""It sees no images, so its losses are others."""
+
+
+class WrongResult(Exception):
+    """Two contestants disagree on the same samples."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """run: does one round's run. in_ray: needs this process's Ray."""
+
+    name: str
+    run: Callable[[int], Record]
+    in_ray: bool
+
+
+class RayWhenNeeded:
+    """Ray runs while FlowTrain does and is away while a peer has the cores."""
+
+    def __init__(self) -> None:
+        ray.cloudpickle.register_pickle_by_value(_modes_actors)
+
+    def be(self, wanted: bool) -> None:
+        """Start it, or stop it."""
+        if wanted and not ray.is_initialized():
+            ray.init(address="local", num_cpus=PLANNED_DEVICES, include_dashboard=False, log_to_driver=False)
+        elif not wanted and ray.is_initialized():
+            ray.shutdown()
+
+
+class Contest:
+    """All contestants on one workload. directory: keeps the measured profile. only: names; None for all."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        workload: Workload,
+        store: Store,
+        cluster: RayWhenNeeded,
+        directory: Path,
+        only: list[str] | None,
+    ) -> None:
+        self._setting, self._workload, self._store, self._cluster = setting, workload, store, cluster
+        self._directory, self._only = directory, only
+        self._peers = PeerRuns(setting, workload, directory / "peers")
+        self._tokens = self._peers.step_tokens()
+        self.predicted: Predicted | None = None
+        self.stand_ins: dict[str, str] = {}
+
+    def _has(self, name: str) -> bool:
+        return self._only is None or name in self._only
+
+    def contestants(self) -> list[Contestant]:
+        """All that were chosen, FlowTrain's first. Profiles, plans, and tries peers' settings where that is needed."""
+        variants = [each for each in VARIANTS if self._has(each.name)]
+        if self._has("allocated"):
+            variants += allocated(self._workload)
+        found = [self._ours(each, None) for each in variants]
+        if self._has(AUTO) or self._has(PLANNED.rstrip("_")):
+            self._predict(variants)
+            assert self.predicted is not None
+            names = [AUTO] if self._has(AUTO) else []
+            if self._has(PLANNED.rstrip("_")):
+                names += [name for name in self.stand_ins.values() if name.startswith(PLANNED)]
+            for name in names:
+                plan = self.predicted.plans[name.removeprefix(PLANNED)]
+                found.append(self._ours(Variant(name, ()), plan))
+        return found + [self._peer(name) for name in PEERS if self._has(name)]
+
+    def _predict(self, variants: list[Variant]) -> None:
+        profile = self._directory / f"{self._setting.label}.profile.json"
+        self._cluster.be(not profile.exists())
+        measure_profile(self._workload, profile)
+        self.predicted = predict(self._workload, profile)
+        self.stand_ins = stand_ins(self._workload, self.predicted, variants)
+        say(f"{self._setting.label}: {AUTO} is {self.predicted.winner}; predicted samples/s {self.predicted.rates}")
+
+    def _ours(self, variant: Variant, plan: Plan | None) -> Contestant:
+        def run(number: int) -> Record:
+            directory = f"{variant.name}-{number}"
+            measured = self._workload.run(directory, variant.overrides, plan=plan)
+            shutil.rmtree(self._workload.scratch / directory)
+            first = self._workload.setting.warm_up
+            expected = tuple(self._tokens[first : first + len(measured.tokens)])
+            if measured.tokens != expected:
+                raise WrongResult(
+                    f"{self._setting.label}: {variant.name} trained {measured.tokens} tokens, not {expected}"
+                )
+            details = {
+                "starved_share": measured.starved_share,
+                "peak_nbytes": float(measured.peak_nbytes),
+                "fill": measured.fill,
+                **{f"busy_s.{role}": seconds for role, seconds in measured.busy_s.items()},
+            }
+            loss = None if variant.name == BLIND else measured.losses[0]
+            how = ", ".join(variant.overrides) if plan is None else words_of(plan)
+            place = (self._setting.model, self._setting.mix)
+            return Record(*place, variant.name, number, measured.tokens_per_s, loss, how, details)
+
+        return Contestant(variant.name, run, in_ray=True)
+
+    def _peer(self, name: str) -> Contestant:
+        jobs = {how_of(job): job for job in self._peers.jobs(PEERS[name])}
+        for how, job in jobs.items():
+            if how not in self._store.trials(self._setting, name):
+                self._cluster.be(False)
+                trial = self._peers.trial(name, job)
+                self._store.add(trial)
+                say(f"{self._setting.label}.{name}: {how}: {trial.tokens_per_s:.0f} tokens/s in a trial")
+        tried = self._store.trials(self._setting, name)
+        best = jobs[max(jobs, key=lambda how: tried[how])]
+        return Contestant(name, lambda number: self._peers.run(name, best, number), in_ray=False)
+
+    def round(self, contestants: list[Contestant], number: int) -> list[str]:
+        """Run, in turn, all that this round still lacks; returns what failed."""
+        shift, failed = number % len(contestants), []
+        for each in contestants[shift:] + contestants[:shift]:
+            if self._store.has(self._setting, each.name, number):
+                continue
+            self._cluster.be(each.in_ray)
+            where = f"{self._setting.label}.{each.name}, round {number + 1}"
+            try:
+                record = each.run(number)
+            except WrongResult:
+                raise
+            except Exception as error:  # one contestant's failure must not end the others' rounds
+                failed.append(f"{where}: {type(error).__name__}: {error}")
+                say(failed[-1])
+                continue
+            self._store.add(record)
+            loss = "" if record.first_loss is None else f"; loss {record.first_loss:.5f}"
+            say(f"{where}: {record.tokens_per_s:.0f} tokens/s{loss}; {record.how}")
+        return failed
+
+
+def words_of(plan: Plan) -> str:
+    """A plan's mode and degrees, and what else it chose."""
+    encoders = ", ".join(f"{name} dp={module.data_parallel_size}" for name, module in plan.encoders.items())
+    backbone = plan.backbone.degrees
+    words = [plan.mode, encoders, f"backbone dp={backbone.dp} pp={backbone.pp} tp={backbone.tp}"]
+    if plan.backbone_settings is not None:
+        words += [f"{key[-1]}={value}" for key, value in plan.backbone_settings.settings().items()]
+    return ", ".join(word for word in words if word)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""The page and the picture of ``end_to_end.py``: docs/results/end_to_end.md and .svg."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from statistics import median
+
+import matplotlib
+from _end_to_end_auto import AUTO
+from _end_to_end_contest import BLIND
+from _end_to_end_figures import ABLATIONS, Rounds, is_ablation, rates
+from _end_to_end_peers import PEERS
+from _end_to_end_store import Setting
+from _modes_data import ROOT
+from _report import Figure, commit, machine
+
+PAGE = ROOT / "docs" / "results" / "end_to_end.md"
+PICTURE = PAGE.with_suffix(".svg")
+GREY, OURS, THEIRS, BEST = "#7d7d7d", "#4f86c6", "#c98b3c", "#2f9e6e"
+"""Readable on white and on black."""
+NORMALISATION = (
+    "All divide the sum of losses by the target tokens of the whole step, over all processes: FlowTrain by itself, HF "
+    "Trainer and TRL since they pass `num_items_in_batch` to the model and count it over all processes, the loop "
+    "after Ray Data by its own sum. So first losses agree, padded or packed."
+)
+CONDITIONS = (
+    "Two pinned cores, real compute, float32, AdamW with clipping, the same samples in the same order from the same "
+    "weights. Real tokens a second, after warm-up and before the last steps; padding does not count. All ran one after "
+    "another in every round, each order rotated. Each peer has the best of the settings that short trials found: one "
+    "process with two threads or two with one, microbatches of one sample or as many as fit, and for both trainers "
+    "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Encoders of Ray Data "
+    "run ahead through all samples, so there the whole run counts, from the first encoded sample on."
+)
+
+
+def write_report(
+    found: dict[Setting, Rounds], figures: Sequence[Figure], origins: dict[Setting, str], arguments: Sequence[str]
+) -> None:
+    """Write the page and its picture."""
+    draw(found)
+    PAGE.write_text("\n".join(page(found, figures, origins, arguments)) + "\n", encoding="utf-8")
+
+
+def page(
+    found: dict[Setting, Rounds], figures: Sequence[Figure], origins: dict[Setting, str], arguments: Sequence[str]
+) -> list[str]:
+    """Lines of the page."""
+    seen = machine()
+    host = f"{seen['cpu']}, {seen['cores']} cores, {seen['memory_gib']} GiB, no accelerator"
+    lines = ["# End to end: all modes, ablations, `mode: auto`, and what else there is", "", "```"]
+    lines += [shlex.join([".venv/bin/python", "benchmarks/end_to_end.py", *arguments]), "```", ""]
+    lines += [f"Commit {commit()}. Machine: {host}, Python {seen['python']}, torch {seen['torch']}.", ""]
+    lines += [CONDITIONS, "", NORMALISATION, "", f"![Tokens a second of each]({PICTURE.name})"]
+    for setting, rounds in found.items():
+        lines += ["", f"## {setting.model}, {setting.mix}", "", f"Lengths: {origins[setting]}.", ""]
+        lines += _rates_table(rounds)
+        lines += ["", *_targets_table(setting, figures)]
+        if predicted := [each for each in figures if each.name.startswith(f"{setting.label}.planned.")]:
+            lines += ["", *_plan_table(setting, rounds, predicted)]
+    return lines
+
+
+def _rates_table(rounds: Rounds) -> list[str]:
+    lines = [
+        "| | tokens/s | lowest to highest | `auto` over it | starved | how |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    auto = rounds.get(AUTO, {})
+    for name in sorted(rounds, key=lambda name: -median(rates(rounds[name]))):
+        runs = rounds[name]
+        ratios = [auto[number].tokens_per_s / run.tokens_per_s for number, run in runs.items() if number in auto]
+        first = next(iter(runs.values()))
+        starved = [run.details["starved_share"] for run in runs.values() if "starved_share" in run.details]
+        spread = f"{min(rates(runs)):.0f} to {max(rates(runs)):.0f} in {len(runs)} rounds"
+        over = f"{median(ratios):.3f}" if ratios and name != AUTO else "-"
+        share = f"{median(starved):.3f}" if starved else "-"
+        cells = [_title(name), f"{median(rates(runs)):.0f}", spread, over, share, first.how]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _title(name: str) -> str:
+    if name in PEERS:
+        return PEERS[name].title
+    if name == BLIND:
+        return f"`{name}`, the bound without images"
+    if is_ablation(name):
+        return f"`{name}`, an ablation" + (f" of `{ABLATIONS[name]}`" if name in ABLATIONS else "")
+    return f"`{name}`"
+
+
+def _targets_table(setting: Setting, figures: Sequence[Figure]) -> list[str]:
+    lines = ["| | value | target | met | note |", "| --- | --- | --- | --- | --- |"]
+    for each in figures:
+        if each.target is not None and each.name.startswith(f"{setting.label}."):
+            name, met = each.name.removeprefix(f"{setting.label}."), "yes" if each.met else "no"
+            lines.append(f"| `{name}` | {each.value:.4g} | {each.target:g} | {met} | {each.note} |")
+    return lines
+
+
+def _plan_table(setting: Setting, rounds: Rounds, predicted: Sequence[Figure]) -> list[str]:
+    lines = ["| mode, as planned | predicted samples/s | measured tokens/s | plan |", "| --- | --- | --- | --- |"]
+    for each in predicted:
+        mode = each.name.removeprefix(f"{setting.label}.planned.")
+        name, _, how = each.note.partition(": ")
+        measured = f"{median(rates(rounds[name])):.0f}, as `{name}`" if name in rounds else "-"
+        lines.append(f"| `{mode}` | {each.value:.4g} | {measured} | {how} |")
+    return lines
+
+
+def draw(found: dict[Setting, Rounds]) -> None:
+    """Draw the rates of each setting, as bars with the range of the rounds."""
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "flowtrain", "font.size": 8})
+    columns = min(2, len(found))
+    lines = -(-len(found) // columns)
+    most = max(len(rounds) for rounds in found.values())
+    size = (4.2 * columns, (0.6 + 0.19 * most) * lines)
+    figure, axes = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis, (setting, rounds) in zip(axes.flat, found.items(), strict=False):
+        names = sorted(rounds, key=lambda name: median(rates(rounds[name])))
+        middles = [median(rates(rounds[name])) for name in names]
+        spread = [
+            [middle - min(rates(rounds[name])) for name, middle in zip(names, middles, strict=True)],
+            [max(rates(rounds[name])) - middle for name, middle in zip(names, middles, strict=True)],
+        ]
+        colours = [BEST if name == AUTO else THEIRS if name in PEERS else OURS for name in names]
+        titles = [PEERS[name].title if name in PEERS else name for name in names]
+        axis.barh(titles, middles, xerr=spread, color=colours, ecolor=GREY, error_kw={"linewidth": 0.8})
+        axis.set_title(f"{setting.model}, {setting.mix}: tokens/s", color=GREY)
+        axis.tick_params(colors=GREY)
+        for side, spine in axis.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(GREY)
+    for axis in list(axes.flat)[len(found) :]:
+        axis.set_visible(False)
+    figure.savefig(PICTURE, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,93 @@
+"""What ``end_to_end.py`` has measured, line by line in a file, so that it can be stopped and go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from _modes_data import ROOT
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model with a mix of samples."""
+
+    model: str
+    mix: str
+
+    @property
+    def label(self) -> str:
+        """As figures name it."""
+        return f"{self.model}.{self.mix}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one contestant.
+
+    name: of the contestant. round: None for a trial of the search for its settings. tokens_per_s: real tokens after
+    warm-up. first_loss: of the first step; None where it is another one by intent. how: its settings, in words.
+    details: further figures by name.
+    """
+
+    model: str
+    mix: str
+    name: str
+    round: int | None
+    tokens_per_s: float
+    first_loss: float | None
+    how: str = ""
+    details: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.model, self.mix)
+
+
+def code_version(*further: str) -> str:
+    """What runs must have in common to be compared: the version of FlowTrain's code, and ``further``."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = "-dirty" if git("status", "--porcelain", "flowtrain") else ""
+    return " ".join([git("rev-parse", "--short", "HEAD:flowtrain") + changed, *further])
+
+
+class Store:
+    """Records of one version. Lines of others stay in the file and do not count."""
+
+    def __init__(self, path: Path, version: str) -> None:
+        self._path, self._version = path, version
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        self._records = [Record(**each["record"]) for each in found if each["version"] == version]
+
+    def add(self, record: Record) -> None:
+        """Keep a record."""
+        self._records.append(record)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"version": self._version, "record": asdict(record)}) + "\n")
+
+    def has(self, setting: Setting, name: str, number: int) -> bool:
+        """Whether a round's run was measured."""
+        return any(each.name == name and each.round == number for each in self._of(setting))
+
+    def trials(self, setting: Setting, name: str) -> dict[str, float]:
+        """Tokens/s of a contestant's settings that were tried."""
+        tried = (each for each in self._of(setting) if each.name == name and each.round is None)
+        return {each.how: each.tokens_per_s for each in tried}
+
+    def rounds(self, setting: Setting) -> dict[str, dict[int, Record]]:
+        """Runs by contestant and round."""
+        found: dict[str, dict[int, Record]] = defaultdict(dict)
+        for each in self._of(setting):
+            if each.round is not None:
+                found[each.name][each.round] = each
+        return dict(found)
+
+    def _of(self, setting: Setting) -> list[Record]:
+        return [each for each in self._records if each.setting == setting]

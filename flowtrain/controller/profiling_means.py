@@ -1,0 +1,61 @@
+"""What several devices measured at once, as one value of each kind: the slowest device, the means of the times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flowtrain.costs.profile import DeviceFacts
+from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes, ReplicaSteps
+
+
+def slowest_facts(devices: Sequence[DeviceReport], devices_per_node: int) -> DeviceFacts:
+    """Return the facts of the slowest device."""
+    slowest = min(devices, key=lambda device: device.flops)
+    return DeviceFacts(
+        flops=slowest.flops,
+        memory_nbytes=slowest.memory_nbytes,
+        bandwidth=slowest.bandwidth,
+        link=slowest.link,
+        devices_per_node=devices_per_node,
+    )
+
+
+def mean_backbone(times: Sequence[BackboneTimes]) -> BackboneTimes:
+    """Return the means of the backbone's times."""
+
+    def each(name: str) -> tuple[float, ...]:
+        return tuple(np.mean([getattr(one, name) for one in times], axis=0).tolist())
+
+    def mean(name: str) -> float:
+        return statistics.mean(getattr(one, name) for one in times)
+
+    return BackboneTimes(
+        layers_s=each("layers_s"),
+        heads_s=each("heads_s"),
+        connectors_s=each("connectors_s"),
+        assembling_s=mean("assembling_s"),
+        step_s=mean("step_s"),
+        parameter_s=mean("parameter_s"),
+    )
+
+
+def mean_steps(steps: Sequence[ReplicaSteps]) -> ReplicaSteps:
+    """Return the means of the steps' times."""
+    (few, many), (shallow, deep) = (
+        np.mean([getattr(one, name) for one in steps], axis=0).tolist() for name in ("microbatch_s", "beside_s")
+    )
+    return replace(steps[0], microbatch_s=(few, many), beside_s=(shallow, deep))
+
+
+def mean_encoder(times: Sequence[EncoderTimes]) -> EncoderTimes:
+    """Return the means of an encoder's times."""
+    seconds = np.mean([one.seconds for one in times], axis=0).tolist()
+    return replace(
+        times[0],
+        seconds=tuple(tuple(row) for row in seconds),
+        decode_s=statistics.mean(one.decode_s for one in times),
+    )

@@ -1,0 +1,54 @@
+"""The devices at hand, from what Ray counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain import api
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.at_hand import UNKNOWN_TYPE, DevicesAtHand, by_type, of_machine
+from flowtrain.controller.planning.devices import SizedType
+from flowtrain.errors import ConfigError
+
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+H200 = {"CPU": 64.0, "GPU": 8.0, "accelerator_type:H200": 1.0}
+A100 = {"CPU": 32.0, "GPU": 4.0, "accelerator_type:A100": 1.0}
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return api.resolve(QUICKSTART, ["mode=auto", *overrides])
+
+
+def test_accelerators_count_by_type_and_node() -> None:
+    found = by_type([H200, {"CPU": 16.0}, A100, H200], config_of())
+    assert found == (SizedType("H200", 16, 8), SizedType("A100", 4, 4))
+    half = {**H200, "GPU": 4.0}
+    assert by_type([H200, half], config_of()) == (SizedType("H200", 12, 4),), "a tensor parallel group fits each node"
+    assert by_type([{"GPU": 2.0}], config_of()) == (SizedType(UNKNOWN_TYPE, 2, 2),)
+
+
+def test_without_accelerators_the_cores_of_a_rank_are_a_device() -> None:
+    nodes = [{"CPU": 8.0}, {"CPU": 3.0}, {"object_store_memory": 1.0}]
+    assert by_type(nodes, config_of()) == (SizedType("cpu", 11, 3),)
+    assert by_type(nodes, config_of("backbone.num_cpus=2")) == (SizedType("cpu", 5, 1),)
+    assert by_type(nodes, config_of("backbone.num_cpus=0.1")) == (SizedType("cpu", 11, 3),)
+    assert by_type([H200], config_of("model.device=cpu")) == (SizedType("cpu", 64, 64),)
+
+
+def test_fewer_devices_can_be_asked_for() -> None:
+    found = DevicesAtHand((SizedType("H200", 16, 8),), "the Ray cluster")
+    assert found.only(None) is found and found.text == "16 H200 of the Ray cluster"
+    assert found.only(4).sized == (SizedType("H200", 4, 4),) and found.only(12).sized == (SizedType("H200", 12, 8),)
+    with pytest.raises(ConfigError, match=r"--devices \(17\) is more than there are: 16 H200 of the Ray cluster"):
+        found.only(17)
+    several = DevicesAtHand((*found.sized, SizedType("A100", 4, 4)), "the Ray cluster")
+    with pytest.raises(ConfigError, match=r"--devices \(4\) does not tell of which type: there are 16 H200 and 4 A100"):
+        several.only(4)
+
+
+def test_a_machine_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    found = of_machine(config_of("model.device=cpu"))
+    assert (found.sized, found.where) == ((SizedType("cpu", 6, 6),), "this machine")

@@ -16,7 +16,7 @@ from flowtrain.allocator.program.milp import Solution, solve
 from flowtrain.allocator.program.rivals import rivals
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.program.splits import Split, best_splits, production_curve
-from flowtrain.allocator.request import Key, Request, SurrogateFactory, enumerate_all, flow_problem, fronts_of
+from flowtrain.allocator.request import Key, Memos, Request, SurrogateFactory, enumerate_all, flow_problem, fronts_of
 from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
 from flowtrain.config.allocator import AllocationMethod
@@ -27,15 +27,20 @@ _SAME = 1e-6
 
 
 def allocate(
-    request: Request, surrogate_for: SurrogateFactory, solver: Solver | None = None, method: AllocationMethod = "milp"
+    request: Request,
+    surrogate_for: SurrogateFactory,
+    solver: Solver | None = None,
+    method: AllocationMethod = "milp",
+    memos: Memos | None = None,
 ) -> Allocation:
     """Return the best allocation over all of the request's choices, or that of an ablation's method.
 
-    If there is none, raises a ConfigError that names the changes that would help.
+    memos: of other enumerations of the request. If nothing fits, raises a ConfigError that names the changes that would
+    help.
     """
     solver = solver if solver is not None else Solver()
     started = time.perf_counter()
-    enumerations = enumerate_all(request)
+    enumerations = enumerate_all(request, memos)
     enumerated = time.perf_counter()
     fronts = fronts_of(request, enumerations, surrogate_for)
     predicted = time.perf_counter()
@@ -163,8 +168,11 @@ def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) ->
 def _best_choices(solution: Solution, splits: Sequence[Split]) -> tuple[Choice, ...]:
     """The optimum, and the best splits with other configurations of the backbone."""
     order = sorted(splits, key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
-    others = [split.choice for split in order if split.choice.consumer != solution.choice.consumer]
-    return (solution.choice, *others[: NUM_CHOICES - 1])
+    found = [solution.choice]
+    # Uneven batches may need more encoders than mean ones do.
+    for split in order:
+        found += [each for each in (split.choice, split.fullest) if each is not None and each not in found]
+    return tuple(found[:NUM_CHOICES])
 
 
 def _why_lost(best: Levels, split: Split) -> str:

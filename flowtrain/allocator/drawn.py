@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain.allocator.candidates import CandidateColumns
+from flowtrain.allocator import monolithic
+from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
 from flowtrain.allocator.drawn_flow import DrawnStep, EncodedStep, finishes
 from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.surrogate import Surrogate, columns_of, fill_slots
+from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_slots
 from flowtrain.costs.flops import FloatArray, IntArray
-from flowtrain.pipeline.actions import StageModule
-from flowtrain.pipeline.configured import encoder_layer_cost
-from flowtrain.pipeline.partition import EncoderSplit, build_partition
+from flowtrain.costs.profiled_times import CPU
 
 _STEPS = 24
 """Least number of steps that encoders and backbone run through; the second half counts."""
@@ -67,42 +67,97 @@ def drawn_rate(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Microbatches:
+    """Times of the microbatches of all batches, in the order of their places; all arrays are ``[N]``."""
+
+    columns: CandidateColumns
+    held: StageParameters
+    """On the fullest rank."""
+    each: SlotTime
+    """On the slowest pipeline rank."""
+    mean: FloatArray
+    """Seconds of computing on a mean rank."""
+    fill: FloatArray
+    """Seconds of a step's pipeline fill if all microbatches were like this one."""
+
+    @classmethod
+    def of(
+        cls, request: Request, surrogate: Surrogate, candidate: ModeCandidate, packed: PackedBatches
+    ) -> _Microbatches:
+        tokens = packed.sums(_worth_tokens(request)).reshape(-1)
+        counts = np.diff(packed.slot_ends, prepend=0)
+        num_microbatches = np.repeat(counts, counts * packed.dp).astype(np.float64)
+        columns = _repeated(candidate.backbone, len(tokens))
+        if candidate.mode == "monolithic":
+            return cls._monolithic(request, surrogate, candidate, packed, columns, tokens, num_microbatches)
+        held = surrogate.traffic.parameters(columns)
+        each = surrogate.slot_times(columns, tokens, surrogate.stage_s(columns, tokens), held)
+        fill = fill_slots(columns.pp, num_microbatches, surrogate.chunks) * each.total
+        return cls(columns, held, each, surrogate.mean_stage_s(columns, tokens), fill)
+
+    @classmethod
+    def _monolithic(
+        cls,
+        request: Request,
+        surrogate: Surrogate,
+        candidate: ModeCandidate,
+        packed: PackedBatches,
+        columns: CandidateColumns,
+        tokens: FloatArray,
+        num_microbatches: FloatArray,
+    ) -> _Microbatches:
+        degrees, place = candidate.backbone.degrees, candidate.encoder_layers or "first"
+        times, loads = surrogate.times[columns.device_type], monolithic.rank_loads(request, degrees.pp, place)
+        images_s = times.images_s(monolithic.encoder_of(request.model)[0], degrees.tp)
+        encoder = packed.sums(images_s).reshape(-1)
+        parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
+        stages = loads.stage_s(encoder, *parts) + surrogate.chunks * times.microbatch_s()
+        slowest, whole = stages.max(axis=0), stages.sum(axis=0)
+        held = monolithic.held(request, columns, loads)
+        each = surrogate.slot_times(columns, tokens, slowest, held)
+        moving = each.transfers + each.offloading
+        fill = monolithic.fill_s(request, columns, place, num_microbatches, slowest, whole, moving, encoder)
+        return cls(columns, held, each, whole / degrees.pp, fill)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Backbone:
     """Times of the backbone over all batches; in ``monolithic`` with the encoder."""
 
     slots: tuple[FloatArray, ...]
     """By batch: seconds of each slot, by the slowest replica."""
     rest_s: FloatArray
-    """Pipeline fill, reductions and optimizer, ``[B]``."""
+    """Pipeline fill, gathers made once, reductions and optimizer, ``[B]``."""
     busy_s: FloatArray
-    """Seconds in which a mean device computes, ``[B]``."""
+    """Seconds in which a mean device has no time for anything else, ``[B]``; as ``Surrogate.busy_s``."""
     imbalance: float
 
     @classmethod
     def of(cls, request: Request, surrogate: Surrogate, candidate: ModeCandidate, packed: PackedBatches) -> _Backbone:
-        one, ends = columns_of(candidate.backbone), packed.slot_ends
-        tokens = packed.sums(_worth_tokens(request))
-        columns = _repeated(one, tokens.size)
-        if candidate.mode == "monolithic":
-            stage = _monolithic_stage_s(request, surrogate, candidate, packed, tokens)
-        else:
-            stage = surrogate.stage_s(columns, tokens.reshape(-1))
-        each = surrogate.slot_times(columns, tokens.reshape(-1), stage)
-        computing, total = each.computing.reshape(tokens.shape), each.total.reshape(tokens.shape)
+        found = _Microbatches.of(request, surrogate, candidate, packed)
+        total, computing = (each.reshape(-1, packed.dp) for each in (found.each.total, found.each.computing))
         # Replicas that share no shards run on their own until the step's reduction.
-        shards = int(surrogate.shards(one)[0])
-        in_groups = total.shape[1] % shards == 0 and shards < total.shape[1]
-        groups = total.reshape(len(total), -1, shards if in_groups else total.shape[1]).max(axis=2)
-        slots = tuple(each[:, each.sum(axis=0).argmax()] for each in np.split(groups, ends[:-1]))
-        counts = np.array([len(each) for each in slots], dtype=np.float64)
-        mean_slot = np.array([float(each.mean()) for each in slots])
-        mean_computing = np.array([float(each.mean()) for each in np.split(computing, ends[:-1])])
-        columns = _repeated(one, len(slots))
-        rest = fill_slots(columns.pp, counts, surrogate.chunks) * mean_slot
-        rest = rest + surrogate.once_s(columns, mean_computing, counts)
-        busy = counts * mean_computing + surrogate.optimizer_s(columns)
+        shards = int(surrogate.shards(found.columns)[0])
+        in_groups = shards < packed.dp and packed.dp % shards == 0
+        groups = total.reshape(len(total), -1, shards if in_groups else packed.dp).max(axis=2)
+        slots = tuple(each[:, each.sum(axis=0).argmax()] for each in np.split(groups, packed.slot_ends[:-1]))
+        firsts = np.concatenate([[0], packed.slot_ends[:-1]])
+        counts = np.diff(packed.slot_ends, prepend=0).astype(np.float64)
+
+        def mean(values: FloatArray) -> FloatArray:
+            """Of a column over the microbatches of each batch, ``[B]``."""
+            return np.add.reduceat(values, firsts * packed.dp) / (counts * packed.dp)
+
+        alike = np.arange(len(counts))
+        one, held = found.columns[alike], found.held.of(alike)
+        once = surrogate.once_s(one, mean(found.each.computing), counts, held)
+        busy = counts * mean(found.mean)
+        if request.cluster[one.device_type].name == CPU:
+            busy = busy + counts * mean(found.each.total - found.each.computing) + once
+        else:
+            busy = busy + surrogate.optimizer_s(one, held)
         imbalance = float(computing.max(axis=1).sum() / computing.mean(axis=1).sum()) - 1.0
-        return cls(slots, rest, busy, imbalance)
+        return cls(slots, mean(found.fill) + once, busy, imbalance)
 
 
 def _steps(
@@ -177,44 +232,6 @@ def _worth_tokens(request: Request) -> FloatArray:
     return worth * (request.workload.tokens_per_sample / float(worth.mean()))
 
 
-def _monolithic_stage_s(
-    request: Request, surrogate: Surrogate, candidate: ModeCandidate, packed: PackedBatches, tokens: FloatArray
-) -> FloatArray:
-    """Seconds of each microbatch on its slowest pipeline rank, with the encoder's layers where they lie; flat."""
-    times, degrees = surrogate.times[candidate.backbone.device_type], candidate.backbone.degrees
-    name = next(iter(request.model.encoders))
-    flat = tokens.reshape(-1)
-    encoder = packed.sums(times.images_s(name, degrees.tp)).reshape(-1)
-    layer = times.layer_s(flat, degrees.tp)
-    connector, head = times.connector_s(flat, degrees.tp), times.head_s(flat, degrees.tp)
-    slowest = np.zeros_like(flat)
-    for share, layers, has_connector, has_head in _ranks(request, candidate):
-        slowest = np.maximum(slowest, share * encoder + layers * layer + has_connector * connector + has_head * head)
-    return slowest + surrogate.chunks * times.microbatch_s()
-
-
-def _ranks(request: Request, candidate: ModeCandidate) -> set[tuple[float, int, bool, bool]]:
-    """Each different pipeline rank: its share of the encoder, its decoder layers, whether it has connector and head."""
-    (spec,), backbone = request.model.encoders.values(), request.model.backbone
-    freeze, pp = request.workload.freeze, candidate.backbone.degrees.pp
-    is_trained = "encoders" not in freeze
-    cost = encoder_layer_cost(spec, backbone, is_trained, "backbone" in freeze)
-    split = EncoderSplit(spec.num_layers, candidate.encoder_layers or "first", cost, is_trained)
-    counts = request.slices.counts_for(pp)
-    partition = build_partition(backbone.num_layers, pp, request.slices.chunks, counts=counts, encoder=split)
-    last = partition.stages[-1].rank
-    found = set()
-    for rank in range(pp):
-        layers = dict.fromkeys(StageModule, 0)
-        for stage in partition.of_rank(rank):
-            layers[stage.module] += len(stage.layers)
-        share = layers[StageModule.ENCODER] / spec.num_layers
-        found.add((share, layers[StageModule.BACKBONE], rank == partition.token_rank, rank == last))
-    return found
-
-
-def _repeated(columns: CandidateColumns, count: int) -> CandidateColumns:
+def _repeated(candidate: Candidate, count: int) -> CandidateColumns:
     """Return one configuration as so many."""
-    dp, pp, tp = (np.repeat(each, count) for each in (columns.dp, columns.pp, columns.tp))
-    each = np.repeat(columns.reduces_each, count) if columns.reduces_each is not None else None
-    return CandidateColumns(columns.module, columns.device_type, dp, pp, tp, each, columns.settings)
+    return columns_of(candidate)[np.zeros(count, dtype=np.int64)]

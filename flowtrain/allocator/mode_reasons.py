@@ -74,13 +74,14 @@ def _costs(contestant: Contestant) -> Iterator[str]:
         if contestant.starved > _NOTABLE:
             until = "features" if candidate.mode == "decoupled" else "all features of a step"
             yield f"it waits {contestant.starved:.1%} of its time for {until}"
-    elif candidate.mode == "decoupled":
+    elif candidate.mode in ("decoupled", "disaggregated"):
         yield "encoders and backbone take turns on the only device"
     if candidate.mode == "colocated":
         known = "measured" if contestant.is_measured else "assumed"
         yield f"encoder and backbone at once take {contestant.slowdown:.2f} times as long as both alone ({known})"
-    if candidate.mode == "monolithic" and degrees.pp > 1:
-        yield f"encoder layers lie {_PLACES[candidate.encoder_layers or 'first']}"
+    if candidate.mode == "monolithic":
+        where = f" by layers {_PLACES[candidate.encoder_layers or 'first']}" if degrees.pp > 1 else ""
+        yield f"each replica encodes the images of its own microbatches{where}"
     if contestant.imbalance > _NOTABLE and degrees.dp > 1:
         yield f"its slowest replica computes {contestant.imbalance:.1%} more than the mean"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
@@ -16,8 +18,9 @@ from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.mode_reasons import Contestant, why_bound, why_lost, why_won
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
-from flowtrain.allocator.request import Request, SurrogateFactory
-from flowtrain.allocator.surrogate import starved_share
+from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
+from flowtrain.allocator.sharing import shared_rate
+from flowtrain.allocator.surrogate import Surrogate, starved_share
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
 from flowtrain.errors import ConfigError
@@ -27,6 +30,8 @@ SIMPLER: tuple[Mode, ...] = ("decoupled", "colocated", "monolithic", "disaggrega
 """Of modes that are as fast, the first one wins."""
 AS_FAST = 0.995
 """Share of the best rate from which on a mode counts as fast: predictions are not more exact."""
+_EQUAL = 0.999
+"""Of a mode's candidates with this share of its best rate, the one with the fewest devices is taken."""
 _APART: tuple[Mode, ...] = ("decoupled", "disaggregated")
 """Encoders and backbone have devices of their own."""
 
@@ -46,9 +51,8 @@ def compare_modes(
     ``llm_only`` is a bound, not a contestant, unless it is the only mode. Raises ConfigError if no mode fits.
     """
     started = time.perf_counter()
-    search = _Search(
-        request, surrogate_for, batches if batches is not None else DrawnBatches.draw(request.decided().workload)
-    )
+    batches = batches if batches is not None else DrawnBatches.draw(request.decided().workload)
+    search = _Search(request, surrogate_for, batches, memos_of(request))
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
     fitting = [each for each in found.values() if isinstance(each, Contestant)]
@@ -103,6 +107,7 @@ class _Search:
     request: Request
     surrogate_for: SurrogateFactory
     batches: DrawnBatches
+    memos: Memos
     allocation: Allocation | None = None
     refused: ConfigError | None = None
     """Why there is no allocation."""
@@ -112,7 +117,7 @@ class _Search:
         if not any(mode in _APART and not self._impossible(mode) for mode in modes):
             return
         try:
-            self.allocation = allocate(self.request, self.surrogate_for, solver, method)
+            self.allocation = allocate(self.request, self.surrogate_for, solver, method, self.memos)
         except ConfigError as error:
             self.refused = error
 
@@ -120,11 +125,18 @@ class _Search:
         """Return the fastest candidate of a mode by drawn batches, or why there is none."""
         if reason := self._impossible(mode):
             return reason
-        found = self._apart(mode) if mode in _APART else whole_candidates(self.request, self.surrogate_for, mode)
+        if mode in _APART:
+            found = self._apart(mode)
+        else:
+            found = whole_candidates(self.request, self.surrogate_for, mode, self.memos)
         rated = [self._rated(candidate) for candidate in found.candidates]
         if not rated:
             return f"does not fit: {found.lacking}"
-        return min(rated, key=lambda each: (-each.rate, each.candidate.devices))
+        best = max(each.rate for each in rated)
+        return min(
+            (each for each in rated if each.rate >= _EQUAL * best),
+            key=lambda each: (each.candidate.devices, -each.rate),
+        )
 
     def refusal(self, found: dict[Mode, Contestant | str]) -> ConfigError:
         """Return the error if nothing fits."""
@@ -163,8 +175,19 @@ class _Search:
         surrogate, backbone = self.surrogate_for(at), candidate.backbone
         slowdown, is_measured = slowdown_of(at, surrogate, backbone.device_type)
         if candidate.mode in _APART and self.allocation is not None and self.allocation.shared:
-            # Modules of one device take turns, so there is nothing to wait for.
-            drawn = DrawnRate(candidate.rate_formula, 0.0, starved_share(candidate.rate_formula, backbone.rate))
+            alone = drawn_rate(at, surrogate, replace(candidate, mode="llm_only", encoders={}), self.batches)
+            turns = [each.rate / at.workload.share(name) for name, each in candidate.encoders.items()]
+            rate = shared_rate(alone.rate, *turns)
+            drawn = DrawnRate(rate, alone.imbalance, starved_share(rate, alone.rate))
         else:
             drawn = drawn_rate(at, surrogate, candidate, self.batches, slowdown)
-        return Contestant(candidate, drawn.rate, drawn.imbalance, drawn.starved, slowdown, is_measured)
+        rate = self._beside_host(at, surrogate, candidate, drawn.rate)
+        return Contestant(candidate, rate, drawn.imbalance, drawn.starved, slowdown, is_measured)
+
+    def _beside_host(self, at: Request, surrogate: Surrogate, candidate: ModeCandidate, rate: float) -> float:
+        """The rate if the run's own processes take time from its devices, as they do where cores are the devices."""
+        dp, times = candidate.backbone.degrees.dp, surrogate.times[candidate.backbone.device_type]
+        num_microbatches = dp * at.workload.num_microbatches(np.array([dp])).astype(np.float64)
+        replicas, has_encoders = np.array([float(dp)]), bool(candidate.encoders)
+        host_s = float(times.host_s(num_microbatches, replicas, has_encoders=has_encoders)[0])
+        return at.workload.global_batch_size / (at.workload.global_batch_size / rate + host_s / candidate.devices)

@@ -130,16 +130,35 @@ def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, pl
     stages = loads.stage_s(encoder, *parts) + calls
     slowest, whole = stages.max(axis=0), stages.sum(axis=0)
     step = surrogate.step_of(columns, num_microbatches, tokens, slowest, held(request, columns, loads))
-    if pp == 1:
-        return step.total
-    # While the pipeline fills and drains, a rank waits for the others, which need not be as slow as the slowest.
-    slots = fill_slots(columns.pp, num_microbatches, request.slices.chunks)
     moving = (step.transfers + step.offloading) / num_microbatches
-    fill = slots / (pp - 1) * (whole - slowest) + slots * moving
-    if place == "own" and request.slices.chunks > 1:
-        # The encoder's stages are a pass of their own, which chunks of the backbone do not shorten.
-        fill = fill + (pp - 1) * (1.0 - 1.0 / request.slices.chunks) * encoder / pp
+    fill = fill_s(request, columns, place, num_microbatches, slowest, whole, moving, encoder)
     return step.total - step.fill + fill
+
+
+def fill_s(
+    request: Request,
+    columns: CandidateColumns,
+    place: EncoderPlace,
+    num_microbatches: FloatArray,
+    slowest: FloatArray,
+    whole: FloatArray,
+    moving: FloatArray,
+    encoder: FloatArray,
+) -> FloatArray:
+    """Return seconds of a step in which the pipeline fills and drains; all arrays are ``[C]``, all columns have one pp.
+
+    A rank waits for the others, which need not be as slow as the slowest. Of a mean microbatch: slowest, whole: seconds
+    on the slowest rank and on all together; moving: of transfers and offloading; encoder: on all ranks.
+    """
+    pp, chunks = int(columns.pp[0]), request.slices.chunks
+    if pp == 1:
+        return np.zeros(len(columns))
+    slots = fill_slots(columns.pp, num_microbatches, chunks)
+    fill = slots / (pp - 1) * (whole - slowest) + slots * moving
+    if place == "own" and chunks > 1:
+        # The encoder's stages are a pass of their own, which chunks of the backbone do not shorten.
+        fill = fill + (pp - 1) * (1.0 - 1.0 / chunks) * encoder / pp
+    return fill
 
 
 def held(request: Request, columns: CandidateColumns, loads: RankLoads) -> StageParameters:

@@ -35,6 +35,10 @@ class StageParameters:
         """All of them."""
         return self.layers + self.outer
 
+    def of(self, chosen: IntArray) -> StageParameters:
+        """Return those of some configurations, by index."""
+        return StageParameters(self.layers[chosen], self.outer[chosen], self.unit[chosen])
+
     def and_layers(self, layers: FloatArray, outer: FloatArray) -> StageParameters:
         """Return these with the layers of a trained encoder."""
         return StageParameters(self.layers + layers, self.outer + outer, self.unit)

@@ -17,7 +17,7 @@ from flowtrain.allocator.candidates import (
 from flowtrain.allocator.memory import MemoryBudget, backbone_memory, backbone_peaks
 from flowtrain.allocator.pareto import pareto_front
 from flowtrain.allocator.program.flow import FlowProblem, Module
-from flowtrain.allocator.settings_search import Variant, search_settings
+from flowtrain.allocator.settings_search import PeakMemo, Variant, search_settings
 from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.slices import ONE_EACH, Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
@@ -145,8 +145,21 @@ SurrogateFactory = Callable[[Request], Surrogate]
 """Returns the surrogate of a request with nothing left to choose."""
 
 
+Memos = Mapping[str, PeakMemo]
+"""Peaks of the backbone of one request, by type of devices."""
+
+
+def memos_of(request: Request) -> Memos:
+    """Return empty memos, to share among enumerations of a request."""
+    return {each.name: PeakMemo() for each in request.cluster.device_types}
+
+
 def enumerate_module(
-    request: Request, module: str, device_type: DeviceType, memory_nbytes: int | None = None
+    request: Request,
+    module: str,
+    device_type: DeviceType,
+    memory_nbytes: int | None = None,
+    memos: Memos | None = None,
 ) -> Enumeration:
     """Return the feasible configurations of one module on one type of devices, the backbone's for all its choices.
 
@@ -154,7 +167,7 @@ def enumerate_module(
     """
     if module == BACKBONE:
         room = request.memory_nbytes(module, device_type.name) if memory_nbytes is None else memory_nbytes
-        return _enumerate_backbone(request, device_type, room)
+        return _enumerate_backbone(request, device_type, room, (memos or memos_of(request))[device_type.name])
     return enumerate_encoder(
         device_type,
         request.model.encoders[module],
@@ -165,7 +178,7 @@ def enumerate_module(
     )
 
 
-def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes: int) -> Enumeration:
+def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes: int, memo: PeakMemo) -> Enumeration:
     requests = [request.with_settings(each) for each in request.choices] or [request]
     shapes = {
         chunks: backbone_columns(
@@ -180,7 +193,7 @@ def _enumerate_backbone(request: Request, device_type: DeviceType, memory_nbytes
     reductions: tuple[ReductionName, ...] = (request.setup.gradient_reduction,)
     if request.chooses_reduction:
         reductions = ("step", "microbatch")
-    return search_settings([_variant(each) for each in requests], shapes, memory_nbytes, reductions)
+    return search_settings([_variant(each) for each in requests], shapes, memory_nbytes, reductions, memo)
 
 
 def _variant(request: Request) -> Variant:
@@ -194,10 +207,10 @@ def _variant(request: Request) -> Variant:
     )
 
 
-def enumerate_all(request: Request) -> dict[Key, Enumeration]:
+def enumerate_all(request: Request, memos: Memos | None = None) -> dict[Key, Enumeration]:
     """Return the feasible configurations of every module on every type of devices."""
     return {
-        (module, device_type.name): enumerate_module(request, module, device_type)
+        (module, device_type.name): enumerate_module(request, module, device_type, memos=memos)
         for module in (*request.model.encoders, BACKBONE)
         for device_type in request.cluster.device_types
     }

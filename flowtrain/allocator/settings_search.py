@@ -46,23 +46,39 @@ class Variant:
         return self.settings.sharding if self.settings is not None else None
 
 
+class PeakMemo:
+    """Peaks of the configurations in ``shapes``, each predicted once, for searches in different amounts of memory."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[tuple[BackboneSettings | None, ReductionName], IntArray] = {}
+
+    def peaks(self, variant: Variant, reduction: ReductionName, every: CandidateColumns, index: IntArray) -> IntArray:
+        """Return the peaks of some of all columns of a variant; ``every`` reduces gradients as ``reduction`` says."""
+        known = self._peaks.setdefault((variant.settings, reduction), np.full(len(every), -1))
+        missing = index[known[index] < 0]
+        if len(missing):
+            known[missing] = variant.peaks(every[missing])
+        return known[index]
+
+
 def search_settings(
     variants: Sequence[Variant],
     shapes: Mapping[int, Shapes],
     memory_nbytes: int,
     reductions: Sequence[ReductionName],
+    memo: PeakMemo | None = None,
 ) -> Enumeration:
     """Return what fits in so much memory, in the order of the variants.
 
     shapes: by number of chunks. reductions: in the order of preference; a later one counts where the earlier ones do
-    not fit.
+    not fit. memo: of other searches with the same variants and shapes.
 
     Left out are configurations that another choice of settings beats: one that recomputes less and fits, with all else
     equal; a smaller microbatch, if the step has no more of them; full sharding, where a hybrid group is all replicas.
     The first variant, as configured, loses none. Offloading is tried last, where nothing else fits at all: whether
     hosts have the memory is not known.
     """
-    search = _Search(variants, shapes, memory_nbytes, reductions)
+    search = _Search(variants, shapes, memory_nbytes, reductions, memo if memo is not None else PeakMemo())
     for variant in sorted(variants, key=_order):
         if variant.word != "offload" or variant is variants[0] or not search.found:
             search.add(variant)
@@ -82,9 +98,10 @@ class _Search:
         shapes: Mapping[int, Shapes],
         memory_nbytes: int,
         reductions: Sequence[ReductionName],
+        memo: PeakMemo,
     ) -> None:
         self._variants, self._shapes = variants, shapes
-        self._memory_nbytes, self._reductions = memory_nbytes, reductions
+        self._memory_nbytes, self._reductions, self._memo = memory_nbytes, reductions, memo
         self._least_slowness: dict[tuple[object, ...], IntArray] = {}
         self.found: dict[BackboneSettings | None, CandidateColumns] = {}
         self.pruned: Counter[PruneReason] = Counter()
@@ -106,7 +123,8 @@ class _Search:
         for reduction in self._reductions:
             if reduction == "microbatch":
                 each[left] = columns.dp[left] > 1
-            peaks = variant.peaks(replace(columns[left], reduces_each=each[left]))
+            reducing = columns.dp > 1 if reduction == "microbatch" else np.zeros(len(columns), dtype=bool)
+            peaks = self._memo.peaks(variant, reduction, replace(columns, reduces_each=reducing), left)
             within = peaks <= self._memory_nbytes
             fits[left[within]] = True
             if reduction == self._reductions[0]:

@@ -7,7 +7,8 @@ layers inside the backbone's ranks. ``llm_only``: no vision.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -18,7 +19,7 @@ from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.degrees import encoder_degree_faults
 from flowtrain.allocator.mode_candidate import ModeCandidate
-from flowtrain.allocator.request import Request, SurrogateFactory, enumerate_module
+from flowtrain.allocator.request import Memos, Request, SurrogateFactory, enumerate_module, memos_of
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.flops import FloatArray
@@ -28,6 +29,10 @@ from flowtrain.types.run_plan import Mode
 
 NUM_BEST = 20
 """Candidates of a mode that are rated again by drawn batches."""
+_WORTH_RATING = 0.8
+"""Share of the best rate by formula below which drawn batches are not asked."""
+_MOST_OF_DEGREES = 3
+"""Candidates with the same degrees that are rated again."""
 _MOST_CHECKED = 200
 """Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
 _GIB = 2**30
@@ -43,18 +48,37 @@ class Found:
     """Why there are none, in words."""
 
 
-def whole_candidates(request: Request, surrogate_for: SurrogateFactory, mode: Mode, most: int = NUM_BEST) -> Found:
-    """Return the best candidates of ``colocated``, ``monolithic`` or ``llm_only`` over all of the request's choices."""
+def whole_candidates(
+    request: Request, surrogate_for: SurrogateFactory, mode: Mode, memos: Memos | None = None, most: int = NUM_BEST
+) -> Found:
+    """Return the best candidates of ``colocated``, ``monolithic`` or ``llm_only`` over all of the request's choices.
+
+    memos: of other enumerations of the request.
+    """
+    memos = memos if memos is not None else memos_of(request)
     found: list[ModeCandidate] = []
     lacking = []
     for device_type in request.cluster.device_types:
         if not device_type.count:
             continue
-        each = _SEARCHES[mode](request, surrogate_for, device_type, most)
+        each = _SEARCHES[mode](request, surrogate_for, device_type, memos, most)
         found += each.candidates
         lacking.append(each.lacking)
     found.sort(key=lambda candidate: (-candidate.rate_formula, candidate.devices))
-    return Found(tuple(found[:most]), "; ".join(filter(None, lacking)) if not found else "")
+    found = [each for each in found if each.rate_formula >= _WORTH_RATING * found[0].rate_formula]
+    return Found(tuple(_varied(found)[:most]), "; ".join(filter(None, lacking)) if not found else "")
+
+
+def _varied(candidates: Sequence[ModeCandidate]) -> list[ModeCandidate]:
+    """At most a few settings of the same degrees, so that what packs badly does not leave out all else."""
+    seen: Counter[tuple[str, Degrees]] = Counter()
+    found = []
+    for each in candidates:
+        key = each.backbone.device_type, each.backbone.degrees
+        seen[key] += 1
+        if seen[key] <= _MOST_OF_DEGREES:
+            found.append(each)
+    return found
 
 
 def slowdown_of(request: Request, surrogate: Surrogate, device_type: str) -> tuple[float, bool]:
@@ -64,14 +88,16 @@ def slowdown_of(request: Request, surrogate: Surrogate, device_type: str) -> tup
     return (max(known), True) if len(known) == len(measured) and known else (ASSUMED_INTERFERENCE, False)
 
 
-def _colocated(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, most: int) -> Found:
+def _colocated(
+    request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos, most: int
+) -> Found:
     names = (*request.model.encoders, BACKBONE)
     memory = min(request.memory_nbytes(name, device_type.name) for name in names)
     lacking = ""
     for tp in _encoder_degrees(request, device_type):
         encoders = {name: Candidate(name, device_type.name, Degrees(tp=tp)) for name in request.model.encoders}
         taken = sum(map(request.peak_nbytes, encoders.values()))
-        enumeration = enumerate_module(request, BACKBONE, device_type, memory - taken)
+        enumeration = enumerate_module(request, BACKBONE, device_type, memory - taken, memos)
         found = [
             each
             for columns in enumeration.every
@@ -124,8 +150,10 @@ def _best_colocated(
         )
 
 
-def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, most: int) -> Found:
-    enumeration = enumerate_module(request, BACKBONE, device_type)
+def _llm_only(
+    request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos, most: int
+) -> Found:
+    enumeration = enumerate_module(request, BACKBONE, device_type, memos=memos)
     found = []
     for columns in filter(len, enumeration.every):
         at = request if columns.settings is None else request.with_settings(columns.settings)
@@ -143,8 +171,10 @@ def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: De
     return Found(tuple(found), "" if found or least is None else _too_little(device_type, least, memory))
 
 
-def _monolithic(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, most: int) -> Found:
-    search = _MonolithicSearch(request, surrogate_for, device_type)
+def _monolithic(
+    request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos, most: int
+) -> Found:
+    search = _MonolithicSearch(request, surrogate_for, device_type, memos)
     found = tuple(search.best(most))
     memory = request.memory_nbytes(BACKBONE, device_type.name)
     if found or search.least_peak is None:
@@ -155,7 +185,9 @@ def _monolithic(request: Request, surrogate_for: SurrogateFactory, device_type: 
 class _MonolithicSearch:
     """Best first: a group of configurations has a bound on its rate; its rates and then its memory follow lazily."""
 
-    def __init__(self, request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType) -> None:
+    def __init__(
+        self, request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos
+    ) -> None:
         self._request, self._surrogate_for, self._type = request, surrogate_for, device_type
         self._memory_nbytes = request.memory_nbytes(BACKBONE, device_type.name)
         self._queue: list[tuple[float, int, Any]] = []
@@ -164,7 +196,7 @@ class _MonolithicSearch:
         added = monolithic.added_nbytes(request.decided())
         # Ranks of a pipeline share the encoder, so they may have more room than one that has it whole.
         for room in (self._memory_nbytes - added, self._memory_nbytes - added // 4):
-            enumeration = enumerate_module(request, BACKBONE, device_type, room)
+            enumeration = enumerate_module(request, BACKBONE, device_type, room, memos)
             for columns in filter(len, enumeration.every):
                 self._add(columns)
             if enumeration.least_peak_nbytes is not None:
@@ -172,14 +204,16 @@ class _MonolithicSearch:
 
     def best(self, most: int) -> Iterator[ModeCandidate]:
         """Yield the fastest that fit."""
-        seen, num_found, num_checked = set(), 0, 0
+        seen, same, num_found, num_checked, least = set(), Counter[Degrees](), 0, 0, 0.0
         while self._queue and num_found < most and num_checked < _MOST_CHECKED:
-            *_, entry = heapq.heappop(self._queue)
+            negative, _, entry = heapq.heappop(self._queue)
+            if -negative < least:
+                return
             if not isinstance(entry, ModeCandidate):
                 self._expand(*entry)
                 continue
             key = replace(entry.backbone, rate=0.0), entry.encoder_layers
-            if key in seen:
+            if key in seen or same[entry.backbone.degrees] == _MOST_OF_DEGREES:
                 continue
             seen.add(key)
             num_checked += 1
@@ -187,6 +221,8 @@ class _MonolithicSearch:
             peak = monolithic.memory(self._request.of(entry.backbone), entry.backbone, entry.encoder_layers).peak
             if peak <= self._memory_nbytes:
                 num_found += 1
+                same[entry.backbone.degrees] += 1
+                least = max(least, _WORTH_RATING * -negative)
                 yield replace(entry, peak_nbytes=peak)
             elif self.least_peak is None or peak < self.least_peak:
                 self.least_peak = peak

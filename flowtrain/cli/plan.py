@@ -88,12 +88,11 @@ def _save(report: PlanReport, path: Path) -> None:
 
 
 def _draw(report: PlanReport, path: Path) -> None:
-    has_splits = report.comparison.allocation is not None and len(report.allocation.split_curve) > 1
-    if not has_splits and len(report.comparison.ratings) == 1:
-        raise ConfigError(
-            f"--plot {path}: there is no choice of splits or modes to draw; a plot needs at least two splits, on one "
-            "type of devices, or mode=auto"
-        )
-    from flowtrain.cli.plan_plot import write_plot
+    from flowtrain.cli.plan_plot import has_splits_to_draw, write_plot
 
+    if not has_splits_to_draw(report) and len(report.comparison.ratings) == 1:
+        raise ConfigError(
+            f"--plot {path}: there is no choice of splits to draw; a plot needs at least two, on one type of devices, "
+            "or mode=auto"
+        )
     write_plot(report, path)

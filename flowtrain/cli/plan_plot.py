@@ -1,4 +1,4 @@
-"""The plot of ``flowtrain plan``: production, consumption and the rate over all splits of the devices."""
+"""The plot of ``flowtrain plan``: the modes, and production, consumption and the rate over splits of the devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from flowtrain.controller.planning.report import PlanReport
 
 CONSUMPTION_COLOR, PRODUCTION_COLOR, RATE_COLOR, OTHERS_COLOR = "#c4570a", "#7b3fa0", "#1668a8", "#6f767f"
 STYLE: Any = {"font.size": 9, "svg.fonttype": "path", "svg.hashsalt": "plan"}
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 9.0, 5.2, 130
-_SPLIT_MODES = ("decoupled", "disaggregated")
+WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 5.2, 130
 _HEADROOM = 1.45
 """How far above the best rate the plot reaches; rates beyond it are of no use to the other side."""
 
@@ -28,26 +27,56 @@ def write_plot(report: PlanReport, path: Path) -> None:
 
 
 def draw(report: PlanReport) -> Figure:
-    """Return the figure: samples/s over the number of devices of the backbone; encoders have the rest."""
+    """Return the figure: rates of the modes if there are several, and over splits of the devices if there are some."""
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
-    axes = figure.add_subplot()
-    found = report.allocation
+    found = report.comparison.allocation
+    has_splits, has_modes = has_splits_to_draw(report), len(report.comparison.ratings) > 1
+    panels = iter(figure.subplots(1, has_splits + has_modes, squeeze=False)[0])
+    if has_modes:
+        _draw_modes(next(panels), report)
+    if has_splits and found is not None:
+        _draw_splits(next(panels), found)
+    figure.suptitle(f"{report.planned.source}: {_devices(report)}", x=0.01, ha="left", fontweight="bold")
+    return figure
+
+
+def has_splits_to_draw(report: PlanReport) -> bool:
+    """Whether there is a choice of splits, on one type of devices."""
+    found = report.comparison.allocation
+    return found is not None and len(found.split_curve) > 1
+
+
+def _devices(report: PlanReport) -> str:
+    return " and ".join(f"{each.count} {each.name}" for each in report.cluster.device_types)
+
+
+def _draw_modes(axes: Axes, report: PlanReport) -> None:
+    """A bar for each mode that fits, the winner on top."""
+    rates = {rating.mode: rating.rate for rating in report.comparison.ratings if rating.rate is not None}
+    modes = list(rates)[::-1]
+    colors = [RATE_COLOR if mode == report.winner.mode else OTHERS_COLOR for mode in modes]
+    bars = axes.barh(modes, [rates[mode] for mode in modes], color=colors)
+    axes.bar_label(bars, [f"{rates[mode]:.4g}" for mode in modes], padding=3)
+    axes.set_xlim(0, 1.2 * max(rates.values()))
+    axes.set_xlabel("samples/s")
+    axes.set_title("modes, by packed batches", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_splits(axes: Axes, found: Allocation) -> None:
+    """Samples/s over the number of devices of the backbone; encoders have the rest."""
     (count,) = found.budget.values()
     _draw_lines(axes, found, count)
-    others = {each.mode: each.rate for each in report.comparison.ratings if each.mode not in _SPLIT_MODES and each.rate}
-    axes.set_ylim(0, _HEADROOM * max(found.rate, *others.values(), *(point.rate for point in found.split_curve)))
-    for (mode, rate), style in zip(others.items(), ("--", ":"), strict=False):
-        axes.axhline(rate, color=OTHERS_COLOR, linestyle=style, linewidth=1, label=f"mode {mode}")
+    axes.set_ylim(0, _HEADROOM * max(found.rate, *(point.rate for point in found.split_curve)))
     _draw_chosen(axes, found)
     axes.set_xlim(0, count)
     axes.set_xlabel(f"devices of the backbone; encoders have the rest of {count} {found.modules[-1].device_type}")
     axes.set_ylabel("samples/s")
-    axes.set_title(f"Rate over the split of devices: {report.planned.source}", loc="left", fontweight="bold")
+    axes.set_title("splits of the devices, by formula", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="upper left", ncols=2)
-    return figure
+    axes.legend(frameon=False, loc="upper left")
 
 
 def _draw_lines(axes: Axes, found: Allocation, count: int) -> None:

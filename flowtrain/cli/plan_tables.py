@@ -18,6 +18,8 @@ from flowtrain.costs.memory import MOMENTS, StepMemory
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 64
+APART = ("decoupled", "disaggregated")
+"""Modes that split the devices; the splits' rates are by formula, without drawn batches."""
 
 
 def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
@@ -28,7 +30,7 @@ def plan_report_tables(report: PlanReport) -> tuple[Table, ...]:
     memory = winner.modules[-1].memory
     assert memory is not None
     tables += [_modules(report), memory_table(memory), facts_table(_result_rows(report))]
-    if found is not None:
+    if found is not None and winner.mode in APART:
         tables.append(_left_out(found))
         if found.alternatives:
             tables.append(_alternatives(found))
@@ -100,10 +102,11 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     winner, found, tokens = report.winner, report.comparison.allocation, report.tokens_per_s
     yield "mode", f"{winner.mode}: {winner.reason}"
     shared = ", shared" if winner.devices == 1 and len(winner.modules) > 1 else ""
+    by_formula = f"; {winner.rate_formula:.4g} samples/s by formula" if winner.rate_formula is not None else ""
     yield (
         "rate",
         f"{report.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / winner.devices:,.0f} a device, on "
-        f"{winner.devices} of {counted(report.cluster.num_devices, 'device')}{shared}",
+        f"{winner.devices} of {counted(report.cluster.num_devices, 'device')}{shared}{by_formula}",
     )
     *encoders, backbone = winner.modules
     if encoders:
@@ -121,7 +124,7 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
             f"{nbytes_text(pool.segments_nbytes)}, {holds}; up to {nbytes_text(pool.node_nbytes)} of a node's host "
             "memory",
         )
-    if found is not None and len(found.split_curve) > 1:
+    if found is not None and winner.mode in APART and len(found.split_curve) > 1:
         yield "splits", _curve(found)
 
 
@@ -135,7 +138,9 @@ def _curve(found: Allocation) -> str:
         every = [every[k * (len(every) - 1) // (_MAX_BARS - 1)] for k in range(_MAX_BARS)]
     most = max(rate for _, rate in every)
     bars = "".join(_BARS[min(int(rate / most * len(_BARS)), len(_BARS) - 1)] for _, rate in every)
-    return f"{bars}  samples/s with {every[0][0]} to {every[-1][0]} devices of the backbone, at most {most:.4g}"
+    return (
+        f"{bars}  samples/s by formula with {every[0][0]} to {every[-1][0]} devices of the backbone, at most {most:.4g}"
+    )
 
 
 def _left_out(found: Allocation) -> Table:
@@ -154,7 +159,7 @@ def _left_out(found: Allocation) -> Table:
 def _alternatives(found: Allocation) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("instead", no_wrap=True)
-    table.add_column("samples/s", justify="right")
+    table.add_column("by formula", justify="right")
     table.add_column("why it lost", overflow="fold")
     for each in found.alternatives:
         table.add_row(_described(each), f"{each.rate:.4g}", each.reason)
@@ -174,6 +179,10 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{report.budget.usable:.0%} of the memory for a process; activation checkpointing "
         f"{setup.checkpointing_text}, attention {setup.attention}, {_sharded(report)}, {setup.optimizer}",
     )
+    if any(rating.mode == "colocated" for rating in report.comparison.ratings):
+        factor, is_measured = report.interference
+        known = "measured" if is_measured else "assumed, not measured"
+        yield "", f"encoder and backbone at once on one device: {factor:.2f} of the time of both alone ({known})"
     if len(report.comparison.ratings) > 1:
         yield "search", f"{len(report.comparison.ratings)} modes in {1e3 * report.comparison.seconds:.0f} ms"
     elif found is not None:

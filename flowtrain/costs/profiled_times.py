@@ -79,7 +79,10 @@ class ProfileTimes:
         num_images, batch = every[at], np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
         of_measured, of_tp = (self._communication.images_s(encoder, degree)[at] for degree in (measured, tp))
         computing = num_images * tables[measured].image_s(patches, batch) - of_measured
-        device = np.maximum(computing, 0.0) * measured / tp + of_tp + num_images / batch * costs.batch_s
+        # A profile has the forward alone, whose backward takes twice as long.
+        passes = 1.0 if "encoders" in self._workload.freeze else 3.0
+        forward = np.maximum(computing, 0.0) * measured / tp + of_tp
+        device = passes * forward + num_images / batch * costs.batch_s
         decoding = num_images * costs.decode_s
         seconds = np.zeros(len(every))
         # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.

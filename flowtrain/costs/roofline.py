@@ -77,6 +77,8 @@ class Roofline:
         """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""
         _, num_patches = self._workload.images[encoder]
         flops = self._workload.images_flops(self._model, encoder)
+        if "encoders" not in self._workload.freeze:
+            flops = flops * (1.0 + recomputed_share(self._setup) / 3.0)
         computing = flops / (tp * self._device.flops * self._efficiency.encoder)
         computing = computing + self._communication.images_s(encoder, tp)
         rows = num_patches * (self._model.connector.feature_dim * self._setup.dtype_nbytes)

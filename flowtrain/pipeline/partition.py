@@ -12,6 +12,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
+import numpy as np
+
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.pipeline.actions import StageModule
 
@@ -176,23 +178,17 @@ def balanced_counts(costs: Sequence[float], num_stages: int, least: int = 1) -> 
 
     costs: of each layer, in order. least: layers of each stage. Of equal solutions the first stages take the most.
     """
-    total = [0.0, *accumulate(costs)]
-    count = len(costs)
+    total, count = np.array([0.0, *accumulate(costs)]), len(costs)
     assert num_stages >= 1 and num_stages * least <= count, (num_stages, least, count)
+    at = np.arange(count + 1)
+    # between[i, j]: cost of a stage that holds the layers from i to j.
+    between = np.where(at - at[:, None] >= least, total - total[:, None], np.inf)
     # worst[i]: cost of the costliest of the last stages, which hold the layers from i on. cut[i]: where the first ends.
-    worst = [total[count] - total[i] if count - i >= least else float("inf") for i in range(count + 1)]
-    cuts: list[list[int]] = []
+    worst, cuts = between[:, count], []
     for _ in range(num_stages - 1):
-        best, cut = [float("inf")] * (count + 1), [0] * (count + 1)
-        for i in range(count + 1):
-            for j in range(i + least, count + 1):
-                value = max(total[j] - total[i], worst[j])
-                if value < best[i] or (value == best[i] and value < float("inf")):
-                    best[i], cut[i] = value, j
-                if total[j] - total[i] > best[i]:
-                    break
-        worst = best
-        cuts.append(cut)
+        values = np.maximum(between, worst)
+        cuts.append((count - values[:, ::-1].argmin(axis=1)).tolist())
+        worst = values.min(axis=1)
     counts, start = [], 0
     for cut in reversed(cuts):
         counts.append(cut[start] - start)

@@ -10,18 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowtrain.allocator.drawn_batches as drawn_batches
+from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.drawn import DrawnRate, drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.allocator.slices import Slices
+from flowtrain.allocator.surrogate import BACKBONE, columns_of
 from flowtrain.config.flow import SchedulerConfig
 from flowtrain.costs.cluster import Cluster, Links
 from flowtrain.costs.model_spec import VisionSpec
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
-from flowtrain.types.run_plan import Mode
+from flowtrain.types.run_plan import EncoderPlace, Mode
 from tests.allocator.worlds import MODEL, VISION, cluster, request, roofline_surrogate, workload
 
 DEVICES = 64
@@ -200,6 +202,42 @@ def test_a_monolithic_pipeline_goes_at_the_pace_of_its_slowest_rank() -> None:
     backbone = rate(asked, candidate("llm_only", Degrees(2, 4))).rate
     assert max(rates.values()) < backbone
     assert rates["first"] <= rates["mixed"] * 1.001, "an indivisible encoder cannot be balanced better"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("place", ["first", "mixed", "own"])
+def test_equal_samples_give_a_monolithic_pipeline_the_formula(place: EncoderPlace, pp: int, chunks: int) -> None:
+    asked = replace(asked_for(even(), encoder=LARGE), slices=Slices(chunks))
+    found = replace(candidate("monolithic", Degrees(4, pp)), encoder_layers=place)
+    step_s = monolithic.step_s(asked, roofline_surrogate(asked), columns_of(found.backbone), place)
+    assert rate(asked, found).rate == pytest.approx(256 / float(step_s[0]), rel=0.002)
+
+
+@given(
+    dp=st.sampled_from([1, 2, 8]),
+    pp=st.sampled_from([1, 2, 4]),
+    slowdown=st.floats(0.9, 2.0),
+    device=st.sampled_from(["h200", "cpu"]),
+    encoder=st.sampled_from([VISION, LARGE]),
+)
+def test_equal_samples_give_colocated_devices_the_formula(
+    dp: int, pp: int, slowdown: float, device: str, encoder: VisionSpec
+) -> None:
+    asked = replace(asked_for(even(), encoder=encoder), max_batch_patches={"vision": 1024})
+    devices = tuple(replace(each, name=device) for each in asked.cluster.device_types)
+    asked = replace(asked, cluster=Cluster(devices))
+    found = ModeCandidate(
+        "colocated",
+        Candidate(BACKBONE, device, Degrees(dp, pp)),
+        {"vision": Candidate("vision", device, Degrees(dp * pp))},
+    )
+    surrogate, columns = roofline_surrogate(asked), columns_of(found.backbone)
+    step = surrogate.step_times(columns)
+    encoding = 256 * surrogate.times[device].sample_s("vision", 1) / (dp * pp)
+    step_s = max(float(step.total[0]), slowdown * (float(surrogate.busy_s(columns, step)[0]) + encoding))
+    drawn = drawn_rate(asked, surrogate, found, DrawnBatches.draw(asked.workload), slowdown)
+    assert drawn.rate == pytest.approx(256 / step_s, rel=0.01)
 
 
 @pytest.mark.parametrize("packing", ["sequential", "random"])

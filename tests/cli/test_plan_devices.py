@@ -44,11 +44,17 @@ def test_several_types_are_planned_together(tmp_path: Path) -> None:
     assert record["allocation"]["rate"] > record_of(*arguments[:2], APART, "--device", "h200=64")["allocation"]["rate"]
 
 
+def list_sample(workload: dict[str, Any], text_tokens: int, images: dict[str, list[int]]) -> None:
+    """Put one sample in place of a model file's mixture."""
+    del workload["mixture"]
+    sample = {"text_tokens": text_tokens, "target_tokens": 8192, "images": images}
+    workload |= {"global_batch_size": 256, "fill": 1.0, "samples": [sample]}
+
+
 def test_an_encoder_lies_on_one_type_although_two_would_be_faster(tmp_path: Path) -> None:
     heavy = tmp_path / "heavy.yaml"
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
-    for sample in values["workload"]["samples"]:
-        sample["text_tokens"] = 64
+    list_sample(values["workload"], 64, {"vision": [3584, 3584]})
     values["backbone"]["num_hidden_layers"] = 9
     heavy.write_text(yaml.safe_dump(values))
     arguments = (str(heavy), APART, "--device", "h200=16", "--device", "a100=2")
@@ -75,9 +81,7 @@ def test_several_encoders_are_planned_although_no_run_takes_them(tmp_path: Path,
     values = yaml.safe_load((MODELS / "vlm_6b.yaml").read_text())
     names = ["near", "wide", "dots"][:count]
     values["encoders"] = dict.fromkeys(names, values["encoders"]["vision"])
-    for sample in values["workload"]["samples"]:
-        sample["images"] = dict.fromkeys(names, sample["images"]["vision"][:1])
-        sample["text_tokens"] = 256
+    list_sample(values["workload"], 256, {name: [3584] for name in names})
     values["workload"]["microbatch_tokens"] = 16384
     file = tmp_path / "several.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False))

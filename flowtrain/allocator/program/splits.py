@@ -23,6 +23,8 @@ class Split:
     levels: Levels
     production: float
     """Samples/s that the producers reach with all devices that the consumer does not use."""
+    fullest: Choice | None = None
+    """The choice with the producers that reach ``production``; None: not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +83,8 @@ def best_splits(problem: FlowProblem) -> tuple[Split, ...]:
         if affordable >= 0:
             production = float(reach.reachable[affordable])
             choice = Choice(reach.slowest_enough(min(consumer.rate, production)), consumer)
-            splits.append(Split(choice, levels(problem, choice), production))
+            fullest = Choice(reach.slowest_enough(production), consumer)
+            splits.append(Split(choice, levels(problem, choice), production, fullest))
     return tuple(splits)
 
 

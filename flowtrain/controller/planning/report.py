@@ -23,6 +23,7 @@ from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
 from flowtrain.controller.planning.request import request_of, surrogates
 from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.costs.roofline import Efficiency
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import ConfigError, Fault
@@ -120,6 +121,7 @@ class PlanReport:
             "assumptions": {
                 "profile": self.profile.source if self.profile is not None else None,
                 "efficiency": asdict(self.efficiency) if self.profile is None else None,
+                "interference": dict(zip(("factor", "is_measured"), self.interference, strict=True)),
                 "memory": asdict(self.budget),
                 "fill": self.planned.workload.fill,
                 "setup": {key: value for key, value in asdict(self.setup).items() if key not in _OF_A_CHOICE},
@@ -131,6 +133,13 @@ class PlanReport:
             "overrides": list(self.overrides),
             "notes": list(self.notes),
         }
+
+    @property
+    def interference(self) -> tuple[float, bool]:
+        """Time of encoder and backbone at once on a device over the sum of both alone, and whether it was measured."""
+        measured = {} if self.profile is None else self.profile.interference
+        factors = [each.factor for each in measured.values()]
+        return (max(factors), True) if factors else (ASSUMED_INTERFERENCE, False)
 
     @property
     def chunks(self) -> int:

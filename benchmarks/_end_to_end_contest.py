@@ -100,7 +100,8 @@ class Contest:
         return [self._ours(Variant(name, ()), predicted.plans[name.removeprefix(PLANNED)]) for name in names]
 
     def _predict(self, variants: list[Variant]) -> Predicted:
-        profile = self._directory / f"{self._setting.label}.profile.json"
+        version = self._store.version.replace(" ", "-")
+        profile = self._directory / f"{self._setting.label}.{version}.profile.json"
         self._cluster.be(not profile.exists())
         measure_profile(self._workload, profile)
         self.predicted = predict(self._workload, profile)

@@ -89,7 +89,7 @@ class World:
     def allocation(self) -> Allocation:
         """The plan, as ``flowtrain plan --profile`` computes it."""
         request = self.request
-        return allocate(request, self.surrogate(request))
+        return allocate(request, self.surrogate)
 
 
 def draw_ratios(count: int, seed: int) -> list[float]:

@@ -11,12 +11,14 @@ from typing import Any
 import ray
 import torch
 
+from flowtrain.allocator.plan import fixed_plan
+from flowtrain.config.emulated import EmulatedConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.cluster import ACCELERATOR_TYPE
 from flowtrain.controller.planning.devices import SizedType
 from flowtrain.controller.planning.mode_plan import cpus_of_a_device
 from flowtrain.costs.profiled_times import CPU
-from flowtrain.errors import ConfigError, FaultCode
+from flowtrain.errors import ConfigError
 from flowtrain.models.device import device_name
 
 UNKNOWN_TYPE = "an accelerator of unknown type"
@@ -53,7 +55,7 @@ def of_cluster(config: RunConfig, count: int | None = None) -> DevicesAtHand:
     count: at most so many; None: all. Raises ConfigError if there are fewer.
     """
     if config.emulation is not None:
-        return emulated(config, count)
+        return emulated(config, config.emulation, count)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     where = "the Ray cluster" if os.environ.get("RAY_ADDRESS") else "this machine"
     return DevicesAtHand(by_type(nodes, config), where).only(count)
@@ -74,23 +76,21 @@ def by_type(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[Size
     return tuple(SizedType(name, sum(counts), min(counts)) for name, counts in on_nodes.items() if counts)
 
 
-def emulated(config: RunConfig, count: int | None) -> DevicesAtHand:
-    """Return ``count`` emulated devices, of which there are as many as one likes; ConfigError for None."""
-    assert config.emulation is not None
+def emulated(config: RunConfig, emulation: EmulatedConfig, count: int | None) -> DevicesAtHand:
+    """Return emulated devices: ``count``, else ``emulated.devices``, else as many as the configured degrees take."""
+    count = count or emulation.devices
     if count is None:
-        text = (
-            "model.device ('emulated') has as many devices as are asked for, so mode 'auto' needs their number: give "
-            "--devices, or set the mode"
-        )
-        raise ConfigError.of("model.device", FaultCode.CONFLICT, text)
-    per_node = min(count, config.emulation.devices_per_node)
-    return DevicesAtHand((SizedType(config.emulation.device, count, per_node),), "an emulated cluster")
+        plan = fixed_plan(config)
+        encoders = plan.encoders.values() if plan.mode != "colocated" else ()
+        count = plan.backbone.num_actors + sum(module.num_actors for module in encoders)
+    sized = SizedType(emulation.device, count, min(count, emulation.devices_per_node))
+    return DevicesAtHand((sized,), "an emulated cluster")
 
 
 def of_machine(config: RunConfig, count: int | None = None) -> DevicesAtHand:
     """Return this machine's devices, without a cluster; as ``of_cluster``."""
     if config.emulation is not None:
-        return emulated(config, count)
+        return emulated(config, config.emulation, count)
     resources: dict[str, float] = {"CPU": os.cpu_count() or 1}
     if config.model.device == "cpu" or not torch.accelerator.is_available():
         return DevicesAtHand(by_type([resources], config), "this machine").only(count)

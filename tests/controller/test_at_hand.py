@@ -55,7 +55,11 @@ def test_a_machine_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_emulated_devices_there_are_as_many_as_are_asked_for() -> None:
-    config = config_of("model.device=emulated", "emulated.device=h100", "emulated.devices_per_node=4")
-    assert emulated(config, 16).sized == (SizedType("h100", 16, 4),) and emulated(config, 2).sized[0].per_node == 2
-    with pytest.raises(ConfigError, match="mode 'auto' needs their number: give --devices, or set the mode"):
-        emulated(config, None)
+    kind = ("model.device=emulated", "emulated.device=h100", "emulated.devices_per_node=4")
+    config = config_of(*kind, "emulated.devices=8")
+    assert config.emulation is not None
+    assert emulated(config, config.emulation, 16).sized == (SizedType("h100", 16, 4),)
+    assert emulated(config, config.emulation, None).sized == of_machine(config).sized == (SizedType("h100", 8, 4),)
+    config = config_of(*kind)
+    assert config.emulation is not None
+    assert emulated(config, config.emulation, None).sized == (SizedType("h100", 3, 3),), "two encoders and a rank"

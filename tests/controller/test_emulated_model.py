@@ -22,7 +22,7 @@ from tests.e2e.worlds import TOKENIZER
 def test_a_grid_has_about_as_many_patches(num_patches: int) -> None:
     rows, columns = grid_of(num_patches)
     assert 1 <= rows <= columns
-    assert rows * columns == pytest.approx(num_patches, rel=0.01, abs=1)
+    assert rows * columns == pytest.approx(num_patches, rel=0.01, abs=3)
     assert columns <= 3 * rows
 
 

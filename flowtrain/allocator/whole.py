@@ -77,7 +77,8 @@ def whole_candidates(
 def _varied(candidates: Sequence[ModeCandidate]) -> list[ModeCandidate]:
     """Limit what is alike among the best: few large replicas pack more evenly than many small ones."""
     alike: Counter[object] = Counter()
-    first, rest = [], []
+    first: list[ModeCandidate] = []
+    rest: list[ModeCandidate] = []
     for each in candidates:
         degrees, name = each.backbone.degrees, each.backbone.device_type
         alike[name, degrees] += 1

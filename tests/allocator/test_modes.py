@@ -54,7 +54,7 @@ class Interfering(Roofline):
 class Busy(Roofline):
     """Feeding and planning take a second of a step from the devices."""
 
-    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+    def host_s(self, num_microbatches: FloatArray, replicas: FloatArray, *, has_encoders: bool) -> FloatArray:
         return np.ones_like(num_microbatches)
 
 

@@ -130,13 +130,15 @@ class ProfileTimes:
         """Mean batches of images in a step; a sample's images stay together."""
         num_batches, room, most = 0, 0, self._max_batch_patches[encoder]
         num_patches, size = self._workload.images[encoder][1], self._workload.global_batch_size
-        for index, patches in enumerate(num_patches.tolist()):
+        num_steps = max(1, len(num_patches) // size)
+        for index in range(num_steps * size):
+            patches = int(num_patches[index % len(num_patches)])
             room = 0 if index % size == 0 else room  # a batch has samples of one step
             if 0 < patches <= room:
                 room -= patches
             elif patches:
                 num_batches, room = num_batches + 1, most - patches
-        return num_batches / max(len(num_patches), 1) * size
+        return num_batches / num_steps
 
     def _patches(self, encoder: str) -> FloatArray:
         """Mean patches per image, for each sample that has images."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.communication import TensorCommunication, recomputed_share
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
@@ -40,6 +42,7 @@ class ProfileTimes:
         self._profile, self._workload, self._max_batch_patches = profile, workload, max_batch_patches
         self._decode_threads = decode_threads
         self._communication = communication
+        self._passes = _passes(communication.setup) / _passes(_measured_setup(communication.setup, profile.model))
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
             if 1 not in tables:
                 raise ConfigError(f"{profile.source}: {name} has no table for degree 1; {MEASURE_AGAIN}")
@@ -60,7 +63,7 @@ class ProfileTimes:
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return _scaled(self._profile.layers, num_tokens, tp, self._communication.layer_s)
+        return self._passes * _scaled(self._profile.layers, num_tokens, tp, self._communication.layer_s)
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -145,6 +148,21 @@ class ProfileTimes:
         num_images, num_patches = self._workload.images[encoder]
         at = num_images > 0
         return num_patches[at] / num_images[at]
+
+
+def _passes(setup: TrainingSetup) -> float:
+    """Forwards that a layer's forward, backward and recomputation take; a backward takes two."""
+    return 3.0 + recomputed_share(setup)
+
+
+def _measured_setup(setup: TrainingSetup, model: Mapping[str, Any]) -> TrainingSetup:
+    """The setup with the recomputation that was measured, if the profile tells: a plan may choose another."""
+    words = model.get("activation_checkpointing", setup.activation_checkpointing)
+    return replace(
+        setup,
+        activation_checkpointing=tuple(words) if isinstance(words, list) else words,
+        checkpoint_every=model.get("checkpoint_every", setup.checkpoint_every),
+    )
 
 
 _Reducing = Callable[[FloatArray, int], FloatArray]

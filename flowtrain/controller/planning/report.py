@@ -171,7 +171,7 @@ def make_report(
     """
     config, efficiency = planned.config, Efficiency()
     cluster = cluster_of(asked, planned, profile)
-    request = request_of(planned, cluster)
+    request = request_of(planned, cluster, profile)
     surrogate_for = surrogates(config, efficiency, profile)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     comparison = compare_modes(

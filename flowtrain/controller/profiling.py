@@ -41,7 +41,7 @@ from flowtrain.costs.profile_together import (
     replica_costs,
 )
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
@@ -91,6 +91,13 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
     All devices measure the same work at the same time, since training also uses them at the same time. Raises
     ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
+    if config.emulation is not None:
+        raise ConfigError.of(
+            "model.device",
+            FaultCode.CONFLICT,
+            "model.device ('emulated') has nothing to measure: emulated devices wait for times that are given; set it "
+            "to 'auto' or 'cpu'",
+        )
     asked, config = config, modules_apart(config)
     # This machine's load, before anything runs; a cluster's devices may be on other machines.
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]

@@ -241,8 +241,8 @@ def read_profile(path: str | PathLike[str]) -> Profile:
 
 
 def configured_profile(config: RunConfig) -> Profile | None:
-    """Return the profile of ``allocator.profile``; None if the key is not set."""
-    path = config.allocator.profile
+    """Return the profile of ``allocator.profile``, or else of the emulated devices; None if there is none."""
+    path = config.allocator.profile or (config.emulation.profile if config.emulation is not None else None)
     if path is None:
         return None
     try:

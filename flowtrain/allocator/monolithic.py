@@ -109,13 +109,23 @@ def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateC
 
 
 def least_step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns) -> FloatArray:
-    """Return seconds that no partition can be below, ``[C]``: all ranks alike, and gathers hidden."""
+    """Return seconds that no partition can be below, ``[C]``.
+
+    Some rank has no less than an even share of all, nor than the decoder layers of an even share, rounded up.
+    """
     num_microbatches = request.workload.num_microbatches(columns.dp).astype(np.float64)
     tokens = request.workload.fullest_tokens(columns.dp) / num_microbatches
-    stage = surrogate.mean_stage_s(columns, tokens)
-    stage = stage + images_of_rank_s(request, surrogate, columns) / num_microbatches / columns.pp
-    slots = num_microbatches + fill_slots(columns.pp, num_microbatches, request.slices.chunks)
-    return slots * stage
+    mean = surrogate.mean_stage_s(columns, tokens)
+    mean = mean + images_of_rank_s(request, surrogate, columns) / num_microbatches / columns.pp
+    slowest, depth = np.empty(len(columns)), request.model.backbone.num_layers
+    for tp in np.unique(columns.tp).tolist():
+        at = columns.tp == tp
+        slowest[at] = -(-depth // columns.pp[at]) * surrogate.times[columns.device_type].layer_s(tokens[at], tp)
+    slots = fill_slots(columns.pp, num_microbatches, request.slices.chunks)
+    # Other ranks wait for the slowest in each microbatch, and it waits for them in each slot of the fill.
+    shared = np.minimum(slots / np.maximum(columns.pp - 1, 1), num_microbatches)
+    slowest = np.where(columns.pp == 1, mean, np.maximum(slowest, mean))
+    return shared * columns.pp * mean + (num_microbatches - shared) * slowest
 
 
 def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, place: EncoderPlace) -> FloatArray:

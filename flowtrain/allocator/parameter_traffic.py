@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,13 +57,13 @@ class ParameterTraffic:
         model: ModelSpec,
         setup: TrainingSetup,
         link_efficiency: float,
-        ranks: Sequence[Sequence[int]],
+        ranks: IntArray,
         chunks: int,
         times: Mapping[str, ModuleTimes],
     ) -> None:
-        """ranks: by pipeline degree, from 0 on, the number of layers of the first, the last and the longest rank."""
+        """ranks: layers of the first, the last and the longest rank, by pipeline degree from 0 on; ``[P, 3]``."""
         self._cluster, self._model, self._setup, self._link_efficiency = cluster, model, setup, link_efficiency
-        self._ranks, self._chunks, self._times = np.array(ranks, dtype=np.int64), chunks, times
+        self._ranks, self._chunks, self._times = ranks, chunks, times
 
     def parameters(self, columns: CandidateColumns) -> StageParameters:
         """Return those of the fullest pipeline rank."""
@@ -124,7 +124,7 @@ class ParameterTraffic:
         device, shards, replica = self._cluster[columns.device_type], self.shards(columns), columns.pp * columns.tp
         share = FLOAT32_NBYTES * (shards - 1) / shards / self._link(device, shards, replica)
         reduce, tail = share * held.total, share * (held.unit + held.outer)
-        groups = columns.dp / shards
+        groups = columns.dp // shards
         between = 2.0 * (groups - 1) / groups * FLOAT32_NBYTES * held.total / shards
         last = reduce + between / self._link(device, groups, shards * replica)
         if self._overlaps(columns):

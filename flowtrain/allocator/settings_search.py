@@ -102,6 +102,10 @@ class _Search:
     ) -> None:
         self._variants, self._shapes = variants, shapes
         self._memory_nbytes, self._reductions, self._memo = memory_nbytes, reductions, memo
+        self._by_size: dict[tuple[int, str | None, str | None], dict[int, Variant]] = {}
+        for each in variants:
+            alike = self._by_size.setdefault((each.chunks, each.word, each.sharding), {})
+            alike[each.microbatch_tokens] = each
         self._least_slowness: dict[tuple[object, ...], IntArray] = {}
         self.found: dict[BackboneSettings | None, CandidateColumns] = {}
         self.pruned: Counter[PruneReason] = Counter()
@@ -144,19 +148,18 @@ class _Search:
 
     def _is_beaten(self, variant: Variant, columns: CandidateColumns, shards: IntArray) -> BoolArray:
         beaten: BoolArray = self._slowness_of(variant, columns) < _SLOWNESS[variant.word]
-        alike = [each for each in self._variants if (each.chunks, each.word) == (variant.chunks, variant.word)]
-        same_size = [each for each in alike if each.microbatch_tokens == variant.microbatch_tokens]
-        if variant.sharding == "hybrid" and any(each.sharding == "full" for each in same_size):
+        if variant.sharding == "hybrid" and variant.microbatch_tokens in self._sizes(variant, "full"):
             beaten |= shards == columns.dp
-        smaller = [
-            each
-            for each in alike
-            if each.sharding == variant.sharding and each.microbatch_tokens < variant.microbatch_tokens
-        ]
+        sizes = self._sizes(variant, variant.sharding)
+        smaller = [tokens for tokens in sizes if tokens < variant.microbatch_tokens]
         if smaller:
-            nearest = max(smaller, key=lambda each: each.microbatch_tokens)
+            nearest = sizes[max(smaller)]
             beaten |= nearest.num_microbatches(columns.dp) == variant.num_microbatches(columns.dp)
         return beaten
+
+    def _sizes(self, variant: Variant, sharding: str | None) -> Mapping[int, Variant]:
+        """Variants that differ by the size of microbatches alone, with this sharding, by that size."""
+        return self._by_size.get((variant.chunks, variant.word, sharding), {})
 
 
 def _order(variant: Variant) -> int:

@@ -101,8 +101,8 @@ class Surrogate:
         ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
         rows = ((len(each[0]), len(each[-1]), max(map(len, each)), self._most_offloaded(each)) for each in ranks)
         self._stages = np.array([(0, 0, 0, 0), *rows], dtype=np.int64)
-        ranks = self._stages[:, :3]
-        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, ranks, slices.chunks, times)
+        lengths = self._stages[:, :3]
+        self.traffic = ParameterTraffic(cluster, model, setup, link_efficiency, lengths, slices.chunks, times)
 
     def _most_offloaded(self, ranks: Sequence[Sequence[int]]) -> int:
         words = self._setup.activation_checkpointing

@@ -30,10 +30,14 @@ from flowtrain.types.run_plan import Mode
 
 NUM_BEST = 20
 """Candidates of a mode that are rated again by drawn batches."""
+_MOST_OF_SETTINGS = 10
+"""Candidates with the same settings that are compared with others."""
 _MOST_OF_DEGREES = 3
 """Candidates with the same degrees that are rated again."""
 _MOST_OF_SIZE = 5
 """Candidates with replicas of the same size that are rated again, while there are others."""
+_MOST_EXPANDED = 250
+"""Groups of configurations with the same degrees of a replica whose rates are predicted, by the highest bound."""
 _MOST_CHECKED = 200
 """Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
 _GIB = 2**30
@@ -50,7 +54,7 @@ class Found:
 
 
 def whole_candidates(
-    request: Request, surrogate_for: SurrogateFactory, mode: Mode, memos: Memos | None = None, most: int = NUM_BEST
+    request: Request, surrogate_for: SurrogateFactory, mode: Mode, memos: Memos | None = None
 ) -> Found:
     """Return the best candidates of ``colocated``, ``monolithic`` or ``llm_only`` over all of the request's choices.
 
@@ -62,25 +66,26 @@ def whole_candidates(
     for device_type in request.cluster.device_types:
         if not device_type.count:
             continue
-        each = _SEARCHES[mode](request, surrogate_for, device_type, memos, most)
+        each = _SEARCHES[mode](request, surrogate_for, device_type, memos)
         found += each.candidates
         lacking.append(each.lacking)
     found.sort(key=_by_rate)
     found = [each for each in found if each.rate_formula >= WORTH_RATING * found[0].rate_formula]
-    return Found(tuple(_varied(found, most)), "; ".join(filter(None, lacking)) if not found else "")
+    return Found(tuple(_varied(found)), "; ".join(filter(None, lacking)) if not found else "")
 
 
-def _varied(candidates: Sequence[ModeCandidate], most: int) -> list[ModeCandidate]:
+def _varied(candidates: Sequence[ModeCandidate]) -> list[ModeCandidate]:
     """Limit what is alike among the best: few large replicas pack more evenly than many small ones."""
     alike: Counter[object] = Counter()
-    first, rest = [], []
+    first: list[ModeCandidate] = []
+    rest: list[ModeCandidate] = []
     for each in candidates:
         degrees, name = each.backbone.degrees, each.backbone.device_type
         alike[name, degrees] += 1
         alike[name, degrees.replica_size] += 1
         if alike[name, degrees] <= _MOST_OF_DEGREES:
             (first if alike[name, degrees.replica_size] <= _MOST_OF_SIZE else rest).append(each)
-    return sorted([*first, *rest][:most], key=_by_rate)
+    return sorted([*first, *rest][:NUM_BEST], key=_by_rate)
 
 
 def _by_rate(candidate: ModeCandidate) -> tuple[float, int]:
@@ -94,9 +99,7 @@ def slowdown_of(request: Request, surrogate: Surrogate, device_type: str) -> tup
     return (max(known), True) if len(known) == len(measured) and known else (ASSUMED_INTERFERENCE, False)
 
 
-def _colocated(
-    request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos, most: int
-) -> Found:
+def _colocated(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos) -> Found:
     names = (*request.model.encoders, BACKBONE)
     memory = min(request.memory_nbytes(name, device_type.name) for name in names)
     lacking = ""
@@ -107,7 +110,7 @@ def _colocated(
         found = [
             each
             for columns in enumeration.every
-            for each in _best_colocated(request, surrogate_for, columns[columns.tp % tp == 0], tp, most)
+            for each in _best_colocated(request, surrogate_for, columns[columns.tp % tp == 0], tp)
         ]
         if found:
             return Found(tuple(found))
@@ -131,7 +134,7 @@ def _encoder_degrees(request: Request, device_type: DeviceType) -> Iterator[int]
 
 
 def _best_colocated(
-    request: Request, surrogate_for: SurrogateFactory, columns: CandidateColumns, encoder_tp: int, most: int
+    request: Request, surrogate_for: SurrogateFactory, columns: CandidateColumns, encoder_tp: int
 ) -> Iterator[ModeCandidate]:
     if not len(columns):
         return
@@ -141,7 +144,7 @@ def _best_colocated(
     encoding = sum(float(times.images_s(name, encoder_tp).mean()) for name in at.model.encoders) * batch * encoder_tp
     slowdown, _ = slowdown_of(at, surrogate, columns.device_type)
     seconds = np.maximum(step.total, slowdown * (surrogate.busy_s(columns, step) + encoding / columns.devices))
-    for index in _fastest(columns, seconds, most):
+    for index in _fastest(columns, seconds, _MOST_OF_SETTINGS):
         backbone = columns.candidate(index, batch / float(step.total[index]))
         dp = backbone.devices // encoder_tp
         encoders = {
@@ -156,15 +159,13 @@ def _best_colocated(
         )
 
 
-def _llm_only(
-    request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos, most: int
-) -> Found:
+def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos) -> Found:
     enumeration = enumerate_module(request, BACKBONE, device_type, memos=memos)
     found = []
     for columns in filter(len, enumeration.every):
         at = request if columns.settings is None else request.with_settings(columns.settings)
         seconds = surrogate_for(at).step_times(columns).total
-        for index in _fastest(columns, seconds, most):
+        for index in _fastest(columns, seconds, _MOST_OF_SETTINGS):
             rate = at.workload.global_batch_size / float(seconds[index])
             backbone = columns.candidate(index, rate)
             found.append(
@@ -177,11 +178,9 @@ def _llm_only(
     return Found(tuple(found), "" if found or least is None else _too_little(device_type, least, memory))
 
 
-def _monolithic(
-    request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos, most: int
-) -> Found:
+def _monolithic(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos) -> Found:
     search = _MonolithicSearch(request, surrogate_for, device_type, memos)
-    found = tuple(search.best(most))
+    found = tuple(search.best())
     memory = request.memory_nbytes(BACKBONE, device_type.name)
     if found or search.least_peak is None:
         return Found(found, f"no degrees of the ranks on {device_type.count} {device_type.name}")
@@ -208,16 +207,19 @@ class _MonolithicSearch:
             if enumeration.least_peak_nbytes is not None:
                 self.least_peak = enumeration.least_peak_nbytes + added
 
-    def best(self, most: int) -> Iterator[ModeCandidate]:
+    def best(self) -> Iterator[ModeCandidate]:
         """Yield the fastest that fit."""
-        seen, same, num_found, num_checked, least = set(), Counter[object](), 0, 0, 0.0
-        while self._queue and num_found < most and num_checked < _MOST_CHECKED:
+        seen, same, least = set(), Counter[object](), 0.0
+        num_found = num_checked = num_expanded = 0
+        while self._queue and num_found < NUM_BEST and num_checked < _MOST_CHECKED:
             negative, _, entry = heapq.heappop(self._queue)
             if -negative < least:
                 return
             if not isinstance(entry, ModeCandidate):
                 columns, group = entry
-                if same[int(columns.pp[group[0]] * columns.tp[group[0]])] < _MOST_OF_SIZE:
+                size = int(columns.pp[group[0]] * columns.tp[group[0]])
+                if same[size] < _MOST_OF_SIZE and num_expanded < _MOST_EXPANDED:
+                    num_expanded += 1
                     self._expand(columns, group)
                 continue
             key = replace(entry.backbone, rate=0.0), entry.encoder_layers
@@ -257,7 +259,7 @@ class _MonolithicSearch:
         batch = at.workload.global_batch_size
         for place in monolithic.places(at, int(columns.pp[0])):
             seconds = monolithic.step_s(at, surrogate, columns, place)
-            for index in _fastest(columns, seconds, NUM_BEST):
+            for index in _fastest(columns, seconds, _MOST_OF_SIZE):
                 rate = batch / float(seconds[index])
                 backbone = columns.candidate(index, rate)
                 self._push(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
@@ -46,7 +48,7 @@ class TensorCommunication:
     def images_s(self, encoder: str, tp: int) -> FloatArray:
         """Return seconds for each representative sample's images, ``[S]``."""
         spec, (_, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
-        return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * num_patches
+        return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * num_patches.astype(np.float64)
 
     def _factor(self, tp: int) -> float:
         """Seconds per reduced number: a ring moves nearly all data twice."""

@@ -46,6 +46,7 @@ class Roofline:
         self._device, self._model, self._workload, self._setup = device_type, model, workload, setup
         self._efficiency = efficiency if efficiency is not None else Efficiency()
         self._communication = TensorCommunication(device_type, model, workload, setup, self._efficiency.links)
+        self._images_s: dict[tuple[str, int], FloatArray] = {}
         tokens, flops = workload.tokens_per_sample, workload.flops(model)
         head = workload.head_flops(model)
         layers = float(flops.backbone.mean()) - head
@@ -75,6 +76,11 @@ class Roofline:
 
     def images_s(self, encoder: str, tp: int) -> FloatArray:
         """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""
+        if (encoder, tp) not in self._images_s:
+            self._images_s[encoder, tp] = self._computed_images_s(encoder, tp)
+        return self._images_s[encoder, tp]
+
+    def _computed_images_s(self, encoder: str, tp: int) -> FloatArray:
         _, num_patches = self._workload.images[encoder]
         flops = self._workload.images_flops(self._model, encoder)
         if "encoders" not in self._workload.freeze:

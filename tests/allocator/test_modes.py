@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, whole_candidates
 from flowtrain.costs.cluster import Cluster
+from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.roofline import Roofline
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_plan import BackboneSettings, Mode
@@ -49,11 +51,19 @@ class Interfering(Roofline):
         return 1.5
 
 
-def interfering(asked: Request) -> Surrogate:
-    times = {
-        each.name: Interfering(each, asked.model, asked.workload, asked.setup) for each in asked.cluster.device_types
-    }
+class Busy(Roofline):
+    """Feeding and planning take a second of a step from the devices."""
+
+    def host_s(self, num_microbatches: FloatArray, *, has_encoders: bool) -> FloatArray:
+        return np.ones_like(num_microbatches)
+
+
+def surrogate_with(times_of: type[Roofline], asked: Request) -> Surrogate:
+    times = {each.name: times_of(each, asked.model, asked.workload, asked.setup) for each in asked.cluster.device_types}
     return Surrogate(asked.cluster, asked.model, asked.workload, asked.setup, times, slices=asked.slices)
+
+
+interfering, busy = partial(surrogate_with, Interfering), partial(surrogate_with, Busy)
 
 
 def test_every_mode_has_a_plan_that_starts() -> None:
@@ -124,6 +134,13 @@ def test_colocated_pays_for_its_interference() -> None:
     )
     winner = compare_modes(asked, interfering, None, SIMPLER).winner
     assert winner.mode == "monolithic"
+
+
+def test_the_runs_own_processes_take_time_from_all_devices() -> None:
+    asked = request(cluster(h200=8), TINY)
+    plain, slow = (compare_modes(asked, each, None, ["monolithic"]).winner for each in (roofline_surrogate, busy))
+    assert plain.rate is not None and slow.rate is not None
+    assert 256 / slow.rate - 256 / plain.rate == pytest.approx(1 / slow.devices, rel=0.05)
 
 
 def test_encoders_that_need_the_same_devices_leave_less_memory() -> None:

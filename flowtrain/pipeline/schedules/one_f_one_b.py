@@ -101,9 +101,10 @@ def in_flight_by_chunk(partition: Partition, rank: int, num_microbatches: int) -
 
 def in_flight_of_chunks(pp: IntArray, rank: IntArray, num_microbatches: IntArray, num_segments: int) -> IntArray:
     """Return ``in_flight_by_chunk`` of many ranks without an encoder, ``[N, num_segments]``; the arguments ``[N]``."""
+    if num_segments == 1:
+        return np.minimum(pp - rank, num_microbatches)[:, None]
     group = -(-num_microbatches // np.maximum(num_microbatches // pp, 1))
-    later = pp - 1 - rank
-    num_warmup = later if num_segments == 1 else 2 * later + (num_segments - 1) * group
+    num_warmup = 2 * (pp - 1 - rank) + (num_segments - 1) * group
     count = np.minimum(num_warmup + 1, num_microbatches * num_segments)
     rounds, rest = np.divmod(count, group * num_segments)
     segments = np.arange(num_segments)[None, :]

@@ -148,7 +148,7 @@ class PeerRuns:
     def _environment(self, job: PeerJob) -> dict[str, str]:
         return {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{self._packages}",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, BENCHMARKS, self._packages))),
             "OMP_NUM_THREADS": str(job.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",

@@ -82,11 +82,12 @@ def dry_run(
     """
     start = start_of(config, overrides, resume, plan, devices)
     check_run_dir(start.config, resume)
-    from flowtrain.controller.auto_mode import planned_here
     from flowtrain.controller.dry_run import foresee_run
 
     if not start.is_open:
         return foresee_run(start.config, resume, start.plan)
+    from flowtrain.controller.auto_mode import planned_here
+
     report = planned_here(start.config, devices)
     return replace(foresee_run(start.decided(report.plan), resume, report.plan), planning=report)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from flowtrain.allocator.mode_rating import ModeRating
 from flowtrain.cli.tables import facts_table
-from flowtrain.controller.planning.report import PlanReport
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings
+
+if TYPE_CHECKING:
+    from flowtrain.allocator.mode_rating import ModeRating
+    from flowtrain.controller.planning.report import PlanReport
 
 
 def mode_tables(report: PlanReport) -> Iterator[Table]:

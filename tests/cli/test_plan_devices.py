@@ -22,7 +22,7 @@ BOTH = ("--device", "h200=64", "--device", "910b=4x8")
 
 
 def modules_of(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {module["name"]: module for module in record["allocation"]["modules"]}
+    return {module["name"]: module for module in record["modes"][0]["modules"]}
 
 
 def test_several_types_are_planned_together(tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_no_devices_at_all_are_refused(asked: dict[str, Any]) -> None:
 def test_qwen3_32b_fits_on_eight_nodes(device: str, tmp_path: Path) -> None:
     saved, model = tmp_path / "plan.yaml", str(MODELS / "vlm_32b.yaml")
     record = record_of(model, APART, "--device", f"{device}=8x8", "--save", str(saved))
-    backbone = record["allocation"]["modules"][-1]
+    backbone = modules_of(record)["backbone"]
     assert backbone["degrees"]["tp"] <= 8 and backbone["peak_nbytes"] <= backbone["memory_nbytes"]
     memory, chosen = backbone["memory"], read_plan(saved)
     computing = memory["accumulated"] + memory["gathered"] + memory["activations"] + memory["working"]
     assert backbone["peak_nbytes"] == memory["parameters"] + memory["optimizer_state"] + computing
-    assert chosen.gradient_reduction == backbone["gradient_reduction"] == "step" and chosen.hybrid_shard_size is None
+    assert chosen.gradient_reduction == backbone["gradient_reduction"] and chosen.hybrid_shard_size is None
     text = plan(model, APART, "--device", f"{device}=8x8").stdout
     assert "memory of a backbone rank, GiB" in text and f"{backbone['peak_nbytes'] / 2**30:.2f}" in text
     # Replicas of one device each fit only with a reduction each microbatch; no plan needs more than a node for tp.
@@ -217,12 +217,12 @@ def test_hybrid_groups_are_planned_and_saved(tmp_path: Path) -> None:
     saved = tmp_path / "plan.yaml"
     settings = ("backbone.sharding=hybrid", "backbone.sequence_parallel=false", "training.global_batch_size=16")
     record = record_of(SMALL, APART, "--device", "h200=2x8", *settings, "--save", str(saved))
-    backbone, chosen = record["allocation"]["modules"][-1], read_plan(saved)
+    backbone, chosen = modules_of(record)["backbone"], read_plan(saved)
     degrees = backbone["degrees"]
     assert degrees["dp"] > 1 and chosen.hybrid_shard_size == backbone["num_shards"]
     assert degrees["dp"] % backbone["num_shards"] == 0
     assert backbone["num_shards"] * degrees["pp"] * degrees["tp"] <= 8
     assert f"backbone.hybrid_shard_size={chosen.hybrid_shard_size}" in record["overrides"]
     fewer = record_of(SMALL, APART, "--device", "h200=2x8", *settings, "backbone.hybrid_shard_size=2")
-    assert fewer["allocation"]["modules"][-1]["num_shards"] == 2
+    assert modules_of(fewer)["backbone"]["num_shards"] == 2
     assert not [note for note in fewer["notes"] if "refuses this plan: backbone.hybrid_shard_size" in note]

@@ -47,6 +47,10 @@ def why_won(winner: Contestant, others: Sequence[Contestant]) -> str:
         head = f"as fast as {second.mode}, and simpler"
     else:
         head = f"the fastest, {100 * lead:.1f} % faster than {second.mode}"
+    # Modes that are as fast are mostly the same plan with or without a barrier; the next one tells more.
+    slower = next((each for each in others if winner.rate / each.rate - 1.0 >= _NOTABLE), None)
+    if lead < _EQUAL and slower is not None:
+        head += f"; {100 * (winner.rate / slower.rate - 1.0):.1f} % faster than {slower.mode}"
     return "; ".join((head, *_costs(winner)))
 
 
@@ -70,7 +74,8 @@ def _costs(contestant: Contestant) -> Iterator[str]:
     degrees = candidate.backbone.degrees
     if candidate.mode in ("decoupled", "disaggregated") and candidate.devices > 1:
         encoders = candidate.devices - candidate.backbone.devices
-        yield f"the backbone has {candidate.backbone.devices} devices, encoders have {encoders}"
+        devices = "1 device" if candidate.backbone.devices == 1 else f"{candidate.backbone.devices} devices"
+        yield f"the backbone has {devices}, encoders have {encoders}"
         if contestant.starved > _NOTABLE:
             until = "features" if candidate.mode == "decoupled" else "all features of a step"
             yield f"it waits {contestant.starved:.1%} of its time for {until}"

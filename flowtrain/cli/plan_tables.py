@@ -100,7 +100,8 @@ def _gib(nbytes: int) -> str:
 
 def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     winner, found, tokens = report.winner, report.comparison.allocation, report.tokens_per_s
-    yield "mode", f"{winner.mode}: {winner.reason}"
+    is_alone = len(report.comparison.ratings) == 1  # otherwise the reason is below the table of modes
+    yield "mode", f"{winner.mode}: {winner.reason}" if is_alone else winner.mode
     shared = ", shared" if winner.devices == 1 and len(winner.modules) > 1 else ""
     by_formula = f"; {winner.rate_formula:.4g} samples/s by formula" if winner.rate_formula is not None else ""
     yield (

@@ -25,14 +25,13 @@ import torch
 from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink, P, Question, R
-from flowtrain.config.run import RunConfig
 from flowtrain.data.sources.source_set import SourceSet
-from flowtrain.models.families.registry import family_from_config
-from flowtrain.types.plan import Degrees
-from shared.emulated_actors import LIMIT_S, EmulatedEncoder, EmulatedRank, EmulatedTimes, Meetings
+from flowtrain.emulation.encoder import EmulatedEncoder
+from flowtrain.emulation.hosts import SWITCH_INTERVAL_S
+from flowtrain.emulation.process import EmulatedProcess, EmulatedRun
+from flowtrain.emulation.rank import EmulatedRank
 
-SWITCH_INTERVAL_S = 0.0005
-"""Seconds until a thread that wakes up may run; Python's default is 5 ms."""
+LIMIT_S = 60.0
 END_S = 20.0
 
 
@@ -41,12 +40,8 @@ class Job:
     """Emulated actors of one run: the feeder, all encoders, or all ranks."""
 
     role: str
-    config: RunConfig
+    run: EmulatedRun
     run_id: str
-    encoder_degrees: Degrees
-    backbone_degrees: Degrees
-    times: EmulatedTimes
-    patch_size: int
     num_steps: int
     checkpoint_dir: str
 
@@ -233,32 +228,31 @@ def _nothing() -> None:
 
 
 def _feeder(job: Job, link: HostLink) -> Actors:
-    feeder = Feeder(job.config, job.run_id, SourceSet.index(job.config.data))
+    config = job.run.config
+    feeder = Feeder(config, job.run_id, SourceSet.index(config.data))
     return [lambda: feeder.run(link)], _nothing
 
 
 def _encoders(job: Job, link: HostLink) -> Actors:
-    name = next(iter(job.config.encoders))
+    process, config = EmulatedProcess(job.run), job.run.config
+    ((name, settings),) = config.encoders.items()
     encoders = [
-        EmulatedEncoder(
-            job.config, name, f"encoder-{index}", job.run_id, job.times, job.encoder_degrees.tp, job.patch_size
-        )
-        for index in range(job.encoder_degrees.dp)
+        EmulatedEncoder(process, index, config, name, f"encoder-{index}", job.run_id)
+        for index in range(settings.data_parallel_size)
     ]
     return [lambda encoder=encoder: encoder.run(link) for encoder in encoders], _nothing
 
 
 def _ranks(job: Job, link: HostLink) -> Actors:
-    degrees = job.backbone_degrees
-    meetings, family = Meetings(degrees), family_from_config(job.config)
+    process, config, degrees = EmulatedProcess(job.run), job.run.config, job.run.degrees
     ranks = []
     for index in range(degrees.world_size):
         dp, pp, tp = degrees.coordinates(index)
         name = f"backbone-dp{dp}-pp{pp}-tp{tp}"
-        rank = EmulatedRank(job.config, index, degrees, name, job.num_steps, job.run_id)
-        rank.prepare(family, meetings, job.times)
+        rank = EmulatedRank(process, config, index, degrees, name, job.num_steps, job.run_id)
+        rank.start("", 0, None, None, None)
         ranks.append(rank)
-    return [lambda rank=rank: rank.run(link, 0, 0, job.checkpoint_dir) for rank in ranks], meetings.abort
+    return [lambda rank=rank: rank.run(link, 0, 0, job.checkpoint_dir) for rank in ranks], process.fail
 
 
 ACTORS: dict[str, Callable[[Job, HostLink], Actors]] = {

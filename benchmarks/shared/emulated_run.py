@@ -17,16 +17,18 @@ from pathlib import Path
 from types import TracebackType
 
 from flowtrain.actors.coordinator import Coordinator
+from flowtrain.config.emulated import EmulatedConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, prepare
+from flowtrain.emulation.hosts import SWITCH_INTERVAL_S
+from flowtrain.emulation.process import EmulatedRun
 from flowtrain.flow.build import build_flow
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
 from flowtrain.types.messages import FlowSettings
-from shared.emulated_actors import LIMIT_S, EmulatedTimes
-from shared.emulated_hosts import SWITCH_INTERVAL_S, Host, Job, machine_cpu_s
+from shared.emulated_hosts import LIMIT_S, Host, Job, machine_cpu_s
 from shared.emulated_splits import Split
-from shared.emulated_world import BATCH, PATCH_SIZE, VISION, World
+from shared.emulated_world import BATCH, VISION, World
 
 WARM_UP_STEPS = 2
 LONGEST_STEP_S = 0.4
@@ -83,12 +85,8 @@ class Emulation:
         with _probe(directory, run_id):
             job = partial(
                 Job,
-                config=config,
+                run=EmulatedRun(config, EmulatedConfig(time_scale=time_scale), world.profile),
                 run_id=run_id,
-                encoder_degrees=split.encoder,
-                backbone_degrees=split.backbone,
-                times=EmulatedTimes(world.profile, VISION, time_scale),
-                patch_size=PATCH_SIZE,
                 num_steps=settings.num_steps,
                 checkpoint_dir=str(directory),
             )
@@ -128,9 +126,10 @@ class Emulation:
 
 
 def config_of(world: World, split: Split, num_steps: int) -> RunConfig:
-    """The world's configuration with a split's degrees. An encoder's tensor parallel group is one emulated actor."""
+    """The world's configuration with a split's degrees."""
     config = world.config
-    encoder = config.encoders[VISION].model_copy(update={"data_parallel_size": split.encoder.dp})
+    degrees = {"data_parallel_size": split.encoder.dp, "tensor_parallel_size": split.encoder.tp}
+    encoder = config.encoders[VISION].model_copy(update=degrees)
     backbone = config.backbone.model_copy(
         update={
             "data_parallel_size": split.backbone.dp,

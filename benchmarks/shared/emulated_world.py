@@ -239,9 +239,9 @@ def _config(name: str, source: Path, directory: Path, num_layers: int) -> RunCon
     values = {
         "name": name,
         "runs_dir": str(directory / "runs"),
-        "model": {"family": "variable_llava", "tokenizer": str(ROOT / "assets" / "tokenizer"), "device": "cpu"},
+        "model": {"family": "variable_llava", "tokenizer": str(ROOT / "assets" / "tokenizer"), "device": "emulated"},
         "encoders": {VISION: {"config": vision, "feature_layer": -1, "segment_nbytes": 4 << 20}},
-        "backbone": {"config": text},
+        "backbone": {"config": text, "sharding": "full", "gradient_reduction": "step"},
         "data": {"sources": [{"path": str(source)}], "max_seq_len": 1024, "shuffle": False},
         "training": {"global_batch_size": BATCH, "max_steps": 8 * PERIOD_STEPS},
         "scheduler": {"microbatch_tokens": 1024},

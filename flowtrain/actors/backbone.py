@@ -16,7 +16,7 @@ from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.rank_reader import build_reader, reads_pool
-from flowtrain.actors.reading import Fetched
+from flowtrain.actors.reading import Fetched, MicrobatchReader
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
@@ -168,19 +168,21 @@ class BackboneRank:
         ).pool
 
     def _prefetcher(self, pool: Pool | None, first_unit: int) -> Prefetcher:
-        reader = build_reader(self._config, self._family, self._group, self.trainer.model, pool, self._spans)
         return Prefetcher(
             name=self._name,
             link=self._link,
             channel=self._reading,
             dp_rank=self._dp_rank,
-            reader=reader,
+            reader=self._build_reader(pool),
             limits=self._config.limits,
             depth=self._config.backbone.prefetch_microbatches,
             arrival=self._config.data.order == "arrival",
             first_unit=first_unit,
             whole_units=self._config.exchanges_units,
         )
+
+    def _build_reader(self, pool: Pool | None) -> MicrobatchReader:
+        return build_reader(self._config, self._family, self._group, self.trainer.model, pool, self._spans)
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""
@@ -190,7 +192,7 @@ class BackboneRank:
             self.trainer.stages.record = None  # on an accelerator each span waits for the device
         actions = self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
-        clock = MicrobatchClock(self._group.device) if is_training else None
+        clock = self._make_clock() if is_training else None
         execute(
             actions,
             TimedStages(self.trainer.stages, clock),
@@ -211,6 +213,9 @@ class BackboneRank:
             self._checkpoint(step, checkpoint_dir)
             self._is_checkpoint_due = False
         return step, goes_on
+
+    def _make_clock(self) -> MicrobatchClock:
+        return MicrobatchClock(self._group.device)
 
     def _microbatches(self, prefetcher: Prefetcher) -> Callable[[int], Fetched]:
         """Return a function that gives a unit's microbatches; all ranks of a replica get the same one for a number."""
@@ -262,6 +267,7 @@ class BackboneRank:
             read_nbytes=self._read_nbytes,
             microbatch_s=microbatch_s,
             rewound_to=rewound_to,
+            host_s=self._take_host_s(),
         )
         self._starved_s = self._fetch_s = 0.0
         self._read_nbytes = 0
@@ -273,6 +279,10 @@ class BackboneRank:
             return self._link.ask(CoordinatorApi.finish, reports, tuple(chain.from_iterable(spans)))
 
         return self._replica.lead(finish)
+
+    def _take_host_s(self) -> float | None:
+        """Return what ``RankReport.host_s`` says; it is known on emulated devices alone."""
+        return None
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

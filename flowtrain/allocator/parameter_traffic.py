@@ -10,14 +10,12 @@ import numpy as np
 from flowtrain.allocator.candidates import CandidateColumns
 from flowtrain.allocator.shards import num_shards
 from flowtrain.costs.cluster import Cluster, DeviceType
+from flowtrain.costs.collectives import BACKWARD_SHARE, group_link
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profiled_times import CPU
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
-
-BACKWARD_SHARE = 2.0 / 3.0
-"""Of the time of forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,16 +152,3 @@ class ParameterTraffic:
 
     def _link(self, device: DeviceType, members: IntArray, apart: IntArray) -> FloatArray:
         return group_link(device, members, apart) * self._link_efficiency
-
-
-def group_link(device: DeviceType, members: IntArray, apart: IntArray) -> FloatArray:
-    """Return the bytes/s of each member of a collective in groups of devices, ``[C]``.
-
-    members: devices of a group. apart: devices from one to the next. A group inside a node has the node's links. What
-    crosses nodes enters a node once, over the network links of all its members there; the node with the fewest, which
-    is the last one of a group that does not fill it, sets the pace.
-    """
-    per_node, rest = device.devices_per_node, members * apart % device.devices_per_node
-    inside = members * apart <= per_node
-    together = np.maximum(np.where(rest > 0, rest, per_node) // apart, 1) * device.links.network
-    return np.where(inside, device.links.node, np.minimum(device.links.node, together))

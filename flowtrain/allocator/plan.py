@@ -38,9 +38,9 @@ class Requirements:
 def fixed_plan(config: RunConfig) -> Plan:
     """Return the plan that the configuration's explicit degrees give.
 
-    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` is ``cpu``. For a
-    cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in it. With
-    ``mode: auto`` it is that of ``RunConfig.settled``.
+    Each encoder and backbone actor takes an accelerator, or its share of one, unless ``model.device`` says otherwise.
+    For a cluster without accelerators see ``Plan.without_devices``. Modes without encoder actors have no encoders in
+    it. With ``mode: auto`` it is that of ``RunConfig.settled``.
     """
     mode = config.settled_mode
     is_colocated = mode == "colocated"
@@ -77,8 +77,21 @@ def fixed_plan(config: RunConfig) -> Plan:
         gradient_reduction=None if reduction == "auto" else reduction,
         hybrid_shard_size=config.backbone.hybrid_shard_size,
         mode=mode,
+        emulated=config.emulation.device if config.emulation is not None else None,
     )
+    if config.emulation is not None:
+        return _bare(plan)
     return plan.without_devices() if config.model.device == "cpu" else plan
+
+
+def _bare(plan: Plan) -> Plan:
+    """The plan as it takes no CPUs and devices: emulated devices are not there, and their actors wait."""
+
+    def bare(module: ModulePlan) -> ModulePlan:
+        return replace(module, num_cpus=0.0, num_devices=0.0, accelerator_type=None)
+
+    encoders = {name: bare(module) for name, module in plan.encoders.items()}
+    return replace(plan, encoders=encoders, backbone=bare(plan.backbone))
 
 
 def with_settings_of(config: RunConfig, plan: Plan, chosen: Plan | None) -> Plan:

@@ -137,6 +137,8 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("skipped", f"{summary.num_skipped} steps so far, which were not finite: {run.metrics}")
     if summary.cost_r2 is not None:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
+    if summary.emulated is not None:
+        table.add_row("emulated", summary.emulated)
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
         table.add_row(name, str(path))
     if summary.checkpoint is not None:
@@ -157,6 +159,8 @@ def _parameters(run_spec: RunSpec) -> str:
 
 
 def _devices(config: RunConfig, num_devices: float) -> str:
+    if (emulation := config.emulation) is not None:
+        return f"emulated: {emulation.device}, {emulation.devices_per_node} a node (docs/emulated.md)"
     if not num_devices:
         return "none"
     shares = ""

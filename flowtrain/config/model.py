@@ -31,8 +31,9 @@ class ModelConfig(ConfigModel):
     """Compute type of encoders and backbone. Master weights are always float32."""
     freeze: tuple[Literal["connector", "backbone"], ...] = ()
     """Modules that are not trained. Encoders are not either, unless they are ``trainable``."""
-    device: Literal["auto", "cpu"] = "auto"
-    """``auto``: accelerators if the cluster has some; ``cpu``: none."""
+    device: Literal["auto", "cpu", "emulated"] = "auto"
+    """``auto``: accelerators if the cluster has some; ``cpu``: none; ``emulated``: actors wait for as long as the
+    devices of section ``emulated`` would compute (docs/emulated.md)."""
 
 
 class EncoderConfig(ConfigModel):

@@ -27,6 +27,7 @@ _FILES = (
     ("data", "eval", "image_root"),
     ("model", "chat_template"),
     ("scheduler", "cost_profile"),
+    ("emulated", "profile"),
 )
 _MODELS = (
     ("model", "path"),

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, PlannerChoice
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
+from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
@@ -39,6 +40,8 @@ class RunConfig(ConfigModel):
     """How encoders and backbone share devices and time (docs/modes.md). ``auto``: the one that ``flowtrain plan``
     predicts to be the fastest on the devices at hand."""
     model: ModelConfig = ModelConfig()
+    emulated: EmulatedConfig | None = None
+    """None: its defaults with ``model.device: emulated``."""
     encoders: dict[str, EncoderConfig] = Field(min_length=1)
     """Encoders by name. A run can have one; ``flowtrain plan`` plans several."""
     connector: ConnectorConfig = ConnectorConfig()
@@ -76,6 +79,7 @@ class RunConfig(ConfigModel):
             _hbm_has_a_device,
             _exchange_is_possible,
             _modules_have_an_origin,
+            emulation_is_asked_for,
         )
         fault = next((fault for check in checks for fault in check(self)), None)
         if fault is not None:
@@ -98,6 +102,11 @@ class RunConfig(ConfigModel):
     def settled(self) -> RunConfig:
         """The configuration with ``settled_mode``."""
         return self if self.mode != "auto" else self.model_copy(update={"mode": self.settled_mode})
+
+    @property
+    def emulation(self) -> EmulatedConfig | None:
+        """The emulated devices; None if devices are real."""
+        return (self.emulated or EmulatedConfig()) if self.model.device == "emulated" else None
 
     @property
     def planner_choices(self) -> frozenset[PlannerChoice]:
@@ -266,7 +275,7 @@ def _processes_fit_the_space(config: RunConfig) -> Iterator[Fault]:
 
 def _hbm_has_a_device(config: RunConfig) -> Iterator[Fault]:
     pool, device = config.pool, config.model.device
-    if pool.hbm_segment_nbytes and device == "cpu":
+    if pool.hbm_segment_nbytes and device != "auto":
         yield Fault(
             "pool.hbm_segment_nbytes",
             FaultCode.CONFLICT,

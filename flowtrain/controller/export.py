@@ -58,6 +58,11 @@ def export_run(
     if target != run.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name another directory with --to, or remove it")
     checkpoint = next(intact_newest_first(run.checkpoints), None)
+    if checkpoint is None and config.emulation is not None:
+        raise CheckpointError(
+            f"{run.root}: the run's devices were emulated (model.device), so no weights exist and nothing can be "
+            "exported; train it on real devices"
+        )
     if checkpoint is None:
         raise CheckpointError(
             f"{run.checkpoints}: no complete checkpoint yet; the run writes one every checkpoint.every_steps steps"

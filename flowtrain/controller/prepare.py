@@ -19,6 +19,7 @@ from flowtrain.costs.start_limit import start_limit
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
+from flowtrain.emulation.check import check_emulated
 from flowtrain.errors import ConfigError
 from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
 from flowtrain.flow.units import num_steps_of
@@ -91,6 +92,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     whose choices of settings the run's plan records; None: they are its own.
     """
     check_startable(config)
+    check_emulated(config)
     indexes = SourceSet.index(config.data)
     sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:

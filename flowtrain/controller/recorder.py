@@ -81,6 +81,9 @@ class Recorder:
         self._num_devices = self._num_backbone
         if plan.mode != "colocated":  # there encoders share the ranks' devices
             self._num_devices += sum(module.num_actors for module in plan.encoders.values())
+        emulation = run_spec.config.emulation
+        self._is_emulated = emulation is not None
+        self._time_scale = emulation.time_scale if emulation is not None else 1.0
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -191,7 +194,8 @@ class Recorder:
         finished_s = max(each.finished_s for each in done.reports)
         started_s = self._last_finished_s or min(each.started_s for each in done.reports)
         self._last_finished_s = finished_s
-        step_time_s = max(finished_s - started_s, 1e-9)
+        scale = self._time_scale  # of waits; metrics are in the devices' own time
+        step_time_s = max(finished_s - started_s, 1e-9) / scale
         backbone_flops = done.flops.backbone + done.flops.connector
         assert report.lr is not None and report.grad_norm is not None
         is_skipped = not (math.isfinite(report.loss) and math.isfinite(report.grad_norm))
@@ -212,9 +216,9 @@ class Recorder:
             mfu=self._mfu(done.flops.total, step_time_s, self._num_devices),
             backbone_mfu=self._mfu(backbone_flops, step_time_s, self._num_backbone),
             peak_flops=self.peak.flops if self.peak else None,
-            starved_s=fmean(each.starved_s for each in done.reports),
-            blocked_s=done.blocked_s,
-            fetch_s=fmean(each.fetch_s for each in done.reports),
+            starved_s=fmean(each.starved_s for each in done.reports) / scale,
+            blocked_s=done.blocked_s / scale,
+            fetch_s=fmean(each.fetch_s for each in done.reports) / scale,
             read_nbytes=sum(each.read_nbytes for each in done.reports),
             plan_digest=done.plan_digest,
             plan_time_s=done.plan_time_s,
@@ -229,6 +233,8 @@ class Recorder:
             rejected=done.num_rejected,
             skipped=is_skipped,
             skipped_steps=self.num_skipped,
+            emulated=self.peak.device if self.peak and self._is_emulated else None,
+            host_s=fmean(each.host_s or 0.0 for each in done.reports) if self._is_emulated else None,
             rewound_to=report.rewound_to,
         )
 

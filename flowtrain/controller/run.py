@@ -20,6 +20,7 @@ from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.commit import Committer
 from flowtrain.controller.cost_keeper import CostKeeper
+from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.mps import nodes_without_mps, without_mps_text
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare, with_start_limit
 from flowtrain.controller.recorder import Recorder
@@ -36,6 +37,7 @@ from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
+from flowtrain.emulation.check import check_resumes, emulation_note
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
@@ -66,6 +68,7 @@ def run_training(
         stack.enter_context(stop_on_signals(stop))
         display = stack.enter_context(ProgressDisplay(config.observability.progress))
         display.phase("looking at data and models")
+        check_resumes(config, resume)
         run_spec = prepare(config, plan=plan)
         if resume and (done := summary_if_done(config, run_spec, started)) is not None:
             return done
@@ -92,6 +95,8 @@ def run_training(
         display.expect(run_spec.num_steps, start.step)
         stack.callback(display.close)  # before Ray ends, which takes a while
         _note_devices(run_spec, specs, display)
+        if (note := emulation_note(config)) is not None:
+            display.note(note)
         costs = CostKeeper(run_spec, files, start.cost, display.note)
         sink = RayMetricsSink().update if config.observability.ray_metrics else None
         consumed = ConsumedPositions.at(start.sampler_state) if start.sampler_state else ConsumedPositions()
@@ -100,7 +105,7 @@ def run_training(
         if start.step:
             display.note(f"resuming {files.root} after step {start.step} of {run_spec.num_steps}")
         controller = Controller(run_spec, files, recorder, costs, display, start, stop)
-        stopped = controller.run(specs, group, classes or ActorClasses())
+        stopped = controller.run(specs, group, classes or actor_classes(config))
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     last = recorder.last
     step = last.step if last else start.step
@@ -116,6 +121,7 @@ def run_training(
         duration_s=time.monotonic() - started,
         cost_r2=costs.r2,
         num_skipped=recorder.num_skipped,
+        emulated=emulation_note(config),
     )
 
 
@@ -151,7 +157,8 @@ class Controller:
                 return True
             resumes = self._start.checkpoint is not None
             try:
-                fetch_weights(self._config, group, resumes, self._display.phase, self._stop)
+                if self._config.emulation is None:
+                    fetch_weights(self._config, group, resumes, self._display.phase, self._stop)
             except StopRequested:
                 return True
             self._display.phase("starting actors, which load their models")
@@ -172,6 +179,8 @@ class Controller:
                 self._start_loops(actors, watcher)
                 stopped = watcher.until_end()
                 self._committer.finish()
+                if self._config.emulation is not None and self._recorder.last is not None:
+                    self._recorder.flush(self._recorder.last.step)  # otherwise a checkpoint does
                 return stopped
             except StopRequested:
                 return True

@@ -22,7 +22,7 @@ class RunSummary:
 
     step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
     fitted to this run's microbatches, None if too few were measured. num_skipped: steps that made no update, since they
-    were not finite.
+    were not finite. emulated: what was emulated, in words; None if devices were real.
     """
 
     directory: Path
@@ -36,6 +36,7 @@ class RunSummary:
     duration_s: float
     cost_r2: float | None = None
     num_skipped: int = 0
+    emulated: str | None = None
 
 
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:

@@ -163,5 +163,6 @@ def of_replica(members: Sequence[RankReport]) -> RankReport:
         starved_s=max(member.starved_s for member in members),
         fetch_s=max(member.fetch_s for member in members),
         read_nbytes=sum(member.read_nbytes for member in members),
+        host_s=max((member.host_s for member in members if member.host_s is not None), default=None),
         microbatch_s=tuple(map(max, zip(*(member.microbatch_s for member in members), strict=True))),
     )

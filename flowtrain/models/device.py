@@ -6,8 +6,8 @@ import torch
 
 
 def default_device(choice: str) -> torch.device:
-    """The accelerator of this process, else the CPU; the choice ``cpu`` (``model.device``) forces the CPU."""
-    if choice == "cpu" or not torch.accelerator.is_available():
+    """The accelerator of this process, else the CPU; another choice (``model.device``) than ``auto``: the CPU."""
+    if choice != "auto" or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

@@ -72,6 +72,11 @@ class StepMetrics:
     """The loss or the gradients were not finite, and the step made no update."""
     skipped_steps: int = 0
     """Steps of the run that were skipped so far."""
+    emulated: str | None = None
+    """The emulated device whose time all durations and rates are in (docs/emulated.md); None: devices are real."""
+    host_s: float | None = None
+    """On emulated devices, seconds of this machine in which a rank neither computed nor waited for data or another
+    rank: mean over replicas of each replica's slowest rank."""
     rewound_to: int | None = None
     """Weights and optimizer went back, after the step, to the checkpoint of this step; None: they did not."""
     timestamp: float = field(default_factory=time.time)

@@ -211,6 +211,7 @@ def _plain_line(state: ProgressState, total_steps: int, eta: str) -> str:
 def _figures(state: ProgressState, eval_loss: float | None) -> list[str]:
     metrics = state.metrics
     return [
+        *([metrics.emulated] if metrics.emulated else []),
         f"loss {metrics.loss:.4f}",
         *([f"eval {eval_loss:.4f}"] if eval_loss is not None else []),
         f"{metrics.tokens_per_s:,.0f} tokens/s",

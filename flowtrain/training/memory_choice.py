@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,12 +27,30 @@ from flowtrain.types.plan import Degrees, GradientReduction, Sharding
 
 def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) -> GradientReduction:
     """Return the configured gradient reduction, or decide about ``auto``; collective, with one answer on all ranks."""
+    return _reduction(config, group.degrees, lambda: _needs(config, family, group))
+
+
+def foreseen_reduction(
+    config: RunConfig, family: Family, degrees: Degrees, memory_nbytes: int, shard_size: int
+) -> GradientReduction:
+    """As ``decide_reduction``, for accelerators with so much memory; no ranks are asked."""
+    return _reduction(config, degrees, lambda: _foreseen(config, family, degrees, memory_nbytes, shard_size))
+
+
+def foreseen_sharding(
+    config: RunConfig, family: Family, degrees: Degrees, memory_nbytes: int, shard_size: int
+) -> Sharding:
+    """As ``decide_sharding``, for accelerators with so much memory; no ranks are asked."""
+    return _sharding(config, degrees, lambda whole: _foreseen(whole, family, degrees, memory_nbytes, shard_size))
+
+
+def _reduction(config: RunConfig, degrees: Degrees, needs: Callable[[], list[RankNeed]]) -> GradientReduction:
     configured = config.backbone.gradient_reduction
     if configured != "auto":
         return GradientReduction(configured, "as configured")
-    if group.degrees.dp == 1:
+    if degrees.dp == 1:
         return GradientReduction("step", "auto: there is one replica")
-    return choose_reduction(_needs(config, family, group))
+    return choose_reduction(needs())
 
 
 def decide_sharding(config: RunConfig, family: Family, group: BackboneGroup) -> Sharding:
@@ -40,13 +58,17 @@ def decide_sharding(config: RunConfig, family: Family, group: BackboneGroup) -> 
 
     Whole parameters that fit beside whole gradients leave a reduction of ``auto`` at once a step.
     """
+    return _sharding(config, group.degrees, lambda whole: _needs(whole, family, group))
+
+
+def _sharding(config: RunConfig, degrees: Degrees, needs: Callable[[RunConfig], list[RankNeed]]) -> Sharding:
     configured = config.backbone.sharding
     if configured != "auto":
         return Sharding(configured, "as configured")
-    if group.degrees.dp == 1:
+    if degrees.dp == 1:
         return Sharding("full", "auto: there is one replica, which has no shards")
     whole = config.model_copy(update={"backbone": config.backbone.model_copy(update={"sharding": "gradients"})})
-    return choose_sharding(_needs(whole, family, group))
+    return choose_sharding(needs(whole))
 
 
 def with_choices(
@@ -76,6 +98,29 @@ def _needs(config: RunConfig, family: Family, group: BackboneGroup) -> list[Rank
     of_all = [torch.empty_like(found) for _ in range(group.world_size)]
     dist.all_gather(of_all, found, group=group.process_group)
     return [RankNeed(*row.tolist()) for row in of_all]
+
+
+def _foreseen(
+    config: RunConfig, family: Family, degrees: Degrees, memory_nbytes: int, shard_size: int
+) -> list[RankNeed]:
+    """Of a rank of each pipeline stage."""
+    share = colocated_shares(config)[1] if config.mode == "colocated" else config.backbone.num_devices
+    usable, model, tokens = int(memory_nbytes * share * USABLE_SHARE), family.model_spec, _tower_tokens_per_row
+    return [
+        RankNeed(
+            predicted_peak_nbytes(
+                config,
+                model,
+                degrees,
+                pp_rank,
+                shard_size=shard_size,
+                on_cpu=False,
+                tower_tokens_per_row=tokens(config, family),
+            ),
+            usable,
+        )
+        for pp_rank in range(degrees.pp)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,8 @@ class RankReport:
     """Step of the checkpoint to which weights and optimizer went back after the unit; None: they did not."""
     read_nbytes: int = 0
     """Bytes of features or encoded images that this rank read for the unit."""
+    host_s: float | None = None
+    """On an emulated device: seconds of the unit in which it neither computed nor waited for data or another rank."""
 
 
 @dataclass(frozen=True, slots=True)

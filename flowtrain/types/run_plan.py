@@ -109,6 +109,8 @@ class Plan:
     """None: as configured."""
     encoder_layers: EncoderPlace | None = None
     """``pipeline.encoder_layers``; None: as configured."""
+    emulated: str | None = None
+    """The device that is emulated (``emulated.device``); None: devices are real."""
     schema: int = PLAN_SCHEMA
 
     @property

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from shared.thread_replica import ThreadChannel, ThreadReplica
 
 from flowtrain.actors import leading, prefetch
 from flowtrain.actors.decoding import ImageReader
@@ -20,6 +19,7 @@ from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.reading import MicrobatchReader
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
+from flowtrain.emulation.thread_replica import ThreadChannel, ThreadReplica
 from flowtrain.errors import DataError
 from flowtrain.training.batch import ImageBatch, PackedBatch, pack_texts
 from flowtrain.types.memory import Extent

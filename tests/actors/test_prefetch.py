@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shared.thread_replica import ThreadChannel, ThreadReplica
 
 from flowtrain.actors import leading, prefetch
 from flowtrain.actors.link import CoordinatorLink
@@ -24,6 +23,7 @@ from flowtrain.actors.reading import Fetched, MicrobatchReader, share_nbytes, sh
 from flowtrain.actors.replica_channel import Alone, ReplicaChannel
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
+from flowtrain.emulation.thread_replica import ThreadChannel, ThreadReplica
 from flowtrain.errors import AddressError, OwnerLostError, StallError
 from flowtrain.training.batch import SampleText
 from flowtrain.types.memory import Extent

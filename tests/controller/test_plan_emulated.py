@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shared.emulated_actors import EmulatedTimes
 from shared.emulated_hosts import ACTORS, Job
 from shared.emulated_run import config_of, settings_of
 from shared.emulated_splits import Split, all_splits, planned_split, worth_trying
@@ -18,7 +17,6 @@ from shared.emulated_world import (
     BATCH,
     LARGEST_RATIO,
     LEAST_RATIO,
-    PATCH_SIZE,
     STEP_S,
     TENSOR_DEGREES,
     VISION,
@@ -29,11 +27,12 @@ from shared.emulated_world import (
 )
 
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.config.emulated import EmulatedConfig
 from flowtrain.controller.prepare import prepare
 from flowtrain.costs.profile import ImageCosts, read_profile
+from flowtrain.emulation.process import EmulatedRun
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.build import build_flow
-from flowtrain.pipeline.partition import split_layers
 from flowtrain.training.checkpoint_store import probe_directory
 from flowtrain.types.events import UnitDone
 from flowtrain.types.plan import Degrees
@@ -124,28 +123,12 @@ def test_the_plan_is_a_split_and_none_is_predicted_faster(world: World) -> None:
     assert plan.rate >= max(split.rate for split in splits) * (1 - 1e-9)
 
 
-@given(pp=st.integers(1, 12), tokens=st.integers(1, 400))
-def test_stages_take_as_long_as_the_whole(world: World, pp: int, tokens: int) -> None:
-    times = EmulatedTimes(world.profile, VISION, 1.0)
-    each, depth = world.profile.steps.microbatch_s, world.model.backbone.num_layers
-    whole = times.microbatch_s(tokens, depth, 1, is_first=True, is_last=True) - each
-    stages = [
-        times.microbatch_s(tokens, len(layers), 1, is_first=stage == 0, is_last=stage == pp - 1) - each
-        for stage, layers in enumerate(split_layers(depth, pp))
-    ]
-    assert sum(stages) == pytest.approx(whole)
-
-
 def test_an_emulated_run_consumes_every_position(world: World, tmp_path: Path) -> None:
     split, num_steps = Split(Degrees(2), Degrees(2, 2, 1), 1.0, 1.0), 3
     config = config_of(world, split, num_steps)
     job_fields = {
-        "config": config,
+        "run": EmulatedRun(config, EmulatedConfig(time_scale=0.02), world.profile),
         "run_id": "emulated-test",
-        "encoder_degrees": split.encoder,
-        "backbone_degrees": split.backbone,
-        "times": EmulatedTimes(world.profile, VISION, 0.02),
-        "patch_size": PATCH_SIZE,
         "num_steps": num_steps,
         "checkpoint_dir": str(tmp_path),
     }

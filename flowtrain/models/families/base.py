@@ -68,6 +68,10 @@ class Family(ABC):
         """
 
     @abstractmethod
+    def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
+        """Height and width (pixels) at which an image of this size enters the tower."""
+
+    @abstractmethod
     def feature_dim(self, encoder: str) -> int:
         """Width of one feature row."""
 
@@ -85,9 +89,15 @@ class Family(ABC):
         connector = ConnectorSpec(self.feature_dim(name), backbone.hidden_size, backbone.hidden_size)
         return ModelSpec({name: vision}, connector, backbone)
 
+    def pooled_dim(self, encoder: str) -> int:
+        """Width of a feature row in the pool: all of it, unless emulated devices have ``emulated.feature_share``."""
+        emulation = self.config.emulation
+        share = 1.0 if emulation is None else emulation.feature_share
+        return max(1, round(self.feature_dim(encoder) * share))
+
     def row_nbytes(self, encoder: str) -> int:
         """Bytes of one feature row in the pool, in the compute type."""
-        return self.feature_dim(encoder) * DTYPE_NBYTES[self.config.model.dtype]
+        return self.pooled_dim(encoder) * DTYPE_NBYTES[self.config.model.dtype]
 
     @abstractmethod
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:

@@ -173,6 +173,12 @@ class LlavaFamily(Family):
             )
         return self._layout
 
+    def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
+        """The image processor's size."""
+        size = fixed_output_size(self.image_processor)
+        assert size is not None, "check has refused a processor without one"
+        return size
+
     def feature_dim(self, encoder: str) -> int:
         """The tower's hidden size."""
         return self.vision_config.hidden_size

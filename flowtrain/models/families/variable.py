@@ -73,6 +73,11 @@ class VariableLlavaFamily(LlavaFamily):
         new_width, new_height = self.resized_size(width, height)
         return self._layout_of(new_height, new_width)
 
+    def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
+        """That of the resized image."""
+        new_width, new_height = self.resized_size(width, height)
+        return new_height, new_width
+
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
         """Pixel values of the resized image, float32 ``[C, H, W]``."""
         return pixel_values(self.image_processor, self.resize(image))

@@ -1,0 +1,52 @@
+"""Checks of a run on emulated devices, and what it says about itself. No Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flowtrain.config.run import RunConfig
+from flowtrain.emulation.process import BACKBONE, EmulatedRun
+from flowtrain.errors import ConfigError, FaultCode
+
+NO_WEIGHTS = "no weights exist: the loss is 0, and the run writes no checkpoint and has no export"
+
+
+def check_emulated(config: RunConfig) -> None:
+    """Raise ConfigError unless the table, or the profile, has the emulated devices."""
+    if config.emulation is None:
+        return
+    run = EmulatedRun.of(config)
+    for module in (BACKBONE, *_encoders(config)):
+        try:
+            run.device_type(module)
+        except ConfigError as error:
+            text = str(error).replace("--device", "emulated.device")
+            raise ConfigError.of("emulated.device", FaultCode.VALUE, text) from error
+
+
+def check_resumes(config: RunConfig, resume: bool) -> None:
+    """Raise ConfigError if a run on emulated devices shall go on from a checkpoint."""
+    if resume and config.emulation is not None:
+        raise ConfigError.of(
+            "model.device",
+            FaultCode.RESUME,
+            "--resume goes on from a checkpoint, and with model.device 'emulated' there is none (no weights exist); "
+            f"start another run (name={config.name}-2) without it",
+        )
+
+
+def emulation_note(config: RunConfig) -> str | None:
+    """Return what is emulated, in words; None if nothing is."""
+    settings = config.emulation
+    if settings is None:
+        return None
+    run = EmulatedRun.of(config)
+    names = [run.device_type(each).name for each in (BACKBONE, *_encoders(config))]
+    times = "profile" if run.profile is not None else "data sheet"
+    scale = "" if settings.time_scale == 1.0 else f", waits are {settings.time_scale:g} times as long"
+    devices = " and ".join(dict.fromkeys(names))
+    return f"emulated devices: {devices}, times by {times}{scale}; {NO_WEIGHTS}"
+
+
+def _encoders(config: RunConfig) -> Iterable[str]:
+    return config.encoders if config.has_encoder_actors and config.mode != "colocated" else ()

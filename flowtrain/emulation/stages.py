@@ -1,0 +1,172 @@
+"""A backbone rank's stages on an emulated device: each action takes its time, and nothing is computed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from flowtrain.costs.action_times import ActionTimes, MicrobatchWork, StageWork
+from flowtrain.emulation.device import RankClock
+from flowtrain.emulation.meetings import Meeting, Meetings
+from flowtrain.models.vision_stage import TowerShape
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
+from flowtrain.pipeline.image_parts import image_parts
+from flowtrain.pipeline.partition import Partition, Stage
+from flowtrain.training.batch import PackedBatch
+from flowtrain.training.stages import SpanRecorder
+from flowtrain.types.plan import Degrees
+
+_Key = tuple[StageModule, int]
+
+
+class EmulatedStages:
+    """The executor's ``StageRuntime`` of one rank.
+
+    encoder: name of the encoder; its stages are in the partition in ``mode: monolithic``. tower: its shape there.
+    gathers_each: parameters are gathered for each pass (full and hybrid sharding), else once a unit.
+    reduces_each: gradients are summed with each microbatch, else with the last one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        degrees: Degrees,
+        partition: Partition,
+        times: ActionTimes,
+        meetings: Meetings,
+        clock: RankClock,
+        *,
+        encoder: str,
+        tower: TowerShape | None,
+        gathers_each: bool,
+        reduces_each: bool,
+        record: SpanRecorder | None,
+    ) -> None:
+        self._rank, self._degrees, self._times, self._meetings = rank, degrees, times, meetings
+        self._flow, self._tower = partition.stages, tower
+        self._places = {(stage.module, stage.index): place for place, stage in enumerate(self._flow)}
+        self._works = {key: _work_of(partition, self._flow[place], encoder) for key, place in self._places.items()}
+        self._encoder, self._gathers_each, self._reduces_each = encoder, gathers_each, reduces_each
+        self.clock, self.record = clock, record
+        dp_rank, self._pp_rank, tp_rank = degrees.coordinates(rank)
+        first = dp_rank - dp_rank % times.shard_size
+        self._shard_ranks = [
+            degrees.rank(each, self._pp_rank, tp_rank) for each in range(first, first + times.shard_size)
+        ]
+        self._replica_ranks = [degrees.rank(each, self._pp_rank, tp_rank) for each in range(degrees.dp)]
+        self._gathered: set[_Key] = set()
+        self._num_parts: dict[int, int] = {}
+        self._link_free: dict[int, float] = {}
+        self._expected: dict[Action, int] = {}
+        self._num_expected: Counter[int] = Counter()
+
+    @property
+    def own_work(self) -> list[StageWork]:
+        """The stages of this rank."""
+        return [self._works[key] for key, place in self._places.items() if self._flow[place].rank == self._pp_rank]
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Start a unit of which these are the actions of this rank."""
+        self._gathered.clear()
+        self._num_parts = {}
+        for action in actions:
+            if action.sub_microbatch is not None:
+                known = self._num_parts.get(action.microbatch, 0)
+                self._num_parts[action.microbatch] = max(known, action.sub_microbatch + 1)
+
+    def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
+        """See ``StageRuntime``; a gather of parameters that takes longer than the forward is waited for."""
+        at, key = self.clock.now(), (action.module, action.stage)
+        seconds = self._times.forward_s(self._works[key], self._microbatch_work(action, microbatch))
+        gathers = self._times.gathers and (self._gathers_each or key not in self._gathered)
+        self._gathered.add(key)
+        exposed = self._times.gather_s(self._works[key], seconds) if gathers else 0.0
+        self._run("forward", action, microbatch, at, seconds, exposed, meets=gathers)
+
+    def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
+        """See ``StageRuntime``; gathers and sums that take longer than the backward are waited for."""
+        at, work = self.clock.now(), self._works[action.module, action.stage]
+        seconds = self._times.backward_s(work, self._microbatch_work(action, microbatch))
+        gathers, reduces = self._times.gathers and self._gathers_each, is_last or self._reduces_each
+        exposed = self._times.gather_s(work, seconds, of_backward=True) if gathers else 0.0
+        if reduces and self._degrees.dp > 1:
+            exposed += self._times.reduce_s(work, seconds, is_last=is_last)
+        end = self._run("backward", action, microbatch, at, seconds, exposed, meets=gathers)
+        if is_last:
+            self.clock.skip_to(self._meetings.meet(Meeting.REPLICAS, self._rank, self._replica_ranks, end))
+        elif reduces:
+            self.clock.skip_to(self._meetings.meet(Meeting.SHARDS, self._rank, self._shard_ranks, end))
+
+    def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
+        """See ``StageRuntime``; transfers between two ranks follow each other."""
+        for action, batch in launches:
+            assert action.peer is not None
+            if action.kind is not ActionKind.ISEND:
+                self._expected[action] = self._num_expected[action.peer]
+                self._num_expected[action.peer] += 1
+                continue
+            starts = max(self.clock.now(), self._link_free.get(action.peer, 0.0))
+            arrives = starts + self.clock.scaled(self._transfer_s(action, batch))
+            self._link_free[action.peer] = arrives
+            self._meetings.send(self._rank, action.peer, arrives)
+
+    def wait_transfer(self, action: Action) -> None:
+        """See ``StageRuntime``."""
+        if action.kind is ActionKind.WAIT_IRECV:
+            assert action.peer is not None
+            here = self.clock.now()
+            number = self._expected.pop(action.launch)
+            self.clock.wait_until(max(here, self._meetings.receive(self._rank, action.peer, number)))
+
+    def _run(
+        self, name: str, action: Action, batch: PackedBatch, at: float, seconds: float, exposed: float, *, meets: bool
+    ) -> float:
+        """Compute from the moment ``at`` on, then wait for what the computation did not hide; returns the end."""
+        if meets:
+            at = self._meetings.meet(Meeting.SHARDS, self._rank, self._shard_ranks, at)
+            self.clock.skip_to(at)
+        end = self.clock.compute(seconds, at)
+        if exposed:
+            end += self.clock.scaled(exposed)
+            self.clock.wait_until(end)
+        if self.record is not None:
+            epoch = time.time() - time.monotonic()
+            args = {"microbatch": action.microbatch, "module": action.module.value, "stage": action.stage}
+            self.record(name, at + epoch, end + epoch, **args, num_tokens=batch.num_tokens)
+        return end
+
+    def _microbatch_work(self, action: Action, batch: PackedBatch) -> MicrobatchWork:
+        patches = self._patches(action, batch) if self._tower is not None else ()
+        return MicrobatchWork(batch.sequence_lengths, len(batch.feature_index), batch.num_target_tokens, patches)
+
+    def _patches(self, action: Action, batch: PackedBatch) -> tuple[int, ...]:
+        assert self._tower is not None
+        if batch.images is None:
+            return ()
+        patches = list(map(self._tower.num_patches, batch.images.sizes))
+        if action.sub_microbatch is None:
+            return tuple(patches)
+        part = image_parts(patches, self._num_parts[action.microbatch])[action.sub_microbatch]
+        return tuple(patches[part.start : part.stop])
+
+    def _transfer_s(self, action: Action, batch: PackedBatch) -> float:
+        """Seconds of a transfer: of what the stage before its boundary hands on, or of its gradient."""
+        place = self._places[action.module, action.stage]
+        producer = place if action.payload is Payload.ACTIVATION else place - 1
+        work = self._microbatch_work(action, batch)
+        if self._flow[producer].module is StageModule.ENCODER:
+            return self._times.rows_s(self._encoder, work)
+        return self._times.transfer_s(work)
+
+
+def _work_of(partition: Partition, stage: Stage, encoder: str) -> StageWork:
+    stages = partition.of_module(stage.module)
+    is_encoder = stage.module is StageModule.ENCODER
+    return StageWork(
+        num_layers=len(stage.layers),
+        is_first=stage.index == 0,
+        is_last=stage.index == len(stages) - 1,
+        has_backward=stage.has_backward,
+        encoder=encoder if is_encoder else None,
+    )

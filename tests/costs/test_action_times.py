@@ -1,0 +1,111 @@
+"""Times of actions: the sum over a step's action lists is the surrogate's step where nothing varies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.surrogate import BACKBONE
+from flowtrain.costs.action_times import ActionTimes, DeviceTimes, MicrobatchWork, StageWork
+from flowtrain.costs.model_spec import FROZEN_ENCODERS
+from flowtrain.costs.roofline import Roofline
+from flowtrain.types.plan import Degrees
+from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
+
+LENGTH, VISION, TARGETS, PATCHES = 2048, 1024, 256, 1024
+
+
+def _times(
+    dp: int, tp: int, sharding: Literal["full", "gradients"], reduction: Literal["microbatch", "step"]
+) -> ActionTimes:
+    setup = replace(SETUP, sharding=sharding, gradient_reduction=reduction)
+    (device,) = cluster(h200=dp * tp).device_types
+    return ActionTimes(DeviceTimes(device, MODEL, setup, FROZEN_ENCODERS), Degrees(dp, 1, tp), dp)
+
+
+@given(
+    dp=st.sampled_from([1, 2, 8, 32]),
+    tp=st.sampled_from([1, 4]),
+    sharding=st.sampled_from(["full", "gradients"]),
+    reduction=st.sampled_from(["microbatch", "step"]),
+    samples=st.integers(1, 4),
+    microbatches=st.integers(1, 5),
+)
+def test_equal_microbatches_take_the_surrogates_step(
+    dp: int,
+    tp: int,
+    sharding: Literal["full", "gradients"],
+    reduction: Literal["microbatch", "step"],
+    samples: int,
+    microbatches: int,
+) -> None:
+    times = _times(dp, tp, sharding, reduction)
+    data = workload(
+        global_batch_size=dp * samples * microbatches,
+        microbatch_tokens=LENGTH * samples,
+        fill=1.0,
+        lengths=np.array([LENGTH]),
+        vision_lengths=np.array([VISION]),
+        target_lengths=np.array([TARGETS]),
+        images={"vision": (np.array([1]), np.array([PATCHES]))},
+    )
+    surrogate = roofline_surrogate(request(cluster(h200=dp * tp), data=data, setup=times.times.setup))
+    expected = surrogate.step_time(Candidate(BACKBONE, "h200", Degrees(dp, 1, tp), 0.0, gradient_reduction=reduction))
+    stage = StageWork(MODEL.backbone.num_layers, is_first=True, is_last=True)
+    work = MicrobatchWork((LENGTH,) * samples, VISION * samples, TARGETS * samples)
+    forward, backward = times.forward_s(stage, work), times.backward_s(stage, work)
+    total = times.optimizer_s([stage])
+    for number in range(microbatches):
+        total += forward + backward
+        if times.gathers and (sharding == "full" or number == 0):
+            total += times.gather_s(stage, forward)
+        if times.gathers and sharding == "full":
+            total += times.gather_s(stage, backward, of_backward=True)
+        is_last = number == microbatches - 1
+        if dp > 1 and (is_last or reduction == "microbatch"):
+            total += times.reduce_s(stage, backward, is_last=is_last)
+    assert expected.num_microbatches == microbatches
+    assert total == pytest.approx(float(expected.total[0]), rel=1e-6)
+
+
+def test_stages_take_as_long_as_the_whole() -> None:
+    times, work = _times(1, 1, "full", "step"), MicrobatchWork((700, 40), 300, 100)
+    depth = MODEL.backbone.num_layers
+    whole = times.forward_s(StageWork(depth, is_first=True, is_last=True), work)
+    first = times.forward_s(StageWork(10, is_first=True, is_last=False), work)
+    last = times.forward_s(StageWork(depth - 10, is_first=False, is_last=True), work)
+    assert first + last == pytest.approx(whole)
+
+
+def test_long_sequences_take_longer_than_short_ones_of_as_many_tokens() -> None:
+    times, stage = _times(1, 1, "full", "step"), StageWork(8, is_first=False, is_last=False)
+    long, short = MicrobatchWork((8192,), 0, 0), MicrobatchWork((512,) * 16, 0, 0)
+    assert times.forward_s(stage, long) > times.forward_s(stage, short)
+
+
+def test_images_take_what_a_plan_counts_for_them() -> None:
+    times, patches = _times(1, 1, "full", "step").times, [1024, 256]
+    (device,) = cluster(h200=1).device_types
+    data = workload(
+        lengths=np.array([1, 1]),
+        vision_lengths=np.array([0, 0]),
+        target_lengths=np.array([0, 0]),
+        images={"vision": (np.array([1, 1]), np.array(patches))},
+    )
+    planned = float(Roofline(device, MODEL, data, SETUP).images_s("vision", 1).sum())
+    assert times.images_s("vision", patches, 1) == pytest.approx(planned)
+    assert times.images_s("vision", [], 1) == 0.0
+
+
+def test_a_frozen_encoders_stage_has_no_backward_in_its_time() -> None:
+    times, work = _times(1, 1, "full", "step"), MicrobatchWork((2048,), 1024, 10, (1024,))
+    layers = MODEL.encoders["vision"].num_layers
+    stage = StageWork(layers, is_first=True, is_last=True, has_backward=False, encoder="vision")
+    assert times.forward_s(stage, work) == pytest.approx(times.times.images_s("vision", [1024], 1))
+    assert times.reduce_s(stage, 0.0, is_last=True) == 0.0

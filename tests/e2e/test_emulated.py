@@ -1,0 +1,70 @@
+"""Runs on emulated devices through the real controller: every position is consumed, and nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowtrain.config.run import RunConfig
+from flowtrain.controller.export import export_run
+from flowtrain.controller.predict import run_workload
+from flowtrain.controller.run import run_training
+from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.observability.ledger import read_ledger
+from flowtrain.observability.run_dir import run_dir
+from tests.e2e.disturbed import json_lines
+from tests.e2e.worlds import World, tiny_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+BATCH, NUM_STEPS, NUM_EVAL = 8, 3, 4
+MODES: dict[str, tuple[str, ...]] = {
+    "decoupled": ("encoders.vision.data_parallel_size=1", "encoders.vision.tensor_parallel_size=2"),
+    "colocated": ("backbone.pipeline_parallel_size=2", "emulated.ranks_per_process=2"),
+    "monolithic": ("backbone.pipeline_parallel_size=2", "pipeline.encoder_layers=mixed", "backbone.sharding=full"),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("emulated")
+    for name, count in (("data", BATCH * NUM_STEPS), ("eval", NUM_EVAL)):
+        world = World(seed=count)
+        world.add_mixed(count)
+        world.write(directory / f"{name}.parquet")
+    return directory
+
+
+def config_of(data: Path, mode: str) -> RunConfig:
+    return tiny_config(
+        data,
+        data / "data.parquet",
+        f"emulated-{mode}",
+        f"mode={mode}",
+        *MODES[mode],
+        model={"device": "emulated", "family": "variable_llava"},
+        emulated={"device": "a100"},
+        backbone={"data_parallel_size": 2, "num_cpus": 1.0},
+        data={"eval": {"path": str(data / "eval.parquet"), "every_steps": 2, "max_samples": NUM_EVAL}},
+        training={"global_batch_size": BATCH, "max_steps": NUM_STEPS},
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_consumes_every_position_once(data: Path, ray_cluster: None, mode: str) -> None:
+    config = config_of(data, mode)
+    summary = run_training(config)
+    assert (summary.step, summary.loss, summary.checkpoint) == (NUM_STEPS, 0.0, None)
+    assert summary.emulated is not None and "a100" in summary.emulated
+    metrics = json_lines(run_dir(config).metrics)
+    assert [line["emulated"] for line in metrics] == ["emulated a100"] * NUM_STEPS
+    assert all(line["host_s"] > 0.0 and line["mfu"] > 0.0 for line in metrics)
+    assert [line["plan_digest"] for line in metrics] == [each.digest for each in run_workload(config).predictions]
+    ledger = read_ledger(run_dir(config).ledger).to_pylist()
+    assert [row["position"] for row in ledger] == list(range(BATCH * NUM_STEPS))
+    assert all(row["state"] == "consumed" for row in ledger)
+    with pytest.raises(ConfigError, match=r"--resume .* 'emulated' there is none"):
+        run_training(config, resume=True)
+    with pytest.raises(CheckpointError, match="no weights exist and nothing can be exported"):
+        export_run(run_dir(config).root)

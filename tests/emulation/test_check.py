@@ -1,0 +1,57 @@
+"""What a configuration of emulated devices may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowtrain.config.run import RunConfig
+from flowtrain.emulation.check import check_emulated, check_resumes, emulation_note
+from flowtrain.emulation.process import EmulatedRun
+from flowtrain.errors import ConfigError
+from tests.e2e.worlds import tiny_config
+
+
+def config_of(tmp_path: Path, *overrides: str, **sections: Any) -> RunConfig:
+    source = tmp_path / "data.parquet"
+    source.touch()
+    return tiny_config(tmp_path, source, "emulated", *overrides, **{"model": {"device": "emulated"}, **sections})
+
+
+def test_the_section_needs_emulated_devices(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"emulated has no effect with model\.device \('cpu'\)"):
+        config_of(tmp_path, "emulated.device=h100", model={"device": "cpu"})
+
+
+def test_emulated_devices_are_on_one_node_for_the_pool(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.network \('nixl'\) joins nodes"):
+        config_of(tmp_path, "pool.network=nixl")
+    with pytest.raises(ConfigError, match=r"pool\.hbm_segment_nbytes"):
+        config_of(tmp_path, "pool.hbm_segment_nbytes=1000")
+
+
+def test_an_unknown_device_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"emulated\.device \(h20O\) is not in the table .* did you mean h20"):
+        check_emulated(config_of(tmp_path, "emulated.device=h20O"))
+
+
+def test_modules_can_be_on_other_devices_except_colocated(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "encoders.vision.accelerator_type=L40S", "emulated.device=h100")
+    run = EmulatedRun.of(config)
+    assert (run.device_type("vision").name, run.device_type("backbone").name) == ("l40s", "h100")
+    note = emulation_note(config)
+    assert note is not None and "h100 and l40s" in note and "no weights exist" in note
+
+
+def test_a_run_without_weights_does_not_resume(tmp_path: Path) -> None:
+    check_resumes(config_of(tmp_path), resume=False)
+    with pytest.raises(ConfigError, match="--resume goes on from a checkpoint"):
+        check_resumes(config_of(tmp_path), resume=True)
+
+
+def test_real_devices_say_nothing(tmp_path: Path) -> None:
+    config = config_of(tmp_path, model={"device": "cpu"})
+    check_emulated(config)
+    assert emulation_note(config) is None and config.emulation is None

@@ -29,6 +29,7 @@ from _end_to_end_peers import PEERS, install
 from _end_to_end_report import write_report
 from _end_to_end_store import Setting, Store, code_version
 from _modes_data import QUICKSTART, REAL, ROOT
+from _modes_runs import Workload
 from _modes_workloads import MIXES, Prepared, prepare
 from _report import Figure, emit
 
@@ -45,9 +46,7 @@ def measure(prepared: list[Prepared], store: Store, args: argparse.Namespace) ->
         for model in prepared:
             for mix in args.mixes:
                 setting = Setting(model.label, mix)
-                workload = model.workloads[mix]
-                if args.quick:
-                    workload = replace(workload, setting=replace(workload.setting, steps=QUICK_STEPS))
+                workload = adapted(model.workloads[mix], args)
                 contest = Contest(setting, workload, store, cluster, args.directory, args.only)
                 contestants = contest.contestants()
                 for number in range(args.rounds):
@@ -59,6 +58,16 @@ def measure(prepared: list[Prepared], store: Store, args: argparse.Namespace) ->
     return figures, failed
 
 
+def adapted(workload: Workload, args: argparse.Namespace) -> Workload:
+    """The workload with the settings of the command line."""
+    setting = workload.setting
+    if args.quick:
+        setting = replace(setting, steps=QUICK_STEPS)
+    if args.encode_patches is not None:
+        setting = replace(setting, encoder={**setting.encoder, "max_batch_patches": args.encode_patches})
+    return replace(workload, setting=setting)
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, help="directory of ai2d.csv and synthdog.csv")
@@ -68,6 +77,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=(QUICKSTART, REAL), help="default: all that there are")
     parser.add_argument("--mixes", nargs="+", default=list(MIXES), choices=MIXES)
     parser.add_argument("--only", nargs="+", choices=(*OURS, *PEERS), metavar="NAME", help=", ".join((*OURS, *PEERS)))
+    parser.add_argument("--encode-patches", type=int, help="encoders.vision.max_batch_patches of all FlowTrain's runs")
     parser.add_argument("--directory", type=Path, default=DIRECTORY, help="keeps runs, profiles and peers' packages")
     parser.add_argument("--quick", action="store_true", help="short runs, kept apart from the others")
     parser.add_argument("--fresh", action="store_true", help="forget the runs and profiles of --directory")
@@ -109,7 +119,10 @@ def main() -> None:
             models=args.models,
             mixes=args.mixes,
         )
-        store = Store(args.directory / RUNS[args.quick], code_version("traces" if args.traces else "drawn"))
+        version = code_version(
+            "traces" if args.traces else "drawn", f"{args.layers} layers {args.encode_patches} patches"
+        )
+        store = Store(args.directory / RUNS[args.quick], version)
         figures, failed = measure(prepared, store, args)
     if args.report:
         origins = {Setting(each.label, name): mix.origin for each in prepared for name, mix in each.mixes.items()}

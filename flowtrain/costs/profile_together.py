@@ -12,8 +12,8 @@ from pydantic import ConfigDict, Field
 from flowtrain.costs.flops import FloatArray
 from flowtrain.types.profile import ReplicaSteps
 
-ASSUMED_INTERFERENCE = 1.0
-"""Counted where no profile has measured it: both take no longer together than one after the other."""
+ASSUMED_INTERFERENCE = 1.05
+"""Counted where no profile has measured it: kernels of two processes on one device cost each other some time."""
 
 STEP_CALLS, REPLICA_CALLS, MICROBATCH_CALLS, BATCH_CALLS = 2, 2, 1, 2
 """Calls to the coordinator. A step: the feeder's and the driver's; a replica releases and finishes the step; a

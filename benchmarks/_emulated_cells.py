@@ -119,7 +119,8 @@ def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, time_scale
     )
     overrides = cell.variant.overrides
     report = flowtrain.plan(base, overrides, devices=cell.ranks, device=device)
-    others = [each for each in overrides if not each.startswith("mode=")]  # the plan has the mode
+    # The plan has the mode, and a network that joins nodes; emulated ones are all on this machine.
+    others = [*(each for each in overrides if not each.startswith("mode=")), "pool.network=none"]
     run_training(resolve(base, others, plan=report.plan), plan=report.plan)
     lines = list(read_metrics(directory / cell.label / "metrics.jsonl"))[WARM_UP : steps - ENDING]
     seconds = sum(line["step_time_s"] for line in lines)

@@ -11,11 +11,12 @@ from pathlib import Path
 import _modes_actors
 import ray
 from _end_to_end_auto import AUTO, PLANNED, Predicted, measure_profile, predict, stand_ins
-from _end_to_end_peers import PEERS, PeerRuns, how_of
+from _end_to_end_peers import PEERS, PeerFailed, PeerRuns, how_of
 from _end_to_end_store import Record, Setting, Store
 from _modes_runs import VARIANTS, Variant, Workload
 from _modes_workloads import PLANNED_DEVICES, allocated
 
+from flowtrain.errors import FlowTrainError
 from flowtrain.types.run_plan import Plan
 
 LOSS_TOLERANCE = 1e-4
@@ -70,6 +71,7 @@ class Contest:
         self._tokens = self._peers.step_tokens()
         self.predicted: Predicted | None = None
         self.stand_ins: dict[str, str] = {}
+        self.failed: list[str] = []
 
     def _has(self, name: str) -> bool:
         return self._only is None or name in self._only
@@ -81,23 +83,31 @@ class Contest:
             variants += allocated(self._workload)
         found = [self._ours(each, None) for each in variants]
         if self._has(AUTO) or self._has(PLANNED.rstrip("_")):
-            self._predict(variants)
-            assert self.predicted is not None
-            names = [AUTO] if self._has(AUTO) else []
-            if self._has(PLANNED.rstrip("_")):
-                names += [name for name in self.stand_ins.values() if name.startswith(PLANNED)]
-            for name in names:
-                plan = self.predicted.plans[name.removeprefix(PLANNED)]
-                found.append(self._ours(Variant(name, ()), plan))
-        return found + [self._peer(name) for name in PEERS if self._has(name)]
+            found += self._planned(variants)
+        peers = (self._peer(name) for name in PEERS if self._has(name))
+        return found + [each for each in peers if each is not None]
 
-    def _predict(self, variants: list[Variant]) -> None:
-        profile = self._directory / f"{self._setting.label}.profile.json"
+    def _planned(self, variants: list[Variant]) -> list[Contestant]:
+        """``auto``, and the modes whose own plan no variant runs; none if nothing could be planned."""
+        try:
+            predicted = self._predict(variants)
+        except FlowTrainError as error:
+            self._fail(f"{self._setting.label}.{AUTO}", error)
+            return []
+        names = [AUTO] if self._has(AUTO) else []
+        if self._has(PLANNED.rstrip("_")):
+            names += [name for name in self.stand_ins.values() if name.startswith(PLANNED)]
+        return [self._ours(Variant(name, ()), predicted.plans[name.removeprefix(PLANNED)]) for name in names]
+
+    def _predict(self, variants: list[Variant]) -> Predicted:
+        version = self._store.version.replace(" ", "-")
+        profile = self._directory / f"{self._setting.label}.{version}.profile.json"
         self._cluster.be(not profile.exists())
         measure_profile(self._workload, profile)
         self.predicted = predict(self._workload, profile)
         self.stand_ins = stand_ins(self._workload, self.predicted, variants)
         say(f"{self._setting.label}: {AUTO} is {self.predicted.winner}; predicted samples/s {self.predicted.rates}")
+        return self.predicted
 
     def _ours(self, variant: Variant, plan: Plan | None) -> Contestant:
         def run(number: int) -> Record:
@@ -123,21 +133,31 @@ class Contest:
 
         return Contestant(variant.name, run, in_ray=True)
 
-    def _peer(self, name: str) -> Contestant:
+    def _peer(self, name: str) -> Contestant | None:
+        """A peer with the fastest of its settings; None if all failed."""
         jobs = {how_of(job): job for job in self._peers.jobs(PEERS[name])}
-        for how, job in jobs.items():
-            if how not in self._store.trials(self._setting, name):
-                self._cluster.be(False)
-                trial = self._peers.trial(name, job)
-                self._store.add(trial)
-                say(f"{self._setting.label}.{name}: {how}: {trial.tokens_per_s:.0f} tokens/s in a trial")
+        for how in [each for each in jobs if each not in self._store.trials(self._setting, name)]:
+            self._cluster.be(False)
+            try:
+                trial = self._peers.trial(name, jobs[how])
+            except PeerFailed as error:
+                self._fail(f"{self._setting.label}.{name}, a trial", error)
+                continue
+            self._store.add(trial)
+            say(f"{self._setting.label}.{name}: {how}: {trial.tokens_per_s:.0f} tokens/s in a trial")
         tried = self._store.trials(self._setting, name)
-        best = jobs[max(jobs, key=lambda how: tried[how])]
+        if not tried:
+            return None
+        best = jobs[max(tried, key=tried.__getitem__)]
         return Contestant(name, lambda number: self._peers.run(name, best, number), in_ray=False)
 
-    def round(self, contestants: list[Contestant], number: int) -> list[str]:
-        """Run, in turn, all that this round still lacks; returns what failed."""
-        shift, failed = number % len(contestants), []
+    def _fail(self, where: str, error: Exception) -> None:
+        self.failed.append(f"{where}: {type(error).__name__}: {error}")
+        say(self.failed[-1])
+
+    def round(self, contestants: list[Contestant], number: int) -> None:
+        """Run, in turn, all that this round still lacks; ``failed`` gets what failed."""
+        shift = number % max(1, len(contestants))
         for each in contestants[shift:] + contestants[:shift]:
             if self._store.has(self._setting, each.name, number):
                 continue
@@ -148,13 +168,11 @@ class Contest:
             except WrongResult:
                 raise
             except Exception as error:  # one contestant's failure must not end the others' rounds
-                failed.append(f"{where}: {type(error).__name__}: {error}")
-                say(failed[-1])
+                self._fail(where, error)
                 continue
             self._store.add(record)
             loss = "" if record.first_loss is None else f"; loss {record.first_loss:.5f}"
             say(f"{where}: {record.tokens_per_s:.0f} tokens/s{loss}; {record.how}")
-        return failed
 
 
 def words_of(plan: Plan) -> str:

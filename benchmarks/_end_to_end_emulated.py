@@ -22,6 +22,8 @@ from flowtrain.errors import FlowTrainError
 PAGE = ROOT / "docs" / "results" / "end_to_end_emulated.md"
 OVER_MONOLITHIC = {"vlm_6b": 1.304, "vlm_32b": 1.337, "vlm_72b": 1.691}
 """FlowTrain, figure 6, InfoVQA, 256 NPUs of 64 GB: over Megatron-LM."""
+HOST_SHARE = 0.02
+"""Share of the time above which this machine's own work is named: it is not the devices'."""
 PAPERS_PARTS = {
     "without_pool": {"vlm_6b": 2118 / 5125, "vlm_32b": 717 / 884, "vlm_72b": 399 / 448},
     "without_allocator": {"vlm_6b": 3879 / 5125, "vlm_32b": 809 / 884, "vlm_72b": 415 / 448},
@@ -126,7 +128,11 @@ def _entry(records: Records, scale: str, ranks: int, mix: str, name: str) -> str
     record = records.get((f"{scale}.{ranks}", mix, name))
     if record is None:
         return "-"
-    words = [f"{record.details['tokens_per_s_of_device']:.0f} tokens/s/device", f"MFU {record.details['mfu']:.1%}"]
+    found = record.details
+    words = [f"{found['tokens_per_s_of_device']:.0f} tokens/s/device", f"MFU {found['mfu']:.1%}"]
+    words.append(f"{found['samples_per_s']:.1f} samples/s of {found['predicted_samples_per_s']:.1f} predicted")
+    if found["host_share"] > HOST_SHARE:
+        words.append(f"this machine's own work {found['host_share']:.1%}")
     auto = records.get((f"{scale}.{ranks}", mix, "auto"))
     if auto is not None and name != "auto":
         words.append(f"`auto` {auto.tokens_per_s / record.tokens_per_s:.3f}x")

@@ -33,7 +33,7 @@ TRIAL_STEPS = 8
 class Peer:
     """A peer's script.
 
-    layouts: numbers of training processes and of torch's threads in each. balances: whether it can sort the samples of a
+    layouts: numbers of training processes and of torch's threads in each. balances: whether it can sort samples of a
     step into microbatches of like cost. launches: whether it starts its processes itself.
     """
 

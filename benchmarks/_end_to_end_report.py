@@ -29,8 +29,8 @@ CONDITIONS = (
     "weights. Real tokens a second, after warm-up and before the last steps; padding does not count. All ran one after "
     "another in every round, each order rotated. Each peer has the best of the settings that short trials found: one "
     "process with two threads or two with one, microbatches of one sample or as many as fit, and for both trainers "
-    "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Encoders of Ray Data "
-    "run ahead through all samples, so there the whole run counts, from the first encoded sample on."
+    "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Ray Data encodes "
+    "ahead through all samples, so there the whole run counts, from the first encoded sample on."
 )
 
 

@@ -61,7 +61,7 @@ class Store:
     """Records of one version. Lines of others stay in the file and do not count."""
 
     def __init__(self, path: Path, version: str) -> None:
-        self._path, self._version = path, version
+        self._path, self.version = path, version
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines]
         self._records = [Record(**each["record"]) for each in found if each["version"] == version]
@@ -70,7 +70,7 @@ class Store:
         """Keep a record."""
         self._records.append(record)
         with self._path.open("a") as file:
-            file.write(json.dumps({"version": self._version, "record": asdict(record)}) + "\n")
+            file.write(json.dumps({"version": self.version, "record": asdict(record)}) + "\n")
 
     def has(self, setting: Setting, name: str, number: int) -> bool:
         """Whether a round's run was measured."""

@@ -33,34 +33,42 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Variant:
-    """A mode or an ablation. ablation_of: the variant that has what this one lacks."""
+    """A mode or an ablation.
+
+    ablation_of: the variant that has what this one lacks. settings_of: one whose best settings it has.
+    """
 
     name: str
     overrides: tuple[str, ...]
     ablation_of: str | None = None
+    settings_of: str | None = None
 
 
 VARIANTS = (
     Variant("decoupled", ()),
-    Variant("decoupled_2_encoders", TWO_ENCODERS),
-    Variant("decoupled_dp2", (*DP2, *TWO_ENCODERS)),
+    Variant("decoupled_2_encoders", TWO_ENCODERS, settings_of="decoupled"),
+    Variant("decoupled_dp2", (*DP2, *TWO_ENCODERS), settings_of="decoupled"),
     Variant("colocated", ("mode=colocated", *DP2)),
     Variant("monolithic_dp2", ("mode=monolithic", *DP2)),
     Variant("monolithic_dp1", ("mode=monolithic",)),
-    Variant("disaggregated", ("mode=disaggregated",)),
+    Variant("disaggregated", ("mode=disaggregated",), settings_of="decoupled"),
     Variant("llm_only", ("mode=llm_only",)),
-    Variant("without_pool", ("pool.exchange=point_to_point",), "decoupled"),
+    Variant("without_pool", ("pool.exchange=point_to_point",), "decoupled", "decoupled"),
     Variant(
         "without_scheduler",
         ("mode=colocated", *DP2, "scheduler.packing=sequential", "scheduler.dispatch=round_robin"),
         "colocated",
+        "colocated",
     ),
 )
+ENCODE_BATCHES = tuple((f"encoders.vision.max_batch_patches={patches}",) for patches in (392, 784, 1568))
 SEARCHED = {
+    "decoupled": ENCODE_BATCHES,
+    "colocated": ENCODE_BATCHES,
     "disaggregated": tuple((f"scheduler.lookahead_steps={steps}",) for steps in (1, 2, 3)),
     "monolithic_dp2": tuple((f"scheduler.packing={name}",) for name in ("best_fit_balanced", "balanced", "sequential")),
 }
-"""Settings of the baselines, of which the best is used."""
+"""Settings of variants, of which the fastest is used, in the order in which they are searched."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
-"""Time of the allocator's parts for 64 to 16,384 devices: enumeration, surrogate, program (model building included).
+"""Time of the allocator's parts for 64 to 16,384 devices: enumeration, surrogate, program (model building included);
+and of the comparison of all modes over all settings that a plan may choose, for every file of configs/models.
 
 python benchmarks/allocator.py [--model YAML] [--device h200] [--solver auto] [--repeats N] [--json]
 
-With three encoders, each is the model's own encoder on a third of the images. The global batch is 256 samples, or one
-per device if that is more. Everything runs on one core; times are wall times, medians over the repeats after one run to
-warm up. The optimum is checked against the best of all splits, found without a solver; exits with 1 if they differ.
+Of the parts: full recomputation, no choice of settings. With three encoders, each is the model's own encoder on a third
+of the images. The global batch is 256 samples, or one per device if that is more. Everything runs on one core; times
+are wall times, medians over the repeats after one run to warm up. The optimum is checked against the best of all
+splits, found without a solver; exits with 1 if they differ.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -20,18 +24,25 @@ from _report import Figure, at_most, emit
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.allocator.choices import backbone_choices
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.model_file import ModelFile, read_model_file
+from flowtrain.allocator.modes import compare_modes
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
+from flowtrain.controller.planning.planned import planned_model
 from flowtrain.costs.cluster import Cluster, data_sheet_device_type
+from flowtrain.costs.configured_setup import configured_setup
 from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.training_setup import TrainingSetup
+from flowtrain.types.run_plan import BackboneSettings, Mode
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_DEVICES = (64, 256, 1024, 16384)
 TARGETS_S = {(256, 1): 0.15, (256, 3): 0.4, (16384, 1): 2.0, (16384, 3): 2.0}
+COMPARISON_TARGETS_S = {256: 1.0, 16384: 5.0}
+MODES: tuple[Mode, ...] = ("decoupled", "colocated", "monolithic", "disaggregated")
 MAX_BATCH_PATCHES = 16384
 SAME = 1e-6
 
@@ -57,7 +68,46 @@ def allocation(found: ModelFile, device: str, num_devices: int, solver: str) -> 
     times = {each.name: Roofline(each, found.model, found.workload, setup) for each in cluster.device_types}
     limits = dict.fromkeys(found.model.encoders, MAX_BATCH_PATCHES)
     request = Request(cluster, found.model, found.workload, setup, MemoryBudget(), limits, chooses_reduction=True)
-    return allocate(request, Surrogate(cluster, found.model, found.workload, setup, times), Solver(solver))
+    surrogate = Surrogate(cluster, found.model, found.workload, setup, times)
+    return allocate(request, lambda _: surrogate, Solver(solver))
+
+
+def comparison_s(path: Path, device: str, num_devices: int, solver: str) -> float:
+    """Seconds of one comparison of all modes over all settings, from scratch."""
+    planned = planned_model(path)
+    config = planned.config.model_copy(update={"mode": "auto"})
+    asked = Request(
+        Cluster((data_sheet_device_type(device, num_devices),)),
+        planned.model,
+        planned.workload,
+        configured_setup(config, on_cpu=False),
+        MemoryBudget(),
+        dict.fromkeys(planned.model.encoders, MAX_BATCH_PATCHES),
+        chooses_reduction=True,
+        choices=backbone_choices(config, planned.model.backbone, planned.workload),
+    )
+    started = time.perf_counter()
+
+    @cache
+    def surrogate_of(settings: BackboneSettings | None) -> Surrogate:
+        at = asked.with_settings(settings) if settings is not None else asked
+        times = {each.name: Roofline(each, at.model, at.workload, at.setup) for each in at.cluster.device_types}
+        return Surrogate(at.cluster, at.model, at.workload, at.setup, times, slices=at.slices)
+
+    compare_modes(asked, lambda request: surrogate_of(request.settings), Solver(solver), MODES)
+    return time.perf_counter() - started
+
+
+def comparisons(device: str, solver: str, repeats: int) -> list[Figure]:
+    """The figures of all model files: medians over the runs."""
+    figures = []
+    for path in sorted((ROOT / "configs" / "models").glob("*.yaml")):
+        for num_devices, target in COMPARISON_TARGETS_S.items():
+            seconds = [comparison_s(path, device, num_devices, solver) for _ in range(repeats + 1)][1:]
+            name, worst = f"{num_devices}_devices.{path.stem}.all_modes", max(seconds)
+            note = f"slowest of {len(seconds)}: {worst:.3f}"
+            figures.append(at_most(name, median(seconds), "s", target, note))
+    return figures
 
 
 def is_optimal(found: Allocation) -> bool:
@@ -103,6 +153,7 @@ def main() -> int:
             ]
             figures += figures_of(runs[1:], num_devices, num_encoders)
             wrong += [f"{num_devices} devices, {num_encoders} encoders"] if not is_optimal(runs[0]) else []
+    figures += comparisons(arguments.device, arguments.solver, arguments.repeats)
     emit("allocator", figures, arguments.json)
     for each in wrong:
         print(f"a split is faster than the optimum: {each}", file=sys.stderr)

@@ -51,7 +51,8 @@ def measure(prepared: list[Prepared], store: Store, args: argparse.Namespace) ->
                 contest = Contest(setting, workload, store, cluster, args.directory, args.only)
                 contestants = contest.contestants()
                 for number in range(args.rounds):
-                    failed += contest.round(contestants, number)
+                    contest.round(contestants, number)
+                failed += contest.failed
                 figures += figures_of(setting, store.rounds(setting), contest.predicted, contest.stand_ins)
     finally:
         cluster.be(False)

@@ -70,17 +70,18 @@ class Bench:
         return found
 
     def best_settings(self, mix: str) -> dict[str, tuple[str, ...]]:
-        """The fastest of the settings of each baseline that has several."""
-        best = {}
-        for name, settings in SEARCHED.items():
-            variant = next(each for each in VARIANTS if each.name == name)
+        """The fastest settings of each variant that has several, or that has those of another."""
+        best: dict[str, tuple[str, ...]] = {}
+        for variant in sorted(VARIANTS, key=lambda each: each.settings_of is not None):
+            given = best.get(variant.settings_of or "", ())
             rates = {}
-            for setting in settings:
-                found = self.run(mix, replace(variant, overrides=(*variant.overrides, *setting)))
+            for setting in SEARCHED.get(variant.name, ()):
+                found = self.run(mix, replace(variant, overrides=(*variant.overrides, *given, *setting)))
                 if found is not None:
                     rates[setting] = found.tokens_per_s
-            if rates:
-                best[name] = max(rates, key=lambda setting: rates[setting])
+            fastest = max(rates, key=lambda setting: rates[setting]) if rates else ()
+            if given or fastest:
+                best[variant.name] = (*given, *fastest)
         return best
 
     def rounds(self, mix: str, variants: list[Variant], number: int) -> Rounds:

@@ -16,6 +16,7 @@ import typer.main
 from PIL import Image
 
 import flowtrain
+from flowtrain.allocator.model_file import read_model_file
 from flowtrain.cli.app import app
 from flowtrain.config.data import SourceConfig
 from flowtrain.config.flow import LimitsConfig
@@ -23,7 +24,7 @@ from flowtrain.config.load import load_config, plain_values
 from flowtrain.config.overrides import apply_overrides
 from flowtrain.config.run import RunConfig
 from flowtrain.config.schema import ANY, key_patterns
-from flowtrain.config.yaml_text import parse_yaml
+from flowtrain.config.yaml_text import dump_yaml, parse_yaml
 from flowtrain.controller.planning.planned import is_model_file, planned_model
 from flowtrain.data.sources.base import Record
 from flowtrain.data.sources.registry import index_source, open_source
@@ -91,9 +92,15 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @every_page
-def test_configuration_blocks_load(page: Path) -> None:
+def test_configuration_blocks_load(page: Path, tmp_path: Path) -> None:
     for text in fenced(page, "yaml"):
         fragment, _ = parse_yaml(text)
+        if "workload" in fragment:
+            model = parse_yaml((ROOT / "configs" / "models" / "vlm_6b.yaml").read_text())[0]
+            file = tmp_path / "model.yaml"
+            file.write_text(dump_yaml({**model, **fragment}))
+            read_model_file(file)
+            continue
         values = plain_values(load_config(QUICKSTART))
         _merge(values, fragment)
         RunConfig.model_validate(values)

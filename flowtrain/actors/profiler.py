@@ -124,9 +124,13 @@ class Profiler:
             feed.close()
 
     def replica_steps(self, mixes: Sequence[Mix], sharding: Sharded) -> ReplicaSteps:
-        """Measure steps of full microbatches, with parameters shared over the group's replicas; collective."""
+        """Measure steps of full microbatches, with parameters shared over the group's replicas; collective.
+
+        In processor seconds of the process, whose other threads send and receive: waiting costs a core nothing.
+        """
         backbone = self._config.backbone.model_copy(update={"sharding": sharding, "hybrid_shard_size": None})
-        return self._backbone(self._config.model_copy(update={"backbone": backbone})).replica_steps(mixes)
+        config = self._config.model_copy(update={"backbone": backbone})
+        return self._backbone(config, time.process_time).replica_steps(mixes)
 
     def hold_backbone(self, mix: Mix) -> float:
         """Make steps of the backbone this process's share of a device; returns the seconds of one."""
@@ -161,10 +165,10 @@ class Profiler:
         """Measure decoder layer, head, connector and optimizer over ``mixes[mix][length]``; collective."""
         return self._backbone(self._config).measure(mixes)
 
-    def _backbone(self, config: RunConfig) -> BackboneProfiler:
+    def _backbone(self, config: RunConfig, now_s: Callable[[], float] | None = None) -> BackboneProfiler:
         torch.set_num_threads(config.backbone.num_threads)
         depth = self._family.text_config.num_hidden_layers
-        return BackboneProfiler(config, self._family.shallow(num_layers_of(config, depth)), self._group)
+        return BackboneProfiler(config, self._family.shallow(num_layers_of(config, depth)), self._group, now_s)
 
     def encoder(self, name: str, refs: Sequence[SampleRef]) -> EncoderTimes:
         """Measure an encoder over the image sizes of these samples. Raises DataError if no image can be read."""

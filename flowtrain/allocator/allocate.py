@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from flowtrain.allocator.allocation import Allocation, Alternative, ModuleAllocation, SplitPoint, Timings
@@ -16,13 +16,24 @@ from flowtrain.allocator.program.milp import Solution, solve
 from flowtrain.allocator.program.rivals import rivals
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.program.splits import Split, best_splits, production_curve
-from flowtrain.allocator.request import Key, Memos, Request, SurrogateFactory, enumerate_all, flow_problem, fronts_of
+from flowtrain.allocator.request import (
+    Key,
+    Memos,
+    Rated,
+    Request,
+    SurrogateFactory,
+    enumerate_all,
+    flow_problem,
+    rated_of,
+)
 from flowtrain.allocator.sharing import can_share, shared_choice, shared_rate
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate, blocked_share, starved_share
 from flowtrain.config.allocator import AllocationMethod
 
 NUM_ALTERNATIVES = 3
 NUM_CHOICES = 20
+WORTH_RATING = 0.6
+"""Share of the best rate by means from which on a choice may be the best with uneven batches."""
 _SAME = 1e-6
 
 
@@ -42,7 +53,8 @@ def allocate(
     started = time.perf_counter()
     enumerations = enumerate_all(request, memos)
     enumerated = time.perf_counter()
-    fronts = fronts_of(request, enumerations, surrogate_for)
+    rated = rated_of(request, enumerations, surrogate_for)
+    fronts = {key: each.front() for key, each in rated.items()}
     predicted = time.perf_counter()
     problem = flow_problem(request, fronts)
     shared = can_share(request, problem)
@@ -84,7 +96,9 @@ def allocate(
         split_curve=tuple(_point(split) for split in splits),
         production_curve=production_curve(problem),
         solver=solution.solver,
-        choices=(solution.choice,) if shared or method != "milp" else _best_choices(solution, splits or others),
+        choices=(solution.choice,)
+        if shared or method != "milp"
+        else _best_choices(solution, [*(splits or others), *_varied_splits(request, problem, rated)]),
         timings=timings,
         shared=shared,
         method=method,
@@ -165,12 +179,29 @@ def _alternatives(solution: Solution, splits: Sequence[Split], several: bool) ->
     )
 
 
+def _varied_splits(request: Request, problem: FlowProblem, rated: Mapping[Key, Rated]) -> Iterator[Split]:
+    """The best split for each size of the backbone's replicas: few large ones pack more evenly than many small ones.
+
+    Empty with several types of devices.
+    """
+    if len(request.cluster.device_types) > 1:
+        return
+    (device_type,) = request.cluster.device_types
+    for size in (1 << exponent for exponent in range(device_type.count.bit_length())):
+        splits = best_splits(replace(problem, consumer=rated[BACKBONE, device_type.name].front(size)))
+        if splits:
+            yield replace(min(splits, key=_order), is_varied=True)
+
+
+def _order(split: Split) -> tuple[float, float, int]:
+    return -split.levels.rate, split.levels.imbalance, split.levels.devices
+
+
 def _best_choices(solution: Solution, splits: Sequence[Split]) -> tuple[Choice, ...]:
-    """The optimum, and the best splits with other configurations of the backbone."""
-    order = sorted(splits, key=lambda split: (-split.levels.rate, split.levels.imbalance, split.levels.devices))
+    """The optimum, and other splits that may be as good with uneven batches, which may also need more encoders."""
+    worth = [split for split in splits if split.levels.rate >= WORTH_RATING * solution.levels.rate]
     found = [solution.choice]
-    # Uneven batches may need more encoders than mean ones do.
-    for split in order:
+    for split in sorted(worth, key=lambda split: (not split.is_varied, *_order(split))):
         found += [each for each in (split.choice, split.fullest) if each is not None and each not in found]
     return tuple(found[:NUM_CHOICES])
 

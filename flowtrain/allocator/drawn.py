@@ -17,7 +17,7 @@ from flowtrain.allocator.drawn_flow import DrawnStep, EncodedStep, finishes
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
-from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_slots
+from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_s
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.profiled_times import CPU
 
@@ -92,8 +92,8 @@ class _Microbatches:
             return cls._monolithic(request, surrogate, candidate, packed, columns, tokens, num_microbatches)
         held = surrogate.traffic.parameters(columns)
         each = surrogate.slot_times(columns, tokens, surrogate.stage_s(columns, tokens), held)
-        fill = fill_slots(columns.pp, num_microbatches, surrogate.chunks) * each.total
-        return cls(columns, held, each, surrogate.mean_stage_s(columns, tokens), fill)
+        mean = surrogate.mean_stage_s(columns, tokens)
+        return cls(columns, held, each, mean, fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean))
 
     @classmethod
     def _monolithic(
@@ -112,12 +112,10 @@ class _Microbatches:
         encoder = packed.sums(images_s).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
         stages = loads.stage_s(encoder, *parts) + surrogate.chunks * times.microbatch_s()
-        slowest, whole = stages.max(axis=0), stages.sum(axis=0)
-        held = monolithic.held(request, columns, loads)
-        each = surrogate.slot_times(columns, tokens, slowest, held)
-        moving = each.transfers + each.offloading
-        fill = monolithic.fill_s(request, columns, place, num_microbatches, slowest, whole, moving, encoder)
-        return cls(columns, held, each, whole / degrees.pp, fill)
+        held, mean = monolithic.held(request, columns, loads), stages.mean(axis=0)
+        each = surrogate.slot_times(columns, tokens, stages.max(axis=0), held)
+        fill = fill_s(columns.pp, num_microbatches, surrogate.chunks, each, mean)
+        return cls(columns, held, each, mean, fill + monolithic.own_fill_s(request, columns, place, encoder))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,7 @@ _WHOLE = 1024
 """A batch of up to so many samples is packed as a whole."""
 _PART = 512
 """Samples of each part of a larger batch: the packer's time grows faster than the batch."""
-_PACKED = 4096
+_PACKED = 2048
 """Samples of all parts together."""
 
 
@@ -48,7 +48,8 @@ class PackedBatches:
 
     def sums(self, values: FloatArray | IntArray) -> FloatArray:
         """Return the sum of a column ``[S]`` over each microbatch, ``[num_slots, dp]``."""
-        sums = np.bincount(self.places, values[self.samples], self.num_slots * self.dp)
+        weights = values[self.samples].astype(np.float64)
+        sums: FloatArray = np.bincount(self.places, weights, self.num_slots * self.dp).astype(np.float64)
         return sums.reshape(self.num_slots, self.dp)
 
 
@@ -91,7 +92,9 @@ class DrawnBatches:
         num_parts = max(1, min(dp // part_dp, _PACKED // part_size))
         ranks = num_parts * part_dp
         rules = PackingRules(workload.microbatch_tokens, cost, part_dp)
-        samples, places, num_slots = [], [], []
+        samples: list[IntArray] = []
+        places: list[IntArray] = []
+        num_slots: list[int] = []
         for batch in self.batches:
             parts = [batch] if part_dp == dp else _parts(batch, workload.lengths, part_size, num_parts)
             slots, ordered, where = self._lay_out(workload, parts, rules)

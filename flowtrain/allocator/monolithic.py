@@ -128,37 +128,21 @@ def step_s(request: Request, surrogate: Surrogate, columns: CandidateColumns, pl
     parts = times.layer_s(tokens, tp), times.connector_s(tokens, tp), times.head_s(tokens, tp)
     calls = request.slices.chunks * times.microbatch_s()
     stages = loads.stage_s(encoder, *parts) + calls
-    slowest, whole = stages.max(axis=0), stages.sum(axis=0)
-    step = surrogate.step_of(columns, num_microbatches, tokens, slowest, held(request, columns, loads))
-    moving = (step.transfers + step.offloading) / num_microbatches
-    fill = fill_s(request, columns, place, num_microbatches, slowest, whole, moving, encoder)
-    return step.total - step.fill + fill
+    step = surrogate.step_of(
+        columns, num_microbatches, tokens, stages.max(axis=0), stages.mean(axis=0), held(request, columns, loads)
+    )
+    return step.total + own_fill_s(request, columns, place, encoder)
 
 
-def fill_s(
-    request: Request,
-    columns: CandidateColumns,
-    place: EncoderPlace,
-    num_microbatches: FloatArray,
-    slowest: FloatArray,
-    whole: FloatArray,
-    moving: FloatArray,
-    encoder: FloatArray,
-) -> FloatArray:
-    """Return seconds of a step in which the pipeline fills and drains; all arrays are ``[C]``, all columns have one pp.
+def own_fill_s(request: Request, columns: CandidateColumns, place: EncoderPlace, encoder: FloatArray) -> FloatArray:
+    """Return seconds of a step's fill beside ``surrogate.fill_s``, ``[C]``.
 
-    A rank waits for the others, which need not be as slow as the slowest. Of a mean microbatch: slowest, whole: seconds
-    on the slowest rank and on all together; moving: of transfers and offloading; encoder: on all ranks.
+    An encoder in stages of its own is a pass over the ranks that chunks of the backbone do not shorten. encoder:
+    seconds of a microbatch's images on all ranks together.
     """
-    pp, chunks = int(columns.pp[0]), request.slices.chunks
-    if pp == 1:
+    if place != "own":
         return np.zeros(len(columns))
-    slots = fill_slots(columns.pp, num_microbatches, chunks)
-    fill = slots / (pp - 1) * (whole - slowest) + slots * moving
-    if place == "own" and chunks > 1:
-        # The encoder's stages are a pass of their own, which chunks of the backbone do not shorten.
-        fill = fill + (pp - 1) * (1.0 - 1.0 / chunks) * encoder / pp
-    return fill
+    return (columns.pp - 1) * (1.0 - 1.0 / request.slices.chunks) * encoder / columns.pp
 
 
 def held(request: Request, columns: CandidateColumns, loads: RankLoads) -> StageParameters:

@@ -22,7 +22,7 @@ from flowtrain.allocator.shards import num_shards
 from flowtrain.allocator.slices import ONE_EACH, Slices
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.flops import IntArray
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.training_setup import ReductionName, TrainingSetup
@@ -233,34 +233,51 @@ def flow_problem(request: Request, fronts: Mapping[Key, tuple[Candidate, ...]]) 
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rated:
+    """Feasible configurations of one module over all settings, with their rates."""
+
+    every: tuple[CandidateColumns, ...]
+    """For each of the settings; none is empty."""
+    rates: FloatArray
+    """Samples/s of all, one after the other; ``[N]``."""
+
+    def front(self, replica_size: int | None = None) -> tuple[Candidate, ...]:
+        """Return the configurations worth choosing; replica_size: of those with so many devices a replica.
+
+        Ties: the smallest pp, then the smallest tp, then the settings that come first.
+        """
+        if not self.every:
+            return ()
+        dp, pp, tp = (np.concatenate([getattr(each, name) for each in self.every]) for name in ("dp", "pp", "tp"))
+        among = np.arange(len(dp)) if replica_size is None else np.flatnonzero(pp * tp == replica_size)
+        dp, pp, tp = dp[among], pp[among], tp[among]
+        starts = np.cumsum([0, *map(len, self.every)])
+        chosen = among[pareto_front(dp * pp * tp, self.rates[among], pp, tp)]
+        which = np.searchsorted(starts, chosen, side="right") - 1
+        pairs = zip(which.tolist(), chosen.tolist(), strict=True)
+        return tuple(self.every[at].candidate(index - int(starts[at]), float(self.rates[index])) for at, index in pairs)
+
+
+def rated_of(
+    request: Request, enumerations: Mapping[Key, Enumeration], surrogate_for: SurrogateFactory
+) -> dict[Key, Rated]:
+    """Return the rates of every module's configurations."""
+    decided = surrogate_for(request.decided())
+
+    def rated(every: Sequence[CandidateColumns]) -> Rated:
+        rates = []
+        for columns in every:
+            settings = columns.settings
+            surrogate = decided if settings is None else surrogate_for(request.with_settings(settings))
+            rates.append(surrogate.rates(columns))
+        return Rated(tuple(every), np.concatenate([np.zeros(0), *rates]))
+
+    return {key: rated([columns for columns in found.every if len(columns)]) for key, found in enumerations.items()}
+
+
 def fronts_of(
     request: Request, enumerations: Mapping[Key, Enumeration], surrogate_for: SurrogateFactory
 ) -> dict[Key, tuple[Candidate, ...]]:
     """Return the configurations worth choosing of every module, over all settings."""
-    decided = surrogate_for(request.decided())
-
-    def surrogate_of(columns: CandidateColumns) -> Surrogate:
-        return decided if columns.settings is None else surrogate_for(request.with_settings(columns.settings))
-
-    return {key: front(found.every, surrogate_of) for key, found in enumerations.items()}
-
-
-def front(
-    every: Sequence[CandidateColumns], surrogate_of: Callable[[CandidateColumns], Surrogate]
-) -> tuple[Candidate, ...]:
-    """Return the configurations worth choosing, with their rates.
-
-    Ties: the smallest pp, then the smallest tp, then the settings that come first.
-    """
-    every = [columns for columns in every if len(columns)]
-    if not every:
-        return ()
-    rates = np.concatenate([surrogate_of(columns).rates(columns) for columns in every])
-    devices, pp, tp = (
-        np.concatenate([getattr(columns, name) for columns in every]) for name in ("devices", "pp", "tp")
-    )
-    starts = np.cumsum([0, *map(len, every)])
-    chosen = pareto_front(devices, rates, pp, tp)
-    which = np.searchsorted(starts, chosen, side="right") - 1
-    pairs = zip(which.tolist(), chosen.tolist(), strict=True)
-    return tuple(every[at].candidate(index - int(starts[at]), float(rates[index])) for at, index in pairs)
+    return {key: each.front() for key, each in rated_of(request, enumerations, surrogate_for).items()}

@@ -40,7 +40,7 @@ class StepTime:
     gathering: FloatArray
     """Gathers of parameters, without the part that overlaps with computing."""
     fill: FloatArray
-    """Idle time while the pipeline fills and drains (``fill_slots``)."""
+    """Idle time while the pipeline fills and drains (``fill_s``)."""
     offloading: FloatArray
     """Copies of activations to the host and back, without the part that overlaps with computing."""
     reducing: FloatArray
@@ -49,6 +49,8 @@ class StepTime:
     """Clipping and update."""
     num_microbatches: IntArray
     """Microbatches of a DP replica (a count, not seconds)."""
+    mean_computing: FloatArray
+    """As ``computing``, but of a mean stage; no part of ``total``."""
 
     @property
     def total(self) -> FloatArray:
@@ -131,7 +133,7 @@ class Surrogate:
         """Return the times of a step of each backbone configuration."""
         num_microbatches = self._workload.num_microbatches(columns.dp).astype(np.float64)
         tokens = self._workload.fullest_tokens(columns.dp) / num_microbatches
-        return self.step_of(columns, num_microbatches, tokens, self.stage_s(columns, tokens))
+        return self.step_of(columns, num_microbatches, tokens, *self._stages_s(columns, tokens))
 
     def step_of(
         self,
@@ -139,9 +141,13 @@ class Surrogate:
         num_microbatches: FloatArray,
         tokens: FloatArray,
         stage: FloatArray,
+        mean: FloatArray,
         held: StageParameters | None = None,
     ) -> StepTime:
-        """Return the times of a step of equal microbatches; arguments as in ``slot_times``, all arrays are ``[C]``."""
+        """Return the times of a step of equal microbatches; all arrays are ``[C]``.
+
+        Arguments are as in ``slot_times``. mean: as ``stage``, of a mean pipeline rank.
+        """
         held = self.traffic.parameters(columns) if held is None else held
         slot = self.slot_times(columns, tokens, stage, held)
         once = self.traffic.gathering_once_s(columns, stage, held)
@@ -150,10 +156,11 @@ class Surrogate:
             transfers=num_microbatches * slot.transfers,
             gathering=num_microbatches * slot.gathering + once,
             offloading=num_microbatches * slot.offloading,
-            fill=fill_slots(columns.pp, num_microbatches, self.chunks) * slot.total,
+            fill=fill_s(columns.pp, num_microbatches, self.chunks, slot, mean),
             reducing=self.traffic.reducing_s(columns, stage, num_microbatches, held),
             optimizer=self.optimizer_s(columns, held),
             num_microbatches=num_microbatches.astype(np.int64),
+            mean_computing=num_microbatches * mean,
         )
 
     def slot_times(
@@ -225,14 +232,28 @@ class Surrogate:
         peak = candidate.devices * self._cluster[candidate.device_type].flops
         return per_sample * candidate.rate / peak
 
+    def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
+        """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
+        return self._stages_s(columns, tokens)[0]
+
     def mean_stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
         """Return seconds of forward and backward of one microbatch on a mean pipeline rank, ``[C]``."""
-        times, depth, mean = self.times[columns.device_type], self._model.backbone.num_layers, np.empty(len(columns))
+        return self._stages_s(columns, tokens)[1]
+
+    def _stages_s(self, columns: CandidateColumns, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+        times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
+        depth = self._model.backbone.num_layers
+        slowest, mean = np.empty(len(columns)), np.empty(len(columns))
         for tp in np.unique(columns.tp).tolist():
             at = columns.tp == tp
-            ends = times.connector_s(tokens[at], tp) + times.head_s(tokens[at], tp)
-            mean[at] = (depth * times.layer_s(tokens[at], tp) + ends) / columns.pp[at]
-        return mean + self.chunks * times.microbatch_s()
+            layer = times.layer_s(tokens[at], tp)
+            connector, head = times.connector_s(tokens[at], tp), times.head_s(tokens[at], tp)
+            ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
+            alone = depth * layer + connector + head
+            slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
+            mean[at] = alone / columns.pp[at]
+        calls = self.chunks * times.microbatch_s()
+        return slowest + calls, mean + calls
 
     def busy_s(self, columns: CandidateColumns, step: StepTime) -> FloatArray:
         """Return seconds of a step in which a mean device of the backbone has no time for anything else, ``[C]``.
@@ -240,24 +261,9 @@ class Surrogate:
         A device waits while the pipeline fills and for slower ranks. An accelerator also computes for others during
         transfers, gathers and reductions, but a CPU's cores do these themselves.
         """
-        tokens = self._workload.fullest_tokens(columns.dp) / step.num_microbatches
-        computing = step.num_microbatches * self.mean_stage_s(columns, tokens)
         if self._cluster[columns.device_type].name != CPU:
-            return computing + step.optimizer
-        return step.total - step.fill - step.computing + computing
-
-    def stage_s(self, columns: CandidateColumns, tokens: FloatArray) -> FloatArray:
-        """Return seconds of forward and backward of one microbatch on the slowest pipeline rank, ``[C]``."""
-        times, (first, last, longest, _) = self.times[columns.device_type], self._stages[columns.pp].T
-        slowest = np.empty(len(columns))
-        for tp in np.unique(columns.tp).tolist():
-            at = columns.tp == tp
-            layer = times.layer_s(tokens[at], tp)
-            connector, head = times.connector_s(tokens[at], tp), times.head_s(tokens[at], tp)
-            ends = np.maximum(first[at] * layer + connector, last[at] * layer + head)
-            alone = longest[at] * layer + connector + head
-            slowest[at] = np.where(columns.pp[at] == 1, alone, np.maximum(longest[at] * layer, ends))
-        return slowest + self.chunks * times.microbatch_s()
+            return step.mean_computing + step.optimizer
+        return step.total - step.fill - step.computing + step.mean_computing
 
 
 def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int) -> FloatArray:
@@ -269,6 +275,19 @@ def fill_slots(pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int)
     """
     short = np.maximum(pp - num_microbatches, 0.0)
     return ((pp - 1) + (chunks_per_rank - 1) * short) / chunks_per_rank
+
+
+def fill_s(
+    pp: IntArray, num_microbatches: FloatArray, chunks_per_rank: int, slot: SlotTime, mean: FloatArray
+) -> FloatArray:
+    """Return seconds of a step in which the pipeline fills and drains; all arrays are ``[N]``.
+
+    A rank waits for the others then, which need not be as slow as the slowest. mean: seconds of computing on a mean
+    rank.
+    """
+    others = (pp * mean - slot.computing) / np.maximum(pp - 1, 1)
+    moving = slot.transfers + slot.gathering + slot.offloading
+    return fill_slots(pp, num_microbatches, chunks_per_rank) * (others + moving)
 
 
 def columns_of(candidate: Candidate) -> CandidateColumns:

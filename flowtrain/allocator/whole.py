@@ -16,23 +16,24 @@ from typing import Any
 import numpy as np
 
 from flowtrain.allocator import monolithic
+from flowtrain.allocator.allocate import WORTH_RATING
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.degrees import encoder_degree_faults
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, enumerate_module, memos_of
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
 
 NUM_BEST = 20
 """Candidates of a mode that are rated again by drawn batches."""
-_WORTH_RATING = 0.8
-"""Share of the best rate by formula below which drawn batches are not asked."""
 _MOST_OF_DEGREES = 3
 """Candidates with the same degrees that are rated again."""
+_MOST_OF_SIZE = 5
+"""Candidates with replicas of the same size that are rated again, while there are others."""
 _MOST_CHECKED = 200
 """Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
 _GIB = 2**30
@@ -64,21 +65,26 @@ def whole_candidates(
         each = _SEARCHES[mode](request, surrogate_for, device_type, memos, most)
         found += each.candidates
         lacking.append(each.lacking)
-    found.sort(key=lambda candidate: (-candidate.rate_formula, candidate.devices))
-    found = [each for each in found if each.rate_formula >= _WORTH_RATING * found[0].rate_formula]
-    return Found(tuple(_varied(found)[:most]), "; ".join(filter(None, lacking)) if not found else "")
+    found.sort(key=_by_rate)
+    found = [each for each in found if each.rate_formula >= WORTH_RATING * found[0].rate_formula]
+    return Found(tuple(_varied(found, most)), "; ".join(filter(None, lacking)) if not found else "")
 
 
-def _varied(candidates: Sequence[ModeCandidate]) -> list[ModeCandidate]:
-    """At most a few settings of the same degrees, so that what packs badly does not leave out all else."""
-    seen: Counter[tuple[str, Degrees]] = Counter()
-    found = []
+def _varied(candidates: Sequence[ModeCandidate], most: int) -> list[ModeCandidate]:
+    """Limit what is alike among the best: few large replicas pack more evenly than many small ones."""
+    alike: Counter[object] = Counter()
+    first, rest = [], []
     for each in candidates:
-        key = each.backbone.device_type, each.backbone.degrees
-        seen[key] += 1
-        if seen[key] <= _MOST_OF_DEGREES:
-            found.append(each)
-    return found
+        degrees, name = each.backbone.degrees, each.backbone.device_type
+        alike[name, degrees] += 1
+        alike[name, degrees.replica_size] += 1
+        if alike[name, degrees] <= _MOST_OF_DEGREES:
+            (first if alike[name, degrees.replica_size] <= _MOST_OF_SIZE else rest).append(each)
+    return sorted([*first, *rest][:most], key=_by_rate)
+
+
+def _by_rate(candidate: ModeCandidate) -> tuple[float, int]:
+    return -candidate.rate_formula, candidate.devices
 
 
 def slowdown_of(request: Request, surrogate: Surrogate, device_type: str) -> tuple[float, bool]:
@@ -204,16 +210,19 @@ class _MonolithicSearch:
 
     def best(self, most: int) -> Iterator[ModeCandidate]:
         """Yield the fastest that fit."""
-        seen, same, num_found, num_checked, least = set(), Counter[Degrees](), 0, 0, 0.0
+        seen, same, num_found, num_checked, least = set(), Counter[object](), 0, 0, 0.0
         while self._queue and num_found < most and num_checked < _MOST_CHECKED:
             negative, _, entry = heapq.heappop(self._queue)
             if -negative < least:
                 return
             if not isinstance(entry, ModeCandidate):
-                self._expand(*entry)
+                columns, group = entry
+                if same[int(columns.pp[group[0]] * columns.tp[group[0]])] < _MOST_OF_SIZE:
+                    self._expand(columns, group)
                 continue
             key = replace(entry.backbone, rate=0.0), entry.encoder_layers
-            if key in seen or same[entry.backbone.degrees] == _MOST_OF_DEGREES:
+            degrees = entry.backbone.degrees
+            if key in seen or same[degrees] == _MOST_OF_DEGREES or same[degrees.replica_size] == _MOST_OF_SIZE:
                 continue
             seen.add(key)
             num_checked += 1
@@ -221,8 +230,9 @@ class _MonolithicSearch:
             peak = monolithic.memory(self._request.of(entry.backbone), entry.backbone, entry.encoder_layers).peak
             if peak <= self._memory_nbytes:
                 num_found += 1
-                same[entry.backbone.degrees] += 1
-                least = max(least, _WORTH_RATING * -negative)
+                same[degrees] += 1
+                same[degrees.replica_size] += 1
+                least = max(least, WORTH_RATING * -negative)
                 yield replace(entry, peak_nbytes=peak)
             elif self.least_peak is None or peak < self.least_peak:
                 self.least_peak = peak
@@ -259,13 +269,24 @@ class _MonolithicSearch:
 
 
 def _fastest(columns: CandidateColumns, seconds: FloatArray, most: int) -> list[int]:
-    """Indices of the fastest; ties: the fewest devices, then the smallest pp."""
-    if len(seconds) > most:
-        near = np.flatnonzero(seconds <= np.partition(seconds, most - 1)[most - 1])
-    else:
-        near = np.arange(len(seconds))
-    order = np.lexsort((columns.pp[near], columns.devices[near], seconds[near]))[:most]
-    found: list[int] = near[order].tolist()
+    """Indices of the fastest, and of the fastest of each (tp, pp) that is not far slower; at most twice ``most``.
+
+    Ties: the fewest devices, then the smallest pp.
+    """
+    order = _first(columns, seconds, np.arange(len(seconds)), most)
+    starts = np.flatnonzero(np.diff(columns.tp, prepend=-1) | np.diff(columns.pp, prepend=-1))
+    runs = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(seconds)))
+    best = np.minimum.reduceat(seconds, starts)[runs]
+    of_shapes = np.flatnonzero((seconds <= best) & (seconds * WORTH_RATING <= seconds.min()))
+    return list(dict.fromkeys([*order, *_first(columns, seconds, of_shapes, most)]))
+
+
+def _first(columns: CandidateColumns, seconds: FloatArray, index: IntArray, most: int) -> list[int]:
+    """The fastest of some."""
+    if len(index) > most:
+        index = index[seconds[index] <= np.partition(seconds[index], most - 1)[most - 1]]
+    order = np.lexsort((columns.pp[index], columns.devices[index], seconds[index]))[:most]
+    found: list[int] = index[order].tolist()
     return found
 
 

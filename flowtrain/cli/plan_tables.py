@@ -179,6 +179,9 @@ def _assumption_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{report.budget.usable:.0%} of the memory for a process; activation checkpointing "
         f"{setup.checkpointing_text}, attention {setup.attention}, {_sharded(report)}, {setup.optimizer}",
     )
+    chosen = report.winner.settings
+    if report.profile is not None and chosen is not None:
+        yield "", f"microbatches of up to {report.profile.most_tokens:,} tokens, which the profile reaches"
     if any(rating.mode == "colocated" for rating in report.comparison.ratings):
         factor, is_measured = report.interference
         known = "measured" if is_measured else "assumed, not measured"

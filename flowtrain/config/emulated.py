@@ -19,8 +19,6 @@ class EmulatedConfig(ConfigModel):
 
     device: str = "h200"
     """A device of the table (``flowtrain plan --device``). Modules with an ``accelerator_type`` have that one."""
-    devices: int | None = Field(None, ge=1)
-    """How many there are, for ``mode: auto``; None: as many as the configured degrees take."""
     devices_per_node: int = Field(8, ge=1)
     time_scale: float = Field(1.0, gt=0)
     """Factor of all waits. Above 1 a small machine keeps up with many devices; metrics are in the devices' time."""

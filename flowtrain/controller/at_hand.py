@@ -11,14 +11,12 @@ from typing import Any
 import ray
 import torch
 
-from flowtrain.allocator.plan import fixed_plan
-from flowtrain.config.emulated import EmulatedConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.cluster import ACCELERATOR_TYPE
 from flowtrain.controller.planning.devices import SizedType
 from flowtrain.controller.planning.mode_plan import cpus_of_a_device
 from flowtrain.costs.profiled_times import CPU
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.device import device_name
 
 UNKNOWN_TYPE = "an accelerator of unknown type"
@@ -49,17 +47,20 @@ class DevicesAtHand:
         return replace(self, sized=(replace(only, count=count, per_node=min(only.per_node, count)),))
 
 
-def of_cluster(config: RunConfig) -> DevicesAtHand:
-    """Return the devices of the cluster that this process is connected to; without accelerators its CPUs count."""
+def of_cluster(config: RunConfig, count: int | None = None) -> DevicesAtHand:
+    """Return the devices of the cluster that this process is connected to; without accelerators its CPUs count.
+
+    count: at most so many; None: all. Raises ConfigError if there are fewer.
+    """
+    if config.emulation is not None:
+        return emulated(config, count)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     where = "the Ray cluster" if os.environ.get("RAY_ADDRESS") else "this machine"
-    return DevicesAtHand(by_type(nodes, config), where)
+    return DevicesAtHand(by_type(nodes, config), where).only(count)
 
 
 def by_type(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[SizedType, ...]:
     """Return the devices of nodes with these resources, as Ray counts them. Pure."""
-    if config.emulation is not None:
-        return (_emulated(config, config.emulation),)
     on_nodes: dict[str, list[int]] = {}
     if config.model.device != "cpu":
         for node in nodes:
@@ -73,23 +74,29 @@ def by_type(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[Size
     return tuple(SizedType(name, sum(counts), min(counts)) for name, counts in on_nodes.items() if counts)
 
 
-def _emulated(config: RunConfig, emulation: EmulatedConfig) -> SizedType:
-    """The emulated devices; no cluster has them."""
-    count = emulation.devices
+def emulated(config: RunConfig, count: int | None) -> DevicesAtHand:
+    """Return ``count`` emulated devices, of which there are as many as one likes; ConfigError for None."""
+    assert config.emulation is not None
     if count is None:
-        plan = fixed_plan(config)
-        encoders = plan.encoders.values() if plan.mode != "colocated" else ()
-        count = plan.backbone.num_actors + sum(module.num_actors for module in encoders)
-    return SizedType(emulation.device, count, min(count, emulation.devices_per_node))
+        text = (
+            "model.device ('emulated') has as many devices as are asked for, so mode 'auto' needs their number: give "
+            "--devices, or set the mode"
+        )
+        raise ConfigError.of("model.device", FaultCode.CONFLICT, text)
+    per_node = min(count, config.emulation.devices_per_node)
+    return DevicesAtHand((SizedType(config.emulation.device, count, per_node),), "an emulated cluster")
 
 
-def of_machine(config: RunConfig) -> DevicesAtHand:
-    """Return this machine's devices, without a cluster."""
+def of_machine(config: RunConfig, count: int | None = None) -> DevicesAtHand:
+    """Return this machine's devices, without a cluster; as ``of_cluster``."""
+    if config.emulation is not None:
+        return emulated(config, count)
     resources: dict[str, float] = {"CPU": os.cpu_count() or 1}
-    if config.model.device != "auto" or not torch.accelerator.is_available():
-        return DevicesAtHand(by_type([resources], config), "this machine")
+    if config.model.device == "cpu" or not torch.accelerator.is_available():
+        return DevicesAtHand(by_type([resources], config), "this machine").only(count)
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     every = (torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
     counts = Counter(device_name(device) for device in every)
-    return DevicesAtHand(tuple(SizedType(name, count, count) for name, count in counts.items()), "this machine")
+    sized = tuple(SizedType(name, number, number) for name, number in counts.items())
+    return DevicesAtHand(sized, "this machine").only(count)

@@ -30,13 +30,13 @@ def planned_on_cluster(config: RunConfig, devices: int | None = None) -> Iterato
             display.phase("connecting to Ray, or starting it")
             stack.enter_context(cluster.connected(config))
             display.phase("planning, since mode is auto")
-            report = _plan_for(config, at_hand.of_cluster(config).only(devices), profile)
+            report = _plan_for(config, at_hand.of_cluster(config, devices), profile)
         yield report
 
 
 def planned_here(config: RunConfig, devices: int | None = None) -> PlanReport:
     """Plan for this machine's devices, without a cluster; arguments and errors as in ``planned_on_cluster``."""
-    return _plan_for(config, at_hand.of_machine(config).only(devices), configured_profile(config))
+    return _plan_for(config, at_hand.of_machine(config, devices), configured_profile(config))
 
 
 def _plan_for(config: RunConfig, devices: DevicesAtHand, profile: Profile | None) -> PlanReport:

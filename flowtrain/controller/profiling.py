@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from flowtrain.allocator.choices import backbone_choices
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
@@ -39,6 +40,7 @@ from flowtrain.costs.profile_together import (
     Sharded,
     replica_costs,
 )
+from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
@@ -96,18 +98,19 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
             "model.device ('emulated') has nothing to measure: emulated devices wait for times that are given; set it "
             "to 'auto' or 'cpu'",
         )
-    config = modules_apart(config)
+    asked, config = config, modules_apart(config)
     # This machine's load, before anything runs; a cluster's devices may be on other machines.
     load_average = None if os.environ.get("RAY_ADDRESS") else os.getloadavg()[0]
     clock = _Clock(progress)
     with clock("the data's sizes"):
         run_spec = prepare(config, check_pool=False)
         samples = planned_samples(run_spec)
-        mixes = packed_mixes(workload_of(config, samples))
+        workload = workload_of(config, samples)
     with cluster.connected(config):
         kind, there = _devices(config)
         count = _count(num_devices, there, kind)
-        found = _Measured(config, kind, there, mixes, clock)
+        lengths = packed_lengths(workload.microbatch_tokens, _most_tokens(asked, run_spec, workload, kind))
+        found = _Measured(config, kind, there, lengths, packed_mixes(workload, lengths), clock)
         refs = {name: _refs(samples, name) for name in config.encoders}
         found.side_by_side(count, refs)
         found.together(count, refs)
@@ -115,6 +118,17 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
             found.group(tp)
     profile = found.profile(run_spec)
     return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
+
+
+def _most_tokens(config: RunConfig, run_spec: RunSpec, workload: Workload, kind: str) -> int:
+    """Tokens of the largest microbatch that a plan of this configuration may choose; 0 on accelerators.
+
+    There its activations might not fit the memory, with the recomputation that is configured.
+    """
+    if kind != "CPU":
+        return 0
+    choices = backbone_choices(config, run_spec.model_spec.backbone, workload, on_cpu=True)
+    return max((each.microbatch_tokens for each in choices), default=0)
 
 
 def modules_apart(config: RunConfig) -> RunConfig:
@@ -132,10 +146,16 @@ class _Measured:
     """What actors report, and the profile built from it."""
 
     def __init__(
-        self, config: RunConfig, kind: str, devices_per_node: int, mixes: tuple[tuple[Mix, ...], ...], clock: _Clock
+        self,
+        config: RunConfig,
+        kind: str,
+        devices_per_node: int,
+        lengths: tuple[int, ...],
+        mixes: tuple[tuple[Mix, ...], ...],
+        clock: _Clock,
     ) -> None:
         self._config, self._per_node, self._profilers = config, devices_per_node, Profilers(config, kind)
-        self._mixes, self._clock = mixes, clock
+        self._lengths, self._mixes, self._clock = lengths, mixes, clock
         self._on_cpu = kind == "CPU"
         self._devices: list[DeviceReport] = []
         self._backbones: dict[int, BackboneTimes] = {}
@@ -188,7 +208,7 @@ class _Measured:
 
     def profile(self, run_spec: RunSpec) -> Profile:
         """Put everything together."""
-        tokens = packed_lengths(self._config.scheduler.microbatch_tokens)
+        tokens = self._lengths
         alone = self._backbones[1]
         return Profile(
             device=self._devices[0].name,

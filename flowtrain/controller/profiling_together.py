@@ -8,6 +8,7 @@ from typing import get_args
 from ray.actor import ActorHandle
 
 from flowtrain.controller.profiling_actors import Profilers
+from flowtrain.controller.profiling_means import mean_steps
 from flowtrain.costs.profile_shapes import Mix
 from flowtrain.costs.profile_together import Interference, Sharded, interference_factor
 from flowtrain.training.mesh import LOOPBACK
@@ -16,7 +17,7 @@ from flowtrain.types.profile import ReplicaSteps
 from flowtrain.types.samples import SampleRef
 
 ROUNDS = 5
-WINDOW_S, PIECES = 0.4, 2.5
+WINDOW_S, PIECES = 1.0, 3.0
 """A process works alone for at least so long and so many times, and with the other twice as long."""
 _LEAD_S = 0.05
 """From the order to work until all begin."""
@@ -60,5 +61,5 @@ def measure_replicas(profilers: Profilers, mixes: Sequence[Mix]) -> tuple[float,
         if profilers.kind == "CPU":
             for sharding in get_args(Sharded):
                 steps = profilers.measured([actor.replica_steps.remote(mixes, sharding) for actor in actors])
-                found[sharding] = steps[0]  # ranks wait for each other, so both take the same time
+                found[sharding] = mean_steps(steps)
     return min(report.link or 0.0 for report in reports), found

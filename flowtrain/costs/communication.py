@@ -28,19 +28,19 @@ class TensorCommunication:
         setup: TrainingSetup,
         link_efficiency: float,
     ) -> None:
-        self._model, self._workload, self._setup = model, workload, setup
+        self._model, self._workload, self.setup = model, workload, setup
         self._bandwidth = device_type.links.node * link_efficiency
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds of one decoder layer, ``[N]``."""
-        num_reduces = 4.0 + 2.0 * recomputed_share(self._setup)
-        if self._setup.sequence_parallel:
-            num_reduces += 2.0 * _GATHER * self._setup.share_of_layers("selective")
+        num_reduces = 4.0 + 2.0 * recomputed_share(self.setup)
+        if self.setup.sequence_parallel:
+            num_reduces += 2.0 * _GATHER * self.setup.share_of_layers("selective")
         return self._factor(tp) * num_reduces * self._model.backbone.hidden_size * num_tokens
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds for the gradient of the hidden states that carry loss, ``[N]``."""
-        reduced = self._workload.target_share + (_GATHER if self._setup.sequence_parallel else 0.0)
+        reduced = self._workload.target_share + (_GATHER if self.setup.sequence_parallel else 0.0)
         return self._factor(tp) * reduced * self._model.backbone.hidden_size * num_tokens
 
     def images_s(self, encoder: str, tp: int) -> FloatArray:
@@ -50,7 +50,7 @@ class TensorCommunication:
 
     def _factor(self, tp: int) -> float:
         """Seconds per reduced number: a ring moves nearly all data twice."""
-        return self._setup.dtype_nbytes * 2.0 * (tp - 1) / tp / self._bandwidth
+        return self.setup.dtype_nbytes * 2.0 * (tp - 1) / tp / self._bandwidth
 
 
 def recomputed_share(setup: TrainingSetup) -> float:

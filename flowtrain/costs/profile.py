@@ -190,6 +190,12 @@ class Profile:
             raise ConfigError(f"{self.source}: {'; '.join(differs)}; {MEASURE_AGAIN}")
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest microbatch for which it gives times."""
+        tables = [table for each in (self.layers, self.heads, self.connectors) for table in each.values()]
+        return int(MAX_EXTRAPOLATION * min(table.num_tokens[-1] for table in tables))
+
+    @property
     def device_type(self) -> str:
         """The device's name in plans: its short key, or torch's name."""
         spec = device_spec(self.device)
@@ -235,8 +241,8 @@ def read_profile(path: str | PathLike[str]) -> Profile:
 
 
 def configured_profile(config: RunConfig) -> Profile | None:
-    """Return the profile of ``allocator.profile``; None if the key is not set."""
-    path = config.allocator.profile
+    """Return the profile of ``allocator.profile``, or else of the emulated devices; None if there is none."""
+    path = config.allocator.profile or (config.emulation.profile if config.emulation is not None else None)
     if path is None:
         return None
     try:

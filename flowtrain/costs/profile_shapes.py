@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import PlannedSample
 
@@ -12,14 +14,21 @@ NUM_LENGTHS = 4
 NUM_MIXES = 3
 
 
-def packed_lengths(microbatch_tokens: int) -> tuple[int, ...]:
-    """Return the packed lengths to measure, ascending; the last one is a full microbatch."""
-    return tuple(sorted({max(2, microbatch_tokens * part // NUM_LENGTHS) for part in range(1, NUM_LENGTHS + 1)}))
+def packed_lengths(microbatch_tokens: int, most_tokens: int = 0) -> tuple[int, ...]:
+    """Return the packed lengths to measure, ascending, up to a full microbatch.
+
+    most_tokens: of the largest microbatch that a plan may choose, to which the lengths then go on.
+    """
+    sizes = {microbatch_tokens, max(microbatch_tokens, most_tokens)}
+    return tuple(sorted({max(2, size * part // NUM_LENGTHS) for size in sizes for part in range(1, NUM_LENGTHS + 1)}))
 
 
-def packed_mixes(workload: Workload) -> tuple[tuple[Mix, ...], ...]:
-    """Return microbatches of each of ``packed_lengths``, ``[mix][length]``; mixes start at different samples."""
-    lengths, num_samples = packed_lengths(workload.microbatch_tokens), len(workload.lengths)
+def packed_mixes(workload: Workload, lengths: Sequence[int] = ()) -> tuple[tuple[Mix, ...], ...]:
+    """Return microbatches of each packed length, ``[mix][length]``; mixes start at different samples.
+
+    lengths: by default those of ``packed_lengths``.
+    """
+    num_samples, lengths = len(workload.lengths), lengths or packed_lengths(workload.microbatch_tokens)
     return tuple(
         tuple(packed_mix(workload, num_tokens, mix * num_samples // NUM_MIXES) for num_tokens in lengths)
         for mix in range(NUM_MIXES)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.communication import TensorCommunication, recomputed_share
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
+from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
 
@@ -40,6 +42,7 @@ class ProfileTimes:
         self._profile, self._workload, self._max_batch_patches = profile, workload, max_batch_patches
         self._decode_threads = decode_threads
         self._communication = communication
+        self._passes = _passes(communication.setup) / _passes(_measured_setup(communication.setup, profile.model))
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
             if 1 not in tables:
                 raise ConfigError(f"{profile.source}: {name} has no table for degree 1; {MEASURE_AGAIN}")
@@ -60,7 +63,7 @@ class ProfileTimes:
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return _scaled(self._profile.layers, num_tokens, tp, self._communication.layer_s)
+        return self._passes * _scaled(self._profile.layers, num_tokens, tp, self._communication.layer_s)
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -130,19 +133,36 @@ class ProfileTimes:
         """Mean batches of images in a step; a sample's images stay together."""
         num_batches, room, most = 0, 0, self._max_batch_patches[encoder]
         num_patches, size = self._workload.images[encoder][1], self._workload.global_batch_size
-        for index, patches in enumerate(num_patches.tolist()):
+        num_steps = max(1, len(num_patches) // size)
+        for index in range(num_steps * size):
+            patches = int(num_patches[index % len(num_patches)])
             room = 0 if index % size == 0 else room  # a batch has samples of one step
             if 0 < patches <= room:
                 room -= patches
             elif patches:
                 num_batches, room = num_batches + 1, most - patches
-        return num_batches / max(len(num_patches), 1) * size
+        return num_batches / num_steps
 
     def _patches(self, encoder: str) -> FloatArray:
         """Mean patches per image, for each sample that has images."""
         num_images, num_patches = self._workload.images[encoder]
         at = num_images > 0
         return num_patches[at] / num_images[at]
+
+
+def _passes(setup: TrainingSetup) -> float:
+    """Forwards that a layer's forward, backward and recomputation take; a backward takes two."""
+    return 3.0 + recomputed_share(setup)
+
+
+def _measured_setup(setup: TrainingSetup, model: Mapping[str, Any]) -> TrainingSetup:
+    """The setup with the recomputation that was measured, if the profile tells: a plan may choose another."""
+    words = model.get("activation_checkpointing", setup.activation_checkpointing)
+    return replace(
+        setup,
+        activation_checkpointing=tuple(words) if isinstance(words, list) else words,
+        checkpoint_every=model.get("checkpoint_every", setup.checkpoint_every),
+    )
 
 
 _Reducing = Callable[[FloatArray, int], FloatArray]

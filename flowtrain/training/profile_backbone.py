@@ -63,13 +63,16 @@ class BackboneProfiler:
     first microbatch and reduces with the last, and these costs belong to the step.
     """
 
-    def __init__(self, config: RunConfig, source: ShallowSource, group: BackboneGroup) -> None:
+    def __init__(
+        self, config: RunConfig, source: ShallowSource, group: BackboneGroup, now_s: Callable[[], float] | None = None
+    ) -> None:
+        """now_s: the clock; None: ``clock_of`` the device."""
         config = _with_one_word(config).model_copy(update={"mode": "decoupled", "pipeline": PipelineConfig()})
         self._config, self._source, self._group = config, source, group
         self._trainer = Trainer(config, source, group, num_steps=10**6)
         self._module = self._trainer.model.backbone[0]
         self._layers = self._module.decoder_layers
-        self._now_s = clock_of(group.device, is_alone=group.world_size == 1)
+        self._now_s = now_s if now_s is not None else clock_of(group.device, is_alone=group.world_size == 1)
         self._steps = 0
 
     def measure(self, mixes: Sequence[Sequence[Sequence[PlannedSample]]]) -> BackboneTimes:

@@ -204,6 +204,19 @@ def test_a_monolithic_pipeline_goes_at_the_pace_of_its_slowest_rank() -> None:
     assert rates["first"] <= rates["mixed"] * 1.001, "an indivisible encoder cannot be balanced better"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_groups_of_hybrid_sharding_wait_for_their_own_replicas(seed: int) -> None:
+    asked, found = asked_for(uneven(seed, batch=256), without_links=True), candidate("llm_only", Degrees(16))
+    types = tuple(
+        replace(each, bandwidth=1e30) for each in asked.cluster.device_types
+    )  # so the optimizer takes no time
+    asked = replace(asked, cluster=Cluster(types))
+    hybrid = replace(asked, setup=replace(asked.setup, sharding="hybrid", shard_size=2))
+    joined, apart = rate(asked, found), rate(hybrid, found)
+    assert apart.imbalance == joined.imbalance, "the same microbatches"
+    assert apart.rate > 1.001 * joined.rate
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("place", ["first", "mixed", "own"])

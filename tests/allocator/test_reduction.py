@@ -126,8 +126,9 @@ def test_hybrid_shards_spare_the_network() -> None:
         roofline_surrogate(replace(asked, setup=setup)).step_time(Candidate(BACKBONE, "h200", Degrees(64)))
         for setup in (SETUP, HYBRID)
     )
-    assert full.gathering[0] > 0.0 and hybrid.gathering[0] == 0.0
-    assert hybrid.reducing[0] < full.reducing[0] and hybrid.total[0] < full.total[0]
+    assert 0.0 < 100 * hybrid.gathering[0] < full.gathering[0], "only the first gather has nothing to hide behind"
+    # Groups sum their shards by an all-reduce, which moves up to twice the bytes of the one reduce-scatter.
+    assert hybrid.reducing[0] < 2 * full.reducing[0] and hybrid.total[0] < full.total[0]
 
 
 def test_offloading_takes_the_time_that_the_host_link_needs() -> None:

@@ -91,7 +91,11 @@ def test_the_first_choice_is_the_configured_one_and_a_microbatch_holds_every_sam
             {None, "none", "selective", "full", "offload"},
         ),
         ({"backbone": {"sharding": "hybrid", "hybrid_shard_size": 2}}, "sharding", {None}),
-        ({"pipeline": {"partition": [6]}}, "chunks", {1}),
+        (
+            {"mode": "decoupled", "pipeline": {"partition": [6]}, "allocator": {"choose": ["chunks", "sharding"]}},
+            "chunks",
+            {1},
+        ),
         ({"allocator": {"choose": ["sharding"]}}, "microbatch_tokens", {8192}),
         ({"allocator": {"choose": ["sharding"]}}, "activation_checkpointing", {None}),
         ({"allocator": {"choose": ["chunks"]}}, "sharding", {None}),

@@ -381,3 +381,8 @@ def test_a_csv_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     result = pack(str(bad))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"flowtrain: lengths {bad}, line 2: num_tokens is 'x'")
+
+
+def test_without_a_decided_mode_the_configured_microbatches_are_shown() -> None:
+    found = flowtrain.pack(QUICKSTART, ["mode=auto"], num_steps=2)
+    assert found.steps == flowtrain.pack(QUICKSTART, num_steps=2).steps

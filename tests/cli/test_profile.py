@@ -168,7 +168,7 @@ def test_what_processes_cost_each_other_is_shown_where_it_was_measured(profile: 
     for expected in (
         "1.04 of the time",
         "1.02 to 1.25 in 3 rounds",
-        "25 ms a step and 3 ns",
+        "a step 25 ms and 3 ns a parameter",
         "0.4 ms to feed a sample",
     ):
         assert expected in texts[1] and expected not in texts[0]

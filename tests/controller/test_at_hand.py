@@ -8,7 +8,7 @@ import pytest
 
 from flowtrain import api
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.at_hand import UNKNOWN_TYPE, DevicesAtHand, by_type, of_machine
+from flowtrain.controller.at_hand import UNKNOWN_TYPE, DevicesAtHand, by_type, emulated, of_machine
 from flowtrain.controller.planning.devices import SizedType
 from flowtrain.errors import ConfigError
 
@@ -52,3 +52,10 @@ def test_a_machine_has_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     found = of_machine(config_of("model.device=cpu"))
     assert (found.sized, found.where) == ((SizedType("cpu", 6, 6),), "this machine")
+
+
+def test_of_emulated_devices_there_are_as_many_as_are_asked_for() -> None:
+    config = config_of("model.device=emulated", "emulated.device=h100", "emulated.devices_per_node=4")
+    assert emulated(config, 16).sized == (SizedType("h100", 16, 4),) and emulated(config, 2).sized[0].per_node == 2
+    with pytest.raises(ConfigError, match="mode 'auto' needs their number: give --devices, or set the mode"):
+        emulated(config, None)

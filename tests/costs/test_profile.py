@@ -150,3 +150,26 @@ def test_degrees_that_were_not_measured_come_from_the_nearest_and_the_links() ->
 def test_far_extrapolation_and_missing_tables_are_refused(profile: Profile, changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         times(profile, **changes)
+
+
+def test_another_recomputation_than_the_measured_one_takes_other_time() -> None:
+    data = workload()
+    tokens = np.array([4096.0])
+
+    def layer_s(measured: Any, chosen: Any) -> float:
+        setup = replace(SETUP, activation_checkpointing=chosen)
+        profile = replace(PROFILE, model={**PROFILE.model, "activation_checkpointing": measured})
+        communication = TensorCommunication(DEVICE, MODEL, data, setup, 1.0)
+        return float(ProfileTimes(profile, data, communication, {"vision": 16384}, {"vision": 1}).layer_s(tokens, 1)[0])
+
+    same = layer_s("full", "full")
+    assert layer_s("none", "none") == layer_s("selective", "none") == pytest.approx(same)
+    assert layer_s("none", "full") == pytest.approx(same * 4 / 3)
+    assert layer_s("full", "none") == pytest.approx(same * 3 / 4)
+    assert layer_s(["full", "none"], "full") == pytest.approx(same * 4 / 3.5)
+
+
+def test_a_profile_tells_how_large_a_microbatch_it_reaches() -> None:
+    assert PROFILE.most_tokens == 10240
+    short = replace(PROFILE, heads={1: replace(LENGTHS, num_tokens=(8, 16, 64))})
+    assert short.most_tokens == 80

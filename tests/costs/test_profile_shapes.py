@@ -60,3 +60,8 @@ def test_image_sizes_span_those_that_there_are(patches: list[int]) -> None:
     sizes = image_sizes(patches)
     assert list(sizes) == sorted(set(sizes)) and set(sizes) <= set(patches) and len(sizes) <= 4
     assert not patches or (sizes[0], sizes[-1]) == (min(patches), max(patches))
+
+
+def test_lengths_go_on_to_the_largest_microbatch_that_a_plan_may_choose() -> None:
+    assert packed_lengths(512, 2048) == (128, 256, 384, 512, 1024, 1536, 2048)
+    assert packed_lengths(512, 256) == packed_lengths(512) == (128, 256, 384, 512)

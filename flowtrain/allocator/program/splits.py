@@ -25,6 +25,8 @@ class Split:
     """Samples/s that the producers reach with all devices that the consumer does not use."""
     fullest: Choice | None = None
     """The choice with the producers that reach ``production``; None: not known."""
+    is_varied: bool = False
+    """It is here for variety: the best of its kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

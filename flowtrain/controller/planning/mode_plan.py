@@ -43,6 +43,8 @@ def plan_of(planned: Planned, rating: ModeRating, cluster: Cluster) -> Plan:
         backbone_settings=rating.settings,
         encoder_layers=rating.encoder_layers,
     )
+    if config.emulation is not None:
+        return plan  # actors on emulated devices reserve nothing
     return _on_cpus(plan, config, rating.devices) if on_cpu else _on_devices(plan, config, rating.devices)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.modes import compare_modes
-from flowtrain.allocator.plan import changed_overrides
+from flowtrain.allocator.plan import changed_overrides, configured_settings
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
@@ -78,7 +78,13 @@ class PlanReport:
     @property
     def overrides(self) -> tuple[str, ...]:
         """What the plan changes in the configuration, as a user would write it on the command line."""
-        return changed_overrides(self.plan, self.planned.usual, is_open=self.planned.config.mode == "auto")
+        config = self.planned.config
+        usual = replace(
+            self.planned.usual,
+            backbone_settings=configured_settings(config),
+            encoder_layers=config.pipeline.encoder_layers,
+        )
+        return changed_overrides(self.plan, usual, is_open=config.mode == "auto")
 
     @cached_property
     def pool(self) -> PoolNeed:
@@ -171,7 +177,7 @@ def make_report(
     """
     config, efficiency = planned.config, Efficiency()
     cluster = cluster_of(asked, planned, profile)
-    request = request_of(planned, cluster)
+    request = request_of(planned, cluster, profile)
     surrogate_for = surrogates(config, efficiency, profile)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     comparison = compare_modes(

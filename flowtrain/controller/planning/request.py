@@ -18,9 +18,12 @@ from flowtrain.costs.profiled_times import CPU, ProfileTimes
 from flowtrain.costs.roofline import Efficiency, Roofline
 
 
-def request_of(planned: Planned, cluster: Cluster) -> Request:
-    """Return the request of a plan for these devices."""
+def request_of(planned: Planned, cluster: Cluster, profile: Profile | None) -> Request:
+    """Return the request of a plan for these devices; microbatches that a profile does not reach are no choice."""
     config, on_cpu = planned.config, cluster.device_types[0].name == CPU
+    choices = backbone_choices(config, planned.model.backbone, planned.workload, on_cpu=on_cpu)
+    if profile is not None:
+        choices = tuple(each for each in choices if each.microbatch_tokens <= profile.most_tokens) or choices
     return Request(
         cluster,
         planned.model,
@@ -32,7 +35,7 @@ def request_of(planned: Planned, cluster: Cluster) -> Request:
         planned.whole,
         chooses_reduction=config.backbone.gradient_reduction == "auto"
         or "gradient_reduction" in config.planner_choices,
-        choices=backbone_choices(config, planned.model.backbone, planned.workload, on_cpu=on_cpu),
+        choices=choices,
     )
 
 

@@ -15,9 +15,11 @@ from flowtrain.controller.planning.mode_plan import plan_of
 from flowtrain.controller.planning.nodes import nodes_needed
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.planned_run import planned_run
+from flowtrain.controller.planning.request import request_of
 from flowtrain.costs.cluster import Cluster, DeviceType, Links
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings, Mode
+from tests.profiles import cpu_profile
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
 SETTINGS = BackboneSettings(1024, "full", 2, "gradients")
@@ -117,3 +119,12 @@ def test_nodes_are_counted_once_for_what_shares_devices() -> None:
     assert nodes_needed(EVERY[0], cluster_of(8)) == 1
     assert nodes_needed(rating("colocated", Degrees(8), Degrees(8)), cluster_of(8)) == 2
     assert nodes_needed(rating("decoupled", Degrees(8), Degrees(8)), cluster_of(16)) == 4
+
+
+def test_only_microbatches_that_a_profile_reaches_are_chosen(planned: Planned) -> None:
+    measured = request_of(planned, cluster_of(4), cpu_profile(planned.config))
+    free = request_of(planned, cluster_of(4), None)
+    assert {each.microbatch_tokens for each in measured.choices} <= {512, 640}
+    assert {each.microbatch_tokens for each in free.choices} >= {512, 1024, 2048}
+    configured = replace(planned, config=planned.config.model_copy(update={"mode": "decoupled"}))
+    assert request_of(configured, cluster_of(4), None).choices == ()

@@ -113,7 +113,7 @@ def _grids(workload: Workload, encoder: str, sample: int) -> list[tuple[int, int
 
 
 def grid_of(num_patches: int) -> tuple[int, int]:
-    """Return rows and columns whose product is nearest to a number, at most twice as wide as high."""
+    """Return rows and columns whose product is nearest to a number, and neither of which is far larger."""
     root = math.isqrt(num_patches)
     pairs = [(rows, round(num_patches / rows)) for rows in range(max(1, math.ceil(root / 1.5)), root + 1)]
     return min(pairs, key=lambda pair: (abs(pair[0] * pair[1] - num_patches), pair[1] - pair[0]))

@@ -119,9 +119,8 @@ def main() -> None:
             models=args.models,
             mixes=args.mixes,
         )
-        version = code_version(
-            "traces" if args.traces else "drawn", f"{args.layers} layers {args.encode_patches} patches"
-        )
+        lengths, patches = "traces" if args.traces else "drawn", args.encode_patches or "default"
+        version = code_version(lengths, f"{args.layers}-layers", f"{patches}-patches")
         store = Store(args.directory / RUNS[args.quick], version)
         figures, failed = measure(prepared, store, args)
     if args.report:

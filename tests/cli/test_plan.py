@@ -95,7 +95,7 @@ def test_all_modes_are_in_one_table_and_the_first_one_starts() -> None:
         assert f"\n {each['mode']} " in shown and each["reason"] in text
         if each["rate"] is not None:
             assert f"{each['rate']:.4g}" in text and f"{each['tokens_per_s']:,.0f}" in text
-            assert f"{each['of_best']:.1%}" in text and each["settings"]["microbatch_tokens"] >= 8192
+            assert f"{each['of_best']:.1%}" in text and each["settings"]["microbatch_tokens"] > 0
     rates = [each["rate"] for each in others if each["rate"] is not None and each["mode"] != "llm_only"]
     assert rates == sorted(rates, reverse=True) and all(rate * 0.995 <= winner["rate"] for rate in rates)
     settings = record["plan"]["backbone_settings"]

@@ -1,4 +1,4 @@
-"""Questions to an actor on the same node, over a Unix socket: they take a tenth of the processor time of Ray's calls.
+"""Questions to an actor on the same node, over a Unix socket: they take an eighth of the processor time of Ray's calls.
 
 A question and its answer are packed bytes; a frame is a byte of state, the length and the bytes. As at the sockets of
 the pool, the name is abstract, both ends check that the other is a process of the same user, and the asker presents a

@@ -109,13 +109,15 @@ class RayLink(CoordinatorLink):
             ) from error
 
     def _through_ray(self, packed: bytes) -> bytes:
-        answer: bytes = ray.get(self._coordinator.answer.remote(packed), timeout=ANSWER_MARGIN_S)
+        reference: ray.ObjectRef[bytes] = self._coordinator.answer.remote(packed)
+        answer: bytes = ray.get(reference, timeout=ANSWER_MARGIN_S)
         return answer
 
     def _opened(self) -> Asker | None:
         with self._opening:
             if not self._is_open:
-                offer = ray.get(self._coordinator.offer.remote(self.node_id), timeout=ANSWER_MARGIN_S)
+                reference: ray.ObjectRef[SocketOffer | None] = self._coordinator.offer.remote(self.node_id)
+                offer = ray.get(reference, timeout=ANSWER_MARGIN_S)
                 try:
                     self._asker = Asker(offer, ANSWER_MARGIN_S) if offer is not None else None
                 except OSError as error:  # of one node, but in containers that share no sockets

@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import pickle
+import resource
 import secrets
 import socket
 import struct
@@ -30,6 +31,7 @@ _ANSWERED, _FAILED = 0, 1
 _GREETING_S = 10.0
 """Time for a connection to present the token."""
 _MAX_NBYTES = 1 << 32
+_MAX_FILES = 1 << 16
 
 
 class RemoteTraceback(Exception):
@@ -59,6 +61,7 @@ class QuestionServer:
         """Listen, unless that was done before; returns what an asker needs to connect."""
         async with self._opening:
             if self._offer is None:
+                _allow_connections()
                 offer = SocketOffer(f"flowtrain-{secrets.token_hex(16)}", secrets.token_bytes(TOKEN_NBYTES))
                 self._server = await asyncio.start_unix_server(self._serve, f"\0{offer.name}", backlog=1024)
                 self._offer = offer
@@ -141,6 +144,14 @@ class Asker:
             connection.close()
             raise
         return connection
+
+
+def _allow_connections() -> None:
+    """Raise this process's limit of open files: each thread of each actor on the node is a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _packed_error(error: Exception) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,16 @@ def test_a_length_that_no_question_has_ends_the_connection(offer: SocketOffer) -
         connection.connect(f"\0{offer.name}")
         connection.sendall(offer.token + b"\0" + b"\xff" * 8)
         assert connection.recv(1) == b""
+
+
+def test_every_thread_of_a_node_may_connect(actor: Elsewhere[Actor]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        actor.call(actor.actor.server.open())
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_end_of_the_other_process_ends_a_wait(offer: SocketOffer, actor: Elsewhere[Actor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,9 +55,8 @@ def compare_modes(
     search = _Search(request, surrogate_for, batches, memos_of(request))
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
-    fitting = [each for each in found.values() if isinstance(each, Contestant)]
-    if not fitting:
-        raise search.refusal(found)
+    if all(isinstance(found[mode], str) for mode in _contestants(modes)):
+        raise search.refusal({mode: each for mode, each in found.items() if isinstance(each, str)})
     ratings = tuple(_ratings(request, surrogate_for, search.allocation, modes, found))
     return ModeComparison(ratings, search.allocation, time.perf_counter() - started)
 
@@ -71,7 +70,7 @@ def _ratings(
 ) -> Iterator[ModeRating]:
     """The winner, the others by rate, the bound, those that do not fit."""
     fitting = [each for each in found.values() if isinstance(each, Contestant)]
-    rivals = [each for each in fitting if each.mode != "llm_only"] or fitting
+    rivals = [each for each in fitting if each.mode in _contestants(found)]
     best = max(each.rate for each in rivals)
     winner = min((each for each in rivals if each.rate >= AS_FAST * best), key=lambda each: _simplicity(each.mode))
     others = sorted((each for each in rivals if each is not winner), key=lambda each: (-each.rate, each.mode))
@@ -94,6 +93,11 @@ def _ratings(
             imbalance=each.imbalance,
         )
     yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))
+
+
+def _contestants(modes: Collection[Mode]) -> Collection[Mode]:
+    """The modes that may win."""
+    return [mode for mode in modes if mode != "llm_only"] or modes
 
 
 def _simplicity(mode: Mode) -> int:
@@ -138,11 +142,12 @@ class _Search:
             key=lambda each: (each.candidate.devices, -each.rate),
         )
 
-    def refusal(self, found: dict[Mode, Contestant | str]) -> ConfigError:
-        """Return the error if nothing fits."""
+    def refusal(self, found: dict[Mode, str]) -> ConfigError:
+        """Return the error if nothing fits. found: why, by mode."""
         if self.refused is not None and set(found) <= {*_APART}:
             return self.refused
-        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in _APART]
+        refused = _APART if self.refused is not None else ()
+        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in refused]
         text = "; ".join(([str(self.refused)] if self.refused is not None else []) + reasons)
         return ConfigError(text)
 
@@ -177,7 +182,7 @@ class _Search:
         if candidate.mode in _APART and self.allocation is not None and self.allocation.shared:
             alone = drawn_rate(at, surrogate, replace(candidate, mode="llm_only", encoders={}), self.batches)
             turns = [each.rate / at.workload.share(name) for name, each in candidate.encoders.items()]
-            rate = shared_rate(alone.rate, *turns)
+            rate = shared_rate(alone.rate, *turns) / slowdown
             drawn = DrawnRate(rate, alone.imbalance, starved_share(rate, alone.rate))
         else:
             drawn = drawn_rate(at, surrogate, candidate, self.batches, slowdown)

@@ -84,7 +84,7 @@ class MonolithicSearch:
                 same[degrees] += 1
                 same[degrees.replica_size] += 1
                 least = max(least, WORTH_RATING * -negative)
-                yield replace(entry, peak_nbytes=peak)
+                yield entry
                 continue
             self.least_peak = peak if self.least_peak is None else min(peak, self.least_peak)
             for leaner in self._leaner(entry):

@@ -168,8 +168,10 @@ def _monolithic(request: Request, surrogate_for: SurrogateFactory, device_type: 
     search = MonolithicSearch(request, surrogate_for, device_type, memos)
     found = tuple(search.best())
     memory = request.memory_nbytes(BACKBONE, device_type.name)
-    if found or search.least_peak is None:
-        return Found(found, f"no degrees of the ranks on {device_type.count} {device_type.name}")
+    if found:
+        return Found(found)
+    if search.least_peak is None:
+        return Found((), f"no degrees of the ranks on {device_type.count} {device_type.name}")
     return Found((), _too_little(device_type, search.least_peak, memory))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.drawn import DrawnRate, drawn_rate
+from flowtrain.allocator.drawn import drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.mode_modules import modules_of
@@ -19,8 +19,7 @@ from flowtrain.allocator.mode_reasons import Contestant, why_bound, why_lost, wh
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
-from flowtrain.allocator.sharing import shared_rate
-from flowtrain.allocator.surrogate import Surrogate, starved_share
+from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
 from flowtrain.errors import ConfigError
@@ -179,13 +178,10 @@ class _Search:
         at = self.request.of(candidate.backbone)
         surrogate, backbone = self.surrogate_for(at), candidate.backbone
         slowdown, is_measured = slowdown_of(at, surrogate, backbone.device_type)
-        if candidate.mode in _APART and self.allocation is not None and self.allocation.shared:
-            alone = drawn_rate(at, surrogate, replace(candidate, mode="llm_only", encoders={}), self.batches)
-            turns = [each.rate / at.workload.share(name) for name, each in candidate.encoders.items()]
-            rate = shared_rate(alone.rate, *turns) / slowdown
-            drawn = DrawnRate(rate, alone.imbalance, starved_share(rate, alone.rate))
-        else:
-            drawn = drawn_rate(at, surrogate, candidate, self.batches, slowdown)
+        shared = candidate.mode in _APART and self.allocation is not None and self.allocation.shared
+        # The only device carries both sides, as each one does in mode colocated.
+        as_run = replace(candidate, mode="colocated") if shared else candidate
+        drawn = drawn_rate(at, surrogate, as_run, self.batches, slowdown)
         rate = self._beside_host(at, surrogate, candidate, drawn.rate)
         return Contestant(candidate, rate, drawn.imbalance, drawn.starved, slowdown, is_measured)
 

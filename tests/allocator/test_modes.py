@@ -219,7 +219,7 @@ def test_one_device_is_shared_in_turns_or_at_once() -> None:
     assert {each.devices for each in found.ratings} == {1}
     assert ratings["decoupled"].modules == found.allocation.modules
     assert ratings["monolithic"].rate == pytest.approx(ASSUMED_INTERFERENCE * ratings["decoupled"].rate, rel=0.01)
-    assert ratings["decoupled"].rate == pytest.approx(ratings["colocated"].rate, rel=0.01), "it is the same there"
+    assert ratings["decoupled"].rate == ratings["disaggregated"].rate == ratings["colocated"].rate, "the same there"
 
 
 def test_a_mode_by_itself() -> None:

@@ -108,7 +108,7 @@ class _Microbatches:
     ) -> _Microbatches:
         degrees, place = candidate.backbone.degrees, candidate.encoder_layers or "first"
         times, loads = surrogate.times[columns.device_type], monolithic.rank_loads(request, degrees.pp, place)
-        images_s = times.images_s(monolithic.encoder_of(request.model)[0], degrees.tp)
+        images_s = times.images_s(monolithic.encoder_of(request.model)[0], degrees.tp, in_ranks=True)
         encoder = packed.sums(images_s).reshape(-1)
         parts = (part(tokens, degrees.tp) for part in (times.layer_s, times.connector_s, times.head_s))
         stages = loads.stage_s(encoder, *parts) + surrogate.chunks * times.microbatch_s()

@@ -26,5 +26,3 @@ class ModeCandidate:
     """Samples/s of the run by the surrogate alone."""
     devices: int = 0
     """Number of devices in use."""
-    peak_nbytes: int = 0
-    """Predicted peak on the fullest device; where modules have devices of their own, on the backbone's."""

@@ -35,7 +35,7 @@ class ModeComparison:
     """All modes under one memory and rate model."""
 
     ratings: tuple[ModeRating, ...]
-    """Fastest first; those that do not fit last. The first is the winner."""
+    """The winner, the others from the fastest on, ``llm_only`` as a bound, those that do not fit."""
     allocation: Allocation | None
     """The optimum of Eq. 2 for ``decoupled``, with its alternatives and its curve; None if nothing fits."""
     seconds: float
@@ -43,5 +43,5 @@ class ModeComparison:
 
     @property
     def winner(self) -> ModeRating:
-        """The fastest."""
+        """The fastest, or a simpler one that is as fast."""
         return self.ratings[0]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.drawn import DrawnRate, drawn_rate
+from flowtrain.allocator.drawn import drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.mode_modules import modules_of
@@ -19,8 +19,7 @@ from flowtrain.allocator.mode_reasons import Contestant, why_bound, why_lost, wh
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
-from flowtrain.allocator.sharing import shared_rate
-from flowtrain.allocator.surrogate import Surrogate, starved_share
+from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
 from flowtrain.errors import ConfigError
@@ -55,9 +54,8 @@ def compare_modes(
     search = _Search(request, surrogate_for, batches, memos_of(request))
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
-    fitting = [each for each in found.values() if isinstance(each, Contestant)]
-    if not fitting:
-        raise search.refusal(found)
+    if all(isinstance(found[mode], str) for mode in _contestants(modes)):
+        raise search.refusal({mode: each for mode, each in found.items() if isinstance(each, str)})
     ratings = tuple(_ratings(request, surrogate_for, search.allocation, modes, found))
     return ModeComparison(ratings, search.allocation, time.perf_counter() - started)
 
@@ -71,7 +69,7 @@ def _ratings(
 ) -> Iterator[ModeRating]:
     """The winner, the others by rate, the bound, those that do not fit."""
     fitting = [each for each in found.values() if isinstance(each, Contestant)]
-    rivals = [each for each in fitting if each.mode != "llm_only"] or fitting
+    rivals = [each for each in fitting if each.mode in _contestants(found)]
     best = max(each.rate for each in rivals)
     winner = min((each for each in rivals if each.rate >= AS_FAST * best), key=lambda each: _simplicity(each.mode))
     others = sorted((each for each in rivals if each is not winner), key=lambda each: (-each.rate, each.mode))
@@ -94,6 +92,11 @@ def _ratings(
             imbalance=each.imbalance,
         )
     yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))
+
+
+def _contestants(modes: Collection[Mode]) -> Collection[Mode]:
+    """The modes that may win."""
+    return [mode for mode in modes if mode != "llm_only"] or modes
 
 
 def _simplicity(mode: Mode) -> int:
@@ -138,11 +141,12 @@ class _Search:
             key=lambda each: (each.candidate.devices, -each.rate),
         )
 
-    def refusal(self, found: dict[Mode, Contestant | str]) -> ConfigError:
-        """Return the error if nothing fits."""
+    def refusal(self, found: dict[Mode, str]) -> ConfigError:
+        """Return the error if nothing fits. found: why, by mode."""
         if self.refused is not None and set(found) <= {*_APART}:
             return self.refused
-        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in _APART]
+        refused = _APART if self.refused is not None else ()
+        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in refused]
         text = "; ".join(([str(self.refused)] if self.refused is not None else []) + reasons)
         return ConfigError(text)
 
@@ -174,13 +178,10 @@ class _Search:
         at = self.request.of(candidate.backbone)
         surrogate, backbone = self.surrogate_for(at), candidate.backbone
         slowdown, is_measured = slowdown_of(at, surrogate, backbone.device_type)
-        if candidate.mode in _APART and self.allocation is not None and self.allocation.shared:
-            alone = drawn_rate(at, surrogate, replace(candidate, mode="llm_only", encoders={}), self.batches)
-            turns = [each.rate / at.workload.share(name) for name, each in candidate.encoders.items()]
-            rate = shared_rate(alone.rate, *turns)
-            drawn = DrawnRate(rate, alone.imbalance, starved_share(rate, alone.rate))
-        else:
-            drawn = drawn_rate(at, surrogate, candidate, self.batches, slowdown)
+        shared = candidate.mode in _APART and self.allocation is not None and self.allocation.shared
+        # The only device carries both sides, as each one does in mode colocated.
+        as_run = replace(candidate, mode="colocated") if shared else candidate
+        drawn = drawn_rate(at, surrogate, as_run, self.batches, slowdown)
         rate = self._beside_host(at, surrogate, candidate, drawn.rate)
         return Contestant(candidate, rate, drawn.imbalance, drawn.starved, slowdown, is_measured)
 

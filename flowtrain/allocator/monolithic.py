@@ -14,14 +14,15 @@ from flowtrain.allocator.degrees import encoder_degree_faults
 from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.run_memory import memory_of_ranks, monolithic_size
-from flowtrain.allocator.surrogate import Surrogate, fill_slots
+from flowtrain.allocator.surrogate import BACKBONE, Surrogate, fill_slots
 from flowtrain.costs.flops import FloatArray, IntArray
-from flowtrain.costs.memory import StepMemory, encoder_peak_nbytes
+from flowtrain.costs.memory import StepMemory
 from flowtrain.costs.model_spec import ModelSpec, VisionSpec
 from flowtrain.errors import ConfigError
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.configured import encoder_layer_cost
 from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partition
+from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import EncoderPlace
 
 PLACES: tuple[EncoderPlace, ...] = get_args(EncoderPlace)
@@ -64,7 +65,8 @@ def monolithic_partition(request: Request, pp: int, place: EncoderPlace) -> Part
     _, spec = encoder_of(model)
     cost = encoder_layer_cost(spec, model.backbone, is_trained(request), "backbone" in freeze)
     split = EncoderSplit(spec.num_layers, place, cost, is_trained(request))
-    counts = request.slices.counts_for(pp)
+    is_for_place = request.slices.counts_encoder == (place == "mixed")
+    counts = request.slices.counts_for(pp) if is_for_place else None
     return build_partition(model.backbone.num_layers, pp, request.slices.chunks, counts=counts, encoder=split)
 
 
@@ -102,7 +104,7 @@ def images_of_rank_s(request: Request, surrogate: Surrogate, columns: CandidateC
     name, _ = encoder_of(request.model)
     seconds, mean = np.empty(len(columns)), request.workload.global_batch_size / columns.dp
     for tp in np.unique(columns.tp).tolist():
-        at, each = columns.tp == tp, surrogate.times[columns.device_type].images_s(name, tp)
+        at, each = columns.tp == tp, surrogate.times[columns.device_type].images_s(name, tp, in_ranks=True)
         more = np.ceil(mean[at] - 1e-9) - mean[at]
         seconds[at] = mean[at] * float(each.mean()) + more * float(each.min())
     return seconds
@@ -188,11 +190,10 @@ def memory(request: Request, candidate: Candidate, place: EncoderPlace) -> StepM
     return max(ranks, key=lambda rank: rank.peak)
 
 
-def added_nbytes(request: Request, tp: int = 1) -> int:
-    """Return about how much memory a rank with the whole encoder takes more; for where to search, not to decide."""
-    _, spec = encoder_of(request.model)
-    tokens, dtype = monolithic_size(request.model, request.workload).num_tower_tokens, request.setup.dtype_nbytes
-    return encoder_peak_nbytes(spec, tp, max_batch_patches=tokens, dtype_nbytes=dtype)
+def added_nbytes(request: Request) -> int:
+    """Return how much memory a single rank with the whole encoder takes more; for where to search, not to decide."""
+    alone = Candidate(BACKBONE, request.cluster.device_types[0].name, Degrees())
+    return memory(request, alone, PLACES[0]).peak - request.backbone_memory(alone).peak
 
 
 def groups(columns: CandidateColumns) -> Iterator[IntArray]:
@@ -204,11 +205,16 @@ def groups(columns: CandidateColumns) -> Iterator[IntArray]:
 
 
 def places(request: Request, pp: int) -> tuple[EncoderPlace, ...]:
-    """Return where the encoder may lie; with one rank there is one place."""
+    """Return where the encoder may lie; with one rank there is one place.
+
+    A given partition, which a run has in any case, is for the places whose layers it counts.
+    """
+    slices = request.slices
+    every = [each for each in PLACES if slices.counts_for(pp) is None or (each == "mixed") == slices.counts_encoder]
     if pp == 1:
-        return PLACES[:1]
+        return (every[0],)
     found = []
-    for place in PLACES:
+    for place in every:
         try:
             monolithic_partition(request, pp, place)
         except ConfigError:

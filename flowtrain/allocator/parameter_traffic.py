@@ -37,10 +37,6 @@ class StageParameters:
         """Return those of some configurations, by index."""
         return StageParameters(self.layers[chosen], self.outer[chosen], self.unit[chosen])
 
-    def and_layers(self, layers: FloatArray, outer: FloatArray) -> StageParameters:
-        """Return these with the layers of a trained encoder."""
-        return StageParameters(self.layers + layers, self.outer + outer, self.unit)
-
 
 class ParameterTraffic:
     """Gathers and reductions of the backbone's parameters over a step.

@@ -13,7 +13,7 @@ from flowtrain.costs.flops import IntArray
 from flowtrain.costs.training_setup import ReductionName
 from flowtrain.types.run_plan import BackboneSettings
 
-_SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full": 2, "offload": 3}
+SLOWNESS: Mapping[str | None, int] = {"none": 0, "selective": 1, None: 1, "full": 2, "offload": 3}
 """Order of the strategies by time: what recomputes more is not faster. None: a mix, as configured."""
 
 Shapes = tuple[CandidateColumns, Counter[PruneReason]]
@@ -79,8 +79,11 @@ def search_settings(
     hosts have the memory is not known.
     """
     search = _Search(variants, shapes, memory_nbytes, reductions, memo if memo is not None else PeakMemo())
-    for variant in sorted(variants, key=_order):
-        if variant.word != "offload" or variant is variants[0] or not search.found:
+    for variant in sorted((each for each in variants if each.word != "offload"), key=_order):
+        search.add(variant)
+    fits = bool(search.found)
+    for variant in variants:
+        if variant.word == "offload" and (not fits or variant is variants[0]):
             search.add(variant)
     found = tuple(search.found[variant.settings] for variant in variants if variant.settings in search.found)
     for chunks, (_, left_out) in shapes.items():
@@ -132,7 +135,7 @@ class _Search:
             within = peaks <= self._memory_nbytes
             fits[left[within]] = True
             if reduction == self._reductions[0]:
-                slowness[left[within]] = np.minimum(slowness[left[within]], _SLOWNESS[variant.word])
+                slowness[left[within]] = np.minimum(slowness[left[within]], SLOWNESS[variant.word])
             if not within.all():
                 least = int(peaks[~within].min())
                 self.least_peak = least if self.least_peak is None else min(self.least_peak, least)
@@ -142,12 +145,12 @@ class _Search:
             self.found[variant.settings] = replace(columns, reduces_each=each)[fits]
 
     def _slowness_of(self, variant: Variant, columns: CandidateColumns) -> IntArray:
-        """The least of ``_SLOWNESS`` that fits so far, with all else as in the variant, ``[C]``."""
+        """The least of ``SLOWNESS`` that fits so far, with all else as in the variant, ``[C]``."""
         key = variant.microbatch_tokens, variant.chunks, variant.sharding
-        return self._least_slowness.setdefault(key, np.full(len(columns), len(_SLOWNESS)))
+        return self._least_slowness.setdefault(key, np.full(len(columns), len(SLOWNESS)))
 
     def _is_beaten(self, variant: Variant, columns: CandidateColumns, shards: IntArray) -> BoolArray:
-        beaten: BoolArray = self._slowness_of(variant, columns) < _SLOWNESS[variant.word]
+        beaten: BoolArray = self._slowness_of(variant, columns) < SLOWNESS[variant.word]
         if variant.sharding == "hybrid" and variant.microbatch_tokens in self._sizes(variant, "full"):
             beaten |= shards == columns.dp
         sizes = self._sizes(variant, variant.sharding)
@@ -164,4 +167,4 @@ class _Search:
 
 def _order(variant: Variant) -> int:
     """What recomputes less comes first, so that it can beat the others."""
-    return _SLOWNESS[variant.word]
+    return SLOWNESS[variant.word]

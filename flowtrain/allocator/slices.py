@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flowtrain.config.pipeline import PipelineConfig
+from flowtrain.config.run import RunConfig
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.partition import Partition, build_partition
 
@@ -18,19 +18,26 @@ class Slices:
     """``pipeline.chunks``."""
     counts: tuple[int, ...] | None = None
     """``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced."""
+    counts_encoder: bool = False
+    """``counts`` include the encoder's layers (``pipeline.encoder_layers: mixed`` in mode ``monolithic``)."""
 
     @classmethod
-    def of(cls, config: PipelineConfig) -> Slices:
+    def of(cls, config: RunConfig) -> Slices:
         """Return those of a configuration."""
-        return cls(config.chunks, config.partition)
+        pipeline = config.pipeline
+        mixed = config.mode == "monolithic" and pipeline.encoder_layers == "mixed"
+        return cls(pipeline.chunks, pipeline.partition, mixed and pipeline.partition is not None)
 
     def counts_for(self, pp: int) -> tuple[int, ...] | None:
         """Return the given numbers of layers if they are for this pipeline degree."""
         return self.counts if self.counts is not None and len(self.counts) == pp * self.chunks else None
 
     def partition(self, num_layers: int, pp: int) -> Partition:
-        """Return the partition over so many pipeline ranks; ConfigError if the given one has other layers."""
-        return build_partition(num_layers, pp, self.chunks, counts=self.counts_for(pp))
+        """Return the partition over so many pipeline ranks; ConfigError if the given one has other layers.
+
+        Without an encoder; balanced if ``counts`` includes one.
+        """
+        return build_partition(num_layers, pp, self.chunks, counts=None if self.counts_encoder else self.counts_for(pp))
 
 
 ONE_EACH = Slices()

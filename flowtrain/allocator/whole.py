@@ -6,40 +6,26 @@ layers inside the backbone's ranks. ``llm_only``: no vision.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from flowtrain.allocator import monolithic
 from flowtrain.allocator.allocate import WORTH_RATING
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.degrees import encoder_degree_faults
 from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.monolithic_search import MOST_OF_DEGREES, MOST_OF_SIZE, NUM_BEST, MonolithicSearch, fastest
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, enumerate_module, memos_of
 from flowtrain.allocator.surrogate import BACKBONE, Surrogate
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import Mode
 
-NUM_BEST = 20
-"""Candidates of a mode that are rated again by drawn batches."""
 _MOST_OF_SETTINGS = 10
 """Candidates with the same settings that are compared with others."""
-_MOST_OF_DEGREES = 3
-"""Candidates with the same degrees that are rated again."""
-_MOST_OF_SIZE = 5
-"""Candidates with replicas of the same size that are rated again, while there are others."""
-_MOST_EXPANDED = 250
-"""Groups of configurations with the same degrees of a replica whose rates are predicted, by the highest bound."""
-_MOST_CHECKED = 200
-"""Candidates of ``monolithic`` whose memory is predicted, fastest first; there are as many as that only if few fit."""
 _GIB = 2**30
 
 
@@ -83,8 +69,8 @@ def _varied(candidates: Sequence[ModeCandidate]) -> list[ModeCandidate]:
         degrees, name = each.backbone.degrees, each.backbone.device_type
         alike[name, degrees] += 1
         alike[name, degrees.replica_size] += 1
-        if alike[name, degrees] <= _MOST_OF_DEGREES:
-            (first if alike[name, degrees.replica_size] <= _MOST_OF_SIZE else rest).append(each)
+        if alike[name, degrees] <= MOST_OF_DEGREES:
+            (first if alike[name, degrees.replica_size] <= MOST_OF_SIZE else rest).append(each)
     return sorted([*first, *rest][:NUM_BEST], key=_by_rate)
 
 
@@ -144,7 +130,7 @@ def _best_colocated(
     encoding = sum(float(times.images_s(name, encoder_tp).mean()) for name in at.model.encoders) * batch * encoder_tp
     slowdown, _ = slowdown_of(at, surrogate, columns.device_type)
     seconds = np.maximum(step.total, slowdown * (surrogate.busy_s(columns, step) + encoding / columns.devices))
-    for index in _fastest(columns, seconds, _MOST_OF_SETTINGS):
+    for index in fastest(columns, seconds, _MOST_OF_SETTINGS):
         backbone = columns.candidate(index, batch / float(step.total[index]))
         dp = backbone.devices // encoder_tp
         encoders = {
@@ -165,7 +151,7 @@ def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: De
     for columns in filter(len, enumeration.every):
         at = request if columns.settings is None else request.with_settings(columns.settings)
         seconds = surrogate_for(at).step_times(columns).total
-        for index in _fastest(columns, seconds, _MOST_OF_SETTINGS):
+        for index in fastest(columns, seconds, _MOST_OF_SETTINGS):
             rate = at.workload.global_batch_size / float(seconds[index])
             backbone = columns.candidate(index, rate)
             found.append(
@@ -179,117 +165,14 @@ def _llm_only(request: Request, surrogate_for: SurrogateFactory, device_type: De
 
 
 def _monolithic(request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos) -> Found:
-    search = _MonolithicSearch(request, surrogate_for, device_type, memos)
+    search = MonolithicSearch(request, surrogate_for, device_type, memos)
     found = tuple(search.best())
     memory = request.memory_nbytes(BACKBONE, device_type.name)
-    if found or search.least_peak is None:
-        return Found(found, f"no degrees of the ranks on {device_type.count} {device_type.name}")
+    if found:
+        return Found(found)
+    if search.least_peak is None:
+        return Found((), f"no degrees of the ranks on {device_type.count} {device_type.name}")
     return Found((), _too_little(device_type, search.least_peak, memory))
-
-
-class _MonolithicSearch:
-    """Best first: a group of configurations has a bound on its rate; its rates and then its memory follow lazily."""
-
-    def __init__(
-        self, request: Request, surrogate_for: SurrogateFactory, device_type: DeviceType, memos: Memos
-    ) -> None:
-        self._request, self._surrogate_for, self._type = request, surrogate_for, device_type
-        self._memory_nbytes = request.memory_nbytes(BACKBONE, device_type.name)
-        self._queue: list[tuple[float, int, Any]] = []
-        self._order = count()
-        self.least_peak: int | None = None
-        added = monolithic.added_nbytes(request.decided())
-        # Ranks of a pipeline share the encoder, so they may have more room than one that has it whole.
-        for room in (self._memory_nbytes - added, self._memory_nbytes - added // 4):
-            enumeration = enumerate_module(request, BACKBONE, device_type, room, memos)
-            for columns in filter(len, enumeration.every):
-                self._add(columns)
-            if enumeration.least_peak_nbytes is not None:
-                self.least_peak = enumeration.least_peak_nbytes + added
-
-    def best(self) -> Iterator[ModeCandidate]:
-        """Yield the fastest that fit."""
-        seen, same, least = set(), Counter[object](), 0.0
-        num_found = num_checked = num_expanded = 0
-        while self._queue and num_found < NUM_BEST and num_checked < _MOST_CHECKED:
-            negative, _, entry = heapq.heappop(self._queue)
-            if -negative < least:
-                return
-            if not isinstance(entry, ModeCandidate):
-                columns, group = entry
-                size = int(columns.pp[group[0]] * columns.tp[group[0]])
-                if same[size] < _MOST_OF_SIZE and num_expanded < _MOST_EXPANDED:
-                    num_expanded += 1
-                    self._expand(columns, group)
-                continue
-            key = replace(entry.backbone, rate=0.0), entry.encoder_layers
-            degrees = entry.backbone.degrees
-            if key in seen or same[degrees] == _MOST_OF_DEGREES or same[degrees.replica_size] == _MOST_OF_SIZE:
-                continue
-            seen.add(key)
-            num_checked += 1
-            assert entry.encoder_layers is not None
-            peak = monolithic.memory(self._request.of(entry.backbone), entry.backbone, entry.encoder_layers).peak
-            if peak <= self._memory_nbytes:
-                num_found += 1
-                same[degrees] += 1
-                same[degrees.replica_size] += 1
-                least = max(least, WORTH_RATING * -negative)
-                yield replace(entry, peak_nbytes=peak)
-            elif self.least_peak is None or peak < self.least_peak:
-                self.least_peak = peak
-
-    def _at(self, columns: CandidateColumns) -> tuple[Request, Surrogate]:
-        at = self._request if columns.settings is None else self._request.with_settings(columns.settings)
-        return at, self._surrogate_for(at)
-
-    def _add(self, columns: CandidateColumns) -> None:
-        at, surrogate = self._at(columns)
-        tps = [tp for tp in np.unique(columns.tp).tolist() if monolithic.splits_encoder(at, tp)]
-        columns = columns[np.isin(columns.tp, tps)]
-        if not len(columns):
-            return
-        bounds = at.workload.global_batch_size / monolithic.least_step_s(at, surrogate, columns)
-        for group in monolithic.groups(columns):
-            self._push(float(bounds[group].max()), (columns, group))
-
-    def _expand(self, columns: CandidateColumns, group: Any) -> None:
-        columns = columns[group]
-        at, surrogate = self._at(columns)
-        batch = at.workload.global_batch_size
-        for place in monolithic.places(at, int(columns.pp[0])):
-            seconds = monolithic.step_s(at, surrogate, columns, place)
-            for index in _fastest(columns, seconds, _MOST_OF_SIZE):
-                rate = batch / float(seconds[index])
-                backbone = columns.candidate(index, rate)
-                self._push(
-                    rate, ModeCandidate("monolithic", backbone, {}, columns.settings, place, rate, backbone.devices)
-                )
-
-    def _push(self, rate: float, entry: Any) -> None:
-        heapq.heappush(self._queue, (-rate, next(self._order), entry))
-
-
-def _fastest(columns: CandidateColumns, seconds: FloatArray, most: int) -> list[int]:
-    """Indices of the fastest, and of the fastest of each (tp, pp) that is not far slower; at most twice ``most``.
-
-    Ties: the fewest devices, then the smallest pp.
-    """
-    order = _first(columns, seconds, np.arange(len(seconds)), most)
-    starts = np.flatnonzero(np.diff(columns.tp, prepend=-1) | np.diff(columns.pp, prepend=-1))
-    runs = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(seconds)))
-    best = np.minimum.reduceat(seconds, starts)[runs]
-    of_shapes = np.flatnonzero((seconds <= best) & (seconds * WORTH_RATING <= seconds.min()))
-    return list(dict.fromkeys([*order, *_first(columns, seconds, of_shapes, most)]))
-
-
-def _first(columns: CandidateColumns, seconds: FloatArray, index: IntArray, most: int) -> list[int]:
-    """The fastest of some."""
-    if len(index) > most:
-        index = index[seconds[index] <= np.partition(seconds[index], most - 1)[most - 1]]
-    order = np.lexsort((columns.pp[index], columns.devices[index], seconds[index]))[:most]
-    found: list[int] = index[order].tolist()
-    return found
 
 
 def _too_little(device_type: DeviceType, needed: int, memory: int) -> str:

@@ -54,14 +54,17 @@ class DeviceTimes:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
         return self.of(MicrobatchWork((1,), 0, 0).workload(self.freeze)).slowdown(encoder) or ASSUMED_INTERFERENCE
 
-    def images_s(self, encoder: str, patches: Sequence[int], tp: int) -> float:
-        """Return seconds of an encoder's group for images with these numbers of patches; with a backward if trained."""
+    def images_s(self, encoder: str, patches: Sequence[int], tp: int, *, in_ranks: bool = False) -> float:
+        """Return seconds of an encoder's group for images with these numbers of patches; with a backward if trained.
+
+        in_ranks: as in ``ModuleTimes``.
+        """
         if not patches:
             return 0.0
         ones = np.ones(len(patches), dtype=np.int64)
         images = {encoder: (ones, np.array(patches, dtype=np.int64))}
         workload = Workload(1, 1, ones, ones * 0, ones * 0, images, freeze=self.freeze)
-        return self.of(workload).sample_s(encoder, tp) * len(patches)
+        return float(self.of(workload).images_s(encoder, tp, in_ranks=in_ranks).sum())
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ class ActionTimes:
         tp = self.degrees.tp
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]
-            return self.times.images_s(stage.encoder, work.patches, tp) * stage.num_layers / spec.num_layers
+            images = self.times.images_s(stage.encoder, work.patches, tp, in_ranks=True)
+            return images * stage.num_layers / spec.num_layers
         times = self.times.of(work.workload(self.times.freeze))
         tokens = np.array([work.num_tokens], dtype=np.float64)
         seconds = stage.num_layers * times.layer_s(tokens, tp)

@@ -42,11 +42,6 @@ class DeviceType:
     devices_per_node: int = 8
     """Tensor parallel groups stay inside a node."""
 
-    @property
-    def num_whole_nodes(self) -> int:
-        """Number of complete nodes."""
-        return self.count // self.devices_per_node
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.flops import FloatArray
-from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 
@@ -46,13 +48,24 @@ class TensorCommunication:
         return self._factor(tp) * reduced * self._model.backbone.hidden_size * num_tokens
 
     def images_s(self, encoder: str, tp: int) -> FloatArray:
-        """Return seconds for each representative sample's images, ``[S]``."""
+        """Return seconds of the forward for each representative sample's images, ``[S]``."""
         spec, (_, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
         return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * num_patches.astype(np.float64)
 
     def _factor(self, tp: int) -> float:
         """Seconds per reduced number: a ring moves nearly all data twice."""
         return self.setup.dtype_nbytes * 2.0 * (tp - 1) / tp / self._bandwidth
+
+
+def encoder_passes(setup: TrainingSetup, freeze: Collection[str]) -> tuple[float, float]:
+    """Return how often an encoder's forward is computed, and how often its all-reduces run; a backward takes two.
+
+    A trained encoder recomputes as the backbone's word of activation checkpointing asks; with a list it keeps all.
+    """
+    if FROZEN_ENCODERS[0] in freeze:
+        return 1.0, 1.0
+    again = recomputed_share(setup) if isinstance(setup.activation_checkpointing, str) else 0.0
+    return 3.0 + again, 2.0 + again
 
 
 def recomputed_share(setup: TrainingSetup) -> float:

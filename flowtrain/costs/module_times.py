@@ -26,8 +26,11 @@ class ModuleTimes(Protocol):
         """Return seconds of the connector over the microbatch's vision tokens, ``[N]``."""
         ...
 
-    def images_s(self, encoder: str, tp: int) -> FloatArray:
-        """Return seconds of an encoder's group for each representative sample's images, ``[S]``; 0 without images."""
+    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
+        """Return seconds of an encoder's group for each representative sample's images, ``[S]``; 0 without images.
+
+        in_ranks: the backbone's ranks hold the encoder, so no batches are leased and no features go elsewhere.
+        """
         ...
 
     def sample_s(self, encoder: str, tp: int) -> float:

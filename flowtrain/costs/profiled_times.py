@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.costs.communication import TensorCommunication, recomputed_share
+from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
@@ -73,7 +73,7 @@ class ProfileTimes:
         """As ``ModuleTimes``."""
         return _scaled(self._profile.connectors, num_tokens, tp, _nothing)
 
-    def images_s(self, encoder: str, tp: int) -> FloatArray:
+    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
         """As ``ModuleTimes``; images are in batches as large as ``max_batch_patches`` allows."""
         tables, costs = self._profile.encoders[encoder], self._profile.images[encoder]
         measured, patches = _nearest(tables, tp), self._patches(encoder)
@@ -82,10 +82,12 @@ class ProfileTimes:
         num_images, batch = every[at], np.maximum(self._max_batch_patches[encoder] // patches, 1.0)
         of_measured, of_tp = (self._communication.images_s(encoder, degree)[at] for degree in (measured, tp))
         computing = num_images * tables[measured].image_s(patches, batch) - of_measured
-        # A profile has the forward alone, whose backward takes twice as long.
-        passes = 1.0 if "encoders" in self._workload.freeze else 3.0
-        forward = np.maximum(computing, 0.0) * measured / tp + of_tp
-        device = passes * forward + num_images / batch * costs.batch_s
+        passes, reductions = encoder_passes(
+            self._communication.setup, self._workload.freeze
+        )  # a profile has the forward
+        device = passes * np.maximum(computing, 0.0) * measured / tp + reductions * of_tp
+        if not in_ranks:
+            device = device + num_images / batch * costs.batch_s
         decoding = num_images * costs.decode_s
         seconds = np.zeros(len(every))
         # If the device is a CPU, it decodes too; with an accelerator, the host decodes at the same time.

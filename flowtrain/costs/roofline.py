@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.communication import TensorCommunication, recomputed_share
+from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
@@ -46,7 +46,7 @@ class Roofline:
         self._device, self._model, self._workload, self._setup = device_type, model, workload, setup
         self._efficiency = efficiency if efficiency is not None else Efficiency()
         self._communication = TensorCommunication(device_type, model, workload, setup, self._efficiency.links)
-        self._images_s: dict[tuple[str, int], FloatArray] = {}
+        self._images_s: dict[tuple[str, int, bool], FloatArray] = {}
         tokens, flops = workload.tokens_per_sample, workload.flops(model)
         head = workload.head_flops(model)
         layers = float(flops.backbone.mean()) - head
@@ -74,19 +74,22 @@ class Roofline:
         weights = 3.0 * self._setup.dtype_nbytes * self._model.connector.num_parameters
         return self._computing(self._connector_flops * num_tokens, weights, tp)
 
-    def images_s(self, encoder: str, tp: int) -> FloatArray:
+    def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
         """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""
-        if (encoder, tp) not in self._images_s:
-            self._images_s[encoder, tp] = self._computed_images_s(encoder, tp)
-        return self._images_s[encoder, tp]
+        key = encoder, tp, in_ranks
+        if key not in self._images_s:
+            self._images_s[key] = self._computed_images_s(encoder, tp, in_ranks)
+        return self._images_s[key]
 
-    def _computed_images_s(self, encoder: str, tp: int) -> FloatArray:
+    def _computed_images_s(self, encoder: str, tp: int, in_ranks: bool) -> FloatArray:
         _, num_patches = self._workload.images[encoder]
-        flops = self._workload.images_flops(self._model, encoder)
-        if "encoders" not in self._workload.freeze:
-            flops = flops * (1.0 + recomputed_share(self._setup) / 3.0)
+        passes, reductions = encoder_passes(self._setup, self._workload.freeze)
+        # FLOPs of a trained encoder have its backward, but nothing that is recomputed.
+        flops = self._workload.images_flops(self._model, encoder) * max(passes / 3.0, 1.0)
         computing = flops / (tp * self._device.flops * self._efficiency.encoder)
-        computing = computing + self._communication.images_s(encoder, tp)
+        computing = computing + reductions * self._communication.images_s(encoder, tp)
+        if in_ranks:
+            return computing
         rows = num_patches * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
         return np.maximum(computing, rows / (tp * self._device.links.network * self._efficiency.links))
 

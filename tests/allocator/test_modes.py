@@ -20,6 +20,7 @@ from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, whole_candidates
 from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
 from flowtrain.costs.roofline import Roofline
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_plan import BackboneSettings, Mode
@@ -194,6 +195,15 @@ def test_ranks_have_one_encoder() -> None:
     assert [each.name for each in by_mode(found)["colocated"].modules] == ["near", "wide", "backbone"]
 
 
+def test_the_bound_never_wins() -> None:
+    """Nothing trains one of two encoders, and a plan without images is none."""
+    model, data = several(("near", "wide"))
+    asked = request(cluster(h200=8), replace(model, backbone=TINY.backbone), replace(data, freeze=()))
+    assert compare(asked, ["llm_only"]).winner.mode == "llm_only", "unless it is the only one"
+    with pytest.raises(ConfigError, match="mode decoupled: cannot run.*mode monolithic: cannot run"):
+        compare(asked)
+
+
 def test_modes_on_shared_devices_take_the_best_type() -> None:
     both = Cluster((*cluster(l4=8).device_types, *cluster(h200=8).device_types))
     found = by_mode(compare(request(both, TINY)))
@@ -208,7 +218,8 @@ def test_one_device_is_shared_in_turns_or_at_once() -> None:
     ratings = by_mode(found)
     assert {each.devices for each in found.ratings} == {1}
     assert ratings["decoupled"].modules == found.allocation.modules
-    assert ratings["decoupled"].rate == pytest.approx(ratings["monolithic"].rate, rel=0.01)
+    assert ratings["monolithic"].rate == pytest.approx(ASSUMED_INTERFERENCE * ratings["decoupled"].rate, rel=0.01)
+    assert ratings["decoupled"].rate == ratings["disaggregated"].rate == ratings["colocated"].rate, "the same there"
 
 
 def test_a_mode_by_itself() -> None:

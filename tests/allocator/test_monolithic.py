@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,16 +16,17 @@ from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.slices import Slices
 from flowtrain.allocator.surrogate import Surrogate
-from flowtrain.costs.cluster import Cluster, data_sheet_device_type
+from flowtrain.allocator.whole import whole_candidates
+from flowtrain.costs.cluster import Cluster, Links, data_sheet_device_type
 from flowtrain.costs.roofline import Roofline
 from flowtrain.pipeline.actions import Action, StageModule
 from flowtrain.pipeline.dataflow import trace_dataflow
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.pipeline.transfers import run_orders
 from flowtrain.types.plan import Degrees
-from flowtrain.types.run_plan import EncoderPlace
+from flowtrain.types.run_plan import BackboneSettings, EncoderPlace
 from tests.allocator.test_surrogate import ENDLESS, PERFECT
-from tests.allocator.worlds import MODEL, SETUP, VISION, request, workload
+from tests.allocator.worlds import MODEL, SETUP, VISION, cluster, request, roofline_surrogate, with_memory, workload
 from tests.pipeline.test_schedules import STEP
 
 PLACES = st.sampled_from(monolithic.PLACES)
@@ -115,6 +118,17 @@ def test_a_trained_encoder_takes_four_times_as_long_if_it_is_recomputed() -> Non
     assert often[1] == 0.0 and 3.9 < often[0] / once[0] <= 4.0
 
 
+def test_ranks_lease_no_batches_and_send_no_features() -> None:
+    """The encoder's features take longer to leave the node than to compute here."""
+    asked, _ = world()
+    slow = Links(node=1e30, network=1.0, host=1e30, source="test")
+    devices = Cluster(tuple(replace(each, links=slow) for each in asked.cluster.device_types))
+    times = roofline_surrogate(replace(asked, cluster=devices)).times["h200"]
+    free = roofline_surrogate(asked).times["h200"]
+    assert times.images_s("vision", 1)[0] > 1e3 * times.images_s("vision", 1, in_ranks=True)[0]
+    assert times.images_s("vision", 1, in_ranks=True)[0] == free.images_s("vision", 1)[0]
+
+
 def test_ranks_of_a_trained_encoder_hold_and_sum_its_parameters() -> None:
     asked, _ = world(freeze=())
     frozen, _ = world()
@@ -134,6 +148,32 @@ def test_memory_is_that_of_a_run() -> None:
     assert all(each.frozen and each.encoding for each in peaks.values())
     assert peaks["own"].frozen < peaks["first"].frozen
     assert peaks["first"].peak <= asked.backbone_memory(candidate).peak + monolithic.added_nbytes(asked)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("gib", [6.7, 14.4, 24.8, 28.0])
+def test_the_search_finds_the_best_that_fits(is_trained: bool, gib: float) -> None:
+    """What fits without the encoder may not with it, and then more recomputation or reductions may."""
+    choices = tuple(BackboneSettings(8192, word, 1, "full") for word in ("none", "selective", "full"))
+    model, data = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=4)), workload()
+    asked = request(cluster(h200=8), model, replace(data, freeze=()) if is_trained else data)
+    asked = with_memory(replace(asked, choices=choices, chooses_reduction=True), int(gib * 2**30))
+
+    def rates() -> Iterator[float]:
+        for chosen, reduction in product(choices, ("step", "microbatch")):
+            at = asked.with_settings(chosen)
+            for dp, pp, tp in product(range(1, 9), (1, 2, 4), (1, 2, 4, 8)):
+                one = Candidate("backbone", "h200", Degrees(dp, pp, tp), gradient_reduction=reduction)
+                for place in monolithic.places(at, pp) if dp * pp * tp <= 8 else ():
+                    if monolithic.memory(at, one, place).peak <= int(gib * 2**30):
+                        step = monolithic.step_s(at, roofline_surrogate(at), CandidateColumns.of(one), place)
+                        yield 256 / float(step[0])
+
+    found = whole_candidates(asked, roofline_surrogate, "monolithic").candidates
+    assert (found[0].rate_formula if found else 0.0) == pytest.approx(max(rates(), default=0.0))
+    for each in found:
+        assert each.encoder_layers is not None
+        assert monolithic.memory(asked.of(each.backbone), each.backbone, each.encoder_layers).peak <= gib * 2**30
 
 
 def test_where_layers_cannot_be_cut_so_is_no_place() -> None:

@@ -106,6 +106,17 @@ def test_what_is_given_in_full_is_no_choice(sections: dict[str, Any], field: str
     assert {getattr(each, field) for each in found} == values
 
 
+def test_every_kind_of_offload_is_tried_where_nothing_else_fits() -> None:
+    every = [BackboneSettings(32768, word, 1, how) for how in ("full", "gradients") for word in ("none", "offload")]
+
+    def fitting(gibibytes: int) -> list[BackboneSettings | None]:
+        of = asked(every, devices=2, gibibytes=gibibytes)
+        return [each.settings for each in enumerate_module(of, BACKBONE, of.cluster["h200"]).every]
+
+    assert fitting(40) == [every[0], every[2]]
+    assert fitting(34) == [every[1], every[3]]
+
+
 def test_without_a_freed_setting_there_is_no_choice() -> None:
     for choose in ([], ["gradient_reduction"]):
         config = configuration(allocator={"choose": choose})

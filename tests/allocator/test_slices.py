@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.slices import Slices, layers_of_ranks
 from flowtrain.errors import ConfigError
@@ -30,6 +31,18 @@ def test_a_given_partition_is_for_its_own_degree() -> None:
     assert [len(layers) for layers in layers_of_ranks(UNEVEN, BACKBONE.num_layers, 2)] == [16, 16]
     with pytest.raises(ConfigError, match=r"pipeline\.partition \[4, 20, 4, 4\] has 32 layers"):
         UNEVEN.partition(40, 4)
+
+
+def test_a_partition_with_encoder_layers_is_for_mixed_stages_alone() -> None:
+    """As in a run with ``mode: monolithic`` and ``pipeline.encoder_layers: mixed``."""
+    mixed = Slices(counts=(20, 36), counts_encoder=True)
+    asked = replace(request(cluster(h200=2)), slices=mixed)
+    assert roofline_surrogate(asked).rate(Candidate("backbone", "h200", Degrees(1, 2, 1))) > 0.0, "balanced without it"
+    assert monolithic.places(asked, 2) == ("mixed",)
+    first, last = monolithic.rank_loads(asked, 2, "mixed").layers
+    assert (first, last) == (0.0, 32.0)
+    decoder = replace(asked, slices=Slices(counts=(20, 12)))
+    assert monolithic.places(decoder, 2) == ("first", "own")
 
 
 def test_rate_and_memory_follow_a_given_partition() -> None:

@@ -120,6 +120,28 @@ def test_samples_go_in_batches_of_the_configured_size() -> None:
     assert times(patches=1).sample_s("vision", 1) == pytest.approx(2 * (0.01 + 0.02 / 3))
 
 
+def test_ranks_that_hold_the_encoder_lease_no_batches() -> None:
+    """Four images of 512 patches are a batch of 2,048 patches; samples with images have two."""
+    leasing = replace(PROFILE, images={"vision": ImageCosts(decode_s=0.001, batch_s=0.1)})
+    actors, ranks = (times(leasing, 2048).images_s("vision", 1, in_ranks=each) for each in (False, True))
+    assert ranks.tolist() == pytest.approx(times(patches=2048).images_s("vision", 1).tolist())
+    assert (actors - ranks).tolist() == pytest.approx([0.1 / 2, 0.0])
+
+
+def test_a_trained_encoder_recomputes_as_the_backbone_does() -> None:
+    frozen, recomputed = times(), times(freeze=())
+    keeping = ProfileTimes(
+        PROFILE,
+        workload(freeze=()),
+        TensorCommunication(DEVICE, MODEL, workload(), replace(SETUP, activation_checkpointing="none"), 1.0),
+        {"vision": 16384},
+        {"vision": 1},
+    )
+    once = frozen.images_s("vision", 1)[0]
+    assert recomputed.images_s("vision", 1)[0] == pytest.approx(4 * once)
+    assert keeping.images_s("vision", 1)[0] == pytest.approx(3 * once)
+
+
 def test_degrees_that_were_not_measured_come_from_the_nearest_and_the_links() -> None:
     tokens, found = np.array([4096.0]), times()
     assert found.layer_s(tokens, 2).tolist() == pytest.approx([0.02])

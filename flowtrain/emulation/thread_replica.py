@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from flowtrain.actors.replica_channel import ReplicaChannel
+from flowtrain.emulation.meetings import OtherRankFailedError
 from flowtrain.errors import StallError
 
 T = TypeVar("T")
@@ -46,8 +47,8 @@ class ThreadReplica:
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
-            if self._is_aborted:  # as a process group would raise, so that the failed rank's error comes first
-                raise RuntimeError("another emulated rank failed") from error
+            if self._is_aborted:
+                raise OtherRankFailedError from error
             raise StallError(
                 f"emulated ranks: {self._limit_s:.0f} s passed before all {self.size} of a replica met"
             ) from error

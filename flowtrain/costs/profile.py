@@ -35,7 +35,7 @@ _LIBRARIES = ("flowtrain", "torch", "transformers")
 MAX_EXTRAPOLATION = 1.25
 """Lengths and sizes up to this many times the largest measured one are extrapolated in proportion."""
 
-MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
+MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds

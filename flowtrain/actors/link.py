@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -12,8 +13,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 from ray.actor import ActorHandle
 
+from flowtrain.actors.questions import Asker, FailedQuestion, QuestionServer, RemoteTraceback
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import FlowTrainError, StallError, WorkerLostError
+from flowtrain.types.memory import SocketOffer
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,16 @@ Question = Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
 
 class Answering:
     """An actor that a ``RayLink`` asks. A question is one packed argument, since Ray serializes each by itself."""
+
+    _questions: QuestionServer | None = None
+
+    async def offer(self, node_id: str) -> SocketOffer | None:
+        """Return where processes of this node ask without Ray; None for other nodes."""
+        if node_id != ray.get_runtime_context().get_node_id():
+            return None
+        if self._questions is None:
+            self._questions = QuestionServer(self.answer)
+        return await self._questions.open()
 
     async def answer(self, question: bytes) -> bytes:
         """Answer a packed question: the name of a method and its arguments. Returns the packed answer."""
@@ -54,10 +67,19 @@ class CoordinatorLink(ABC):
 
 
 class RayLink(CoordinatorLink):
-    """The coordinator as a Ray actor, of a class that is ``Answering``. Any thread may ask."""
+    """The coordinator as a Ray actor, of a class that is ``Answering``. Any thread may ask.
+
+    On the coordinator's own node questions go over a socket, on others through Ray.
+    """
 
     def __init__(self, coordinator: ActorHandle) -> None:
         self._coordinator = coordinator
+        self._opening = threading.Lock()
+        self._is_open = False
+        self._asker: Asker | None = None
+
+    def __reduce__(self) -> tuple[type[RayLink], tuple[ActorHandle]]:
+        return RayLink, (self._coordinator,)  # each process opens its own connections
 
     @property
     def node_id(self) -> str:
@@ -67,21 +89,41 @@ class RayLink(CoordinatorLink):
     def ask(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Ask and wait. Raises what the method raised, StallError without an answer, WorkerLostError if it died."""
         packed = pickle.dumps((question.__name__, args, kwargs), PICKLE_PROTOCOL)
-        reference: ray.ObjectRef[bytes] = self._coordinator.answer.remote(packed)
         try:
-            reply: R = pickle.loads(ray.get(reference, timeout=ANSWER_MARGIN_S))
+            asker = self._asker if self._is_open else self._opened()
+            answer = asker.ask(packed) if asker is not None else self._through_ray(packed)
+            reply: R = pickle.loads(answer)
             return reply
-        except ray.exceptions.GetTimeoutError as error:
+        except (ray.exceptions.GetTimeoutError, TimeoutError) as error:
             name = question.__name__
             raise StallError(f"the coordinator did not answer ({name}) within {ANSWER_MARGIN_S:g} s") from error
+        except FailedQuestion as failed:
+            raise failed.error from RemoteTraceback(failed.traceback)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, FlowTrainError):
                 raise error.cause from error  # Ray's own error would have the remote traceback as its message
             raise
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, EOFError, ConnectionError) as error:
             raise WorkerLostError(
                 "the coordinator died, and with it the table of where each part lies; start again with --resume"
             ) from error
+
+    def _through_ray(self, packed: bytes) -> bytes:
+        reference: ray.ObjectRef[bytes] = self._coordinator.answer.remote(packed)
+        answer: bytes = ray.get(reference, timeout=ANSWER_MARGIN_S)
+        return answer
+
+    def _opened(self) -> Asker | None:
+        with self._opening:
+            if not self._is_open:
+                reference: ray.ObjectRef[SocketOffer | None] = self._coordinator.offer.remote(self.node_id)
+                offer = ray.get(reference, timeout=ANSWER_MARGIN_S)
+                try:
+                    self._asker = Asker(offer, ANSWER_MARGIN_S) if offer is not None else None
+                except OSError as error:  # of one node, but in containers that share no sockets
+                    logger.info("questions to the coordinator go through Ray: %s", error)
+                self._is_open = True
+        return self._asker
 
     def start(self, question: Question[P, R], *args: P.args, **kwargs: P.kwargs) -> ray.ObjectRef[R]:
         """Ask without waiting; returns a reference for ``ray.get`` and ``ray.wait``."""

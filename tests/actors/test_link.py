@@ -17,6 +17,7 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.flow import LimitsConfig
 from flowtrain.errors import OwnerLostError, StallError, WorkerLostError
 from flowtrain.flow.api import CoordinatorApi
+from tests.actors.elsewhere import Elsewhere
 
 
 def task_error(cause: BaseException) -> BaseException:
@@ -31,11 +32,15 @@ class World:
         self.answer: Any = None
         self.sent: list[tuple[Any, ...]] = []
         monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "other-node"))
         answer = SimpleNamespace(remote=lambda question: self.sent.append(pickle.loads(question)))
-        self.link = RayLink(SimpleNamespace(answer=answer))
+        offer = SimpleNamespace(remote=lambda node_id: node_id)
+        self.link = RayLink(SimpleNamespace(answer=answer, offer=offer))
 
     def _get(self, ref: Any, timeout: float | None = None) -> Any:
         assert timeout is not None, "no wait without a timeout"
+        if ref == "other-node":
+            return None
         if isinstance(self.answer, BaseException):
             raise self.answer
         return pickle.dumps(self.answer)
@@ -52,11 +57,16 @@ def test_a_call_brings_the_answer(world: World) -> None:
     assert world.sent == [("lease", (1, "vision"), {})]
 
 
-def test_an_actor_answers_what_a_link_packs(world: World) -> None:
-    class Echo(Answering):
-        async def lease(self, *args: Any, **kwargs: Any) -> Any:
-            return args, kwargs
+class Echo(Answering):
+    error: Exception | None = None
 
+    async def lease(self, *args: Any, **kwargs: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return args, kwargs
+
+
+def test_an_actor_answers_what_a_link_packs(world: World) -> None:
     world.link.ask(CoordinatorApi.lease, 1, encoder="vision")
     packed = asyncio.run(Echo().answer(pickle.dumps(world.sent[0])))
     assert pickle.loads(packed) == ((1,), {"encoder": "vision"})
@@ -83,6 +93,26 @@ def test_a_coordinator_that_is_gone_or_silent_is_reported(world: World) -> None:
     world.answer = ray.exceptions.GetTimeoutError("late")
     with pytest.raises(StallError, match=r"did not answer \(lease\)"):
         world.link.ask(CoordinatorApi.lease)
+
+
+def test_questions_on_the_coordinators_node_need_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
+    with Elsewhere(Echo()) as echo:
+        coordinator = SimpleNamespace(
+            offer=SimpleNamespace(remote=lambda node_id: echo.call(echo.actor.offer(node_id))),
+            answer=SimpleNamespace(remote=lambda question: pytest.fail("a question went through Ray")),
+        )
+        link = RayLink(coordinator)
+        assert link.ask(CoordinatorApi.lease, 1, encoder="vision") == ((1,), {"encoder": "vision"})
+        for raised in (OwnerLostError("gone"), AssertionError("a bug"), TimeoutError("its own")):
+            echo.actor.error = raised
+            with pytest.raises(type(raised), match=str(raised)) as caught:
+                link.ask(CoordinatorApi.lease)
+            assert type(caught.value) is type(raised)
+            assert "in lease" in str(caught.value.__cause__), "the remote traceback is kept"
+    with pytest.raises(WorkerLostError, match="the coordinator died"):
+        link.ask(CoordinatorApi.lease)
 
 
 class Clock:

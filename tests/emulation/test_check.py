@@ -62,8 +62,8 @@ def test_real_devices_say_nothing(tmp_path: Path) -> None:
 
 def test_a_profile_is_of_the_emulated_model(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
+    write_cpu_profile(profile, config_of(tmp_path))
     config = config_of(tmp_path, f"emulated.profile={profile}")
-    write_cpu_profile(profile, config)
     spec = family_from_config(config).model_spec
     other = config.backbone.model_copy(update={"activation_checkpointing": "none"})
     check_emulated_profile(config.model_copy(update={"backbone": other}), spec)

@@ -41,7 +41,7 @@ class EmulatedLauncher(Launcher):
 
     def spawn(self, actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
         """See ``Launcher``."""
-        if actor_class not in CLASSES:
+        if not issubclass(actor_class, CLASSES):
             return super().spawn(actor_class, {"scheduling_strategy": on_this_node(), **options}, *args)
         limit = max(self._settings.ranks_per_process, self._degrees.replica_size)
         name: str = options["name"]

@@ -14,12 +14,12 @@ class RayMetricsSink:
     """Sets the ``flowtrain_`` gauges; Ray must be initialised. Prometheus shows them with Ray's prefix ``ray_``."""
 
     def __init__(self) -> None:
-        self._step = _gauge("step", "Optimizer steps done.")
-        self._loss = _gauge("loss", "Training loss of the last step.")
-        self._tokens_per_second = _gauge("tokens_per_second", "Backbone tokens per second of the last step.")
-        self._starved = _gauge("starved_seconds", "Time that the backbone waited for data in the last step.")
-        self._blocked = _gauge("blocked_seconds", "Time that encoders waited for memory in the last step.")
-        self._pool = _gauge("pool_bytes", "Bytes in use in the memory pool.", "tier")
+        self._step = _gauge("flowtrain_step", "Optimizer steps done.")
+        self._loss = _gauge("flowtrain_loss", "Training loss of the last step.")
+        self._tokens_per_second = _gauge("flowtrain_tokens_per_second", "Backbone tokens per second of the last step.")
+        self._starved = _gauge("flowtrain_starved_seconds", "Time that the backbone waited for data in the last step.")
+        self._blocked = _gauge("flowtrain_blocked_seconds", "Time that encoders waited for memory in the last step.")
+        self._pool = _gauge("flowtrain_pool_bytes", "Bytes in use in the memory pool.", "tier")
 
     def update(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
@@ -36,4 +36,4 @@ class RayMetricsSink:
 
 def _gauge(name: str, description: str, *tag_keys: str) -> Gauge:
     """A gauge that says whether its run's devices are emulated."""
-    return Gauge(f"flowtrain_{name}", description, tag_keys=("emulated", *tag_keys))
+    return Gauge(name, description, tag_keys=("emulated", *tag_keys))

@@ -89,10 +89,13 @@ class ParameterTraffic:
             return measured[0]
         if self._setup.sharding == "gradients":
             return np.zeros(len(columns))
-        every = self._gather_s(columns, 2.0 * held.layers + held.outer)
+        forward, backward = self._gather_s(columns, held.total), self._gather_s(columns, held.layers)
         if not self._overlaps(columns):
-            return every
-        return np.maximum(every - stage, 0.0) + self._gather_s(columns, self._chunks * held.unit + held.outer)
+            return forward + backward
+        # Each pass gathers for itself, so a long backward hides nothing of the forward's.
+        exposed = np.maximum(forward - (1.0 - BACKWARD_SHARE) * stage, 0.0)
+        exposed += np.maximum(backward - BACKWARD_SHARE * stage, 0.0)
+        return exposed + self._gather_s(columns, self._chunks * held.unit + held.outer)
 
     def gathering_once_s(self, columns: CandidateColumns, stage: FloatArray, held: StageParameters) -> FloatArray:
         """Return seconds of gathers that a step makes once, and that no computation hides, ``[C]``.

@@ -30,7 +30,7 @@ class EmulatedConfig(ConfigModel):
     """Times of a file that ``flowtrain profile`` wrote; None: by data sheets."""
     interference: float | None = Field(None, gt=0)
     """Time of an encoder and a rank that compute at once on one device, over the sum of both alone (``mode:
-    colocated``); None: as the profile measured it, else 1."""
+    colocated``); None: as the profile measured it, else the assumed one of plans."""
     feature_share: float = Field(1.0, gt=0, le=1)
     """Share of each feature row's bytes that really go through the pool, for machines with less memory than the
     devices' hosts; times do not depend on it."""

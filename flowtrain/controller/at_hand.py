@@ -17,8 +17,9 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.cluster import ACCELERATOR_TYPE
 from flowtrain.controller.planning.devices import SizedType
 from flowtrain.controller.planning.mode_plan import cpus_of_a_device
+from flowtrain.costs.devices import device_spec
 from flowtrain.costs.profiled_times import CPU
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.device import device_name
 
 UNKNOWN_TYPE = "an accelerator of unknown type"
@@ -34,7 +35,7 @@ class DevicesAtHand:
     @property
     def text(self) -> str:
         """All of them, in words."""
-        counts = " and ".join(f"{each.count} {each.name}" for each in self.sized)
+        counts = " and ".join(f"{each.count} {each.name or 'measured devices'}" for each in self.sized)
         return f"{counts} of {self.where}"
 
     def only(self, count: int | None) -> DevicesAtHand:
@@ -77,14 +78,32 @@ def by_type(nodes: Sequence[Mapping[str, Any]], config: RunConfig) -> tuple[Size
 
 
 def emulated(config: RunConfig, emulation: EmulatedConfig, count: int | None) -> DevicesAtHand:
-    """Return emulated devices: ``count``, else ``emulated.devices``, else as many as the configured degrees take."""
+    """Return emulated devices: ``count``, else ``emulated.devices``, else as many as the configured degrees take.
+
+    Raises ConfigError if modules are on devices of another type, which one plan of these would not rate.
+    """
+    _check_one_type(config, emulation)
     count = count or emulation.devices
     if count is None:
         plan = fixed_plan(config)
         encoders = plan.encoders.values() if plan.mode != "colocated" else ()
         count = plan.backbone.num_actors + sum(module.num_actors for module in encoders)
-    sized = SizedType(emulation.device, count, min(count, emulation.devices_per_node))
+    name = emulation.device if emulation.profile is None else None  # a profile names its device
+    sized = SizedType(name, count, min(count, emulation.devices_per_node))
     return DevicesAtHand((sized,), "an emulated cluster")
+
+
+def _check_one_type(config: RunConfig, emulation: EmulatedConfig) -> None:
+    types = {f"encoders.{name}": each.accelerator_type for name, each in config.encoders.items()}
+    for section, kind in {**types, "backbone": config.backbone.accelerator_type}.items():
+        if kind is not None and device_spec(kind) != device_spec(emulation.device):
+            key = f"{section}.accelerator_type"
+            raise ConfigError.of(
+                key,
+                FaultCode.CONFLICT,
+                f"{key} ({kind}) is not emulated.device ({emulation.device}), and mode 'auto' plans emulated devices "
+                "of one type; unset the first with =null, or set the mode",
+            )
 
 
 def of_machine(config: RunConfig, count: int | None = None) -> DevicesAtHand:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from ray.actor import ActorHandle
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.worker_group import ActorClasses, Launcher
 from flowtrain.emulation.encoder import EmulatedEncoder, EmulatedEncoderRank
-from flowtrain.emulation.hosts import CLASSES, EmulatedHandle, Hosts
+from flowtrain.emulation.hosts import CLASSES, EmulatedHandle, Hosts, on_this_node
 from flowtrain.emulation.meetings import create_memory
 from flowtrain.emulation.rank import EmulatedRank
 from flowtrain.types.plan import Degrees
@@ -34,14 +33,16 @@ class EmulatedLauncher(Launcher):
         self._replicas = max(1, settings.ranks_per_process // self._degrees.replica_size)
         memory = None
         if self._degrees.dp > self._replicas:
-            memory = _shared_memory(self._degrees)
-            weakref.finalize(self, _remove, memory)
+            descriptor = os.memfd_create("flowtrain-emulated")  # no file, so that none can be left over
+            weakref.finalize(self, os.close, descriptor)
+            memory = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+            create_memory(memory, self._degrees)
         self._hosts = Hosts(config, memory)
 
     def spawn(self, actor_class: type, options: dict[str, Any], *args: Any) -> ActorHandle:
         """See ``Launcher``."""
-        if actor_class not in CLASSES:
-            return super().spawn(actor_class, options, *args)
+        if not issubclass(actor_class, CLASSES):
+            return super().spawn(actor_class, {"scheduling_strategy": on_this_node(), **options}, *args)
         limit = max(self._settings.ranks_per_process, self._degrees.replica_size)
         name: str = options["name"]
         if issubclass(actor_class, EmulatedRank):
@@ -75,19 +76,3 @@ def actor_classes(config: RunConfig) -> ActorClasses:
         backbone=EmulatedRank,
         launcher=EmulatedLauncher(config),
     )
-
-
-def _shared_memory(degrees: Degrees) -> Path:
-    """A file in memory, if there is a place for such."""
-    place = Path("/dev/shm")
-    with tempfile.NamedTemporaryFile(
-        prefix="flowtrain-emulated-", dir=place if place.is_dir() else None, delete=False
-    ) as file:
-        path = Path(file.name)
-    create_memory(path, degrees)
-    return path
-
-
-def _remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        path.unlink()

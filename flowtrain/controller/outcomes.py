@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from flowtrain.emulation.meetings import OtherRankFailedError
 from flowtrain.errors import FlowTrainError
 
 SEVERED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
@@ -60,12 +61,17 @@ def _severed(error: BaseException, name: str) -> Died | Failed:
 
 
 def root_cause_first(outcomes: Mapping[_Key, Outcome]) -> list[_Key]:
-    """Order calls that ended together: deaths first, since they explain failures; our errors before Ray's."""
+    """Order calls that ended together: deaths first, since they explain failures; our errors before Ray's.
+
+    Last are those that failed only because another did.
+    """
 
     def rank(key: _Key) -> int:
         outcome = outcomes[key]
         if isinstance(outcome, Died):
             return 0
+        if isinstance(outcome, Failed) and isinstance(outcome.error, OtherRankFailedError):
+            return 3
         return 1 if isinstance(outcome, Failed) and isinstance(outcome.error, FlowTrainError) else 2
 
     return sorted(outcomes, key=rank)

@@ -19,7 +19,7 @@ from flowtrain.costs.start_limit import start_limit
 from flowtrain.data.feed import sampler_from_config
 from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
-from flowtrain.emulation.check import check_emulated
+from flowtrain.emulation.check import check_emulated, check_emulated_profile
 from flowtrain.errors import ConfigError
 from flowtrain.flow.capacity import check_capacity, check_scattered_capacity
 from flowtrain.flow.units import num_steps_of
@@ -103,6 +103,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
     spec = family.model_spec
+    check_emulated_profile(config, spec)
     plan = with_settings_of(config, fixed_plan(config), plan)
     check_degrees(config, plan.backbone.degrees, spec, family.vision_config.model_type)
     if plan.backbone.tensor_parallel_size > 1:

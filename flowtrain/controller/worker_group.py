@@ -38,7 +38,7 @@ Results = Callable[[Mapping[str, ray.ObjectRef[Any]]], list[Any]]
 
 
 class Launcher:
-    """Starts and ends actors, each in a process of its own; a benchmark puts many emulated ones into one process."""
+    """Starts and ends actors, each in a process of its own."""
 
     def __init__(self) -> None:
         self._remote: dict[type, Any] = {}

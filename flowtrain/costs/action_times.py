@@ -46,9 +46,13 @@ class DeviceTimes:
         """Return the times for a workload."""
         if self.profile is None:
             return Roofline(self.device, self.model, workload, self.setup, self.efficiency)
-        efficiency = self.efficiency.links
-        communication = TensorCommunication(self.device, self.model, workload, self.setup, efficiency)
+        communication = TensorCommunication(self.device, self.model, workload, self.setup, self.link_efficiency)
         return ProfileTimes(self.profile, workload, communication, self.max_batch_patches, self.decode_threads)
+
+    @property
+    def link_efficiency(self) -> float:
+        """Share of the links' bandwidth that is reached: all of those that a profile measured."""
+        return self.efficiency.links if self.profile is None else 1.0
 
     def slowdown(self, encoder: str) -> float:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
@@ -166,7 +170,7 @@ class ActionTimes:
         device = self.times.device
         sliced = TrainingSetup(dtype=setup.dtype, tp=self.degrees.tp, sequence_parallel=setup.sequence_parallel)
         per_token = layer_activation_nbytes(self.times.model.backbone, sliced, _MANY_TOKENS) / _MANY_TOKENS
-        host = device.links.host * self.times.efficiency.links
+        host = device.links.host * self.times.link_efficiency
         return max(share * stage.num_layers * per_token * work.num_tokens / host - computing, 0.0)
 
     # --- communication --------------------------------------------------------------------------------------------
@@ -261,10 +265,10 @@ class ActionTimes:
     def _link(self, members: int, apart: int) -> float:
         """Bytes/s of each of so many ranks in a collective."""
         link = group_link(self.times.device, np.array(members), np.array(apart))
-        return float(link) * self.times.efficiency.links
+        return float(link) * self.times.link_efficiency
 
     def _sending(self) -> float:
         """Bytes/s from a rank to the next of its pipeline; each has its own link."""
         device = self.times.device
         inside = self.degrees.replica_size <= device.devices_per_node
-        return (device.links.node if inside else device.links.network) * self.times.efficiency.links
+        return (device.links.node if inside else device.links.network) * self.times.link_efficiency

@@ -35,7 +35,7 @@ _LIBRARIES = ("flowtrain", "torch", "transformers")
 MAX_EXTRAPOLATION = 1.25
 """Lengths and sizes up to this many times the largest measured one are extrapolated in proportion."""
 
-MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
+MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds
@@ -242,13 +242,15 @@ def read_profile(path: str | PathLike[str]) -> Profile:
 
 def configured_profile(config: RunConfig) -> Profile | None:
     """Return the profile of ``allocator.profile``, or else of the emulated devices; None if there is none."""
-    path = config.allocator.profile or (config.emulation.profile if config.emulation is not None else None)
+    key, path = "allocator.profile", config.allocator.profile
+    if path is None and config.emulation is not None:
+        key, path = "emulated.profile", config.emulation.profile
     if path is None:
         return None
     try:
         return read_profile(path)
     except ConfigError as error:
-        raise ConfigError.of("allocator.profile", FaultCode.VALUE, f"allocator.profile: {error}") from error
+        raise ConfigError.of(key, FaultCode.VALUE, f"{key}: {error}") from error
 
 
 def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 
 from flowtrain.config.run import RunConfig
+from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.profile import read_profile
 from flowtrain.emulation.process import BACKBONE, EmulatedRun
 from flowtrain.errors import ConfigError, FaultCode
 
@@ -22,6 +25,18 @@ def check_emulated(config: RunConfig) -> None:
         except ConfigError as error:
             text = str(error).replace("--device", "emulated.device")
             raise ConfigError.of("emulated.device", FaultCode.VALUE, text) from error
+
+
+def check_emulated_profile(config: RunConfig, model: ModelSpec) -> None:
+    """Raise ConfigError if the profile of emulated devices is of another model; other settings may differ."""
+    if config.emulation is None or config.emulation.profile is None:
+        return
+    profile, shapes = read_profile(config.emulation.profile), {**asdict(model), "dtype": config.model.dtype}
+    same = replace(profile, model={name: profile.model.get(name) for name in shapes})
+    try:
+        same.check(profile.device, shapes, profile.versions)
+    except ConfigError as error:
+        raise ConfigError.of("emulated.profile", FaultCode.VALUE, f"emulated.profile: {error}") from error
 
 
 def check_resumes(config: RunConfig, resume: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +13,14 @@ from typing import Any, cast
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flowtrain.actors.garbage import keep_imports
 from flowtrain.config.run import RunConfig
 from flowtrain.emulation.encoder import EmulatedEncoder, EmulatedEncoderRank
 from flowtrain.emulation.process import EmulatedProcess, EmulatedRun
 from flowtrain.emulation.rank import EmulatedRank
+from flowtrain.errors import StallError
 
 SWITCH_INTERVAL_S = 0.0005
 """Seconds until a thread that wakes up may run; Python's default is 5 ms."""
@@ -39,17 +41,27 @@ class EmulatedHost:
         keep_imports()
 
     def add(self, name: str, actor_class: type, *args: Any) -> None:
-        """Construct an actor."""
-        self._future(name).set_result(actor_class(self._process, *args))
+        """Construct an actor; its calls raise what that raises."""
+        future = self._future(name)
+        try:
+            future.set_result(actor_class(self._process, *args))
+        except BaseException as error:
+            future.set_exception(error)  # nobody waits for this call
 
     def call(self, name: str, method: str, *args: Any) -> Any:
-        """Call an actor, once it is constructed."""
-        actor = self._future(name).result(CONSTRUCT_S)
+        """Call an actor, once it is constructed; an error ends the waits of all in the run."""
         try:
-            return getattr(actor, method)(*args)
+            return getattr(self._constructed(name), method)(*args)
         except BaseException:
             self._process.fail()
             raise
+
+    def _constructed(self, name: str) -> Any:
+        future = self._future(name)
+        wait([future], CONSTRUCT_S)
+        if not future.done():
+            raise StallError(f"{name} (emulated) was not constructed within {CONSTRUCT_S:g} s; see its process's log")
+        return future.result()
 
     def _future(self, name: str) -> Future[Any]:
         with self._lock:
@@ -64,6 +76,8 @@ class EmulatedHandle:
     name: str
 
     def __getattr__(self, method: str) -> _RemoteMethod:
+        if method.startswith("__") or method in ("host", "name"):  # what copies and pickles look for
+            raise AttributeError(method)
         return _RemoteMethod(self.host, self.name, method)
 
 
@@ -79,6 +93,11 @@ class _RemoteMethod:
         return reference
 
 
+def on_this_node() -> NodeAffinitySchedulingStrategy:
+    """Return the strategy for actors of emulated devices: Ray reserves nothing for them, and they share memory."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
 class Hosts:
     """Starts the processes of a run's emulated actors, as actors need them."""
 
@@ -91,7 +110,8 @@ class Hosts:
         host = self._running.get(place)
         if host is None:
             remote: Any = ray.remote(EmulatedHost)
-            options = remote.options(num_cpus=0, max_concurrency=4 + 3 * num_actors)
+            threads = 4 + 3 * num_actors
+            options = remote.options(num_cpus=0, max_concurrency=threads, scheduling_strategy=on_this_node())
             host = options.remote(self._config, None if self._memory is None else str(self._memory))
             self._running[place] = host
         host.add.remote(name, actor_class, *args)

@@ -27,6 +27,13 @@ _SHORTEST_S, _LONGEST_S, _SHARE = 0.0002, 0.004, 0.1
 """A wait looks again after this share of the time that it has taken so far."""
 
 
+class OtherRankFailedError(RuntimeError):
+    """A wait for a rank that has failed, whose own error says why."""
+
+    def __init__(self, text: str = "another emulated rank failed") -> None:  # the argument is for pickle
+        super().__init__(text)
+
+
 class Meeting(IntEnum):
     """The sorts of meetings; a rank meets the same ranks in all of one sort."""
 
@@ -104,7 +111,7 @@ class Meetings:
         while not is_ready():
             waited = time.monotonic() - started
             if _is_there(self._failed, 0):
-                raise RuntimeError("another emulated rank failed")  # as a process group would, so its error comes first
+                raise OtherRankFailedError
             if waited > self._limit_s:
                 raise StallError(f"emulated ranks: {waited:.0f} s passed before {what}")
             time.sleep(min(max(_SHORTEST_S, _SHARE * waited), _LONGEST_S))

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from flowtrain.actors.replica_channel import ReplicaChannel
+from flowtrain.emulation.meetings import OtherRankFailedError
+from flowtrain.errors import StallError
 
 T = TypeVar("T")
 
@@ -18,14 +20,15 @@ class ThreadReplica:
     def __init__(self, size: int, limit_s: float) -> None:
         self.size = size
         self._values: list[Any] = [None] * size
+        self._limit_s, self._is_aborted = limit_s, False
         self._barrier = threading.Barrier(size, timeout=limit_s)
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         """Return the values of all ranks."""
         self._values[rank] = value
-        self._barrier.wait()
+        self._meet()
         found = list(self._values)
-        self._barrier.wait()
+        self._meet()
         return found
 
     def complete(self, rank: int, data: torch.Tensor, piece: int) -> None:
@@ -37,7 +40,18 @@ class ThreadReplica:
 
     def abort(self) -> None:
         """Stop all waits for a rank that failed."""
+        self._is_aborted = True
         self._barrier.abort()
+
+    def _meet(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError as error:
+            if self._is_aborted:
+                raise OtherRankFailedError from error
+            raise StallError(
+                f"emulated ranks: {self._limit_s:.0f} s passed before all {self.size} of a replica met"
+            ) from error
 
 
 class ThreadChannel(ReplicaChannel):

@@ -281,3 +281,14 @@ def test_devices_that_are_shared_in_turns_are_warned_of(cluster: dict[str, float
     assert warning.startswith("MPS does not run on one")
     apart = prepare(load_config(QUICKSTART), check_pool=False)
     assert judge(apart, [lacking], LINKS).warnings == ()
+
+
+def test_emulated_devices_need_no_disk_and_share_nothing(
+    cluster: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster["GPU"] = 2.0
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    config = load_config(QUICKSTART, ["mode=colocated", "model.device=emulated"])
+    lacking = node("one", num_devices=2.0, facts=replace(FACTS, lacks_mps=True))
+    report = judge(prepare(config, check_pool=False), [lacking], LINKS)
+    assert check_of(report, "checkpoints have room").fits and report.warnings == ()

@@ -96,7 +96,7 @@ def test_the_profiled_device_may_be_named(saved: Path) -> None:
     )
 
 
-AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
+AGAIN = "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
 
 
 @pytest.mark.parametrize(

@@ -137,4 +137,10 @@ def test_a_run_that_goes_on_has_its_own_plan(minimal: Path, tmp_path: Path, capl
     start = start_of(minimal, given, resume=True, plan=None)
     assert (start.config.mode, start.config.backbone.data_parallel_size, start.plan) == ("colocated", 2, plan)
     assert "plan.yaml decides for a run that goes on: mode colocated" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"sets backbone\.data_parallel_size to 4, and .*plan\.yaml, .* has 2; leave it"
+    ):
+        start_of(minimal, [*given, "backbone.data_parallel_size=4"], resume=True, plan=None)
+    freed = [*given[1:], "mode=colocated", "backbone.data_parallel_size=4"]
+    assert start_of(minimal, freed, resume=True, plan=None).config.backbone.data_parallel_size == 4
     assert start_of(minimal, given, resume=False, plan=None).is_open

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flowtrain import api
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.at_hand import UNKNOWN_TYPE, DevicesAtHand, by_type, emulated, of_machine
-from flowtrain.controller.planning.devices import SizedType
+from flowtrain.controller.planning.devices import AskedDevices, SizedType, cluster_of
+from flowtrain.costs.profile import configured_profile
 from flowtrain.errors import ConfigError
+from tests.profiles import cpu_profile
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 H200 = {"CPU": 64.0, "GPU": 8.0, "accelerator_type:H200": 1.0}
@@ -63,3 +66,28 @@ def test_of_emulated_devices_there_are_as_many_as_are_asked_for() -> None:
     config = config_of(*kind)
     assert config.emulation is not None
     assert emulated(config, config.emulation, None).sized == (SizedType("h100", 3, 3),), "two encoders and a rank"
+
+
+def test_emulated_devices_of_a_profile_are_those_it_was_measured_on() -> None:
+    profile = Path(__file__)
+    config = config_of("model.device=emulated", f"emulated.profile={profile}", "emulated.devices=8")
+    found = of_machine(config)
+    assert found.sized == (SizedType(None, 8, 8),) and found.text == "8 measured devices of an emulated cluster"
+    with pytest.raises(ConfigError, match=r"^emulated\.profile: .*test_at_hand\.py: the profile cannot be read"):
+        configured_profile(config)
+
+
+def test_a_profile_is_not_used_for_several_types() -> None:
+    config = config_of()
+    asked = AskedDevices(at_hand=(SizedType("H200", 16, 8), SizedType("A100", 4, 4)))
+    message = r"measured on one type of devices, and there are 2 \(H200, A100\); .* without allocator\.profile"
+    with pytest.raises(ConfigError, match=message):
+        cluster_of(asked, SimpleNamespace(config=config), cpu_profile(config))  # type: ignore[arg-type]
+
+
+def test_emulated_devices_are_of_one_type() -> None:
+    kind = ("model.device=emulated", "emulated.device=h200", "emulated.devices=8")
+    assert of_machine(config_of(*kind, "backbone.accelerator_type=H200")).sized == (SizedType("h200", 8, 8),)
+    message = r"encoders\.vision\.accelerator_type \(L40S\) is not emulated\.device \(h200\)"
+    with pytest.raises(ConfigError, match=message):
+        of_machine(config_of(*kind, "encoders.vision.accelerator_type=L40S"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import ray
 
 from flowtrain.controller.outcomes import Died, Failed, Outcome, Returned, outcome_of, reason_of, root_cause_first
+from flowtrain.emulation.meetings import OtherRankFailedError
 from flowtrain.errors import DataError, FlowTrainError, StallError
 from tests.controller.fake_ray import FakeRay, Ref, died, not_constructed, task_error
 
@@ -62,6 +65,12 @@ def test_of_what_ray_tells_about_a_dead_worker_the_detail_is_kept() -> None:
     )
     reason = reason_of(ray.exceptions.RayActorError(None, told))
     assert reason == "Worker unexpectedly exits with a connection error code 2. End of file"
+
+
+def test_emulated_ranks_that_waited_for_a_failed_one_come_after_it() -> None:
+    waited = pickle.loads(pickle.dumps(OtherRankFailedError()))
+    outcomes: dict[str, Outcome] = {"rank 0": Failed(waited), "rank 1": Failed(ValueError("the cause"))}
+    assert root_cause_first(outcomes) == ["rank 1", "rank 0"]
 
 
 def test_the_cause_comes_before_what_it_caused() -> None:

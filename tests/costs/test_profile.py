@@ -88,7 +88,7 @@ def test_a_foreign_or_stale_profile_names_everything_that_differs() -> None:
         "profile: device is 'NVIDIA H200' there and 'NVIDIA A100' in this run; "
         "model.backbone.hidden_size is 4096 there and 5120 in this run; "
         "versions.torch is '2.13.0' there and '2.14.0' in this run; "
-        "run flowtrain profile again on these devices, or plan by --device without --profile"
+        "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
     )
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.emulated import actor_classes
 from flowtrain.controller.export import export_run
 from flowtrain.controller.predict import run_workload
 from flowtrain.controller.run import run_training
-from flowtrain.errors import CheckpointError, ConfigError
+from flowtrain.emulation.rank import EmulatedRank
+from flowtrain.errors import CheckpointError, ConfigError, WorkerLostError
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir
 from tests.e2e.disturbed import json_lines
@@ -68,3 +74,22 @@ def test_a_mode_consumes_every_position_once(data: Path, ray_cluster: None, mode
         run_training(config, resume=True)
     with pytest.raises(CheckpointError, match="no weights exist and nothing can be exported"):
         export_run(run_dir(config).root)
+
+
+class FailsAtWork(EmulatedRank):
+    """The second replica's first rank fails with its first unit; all others wait for it."""
+
+    def _run_unit(self, *args: Any) -> tuple[int, bool]:
+        if self._rank == 1:
+            raise ValueError("the cause")
+        return super()._run_unit(*args)
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_own_error(data: Path, ray_cluster: None) -> None:
+    names = ("name=emulated-fails", "backbone.sharding=full", "emulated.ranks_per_process=1")
+    config = override_config(config_of(data, "decoupled"), names)
+    classes = replace(actor_classes(config), backbone=FailsAtWork)
+    started = time.monotonic()
+    with pytest.raises(WorkerLostError, match="failed: ValueError: the cause"):
+        run_training(config, classes=classes)
+    assert time.monotonic() - started < config.limits.stall_timeout_s, "nobody waited for the limit"

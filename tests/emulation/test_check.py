@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowtrain.config.run import RunConfig
-from flowtrain.emulation.check import check_emulated, check_resumes, emulation_note
+from flowtrain.emulation.check import check_emulated, check_emulated_profile, check_resumes, emulation_note
 from flowtrain.emulation.process import EmulatedRun
 from flowtrain.errors import ConfigError
+from flowtrain.models.families.registry import family_from_config
 from tests.e2e.worlds import tiny_config
+from tests.profiles import write_cpu_profile
 
 
 def config_of(tmp_path: Path, *overrides: str, **sections: Any) -> RunConfig:
@@ -55,3 +58,16 @@ def test_real_devices_say_nothing(tmp_path: Path) -> None:
     config = config_of(tmp_path, model={"device": "cpu"})
     check_emulated(config)
     assert emulation_note(config) is None and config.emulation is None
+
+
+def test_a_profile_is_of_the_emulated_model(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_cpu_profile(profile, config_of(tmp_path))
+    config = config_of(tmp_path, f"emulated.profile={profile}")
+    spec = family_from_config(config).model_spec
+    other = config.backbone.model_copy(update={"activation_checkpointing": "none"})
+    check_emulated_profile(config.model_copy(update={"backbone": other}), spec)
+    with pytest.raises(
+        ConfigError, match=r"^emulated\.profile: .*model\.backbone\.num_layers is \d+ there and 77 in this"
+    ):
+        check_emulated_profile(config, replace(spec, backbone=replace(spec.backbone, num_layers=77)))

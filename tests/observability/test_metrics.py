@@ -20,7 +20,7 @@ KEYS = [
     *("starved_s", "blocked_s", "fetch_s", "read_nbytes", "plan_digest", "plan_time_s"),
     *("produced_samples_per_s", "consumed_samples_per_s"),
     *("num_microbatches", "packing_fill", "dp_imbalance", "pool_dram_nbytes", "pool_hbm_nbytes"),
-    *("eval_loss", "rejected", "skipped", "skipped_steps", "rewound_to"),
+    *("eval_loss", "rejected", "skipped", "skipped_steps", "emulated", "host_s", "rewound_to"),
 ]
 
 

@@ -106,6 +106,8 @@ def _node_memory(nodes: Sequence[NodeReport], segments: Sequence[int], may_sprea
 def _disk(run_spec: RunSpec) -> Check:
     """Check the room for all kept checkpoints and the one being written."""
     config = run_spec.config
+    if config.emulation is not None:
+        return Check("checkpoints have room", True, "none are written: model.device is 'emulated'")
     count = config.checkpoint.keep + 1
     one = RESUMED_NBYTES * run_spec.model_spec.num_trainable_parameters(config.frozen_modules)
     root = run_dir(config).root
@@ -119,7 +121,7 @@ def _disk(run_spec: RunSpec) -> Check:
 def _no_mps(config: RunConfig, nodes: Sequence[NodeReport]) -> Iterator[str]:
     """Warn of nodes whose devices encoders and ranks would use in turns."""
     lacking = [node.name for node in nodes if node.facts.lacks_mps and node.num_devices]
-    if config.mode == "colocated" and config.model.device != "cpu" and lacking:
+    if config.mode == "colocated" and config.model.device == "auto" and lacking:
         yield without_mps_text(lacking)
 
 

@@ -65,6 +65,12 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
         ]
         return Cluster(_unlike(types))
     if len(sized) > 1:
+        if asked.at_hand:
+            raise ConfigError(
+                f"{profile.source} was measured on one type of devices, and there are {len(sized)} "
+                f"({', '.join(str(each.name) for each in sized)}); plan by data sheets, without allocator.profile, or "
+                "train on nodes of one type"
+            )
         raise ConfigError(
             f"--profile ({profile.source}) was measured on one type of devices and --device names {len(sized)}; plan "
             "several types by their data sheets, without --profile"

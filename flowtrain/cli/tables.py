@@ -109,14 +109,14 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
         table.add_row("goes on", f"not at all: step {resumption.step} of {num_steps} was the last")
     else:
         table.add_row("goes on", f"after step {resumption.step} of {num_steps}")
+    for line in resumption.inexact:
+        table.add_row("not exact", line)
     for change in resumption.changes:
         table.add_row(change.key, f"{change.old} -> {change.new}")
     if resumption.step is not None and not resumption.changes:
         table.add_row("changes", "none")
     if resumption.older is not None:
         table.add_row("older", resumption.older)
-    for line in resumption.inexact:
-        table.add_row("not exact", line)
     for line in resumption.notes:
         table.add_row("exact", line)
     return table

@@ -45,18 +45,7 @@ class Start:
         Raises ConfigError if an override contradicts the plan; overrides of resources win over it.
         """
         decided = resolve(self.given, self.overrides, plan=plan)
-        values = plain_values(decided)
-        resources = ("num_cpus", "num_devices", "accelerator_type", "segment_nbytes", "feeder_segment_nbytes")
-        for key, wanted in plan.settings().items():
-            found = values
-            for name in key:
-                found = found[name]
-            if found != wanted and key[-1] not in (*resources, "num_feeders", "network"):
-                text = (
-                    f"an override sets {dotted(key)} to {found!r}, and the plan of mode 'auto' has {wanted!r}; leave "
-                    f"it out, or set mode={plan.mode}: then degrees and settings are those of the configuration"
-                )
-                raise ConfigError.of(dotted(key), FaultCode.CONFLICT, text)
+        _check_follows(decided, plan, "the plan of mode 'auto'")
         return decided
 
 
@@ -77,12 +66,29 @@ def start_of(
         found = read_plan(saved)
         logger.warning("mode is auto, and %s decides for a run that goes on: mode %s", saved, found.mode)
         resolved = resolve(config, overrides, plan=saved)
+        _check_follows(resolved, found, f"{saved}, which mode 'auto' goes on with,")
     if devices is not None and resolved.mode != "auto":
         raise ConfigError(
             f"--devices ({devices}) is for a plan that mode 'auto' makes, and the mode is {resolved.mode!r}; leave it "
             "out"
         )
     return Start(config, overrides, with_kept_choices(resolved, overrides), found)
+
+
+def _check_follows(config: RunConfig, plan: Plan, whose: str) -> None:
+    """Raise ConfigError if a configuration has other degrees or settings than the plan; resources may differ."""
+    values = plain_values(config)
+    resources = ("num_cpus", "num_devices", "accelerator_type", "segment_nbytes", "feeder_segment_nbytes")
+    for key, wanted in plan.settings().items():
+        found = values
+        for name in key:
+            found = found[name]
+        if found != wanted and key[-1] not in (*resources, "num_feeders", "network"):
+            text = (
+                f"an override sets {dotted(key)} to {found!r}, and {whose} has {wanted!r}; leave it out, or set "
+                f"mode={plan.mode}: then degrees and settings are those of the configuration"
+            )
+            raise ConfigError.of(dotted(key), FaultCode.CONFLICT, text)
 
 
 def resolve(

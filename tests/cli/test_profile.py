@@ -96,13 +96,13 @@ def test_the_profiled_device_may_be_named(saved: Path) -> None:
     )
 
 
-AGAIN = "run flowtrain profile again on these devices, or plan by --device without --profile"
+AGAIN = "or use no profile (rates are then from data sheets)"
 
 
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ("--device", "h200"), f"device is 'cpu' there and 'h200' in this run; {AGAIN}"),
+        ({}, ("--device", "h200"), f"device is 'cpu' there and 'h200' in this run; run flowtrain profile again on these devices, {AGAIN}"),
         (
             {},
             ("backbone.config.hidden_size=96",),
@@ -113,6 +113,7 @@ AGAIN = "run flowtrain profile again on these devices, or plan by --device witho
         ({}, ("backbone.sequence_parallel=false",), "model.sequence_parallel is True there and False in this run"),
         ({}, ("backbone.num_threads=2",), "model.threads.backbone is 1 there and 2 in this run"),
         ({}, ("scheduler.microbatch_tokens=1024",), "layers.1 was measured up to 512, scheduler.microbatch_tokens is"),
+        ({}, ("scheduler.microbatch_tokens=1024",), "profile again with scheduler.microbatch_tokens=1024, or use no"),
         ({"versions": {"torch": "1.0"}}, (), "versions.torch is '1.0' there and "),
         ({"schema": 9}, (), "schema is 9, this version reads 1 and 2"),
     ],

@@ -139,6 +139,11 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
     if summary.emulated is not None:
         table.add_row("emulated", summary.emulated)
+    if summary.host_warning is not None:
+        table.add_row("warning", summary.host_warning)
+    planned, measured = summary.planned_tokens_per_s, summary.tokens_per_s
+    if planned is not None and measured is not None:
+        table.add_row("rate", f"planned {planned:,.0f} tokens/s, measured {measured:,.0f}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
         table.add_row(name, str(path))
     if summary.checkpoint is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 from flowtrain.allocator.plan import read_plan
+from flowtrain.config.emulated import check_resumes
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import load_config, override_config, plain_values
 from flowtrain.config.run import RunConfig
@@ -62,6 +63,7 @@ def start_of(
     """
     found = plan if plan is None or isinstance(plan, Plan) else read_plan(plan)
     resolved = resolve(config, overrides, plan=plan)
+    check_resumes(resolved, resume)
     if resolved.mode == "auto" and resume and (saved := run_dir(resolved).plan).is_file():
         found = read_plan(saved)
         logger.warning("mode is auto, and %s decides for a run that goes on: mode %s", saved, found.mode)

@@ -18,6 +18,7 @@ from flowtrain.cli.profile import profile_tables
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import ProfileReport
 from flowtrain.costs.profile import (
+    MEASURE_AGAIN,
     DeviceFacts,
     ImageCosts,
     ImageTable,
@@ -102,7 +103,11 @@ AGAIN = "or use no profile (rates are then from data sheets)"
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ("--device", "h200"), f"device is 'cpu' there and 'h200' in this run; run flowtrain profile again on these devices, {AGAIN}"),
+        (
+            {},
+            ("--device", "h200"),
+            f"device is 'cpu' there and 'h200' in this run; {MEASURE_AGAIN}",
+        ),
         (
             {},
             ("backbone.config.hidden_size=96",),

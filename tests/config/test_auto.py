@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_has_its_own_plan(minimal: Path, tmp_path: Path, capl
     start = start_of(minimal, given, resume=True, plan=None)
     assert (start.config.mode, start.config.backbone.data_parallel_size, start.plan) == ("colocated", 2, plan)
     assert "plan.yaml decides for a run that goes on: mode colocated" in caplog.text
-    with pytest.raises(ConfigError, match=r"sets backbone.data_parallel_size to 1, and .*plan.yaml, .* has 2; leave it"):
+    with pytest.raises(ConfigError, match=r"sets backbone.data_parallel_size to 1, and .*plan.yaml, .* has 2; leave"):
         start_of(minimal, [*given, "backbone.data_parallel_size=1"], resume=True, plan=None)
     same = [*given, "backbone.data_parallel_size=2", "backbone.num_cpus=0.5"]
     assert start_of(minimal, same, resume=True, plan=None).config.backbone.num_cpus == 0.5, "resources may differ"

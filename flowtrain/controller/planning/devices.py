@@ -66,8 +66,8 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
         return Cluster(_unlike(types))
     if len(sized) > 1:
         raise ConfigError(
-            f"the profile {profile.source} was measured on one type of devices, and the plan is for {len(sized)}; use no "
-            "profile for several types (rates are then from data sheets)"
+            f"the profile {profile.source} was measured on one type of devices, and the plan is for {len(sized)}; use "
+            "no profile for several types (rates are then from data sheets)"
         )
     (only,) = sized
     same = only.name is None or only.name.lower() in (profile.device_type, profile.device.lower())

@@ -227,8 +227,7 @@ def read_profile(path: str | PathLike[str]) -> Profile:
     """Read a profile; raises ConfigError if it is unreadable, incomplete or of another schema."""
     try:
         values = _json_object(Path(path))
-        schema = values["schema"]
-        if schema not in _READABLE:
+        if (schema := values["schema"]) not in _READABLE:
             known = " and ".join(map(str, _READABLE))
             raise ConfigError(f"{path}: schema is {schema!r}, this version reads {known}; {MEASURE_AGAIN}")
         return TypeAdapter(Profile).validate_python({**values, "schema": PROFILE_SCHEMA, "source": str(path)})

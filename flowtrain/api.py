@@ -64,7 +64,8 @@ def train(
     with planned_on_cluster(start.config, devices) as report:
         decided = start.decided(report.plan)
         planned(report)
-        return run_training(decided, resume, plan=report.plan)
+        summary = run_training(decided, resume, plan=report.plan)
+        return replace(summary, planned_tokens_per_s=report.tokens_per_s)
 
 
 def dry_run(

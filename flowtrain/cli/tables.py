@@ -109,14 +109,14 @@ def resume_table(resumption: Resumption, num_steps: int) -> Table:
         table.add_row("goes on", f"not at all: step {resumption.step} of {num_steps} was the last")
     else:
         table.add_row("goes on", f"after step {resumption.step} of {num_steps}")
+    for line in resumption.inexact:
+        table.add_row("not exact", line)
     for change in resumption.changes:
         table.add_row(change.key, f"{change.old} -> {change.new}")
     if resumption.step is not None and not resumption.changes:
         table.add_row("changes", "none")
     if resumption.older is not None:
         table.add_row("older", resumption.older)
-    for line in resumption.inexact:
-        table.add_row("not exact", line)
     for line in resumption.notes:
         table.add_row("exact", line)
     return table
@@ -139,6 +139,11 @@ def summary_table(summary: RunSummary) -> Table:
         table.add_row("measured costs", f"R2 {summary.cost_r2:.3f}: {run.cost_profile}")
     if summary.emulated is not None:
         table.add_row("emulated", summary.emulated)
+    if summary.host_warning is not None:
+        table.add_row("warning", summary.host_warning)
+    planned, measured = summary.planned_tokens_per_s, summary.tokens_per_s
+    if planned is not None and measured is not None:
+        table.add_row("rate", f"planned {planned:,.0f} tokens/s, measured {measured:,.0f}")
     for name, path in (("metrics", run.metrics), ("ledger", run.ledger), ("trace", run.trace)):
         table.add_row(name, str(path))
     if summary.checkpoint is not None:

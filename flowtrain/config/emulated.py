@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from flowtrain.config.base import ConfigModel
-from flowtrain.errors import Fault, FaultCode
+from flowtrain.errors import ConfigError, Fault, FaultCode
 
 if TYPE_CHECKING:
     from flowtrain.config.run import RunConfig
@@ -53,4 +53,15 @@ def emulation_is_asked_for(config: RunConfig) -> Iterator[Fault]:
             FaultCode.CONFLICT,
             f"pool.network ({config.pool.network!r}) joins nodes, and emulated devices are all on this one; set it to "
             "'none'",
+        )
+
+
+def check_resumes(config: RunConfig, resume: bool) -> None:
+    """Raise ConfigError if a run on emulated devices shall go on from a checkpoint."""
+    if resume and config.emulation is not None:
+        raise ConfigError.of(
+            "model.device",
+            FaultCode.RESUME,
+            "--resume goes on from a checkpoint, and with model.device 'emulated' there is none (no weights exist); "
+            f"start another run (name={config.name}-2) without it",
         )

@@ -80,8 +80,8 @@ def auto_is_free(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             "pipeline.partition",
             FaultCode.CONFLICT,
-            f"pipeline.partition ({list(config.pipeline.partition)}) is for one number of stages, which mode ('auto') "
-            "chooses; unset it with =null, or set the mode",
+            f"pipeline.partition ({list(config.pipeline.partition)}) is for one number of stages, and mode ('auto') "
+            "chooses the stages; leave it out or unset it with =null, or set the mode",
         )
 
 

@@ -67,9 +67,9 @@ class RunConfig(ConfigModel):
             _not_yet_parallel,
             _split_encoders_have_a_place,
             ranks_have_whole_devices,
+            auto_is_free,  # before checks of what it leaves out
             schedule_has_its_chunks,
             partition_has_its_stages,
-            auto_is_free,
             encoders_are_trained_inside,
             colocated_encoders_fit_their_ranks,
             colocated_devices_are_shared,

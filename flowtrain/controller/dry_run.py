@@ -11,7 +11,6 @@ from flowtrain.controller.planning.report import PlanReport
 from flowtrain.controller.predict import image_tokens, sized_units
 from flowtrain.controller.prepare import RunSpec, prepare
 from flowtrain.controller.resume import Resumption, foresee_resume
-from flowtrain.emulation.check import check_resumes
 from flowtrain.types.run_plan import Plan
 
 
@@ -36,7 +35,6 @@ def foresee_run(config: RunConfig, resume: bool = False, plan: Plan | None = Non
 
     plan: the plan that the configuration has its degrees from; None: they are its own.
     """
-    check_resumes(config, resume)
     run_spec = prepare(config, plan=plan)
     resumption = foresee_resume(run_spec) if resume else None
     return DryRunReport(run_spec, image_tokens(run_spec), foresee_memory(run_spec), resumption)

@@ -121,13 +121,15 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
 
 
 def _most_tokens(config: RunConfig, run_spec: RunSpec, workload: Workload, kind: str) -> int:
-    """Tokens of the largest microbatch that a plan of this configuration may choose; 0 on accelerators.
+    """Tokens of the largest microbatch that a plan with ``mode: auto`` may choose; 0 on accelerators.
 
-    There its activations might not fit the memory, with the recomputation that is configured.
+    Of any configured mode: the same profile is for all. On accelerators activations of so many tokens might not fit the
+    memory, with the recomputation that is configured.
     """
     if kind != "CPU":
         return 0
-    choices = backbone_choices(config, run_spec.model_spec.backbone, workload, on_cpu=True)
+    of_auto = config.model_copy(update={"mode": "auto"})
+    choices = backbone_choices(of_auto, run_spec.model_spec.backbone, workload, on_cpu=True)
     return max((each.microbatch_tokens for each in choices), default=0)
 
 

@@ -11,6 +11,7 @@ from statistics import fmean
 
 from flowtrain.controller.audit import AuditFiles
 from flowtrain.controller.prepare import RunSpec
+from flowtrain.controller.run_rates import RunRates
 from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.observability.diagnostics import Diagnostic
@@ -84,6 +85,7 @@ class Recorder:
         emulation = run_spec.config.emulation
         self._is_emulated = emulation is not None
         self._time_scale = emulation.time_scale if emulation is not None else 1.0
+        self.rates = RunRates(self._time_scale)
         self.peak: DevicePeak | None = None
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -180,6 +182,7 @@ class Recorder:
         metrics, self._held = replace(self._held, eval_loss=eval_loss), None
         self._audit.attempt(self._metrics, self._metrics.write, metrics)
         self.last = metrics
+        self.rates.take(metrics)
         self.last_eval_loss = eval_loss if eval_loss is not None else self.last_eval_loss
         if metrics.rewound_to is not None:
             self._display.note(

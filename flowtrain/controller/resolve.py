@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 from flowtrain.allocator.plan import read_plan
+from flowtrain.config.emulated import check_resumes
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import load_config, override_config, plain_values
 from flowtrain.config.run import RunConfig
@@ -45,7 +46,7 @@ class Start:
         Raises ConfigError if an override contradicts the plan; overrides of resources win over it.
         """
         decided = resolve(self.given, self.overrides, plan=plan)
-        _check_agrees(decided, plan, "the plan of mode 'auto'")
+        _check_follows(decided, plan, "the plan of mode 'auto'")
         return decided
 
 
@@ -62,11 +63,12 @@ def start_of(
     """
     found = plan if plan is None or isinstance(plan, Plan) else read_plan(plan)
     resolved = resolve(config, overrides, plan=plan)
+    check_resumes(resolved, resume)
     if resolved.mode == "auto" and resume and (saved := run_dir(resolved).plan).is_file():
         found = read_plan(saved)
         logger.warning("mode is auto, and %s decides for a run that goes on: mode %s", saved, found.mode)
         resolved = resolve(config, overrides, plan=saved)
-        _check_agrees(resolved, found, f"{saved}, with which the run goes on,")
+        _check_follows(resolved, found, f"{saved}, which mode 'auto' goes on with,")
     if devices is not None and resolved.mode != "auto":
         raise ConfigError(
             f"--devices ({devices}) is for a plan that mode 'auto' makes, and the mode is {resolved.mode!r}"
@@ -75,8 +77,8 @@ def start_of(
     return Start(config, overrides, with_kept_choices(resolved, overrides), found)
 
 
-def _check_agrees(config: RunConfig, plan: Plan, named: str) -> None:
-    """Raise ConfigError if an override contradicts the plan that mode ``auto`` starts; those of resources win."""
+def _check_follows(config: RunConfig, plan: Plan, whose: str) -> None:
+    """Raise ConfigError if a configuration has other degrees or settings than the plan; resources may differ."""
     values = plain_values(config)
     resources = ("num_cpus", "num_devices", "accelerator_type", "segment_nbytes", "feeder_segment_nbytes")
     for key, wanted in plan.settings().items():
@@ -85,7 +87,7 @@ def _check_agrees(config: RunConfig, plan: Plan, named: str) -> None:
             found = found[name]
         if found != wanted and key[-1] not in (*resources, "num_feeders", "network"):
             text = (
-                f"an override sets {dotted(key)} to {found!r}, and {named} has {wanted!r}; leave it out, or set "
+                f"an override sets {dotted(key)} to {found!r}, and {whose} has {wanted!r}; leave it out, or set "
                 f"mode={plan.mode}: then degrees and settings are those of the configuration"
             )
             raise ConfigError.of(dotted(key), FaultCode.CONFLICT, text)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
+from flowtrain.allocator.plan import read_plan
 from flowtrain.config.resume import TRAINED_BEFORE, Change, changes
 from flowtrain.config.run import RunConfig
+from flowtrain.config.yaml_text import dotted
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.reach import usable_checkpoint
 from flowtrain.errors import ConfigError, FaultCode
@@ -84,8 +87,17 @@ def _check_trained(checkpoint: Path, meta: checkpoint_store.CheckpointMeta, conf
 
 
 def changed_since(files: RunDir, config: RunConfig) -> tuple[Change, ...]:
-    """The keys that changed since the run was last started; empty if it never was."""
-    return changes(files.load_config(), config) if files.config.is_file() else ()
+    """The keys that changed since the run was last started; empty if it never was.
+
+    What the run's own plan had already is no change, even if its configuration had left it open.
+    """
+    if not files.config.is_file():
+        return ()
+    had: dict[str, object] = {}
+    with suppress(ConfigError):  # a plan of an earlier version, or none
+        had = {dotted(key): value for key, value in read_plan(files.plan).settings().items()}
+    found = changes(files.load_config(), config)
+    return tuple(each for each in found if each.key not in had or had[each.key] != each.new)
 
 
 def find_resume_point(files: RunDir, run_spec: RunSpec, changed: Sequence[Change]) -> ResumePoint:

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.coordinator import start_flow
 from flowtrain.actors.pooling import hbm_offer
+from flowtrain.config.emulated import check_resumes
 from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster, worker_group
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
@@ -37,7 +38,7 @@ from flowtrain.controller.summary import RunSummary, summary_if_done
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
-from flowtrain.emulation.check import check_resumes, emulation_note
+from flowtrain.emulation.check import emulation_note, host_warning
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.units import first_unit
 from flowtrain.mempool.tiers.hbm import NO_ACCELERATOR
@@ -122,6 +123,8 @@ def run_training(
         cost_r2=costs.r2,
         num_skipped=recorder.num_skipped,
         emulated=emulation_note(config),
+        host_warning=host_warning(recorder.rates.host_share),
+        tokens_per_s=recorder.rates.tokens_per_s,
     )
 
 

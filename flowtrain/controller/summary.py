@@ -22,7 +22,9 @@ class RunSummary:
 
     step: optimizer steps done in all. stopped: ended early on request; it can be resumed. cost_r2: R2 of the costs
     fitted to this run's microbatches, None if too few were measured. num_skipped: steps that made no update, since they
-    were not finite. emulated: what was emulated, in words; None if devices were real.
+    were not finite. emulated: what was emulated, in words; None if devices were real. host_warning: why its rates say
+    little; None if they do not. tokens_per_s: without the first step of this start. planned_tokens_per_s: by the plan
+    that ``mode: auto`` made.
     """
 
     directory: Path
@@ -37,6 +39,9 @@ class RunSummary:
     cost_r2: float | None = None
     num_skipped: int = 0
     emulated: str | None = None
+    host_warning: str | None = None
+    tokens_per_s: float | None = None
+    planned_tokens_per_s: float | None = None
 
 
 def summary_if_done(config: RunConfig, run_spec: RunSpec, started: float) -> RunSummary | None:

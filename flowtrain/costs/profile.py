@@ -35,7 +35,8 @@ _LIBRARIES = ("flowtrain", "torch", "transformers")
 MAX_EXTRAPOLATION = 1.25
 """Lengths and sizes up to this many times the largest measured one are extrapolated in proportion."""
 
-MEASURE_AGAIN = "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
+OR_NO_PROFILE = "or use no profile (rates are then from data sheets)"
+MEASURE_AGAIN = f"run flowtrain profile again on these devices, {OR_NO_PROFILE}"
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Positive = _Seconds
@@ -225,9 +226,8 @@ class Profile:
 def read_profile(path: str | PathLike[str]) -> Profile:
     """Read a profile; raises ConfigError if it is unreadable, incomplete or of another schema."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        schema = values.get("schema") if isinstance(values, dict) else None
-        if schema not in _READABLE:
+        values = _json_object(Path(path))
+        if (schema := values["schema"]) not in _READABLE:
             known = " and ".join(map(str, _READABLE))
             raise ConfigError(f"{path}: schema is {schema!r}, this version reads {known}; {MEASURE_AGAIN}")
         return TypeAdapter(Profile).validate_python({**values, "schema": PROFILE_SCHEMA, "source": str(path)})
@@ -238,6 +238,17 @@ def read_profile(path: str | PathLike[str]) -> Profile:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: the profile cannot be read ({error}); {MEASURE_AGAIN}") from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """Return the values of a file with a schema; ConfigError if it is another kind of file."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        values = None
+    if not isinstance(values, dict) or "schema" not in values:
+        raise ConfigError(f"{path} is not a profile file: flowtrain profile CONFIG --save {path.stem}.json writes one")
+    return values
 
 
 def configured_profile(config: RunConfig) -> Profile | None:

@@ -11,7 +11,7 @@ import numpy as np
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.module_times import mean_with_images
-from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, LengthTable, Profile
+from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError
@@ -52,14 +52,15 @@ class ProfileTimes:
                     "scheduler.microbatch_tokens",
                     workload.microbatch_tokens,
                     table.num_tokens[-1],
+                    f"run flowtrain profile again with scheduler.microbatch_tokens={workload.microbatch_tokens}, "
+                    f"{OR_NO_PROFILE}",
                 )
         for name in workload.images:
             if 1 not in profile.encoders.get(name, {}) or name not in profile.images:
                 raise ConfigError(f"{profile.source}: encoders.{name} has no table for degree 1; {MEASURE_AGAIN}")
             largest = max(table.num_patches[-1] for table in profile.encoders[name].values())
-            _check_reach(
-                f"{profile.source}: encoders.{name}", "patches of an image", int(self._patches(name).max()), largest
-            )
+            most = int(self._patches(name).max())
+            _check_reach(f"{profile.source}: encoders.{name}", "patches of an image", most, largest, MEASURE_AGAIN)
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
@@ -184,9 +185,9 @@ def _nearest(tables: Mapping[int, Any], tp: int) -> int:
     return max(measured for measured in tables if tp % measured == 0)
 
 
-def _check_reach(label: str, key: str, asked: int, measured: int) -> None:
+def _check_reach(label: str, key: str, asked: int, measured: int, way_out: str) -> None:
     if asked > MAX_EXTRAPOLATION * measured:
         raise ConfigError(
             f"{label} was measured up to {measured}, {key} is {asked}: too far to extrapolate (at most "
-            f"{MAX_EXTRAPOLATION:g} times); {MEASURE_AGAIN}"
+            f"{MAX_EXTRAPOLATION:g} times); {way_out}"
         )

@@ -11,6 +11,7 @@ from flowtrain.costs.profile import read_profile
 from flowtrain.emulation.process import BACKBONE, EmulatedRun
 from flowtrain.errors import ConfigError, FaultCode
 
+MOST_HOST_SHARE = 0.1
 NO_WEIGHTS = "no weights exist: the loss is 0, and the run writes no checkpoint and has no export"
 
 
@@ -39,17 +40,6 @@ def check_emulated_profile(config: RunConfig, model: ModelSpec) -> None:
         raise ConfigError.of("emulated.profile", FaultCode.VALUE, f"emulated.profile: {error}") from error
 
 
-def check_resumes(config: RunConfig, resume: bool) -> None:
-    """Raise ConfigError if a run on emulated devices shall go on from a checkpoint."""
-    if resume and config.emulation is not None:
-        raise ConfigError.of(
-            "model.device",
-            FaultCode.RESUME,
-            "--resume goes on from a checkpoint, and with model.device 'emulated' there is none (no weights exist); "
-            f"start another run (name={config.name}-2) without it",
-        )
-
-
 def emulation_note(config: RunConfig) -> str | None:
     """Return what is emulated, in words; None if nothing is."""
     settings = config.emulation
@@ -61,6 +51,16 @@ def emulation_note(config: RunConfig) -> str | None:
     scale = "" if settings.time_scale == 1.0 else f", waits are {settings.time_scale:g} times as long"
     devices = " and ".join(dict.fromkeys(names))
     return f"emulated devices: {devices}, times by {times}{scale}; {NO_WEIGHTS}"
+
+
+def host_warning(host_share: float | None) -> str | None:
+    """Return a warning if this machine's own work is much of a step; host_share: of the wall time of the steps."""
+    if host_share is None or host_share <= MOST_HOST_SHARE:
+        return None
+    return (
+        f"the host's own work is {host_share:.0%} of a step, so rates are rather this machine's than the devices': "
+        "raise emulated.time_scale, or use a larger model"
+    )
 
 
 def _encoders(config: RunConfig) -> Iterable[str]:

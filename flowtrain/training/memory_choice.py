@@ -24,6 +24,9 @@ from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.profile_device import memory_nbytes
 from flowtrain.types.plan import Degrees, GradientReduction, Sharding
 
+AS_SET = "as set in config.yaml"
+"""By the configuration or by a plan: the run's file has either."""
+
 
 def decide_reduction(config: RunConfig, family: Family, group: BackboneGroup) -> GradientReduction:
     """Return the configured gradient reduction, or decide about ``auto``; collective, with one answer on all ranks."""
@@ -47,7 +50,7 @@ def foreseen_sharding(
 def _reduction(config: RunConfig, degrees: Degrees, needs: Callable[[], list[RankNeed]]) -> GradientReduction:
     configured = config.backbone.gradient_reduction
     if configured != "auto":
-        return GradientReduction(configured, "as configured")
+        return GradientReduction(configured, AS_SET)
     if degrees.dp == 1:
         return GradientReduction("step", "auto: there is one replica")
     return choose_reduction(needs())
@@ -64,7 +67,7 @@ def decide_sharding(config: RunConfig, family: Family, group: BackboneGroup) -> 
 def _sharding(config: RunConfig, degrees: Degrees, needs: Callable[[RunConfig], list[RankNeed]]) -> Sharding:
     configured = config.backbone.sharding
     if configured != "auto":
-        return Sharding(configured, "as configured")
+        return Sharding(configured, AS_SET)
     if degrees.dp == 1:
         return Sharding("full", "auto: there is one replica, which has no shards")
     whole = config.model_copy(update={"backbone": config.backbone.model_copy(update={"sharding": "gradients"})})

@@ -18,6 +18,7 @@ from flowtrain.cli.profile import profile_tables
 from flowtrain.controller.prepare import prepare
 from flowtrain.controller.profiling import ProfileReport
 from flowtrain.costs.profile import (
+    MEASURE_AGAIN,
     DeviceFacts,
     ImageCosts,
     ImageTable,
@@ -96,13 +97,17 @@ def test_the_profiled_device_may_be_named(saved: Path) -> None:
     )
 
 
-AGAIN = "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
+AGAIN = "or use no profile (rates are then from data sheets)"
 
 
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ("--device", "h200"), f"device is 'cpu' there and 'h200' in this run; {AGAIN}"),
+        (
+            {},
+            ("--device", "h200"),
+            f"device is 'cpu' there and 'h200' in this run; {MEASURE_AGAIN}",
+        ),
         (
             {},
             ("backbone.config.hidden_size=96",),
@@ -113,6 +118,7 @@ AGAIN = "run flowtrain profile again on these devices, or plan by data sheets, w
         ({}, ("backbone.sequence_parallel=false",), "model.sequence_parallel is True there and False in this run"),
         ({}, ("backbone.num_threads=2",), "model.threads.backbone is 1 there and 2 in this run"),
         ({}, ("scheduler.microbatch_tokens=1024",), "layers.1 was measured up to 512, scheduler.microbatch_tokens is"),
+        ({}, ("scheduler.microbatch_tokens=1024",), "profile again with scheduler.microbatch_tokens=1024, or use no"),
         ({"versions": {"torch": "1.0"}}, (), "versions.torch is '1.0' there and "),
         ({"schema": 9}, (), "schema is 9, this version reads 1 and 2"),
     ],

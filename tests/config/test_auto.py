@@ -27,7 +27,8 @@ TRAINED = "encoders.vision.trainable=true"
         ("allocator.choose=[chunk]", "allocator.choose", r"choose.0 = 'chunk': .*; did you mean 'chunks'\?"),
         ("allocator.choose=chunks", "allocator.choose", "'chunks': must be auto or a list of"),
         ("allocator.method=even", "allocator.method", r"'even'\) is an ablation of mode 'decoupled'"),
-        ("pipeline.partition=[4]", "pipeline.partition", "is for one number of stages"),
+        ("pipeline.partition=[4]", "pipeline.partition", "chooses the stages; leave it out"),
+        ("pipeline.partition=[2,2]", "pipeline.partition", "chooses the stages; leave it out"),
     ],
 )
 def test_what_auto_refuses(minimal: Path, override: str, key: str, text: str) -> None:
@@ -137,10 +138,10 @@ def test_a_run_that_goes_on_has_its_own_plan(minimal: Path, tmp_path: Path, capl
     start = start_of(minimal, given, resume=True, plan=None)
     assert (start.config.mode, start.config.backbone.data_parallel_size, start.plan) == ("colocated", 2, plan)
     assert "plan.yaml decides for a run that goes on: mode colocated" in caplog.text
-    with pytest.raises(
-        ConfigError, match=r"sets backbone\.data_parallel_size to 4, and .*plan\.yaml, .* has 2; leave it"
-    ):
-        start_of(minimal, [*given, "backbone.data_parallel_size=4"], resume=True, plan=None)
+    with pytest.raises(ConfigError, match=r"sets backbone.data_parallel_size to 1, and .*plan.yaml, .* has 2; leave"):
+        start_of(minimal, [*given, "backbone.data_parallel_size=1"], resume=True, plan=None)
+    same = [*given, "backbone.data_parallel_size=2", "backbone.num_cpus=0.5"]
+    assert start_of(minimal, same, resume=True, plan=None).config.backbone.num_cpus == 0.5, "resources may differ"
     freed = [*given[1:], "mode=colocated", "backbone.data_parallel_size=4"]
     assert start_of(minimal, freed, resume=True, plan=None).config.backbone.data_parallel_size == 4
     assert start_of(minimal, given, resume=False, plan=None).is_open

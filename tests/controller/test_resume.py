@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,11 @@ def test_a_resume_is_foreseen_and_refused_as_it_would_be_and_changes_nothing(
     assert longer.step == 2 and sorted(root.rglob("*")) == before
     assert Change("training.num_epochs", 1.0, 2.0) in longer.changes and len(longer.changes) == 3
     assert any("degrees" in line and "losses agree only closely" in line for line in longer.inexact)
+    RunDir(root).write_plan(asdict(first.plan))
+    nbytes = first.plan.feeder.segment_nbytes
+    assert nbytes and first.config.pool.feeder_segment_nbytes is None
+    same = foresee_resume(config(1, f"pool.feeder_segment_nbytes={nbytes}"))
+    assert same.changes == (), "the run had it already"
     (encoder,) = first.config.encoders
     split = foresee_resume(config(1, f"encoders.{encoder}.tensor_parallel_size=2"))
     assert split.inexact[-1] == f"encoders.{encoder}.tensor_parallel_size was 1, is now 2: losses agree only closely"

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from flowtrain.costs.cluster import DeviceType, Links
 from flowtrain.costs.communication import TensorCommunication
-from flowtrain.costs.profile import DeviceFacts, ImageCosts, ImageTable, LengthTable, Profile, StepCosts, read_profile
+from flowtrain.costs.profile import (
+    MEASURE_AGAIN,
+    DeviceFacts,
+    ImageCosts,
+    ImageTable,
+    LengthTable,
+    Profile,
+    StepCosts,
+    read_profile,
+)
 from flowtrain.costs.profiled_times import ProfileTimes
 from flowtrain.errors import ConfigError
 from tests.allocator.worlds import MODEL, SETUP, workload
@@ -76,9 +85,10 @@ def test_an_unreadable_profile_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     with pytest.raises(ConfigError, match="the profile cannot be read"):
         read_profile(path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="the profile cannot be read"):
-        read_profile(path)
+    for text in ("{", "name: quickstart", "[]", '{"model": {}}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="profile.json is not a profile file: flowtrain profile CONFIG --save"):
+            read_profile(path)
 
 
 def test_a_foreign_or_stale_profile_names_everything_that_differs() -> None:
@@ -87,8 +97,7 @@ def test_a_foreign_or_stale_profile_names_everything_that_differs() -> None:
     assert str(caught.value) == (
         "profile: device is 'NVIDIA H200' there and 'NVIDIA A100' in this run; "
         "model.backbone.hidden_size is 4096 there and 5120 in this run; "
-        "versions.torch is '2.13.0' there and '2.14.0' in this run; "
-        "run flowtrain profile again on these devices, or plan by data sheets, without the profile"
+        f"versions.torch is '2.13.0' there and '2.14.0' in this run; {MEASURE_AGAIN}"
     )
 
 

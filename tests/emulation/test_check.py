@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from flowtrain.config.emulated import check_resumes
 from flowtrain.config.run import RunConfig
-from flowtrain.emulation.check import check_emulated, check_emulated_profile, check_resumes, emulation_note
+from flowtrain.controller.resolve import start_of
+from flowtrain.emulation.check import check_emulated, check_emulated_profile, emulation_note, host_warning
 from flowtrain.emulation.process import EmulatedRun
 from flowtrain.errors import ConfigError
 from flowtrain.models.families.registry import family_from_config
@@ -52,6 +54,16 @@ def test_a_run_without_weights_does_not_resume(tmp_path: Path) -> None:
     check_resumes(config_of(tmp_path), resume=False)
     with pytest.raises(ConfigError, match="--resume goes on from a checkpoint"):
         check_resumes(config_of(tmp_path), resume=True)
+    with pytest.raises(ConfigError, match="--resume goes on from a checkpoint"):
+        start_of(config_of(tmp_path), (), resume=True, plan=None)
+
+
+def test_much_work_of_the_host_is_said() -> None:
+    assert host_warning(None) is None and host_warning(0.1) is None
+    assert host_warning(0.57) == (
+        "the host's own work is 57% of a step, so rates are rather this machine's than the devices': raise "
+        "emulated.time_scale, or use a larger model"
+    )
 
 
 def test_real_devices_say_nothing(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_fullest_rank_is_named() -> None:
     ("configured", "decided"),
     [
         ("auto", GradientReduction("step", "auto: there is one replica")),
-        ("microbatch", GradientReduction("microbatch", "as configured")),
+        ("microbatch", GradientReduction("microbatch", "as set in config.yaml")),
     ],
 )
 def test_where_there_is_nothing_to_decide(configured: str, decided: GradientReduction) -> None:
@@ -66,8 +66,8 @@ def test_where_there_is_nothing_to_decide(configured: str, decided: GradientRedu
     ("configured", "decided"),
     [
         ("auto", Sharding("full", "auto: there is one replica, which has no shards")),
-        ("gradients", Sharding("gradients", "as configured")),
-        ("hybrid", Sharding("hybrid", "as configured")),
+        ("gradients", Sharding("gradients", "as set in config.yaml")),
+        ("hybrid", Sharding("hybrid", "as set in config.yaml")),
     ],
 )
 def test_where_there_is_no_sharding_to_decide(configured: str, decided: Sharding) -> None:

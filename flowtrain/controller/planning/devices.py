@@ -72,8 +72,8 @@ def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -
                 "train on nodes of one type"
             )
         raise ConfigError(
-            f"--profile ({profile.source}) was measured on one type of devices and --device names {len(sized)}; plan "
-            "several types by their data sheets, without --profile"
+            f"the profile {profile.source} was measured on one type of devices, and the plan is for {len(sized)}; use "
+            "no profile for several types (rates are then from data sheets)"
         )
     (only,) = sized
     same = only.name is None or only.name.lower() in (profile.device_type, profile.device.lower())

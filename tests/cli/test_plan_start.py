@@ -43,7 +43,9 @@ def printed(tmp_path: Path, *arguments: str) -> tuple[list[str], Any, str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("choose", CHOICES, ids=["default", "some", "none"])
-def test_the_printed_line_of_a_run_is_the_plan_that_is_saved(mode: str, choose: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_printed_line_of_a_run_is_the_plan_that_is_saved(
+    mode: str, choose: tuple[str, ...], tmp_path: Path
+) -> None:
     profile = str(write_cpu_profile(tmp_path / "profile.json", api.resolve(QUICKSTART)))
     asked = [f"mode={mode}", "backbone.data_parallel_size=4", *choose]
     overrides, saved, _ = printed(tmp_path, QUICKSTART, *asked, "--devices", "2", "--profile", profile)
@@ -67,3 +69,51 @@ def test_the_printed_line_of_a_model_file_sets_all_that_its_plan_sets(
     assert override_config(planned, report.overrides, check_paths=False) == planned.with_plan(report.plan)
     other = override_config(planned, ["backbone.num_cpus=3"], check_paths=False)  # what a user's run may have
     assert override_config(other, report.overrides, check_paths=False) == other.with_plan(report.plan)
+
+
+def shown_by(*arguments: str) -> str:
+    return " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *arguments]).output.split())
+
+
+def test_devices_that_nobody_gave_are_named_as_such(tmp_path: Path) -> None:
+    shown = shown_by(QUICKSTART)
+    assert "devices 3 h200, from the configuration's degrees (give --devices), 8 a node" in shown
+    assert "h200 is the default, not this machine: give --device, or --profile for measured rates" in shown
+    profile = str(write_cpu_profile(tmp_path / "profile.json", api.resolve(QUICKSTART)))
+    for given in (("--devices", "2", "--device", "h200"), ("--profile", profile, "--nodes", "1")):
+        shown = shown_by(QUICKSTART, *given)
+        assert "(give --devices)" not in shown and "not this machine" not in shown
+
+
+@pytest.mark.parametrize(
+    ("choose", "said"),
+    [
+        ((), "only mode 'colocated' was planned, with its settings as configured; allocator.choose=all frees them;"),
+        (("allocator.choose=all",), "was planned, and all settings that a plan may choose;"),
+        (
+            ("allocator.choose=[chunks]",),
+            "was planned, and of its settings chunks; allocator.choose=all frees the others;",
+        ),
+    ],
+)
+def test_a_plan_of_one_mode_names_what_it_chose(choose: tuple[str, ...], said: str) -> None:
+    report = flowtrain.plan(QUICKSTART, ["mode=colocated", *choose], devices=2)
+    assert any(said in note for note in report.notes)
+    assert (report.plan.backbone_settings is not None) == bool(choose)
+
+
+def test_where_no_mode_fits_each_has_a_line() -> None:
+    result = CliRunner().invoke(app, ["plan", MODELS_6B, "--devices", "1", "--device", "l4"])
+    head, *lines = result.stderr.splitlines()
+    assert head == "flowtrain: no mode can be planned:"
+    assert [line.split(":")[0] for line in lines] == [
+        "  mode decoupled and disaggregated",
+        "  mode colocated",
+        "  mode monolithic",
+        "  mode llm_only",
+    ]
+
+
+def test_a_mode_that_cannot_run_is_not_said_to_lack_memory() -> None:
+    shown = shown_by(QUICKSTART, "mode=auto", "encoders.vision.trainable=true", "--devices", "2")
+    assert "colocated - - - - cannot run" in shown and "the only mode that fits" in shown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, get_args
 
@@ -52,6 +52,7 @@ class PlanReport:
     """None if rates are from data sheets."""
     where: str = ""
     """Whose devices these are, if they were found and not asked for."""
+    asked: AskedDevices = field(default_factory=AskedDevices)
 
     @property
     def winner(self) -> ModeRating:
@@ -191,7 +192,7 @@ def make_report(
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
     plan = with_pool(planned, plan_of(planned, winner, cluster), _devices_per_node(cluster))
     plan = with_network(plan, config, nodes_needed(winner, cluster))
-    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where)
+    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where, asked)
 
 
 def modes_of(config: RunConfig) -> tuple[Mode, ...]:

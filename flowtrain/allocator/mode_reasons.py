@@ -104,7 +104,7 @@ def _costs(contestant: Contestant) -> Iterator[str]:
         yield "encoders and backbone take turns on the only device"
     if candidate.mode == "colocated":
         known = "measured" if contestant.is_measured else "assumed"
-        yield from _filled(candidate)
+        yield from _filled(contestant)
         yield f"encoder and backbone at once take {contestant.slowdown:.2f} times as long as both alone ({known})"
     if candidate.mode == "monolithic":
         where = f" by layers {_PLACES[candidate.encoder_layers or 'first']}" if degrees.pp > 1 else ""
@@ -136,14 +136,18 @@ def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count} devices"
 
 
-def _filled(candidate: ModeCandidate) -> Iterator[str]:
-    """What the work of encoders costs beside the backbone, by formula."""
+def _filled(contestant: Contestant) -> Iterator[str]:
+    """What the work of encoders costs beside the backbone."""
+    candidate = contestant.candidate
     where = "its only device does" if candidate.devices == 1 else f"all {candidate.devices} devices share"
     cost = max(0.0, 1.0 - candidate.rate_formula / candidate.backbone.rate)
-    if candidate.backbone.degrees.pp > 1 and cost < _NOTABLE:
-        yield f"{where} the vision work, which fits into waits of the backbone, such as pipeline fill"
+    if cost < _NOTABLE:
+        fill = ", such as pipeline fill" if candidate.backbone.degrees.pp > 1 else ""
+        yield f"{where} the vision work, which by formula fits into waits of the backbone{fill}"
     else:
-        yield f"{where} the vision work, which costs {cost:.1%} of the backbone's own rate"
+        yield f"{where} the vision work, which by formula costs {cost:.1%} of the backbone's own rate"
+    if (lost := 1.0 - contestant.rate / candidate.rate_formula) > _NOTABLE:
+        yield f"packed batches are {lost:.1%} slower than the formula"
 
 
 def _differences(loser: Contestant, winner: Contestant) -> Iterator[str]:

@@ -64,7 +64,7 @@ def test_a_loser_of_the_same_devices_says_what_it_has_otherwise() -> None:
         (
             2,
             120.0,
-            "all 8 devices share the vision work, which by formula fits into waits of the backbone, such as pipeline fill",
+            "the vision work, which by formula fits into waits of the backbone, such as pipeline fill",
         ),
         (2, 150.0, "all 8 devices share the vision work, which by formula costs 20.0% of the backbone's own rate"),
         (1, 150.0, "which by formula costs 20.0% of the backbone's own rate"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -117,3 +118,21 @@ def test_where_no_mode_fits_each_has_a_line() -> None:
 def test_a_mode_that_cannot_run_is_not_said_to_lack_memory() -> None:
     shown = shown_by(QUICKSTART, "mode=auto", "encoders.vision.trainable=true", "--devices", "2")
     assert "colocated - - - - cannot run" in shown and "the only mode that fits" in shown
+
+
+@pytest.mark.parametrize(("mode", "word"), [("decoupled", "chosen"), ("auto", "best split")])
+def test_the_plot_calls_a_split_chosen_if_its_mode_has_won(mode: str, word: str) -> None:
+    from flowtrain.cli.plan_plot import draw
+
+    report = flowtrain.plan(QUICKSTART, [f"mode={mode}"], devices=4)
+    assert (report.winner.mode in ("decoupled", "disaggregated")) == (word == "chosen"), "or this test says nothing"
+    (text,) = draw(report).axes[-1].texts
+    assert text.get_text().startswith(f"{word}: ") and "by packed batches" in text.get_text()
+
+
+def test_an_mfu_above_its_peak_is_noted() -> None:
+    report = flowtrain.plan(QUICKSTART, devices=2)
+    assert not any("above 100 %" in note for note in report.notes)
+    winner = replace(report.winner, modules=tuple(replace(each, mfu=1.2) for each in report.winner.modules))
+    noisy = replace(report, comparison=replace(report.comparison, ratings=(winner,)))
+    assert any("MFU above 100 %" in note and "idle machine" in note for note in noisy.notes)

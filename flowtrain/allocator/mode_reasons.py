@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.types.run_plan import Mode
 
+SIMPLER: tuple[Mode, ...] = ("decoupled", "colocated", "monolithic", "disaggregated")
+"""Of modes that are as fast, the first one wins."""
+AS_FAST = 0.995
+"""Share of the best rate from which on a mode counts as fast: predictions are not more exact."""
+CANNOT_RUN = "cannot run"
+"""Begins the reason of a mode that no devices could run."""
 _NOTABLE = 0.02
 """Shares of time below this are not worth a word."""
 _EQUAL = 0.0005
@@ -28,6 +34,8 @@ class Contestant:
     """Time of encoder and backbone at once on a device over the sum of both alone."""
     is_measured: bool
     """Whether a profile has measured ``slowdown``."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of the samples, those that need each encoder."""
 
     @property
     def mode(self) -> Mode:
@@ -35,32 +43,47 @@ class Contestant:
         return self.candidate.mode
 
 
-def why_won(winner: Contestant, others: Sequence[Contestant]) -> str:
-    """Return the reason of the winner."""
+def simplicity(mode: Mode) -> int:
+    """Place in the order of ``SIMPLER``."""
+    return SIMPLER.index(mode) if mode in SIMPLER else len(SIMPLER)
+
+
+def why_won(winner: Contestant, others: Sequence[Contestant], *, is_alone: bool = False) -> str:
+    """Return the reason of the winner. others: the fastest first. is_alone: no other mode was asked for."""
     if not others:
-        return "; ".join(("the only mode that was asked for or fits", *_costs(winner)))
+        return "; ".join((f"the only mode that {'was asked for' if is_alone else 'fits'}", *_costs(winner)))
     second = others[0]
     lead = winner.rate / second.rate - 1.0
-    if lead < 0.0:
-        head = f"as fast as {second.mode} within {-100 * lead:.1f} %, and simpler"
-    elif lead < _EQUAL:
-        head = f"as fast as {second.mode}, and simpler"
+    if _are_equal(second, winner):
+        head = f"as fast as {second.mode}{_apart(second, winner)}, and simpler"
     else:
         head = f"the fastest, {100 * lead:.1f} % faster than {second.mode}"
     # Modes that are as fast are mostly the same plan with or without a barrier; the next one tells more.
     slower = next((each for each in others if winner.rate / each.rate - 1.0 >= _NOTABLE), None)
-    if lead < _EQUAL and slower is not None:
+    if _are_equal(second, winner) and slower is not None:
         head += f"; {100 * (winner.rate / slower.rate - 1.0):.1f} % faster than {slower.mode}"
     return "; ".join((head, *_costs(winner)))
 
 
 def why_lost(loser: Contestant, winner: Contestant) -> str:
     """Return the reason of another one."""
-    share = 1.0 - loser.rate / winner.rate
-    if share < _EQUAL:
-        return f"as fast as {winner.mode}, which is simpler"
-    causes = "; ".join(_costs(loser))
-    return f"{100 * share:.1f} % slower than {winner.mode}" + (f": {causes}" if causes else "")
+    if _are_equal(loser, winner):
+        return f"as fast as {winner.mode}{_apart(loser, winner)}, which is simpler"
+    causes = "; ".join((*_costs(loser), *_differences(loser, winner)))
+    return f"{100 * (1.0 - loser.rate / winner.rate):.1f} % slower than {winner.mode}" + (
+        f": {causes}" if causes else ""
+    )
+
+
+def _are_equal(other: Contestant, winner: Contestant) -> bool:
+    """Whether the tie rule decides between both: the winner is simpler, and no slower than predictions are exact."""
+    slower, faster = sorted((other.rate, winner.rate))
+    return slower >= AS_FAST * faster and simplicity(winner.mode) < simplicity(other.mode)
+
+
+def _apart(other: Contestant, winner: Contestant) -> str:
+    gap = abs(winner.rate / other.rate - 1.0)
+    return f" ({100 * gap:.1f} % apart)" if gap >= _EQUAL else ""
 
 
 def why_bound(bound: Contestant) -> str:
@@ -73,9 +96,7 @@ def _costs(contestant: Contestant) -> Iterator[str]:
     candidate = contestant.candidate
     degrees = candidate.backbone.degrees
     if candidate.mode in ("decoupled", "disaggregated") and candidate.devices > 1:
-        encoders = candidate.devices - candidate.backbone.devices
-        devices = "1 device" if candidate.backbone.devices == 1 else f"{candidate.backbone.devices} devices"
-        yield f"the backbone has {devices}, encoders have {encoders}"
+        yield from _sides(contestant)
         if contestant.starved > _NOTABLE:
             until = "features" if candidate.mode == "decoupled" else "all features of a step"
             yield f"it waits {contestant.starved:.1%} of its time for {until}"
@@ -83,12 +104,69 @@ def _costs(contestant: Contestant) -> Iterator[str]:
         yield "encoders and backbone take turns on the only device"
     if candidate.mode == "colocated":
         known = "measured" if contestant.is_measured else "assumed"
+        yield from _filled(contestant)
         yield f"encoder and backbone at once take {contestant.slowdown:.2f} times as long as both alone ({known})"
     if candidate.mode == "monolithic":
         where = f" by layers {_PLACES[candidate.encoder_layers or 'first']}" if degrees.pp > 1 else ""
         yield f"each replica encodes the images of its own microbatches{where}"
     if contestant.imbalance > _NOTABLE and degrees.dp > 1:
         yield f"its slowest replica computes {contestant.imbalance:.1%} more than the mean"
+
+
+def _sides(contestant: Contestant) -> Iterator[str]:
+    """Which side sets the rate, and how much of the other is idle, by formula."""
+    candidate, backbone = contestant.candidate, contestant.candidate.backbone
+    encoders = candidate.devices - backbone.devices
+    taken = backbone.rate
+    given = min(each.rate / contestant.shares.get(name, 1.0) for name, each in candidate.encoders.items())
+    idle = 1.0 - min(taken, given) / max(taken, given)
+    if taken <= given:
+        yield (
+            f"its backbone's {_devices(backbone.devices)} can take {taken:.4g} samples/s and set the rate; the "
+            f"encoders' {_devices(encoders)} could give {given:.4g} and idle {idle:.1%} of their time"
+        )
+    else:
+        yield (
+            f"its encoders' {_devices(encoders)} can give {given:.4g} samples/s and set the rate; the backbone's "
+            f"{_devices(backbone.devices)} could take {taken:.4g}"
+        )
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _filled(contestant: Contestant) -> Iterator[str]:
+    """What the work of encoders costs beside the backbone."""
+    candidate = contestant.candidate
+    where = "its only device does" if candidate.devices == 1 else f"all {candidate.devices} devices share"
+    cost = max(0.0, 1.0 - candidate.rate_formula / candidate.backbone.rate)
+    if cost < _NOTABLE:
+        fill = ", such as pipeline fill" if candidate.backbone.degrees.pp > 1 else ""
+        yield f"{where} the vision work, which by formula fits into waits of the backbone{fill}"
+    else:
+        yield f"{where} the vision work, which by formula costs {cost:.1%} of the backbone's own rate"
+    if (lost := 1.0 - contestant.rate / candidate.rate_formula) > _NOTABLE:
+        yield f"packed batches are {lost:.1%} slower than the formula"
+
+
+def _differences(loser: Contestant, winner: Contestant) -> Iterator[str]:
+    """What the backbone of a mode with encoders on the same devices has otherwise than the winner's."""
+    if loser.mode not in ("monolithic", "colocated"):
+        return
+    mine, others = _backbone_words(loser.candidate), _backbone_words(winner.candidate)
+    unlike = [key for key in mine if key in others and mine[key] != others[key]]
+    if unlike:
+        texts = [", ".join(f"{key} {words[key]}" for key in unlike) for words in (mine, others)]
+        yield f"its backbone has {texts[0]}, that of {winner.mode} {texts[1]}"
+
+
+def _backbone_words(candidate: ModeCandidate) -> dict[str, str]:
+    degrees, settings = candidate.backbone.degrees, candidate.settings
+    words = {"pp": str(degrees.pp), "tp": str(degrees.tp)}
+    if settings is not None and settings.activation_checkpointing is not None:
+        words["checkpointing"] = settings.activation_checkpointing
+    return words
 
 
 _PLACES = {"first": "in the first stage", "mixed": "in stages with the backbone's", "own": "in stages of their own"}

@@ -15,7 +15,15 @@ from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.mode_modules import modules_of
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
-from flowtrain.allocator.mode_reasons import Contestant, why_bound, why_lost, why_won
+from flowtrain.allocator.mode_reasons import (
+    AS_FAST,
+    CANNOT_RUN,
+    Contestant,
+    simplicity,
+    why_bound,
+    why_lost,
+    why_won,
+)
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
@@ -25,10 +33,6 @@ from flowtrain.config.allocator import AllocationMethod
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_plan import Mode
 
-SIMPLER: tuple[Mode, ...] = ("decoupled", "colocated", "monolithic", "disaggregated")
-"""Of modes that are as fast, the first one wins."""
-AS_FAST = 0.995
-"""Share of the best rate from which on a mode counts as fast: predictions are not more exact."""
 _EQUAL = 0.999
 """Of a mode's candidates with this share of its best rate, the one with the fewest devices is taken."""
 _APART: tuple[Mode, ...] = ("decoupled", "disaggregated")
@@ -71,10 +75,16 @@ def _ratings(
     fitting = [each for each in found.values() if isinstance(each, Contestant)]
     rivals = [each for each in fitting if each.mode in _contestants(found)]
     best = max(each.rate for each in rivals)
-    winner = min((each for each in rivals if each.rate >= AS_FAST * best), key=lambda each: _simplicity(each.mode))
-    others = sorted((each for each in rivals if each is not winner), key=lambda each: (-each.rate, each.mode))
+    winner = min((each for each in rivals if each.rate >= AS_FAST * best), key=lambda each: simplicity(each.mode))
+    # Equals, as they are printed, by simplicity.
+    order = sorted(rivals, key=lambda each: (-float(f"{each.rate:.4g}"), simplicity(each.mode)))
+    others = [each for each in order if each is not winner]
     bound = [each for each in fitting if each not in rivals]
-    reasons = [why_won(winner, others), *(why_lost(each, winner) for each in others), *(map(why_bound, bound))]
+    reasons = [
+        why_won(winner, others, is_alone=len(modes) == 1),
+        *(why_lost(each, winner) for each in others),
+        *(map(why_bound, bound)),
+    ]
     for each, reason in zip((winner, *others, *bound), reasons, strict=True):
         candidate = each.candidate
         shared = candidate.mode in _APART and allocation is not None and allocation.shared
@@ -97,10 +107,6 @@ def _ratings(
 def _contestants(modes: Collection[Mode]) -> Collection[Mode]:
     """The modes that may win."""
     return [mode for mode in modes if mode != "llm_only"] or modes
-
-
-def _simplicity(mode: Mode) -> int:
-    return SIMPLER.index(mode) if mode in SIMPLER else len(SIMPLER)
 
 
 @dataclass(slots=True)
@@ -145,17 +151,18 @@ class _Search:
         """Return the error if nothing fits. found: why, by mode."""
         if self.refused is not None and set(found) <= {*_APART}:
             return self.refused
-        refused = _APART if self.refused is not None else ()
-        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in refused]
-        text = "; ".join(([str(self.refused)] if self.refused is not None else []) + reasons)
-        return ConfigError(text)
+        reasons = [f"mode {mode}: {reason}" for mode, reason in found.items() if mode not in _APART or not self.refused]
+        if self.refused is not None:
+            apart = [mode for mode in found if mode in _APART]
+            reasons.insert(0, f"mode {' and '.join(apart)}: {self.refused}")
+        return ConfigError("no mode can be planned:\n  " + "\n  ".join(reasons) if len(reasons) > 1 else reasons[0])
 
     def _impossible(self, mode: Mode) -> str:
         trained = "encoders" not in self.request.workload.freeze
         if trained and mode in (*_APART, "colocated"):
-            return "cannot run: only monolithic trains an encoder"
+            return f"{CANNOT_RUN}: only monolithic trains an encoder"
         if mode == "monolithic" and len(self.request.model.encoders) > 1:
-            return f"cannot run: ranks hold one encoder, and there are {len(self.request.model.encoders)}"
+            return f"{CANNOT_RUN}: ranks hold one encoder, and there are {len(self.request.model.encoders)}"
         return ""
 
     def _apart(self, mode: Mode) -> Found:
@@ -183,7 +190,8 @@ class _Search:
         as_run = replace(candidate, mode="colocated") if shared else candidate
         drawn = drawn_rate(at, surrogate, as_run, self.batches, slowdown)
         rate = self._beside_host(at, surrogate, candidate, drawn.rate)
-        return Contestant(candidate, rate, drawn.imbalance, drawn.starved, slowdown, is_measured)
+        shares = {name: at.workload.share(name) for name in candidate.encoders}
+        return Contestant(candidate, rate, drawn.imbalance, drawn.starved, slowdown, is_measured, shares)
 
     def _beside_host(self, at: Request, surrogate: Surrogate, candidate: ModeCandidate, rate: float) -> float:
         """The rate if the run's own processes take time from its devices, as they do where cores are the devices."""

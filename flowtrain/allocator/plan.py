@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
+from operator import getitem
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -138,13 +140,17 @@ def plan_overrides(plan: Plan) -> tuple[str, ...]:
     return _written(plan.settings())
 
 
-def changed_overrides(plan: Plan, usual: Plan, *, is_open: bool = False) -> tuple[str, ...]:
-    """Return the plan's degrees, and its other settings that differ from ``usual``, as overrides.
+def changed_overrides(plan: Plan, config: RunConfig, also: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the plan's mode and degrees, and its other settings that ``config`` has otherwise, as overrides.
 
-    is_open: the configuration leaves the mode to a plan, so the overrides name it.
+    With them the configuration equals ``config.with_plan(plan)``. also: dotted keys to name in any case.
     """
-    always, others = {*plan.degree_settings(), *([("mode",)] if is_open else [])}, usual.settings()
-    return _written({key: value for key, value in plan.settings().items() if key in always or others.get(key) != value})
+    always, values = {*plan.degree_settings(), ("mode",)}, config.model_dump()
+
+    def is_named(key: Key, value: int | float | str) -> bool:
+        return key in always or dotted(key) in also or reduce(getitem, key, values) != value
+
+    return _written({key: value for key, value in plan.settings().items() if is_named(key, value)})
 
 
 def to_yaml(plan: Plan) -> str:

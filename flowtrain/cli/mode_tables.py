@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from flowtrain.allocator.mode_reasons import CANNOT_RUN
 from flowtrain.cli.tables import facts_table
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings
@@ -68,6 +69,6 @@ def _degrees(degrees: Degrees) -> str:
 
 def _rates(report: PlanReport, rating: ModeRating) -> tuple[str, ...]:
     if rating.rate is None:
-        return "-", "-", "-", "does not fit"
+        return "-", "-", "-", "cannot run" if rating.reason.startswith(CANNOT_RUN) else "does not fit"
     tokens = rating.rate * report.planned.workload.tokens_per_sample
     return str(rating.devices), f"{rating.rate:.4g}", f"{tokens:,.0f}", f"{rating.rate / report.rate:.1%}"

@@ -52,6 +52,8 @@ def plan(
         Console().print(*plan_report_tables(report), sep="\n")
         saved = "saved; " if save is not None else ""
         print(f"\n{saved}{'first fix what the notes name, then ' if report.faults else ''}start it with")
+        if is_model_file(config):
+            print("(CONFIG is your run's configuration, with this model and your data)")
         print(_start(config, overrides, report, save))  # a line that can be copied, however long
     if plot is not None:
         _draw(report, plot)
@@ -59,7 +61,7 @@ def plan(
 
 
 def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Path | None) -> str:
-    """The command that trains with the plan, without overrides of its keys, since these would undo it.
+    """The command that trains with the plan: what the plan sets stands in the place of overrides of its keys.
 
     saved: the file of the plan; None: overrides set it. Without ``RAY_ADDRESS`` a run has this machine alone, so a plan
     for several nodes names its cluster.
@@ -73,7 +75,7 @@ def _start(config: Path, overrides: Sequence[str], report: PlanReport, saved: Pa
     if sections & set(keys.values()):  # an override of a whole section would undo the plan's part of it
         others += plan_overrides(report.plan)
     elif saved is None:
-        others += report.overrides
+        others += report.overrides_with(decided & set(keys.values()))
     command = ["flowtrain", "train", "CONFIG" if is_model_file(config) else str(config), *others]
     command += [] if saved is None else ["--plan", str(saved)]
     address = shlex.quote(os.environ.get("RAY_ADDRESS") or "auto")

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flowtrain.allocator.allocation import Allocation
+from flowtrain.cli.plan_tables import APART
 from flowtrain.controller.planning.report import PlanReport
 
 CONSUMPTION_COLOR, PRODUCTION_COLOR, RATE_COLOR, OTHERS_COLOR = "#c4570a", "#7b3fa0", "#1668a8", "#6f767f"
@@ -35,7 +36,7 @@ def draw(report: PlanReport) -> Figure:
     if has_modes:
         _draw_modes(next(panels), report)
     if has_splits and found is not None:
-        _draw_splits(next(panels), found)
+        _draw_splits(next(panels), found, report)
     figure.suptitle(f"{report.planned.source}: {_devices(report)}", x=0.01, ha="left", fontweight="bold")
     return figure
 
@@ -63,12 +64,12 @@ def _draw_modes(axes: Axes, report: PlanReport) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_splits(axes: Axes, found: Allocation) -> None:
+def _draw_splits(axes: Axes, found: Allocation, report: PlanReport) -> None:
     """Samples/s over the number of devices of the backbone; encoders have the rest."""
     (count,) = found.budget.values()
     _draw_lines(axes, found, count)
     axes.set_ylim(0, _HEADROOM * max(found.rate, *(point.rate for point in found.split_curve)))
-    _draw_chosen(axes, found)
+    _draw_best(axes, found, report)
     axes.set_xlim(0, count)
     axes.set_xlabel(f"devices of the backbone; encoders have the rest of {count} {found.modules[-1].device_type}")
     axes.set_ylabel("samples/s")
@@ -108,17 +109,23 @@ def _draw_lines(axes: Axes, found: Allocation, count: int) -> None:
     )
 
 
-def _draw_chosen(axes: Axes, found: Allocation) -> None:
-    *encoders, backbone = found.modules
-    axes.plot(backbone.devices, found.rate, "o", color=RATE_COLOR, markersize=9, zorder=5)
+def _draw_best(axes: Axes, found: Allocation, report: PlanReport) -> None:
+    """Mark the best split by packed batches, which is the plan if its mode has won."""
+    best = next((each for each in report.comparison.ratings if each.mode in APART and each.rate is not None), None)
+    modules, by_formula, packed = found.modules, found.rate, ""
+    if best is not None and best.rate_formula is not None:
+        modules, by_formula, packed = best.modules, best.rate_formula, f", {best.rate:.4g} by packed batches"
+    word = "chosen" if report.winner is best else "best split"
+    *encoders, backbone = modules
+    axes.plot(backbone.devices, by_formula, "o", color=RATE_COLOR, markersize=9, zorder=5)
     text = "\n".join(
-        [f"chosen: {found.rate:.4g} samples/s"]
+        [f"{word}: {by_formula:.4g} samples/s{packed}"]
         + [f"{each.name} {each.devices}: {each.degrees}" for each in (*encoders, backbone)]
     )
     is_right = backbone.devices > 0.5 * sum(found.budget.values())  # on the side with room below the lines
     axes.annotate(
         text,
-        (backbone.devices, found.rate),
+        (backbone.devices, by_formula),
         xytext=(0.88 if is_right else 0.4, 0.06),
         textcoords="axes fraction",
         ha="right" if is_right else "left",

@@ -54,17 +54,21 @@ def _data_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
 
 def _device_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     where = f" of {report.where}" if report.where else ""
+    number_from = "" if report.asked.has_number else ", from the configuration's degrees (give --devices)"
     for number, device in enumerate(report.cluster.device_types):
         yield (
             "" if number else "devices",
-            f"{device.count} {device.name}{where}, {device.devices_per_node} a node, {device.flops / 1e12:.4g} "
-            f"TFLOP/s in {report.setup.dtype}, {nbytes_text(device.memory_nbytes)}",
+            f"{device.count} {device.name}{where}{number_from}, {device.devices_per_node} a node, "
+            f"{device.flops / 1e12:.4g} TFLOP/s in {report.setup.dtype}, {nbytes_text(device.memory_nbytes)}",
         )
+    if report.profile is None and not report.asked.has_type:
+        (default,) = report.cluster.device_types
+        yield "", f"{default.name} is the default, not this machine: give --device, or --profile for measured rates"
 
 
 def _modules(report: PlanReport) -> Table:
     has_types = len(report.cluster.device_types) > 1
-    table = _table("module", "degrees", "devices", "samples/s", "peak memory, GiB", "MFU", "waits")
+    table = _table("module", "degrees", "devices", "samples/s by formula", "peak memory, GiB", "MFU", "waits")
     for module in report.winner.modules:
         table.add_row(
             module.encoder if has_types else module.name,
@@ -109,6 +113,8 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{report.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / winner.devices:,.0f} a device, on "
         f"{winner.devices} of {counted(report.cluster.num_devices, 'device')}{shared}{by_formula}",
     )
+    if winner.rate_formula is not None and f"{winner.rate_formula:.4g}" != f"{report.rate:.4g}":
+        yield "", "the first is of packed batches: real lengths pack unevenly, and replicas wait for each other"
     *encoders, backbone = winner.modules
     if encoders:
         slowest = min(winner.modules, key=lambda module: module.production).encoder

@@ -30,9 +30,9 @@ class AllocatorConfig(ConfigModel):
     """``milp`` matches production to consumption (docs/allocator.md). The others are for ablations: the backbone and
     all encoders together get a number of devices first, and then their best degrees for it. ``even``: half each.
     ``flops``: in proportion to their FLOPs for a sample."""
-    choose: Literal["auto"] | tuple[PlannerChoice, ...] = "auto"
+    choose: Literal["auto", "all"] | tuple[PlannerChoice, ...] = "auto"
     """Settings that a plan chooses besides the degrees; others stay as configured. ``auto``: all of them with ``mode:
-    auto`` except those that overrides set, none with another mode."""
+    auto`` except those that overrides set, none with another mode. ``all``: all of them with any mode."""
     profile: str | None = None
     """A file that ``flowtrain profile`` wrote, for the rates of ``mode: auto`` and of ``flowtrain plan`` without
     ``--profile``; None: data sheets."""
@@ -42,10 +42,10 @@ class AllocatorConfig(ConfigModel):
     def _auto_or_a_list(cls, value: Any) -> Any:
         """Name what is wrong; pydantic would name each of the two types."""
         key, names = "allocator.choose", ", ".join(PLANNER_CHOICES)
-        if value == "auto":
+        if value in ("auto", "all"):
             return value
         if not isinstance(value, list | tuple):
-            said = f"{key} = {value!r}: must be auto or a list of {names}"
+            said = f"{key} = {value!r}: must be auto, all or a list of {names}"
             raise ConfigError.of(key, FaultCode.VALUE, said)
         for index, name in enumerate(value):
             if name not in PLANNER_CHOICES:

@@ -111,9 +111,10 @@ class RunConfig(ConfigModel):
     @property
     def planner_choices(self) -> frozenset[PlannerChoice]:
         """What a plan chooses besides the degrees (``allocator.choose``)."""
-        if self.allocator.choose != "auto":
-            return frozenset(self.allocator.choose)
-        return frozenset(PLANNER_CHOICES if self.mode == "auto" else ())
+        choose = self.allocator.choose
+        if choose == "all" or (choose == "auto" and self.mode == "auto"):
+            return frozenset(PLANNER_CHOICES)
+        return frozenset(() if choose == "auto" else choose)
 
     @property
     def exchanges_units(self) -> bool:

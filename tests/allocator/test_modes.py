@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
-from flowtrain.allocator.modes import AS_FAST, SIMPLER, compare_modes
+from flowtrain.allocator.mode_reasons import AS_FAST, SIMPLER
+from flowtrain.allocator.modes import compare_modes
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, whole_candidates
@@ -92,7 +93,7 @@ def test_nothing_is_faster_than_the_winner_and_the_bound(devices: int, batch: in
     assert winner.rate is not None and bound is not None and winner.mode != "llm_only"
     assert winner.rate >= AS_FAST * max(rates)
     # Others are in order. Drawn batches may pack a little better for one number of replicas than for another.
-    assert all(fast >= slow for fast, slow in pairwise(rates[1:]))
+    assert all(fast >= slow * 0.999 for fast, slow in pairwise(rates[1:]))
     assert max(rates) <= 1.01 * bound
     assert found.ratings == compare(request(cluster(h200=devices), TINY, data)).ratings
 

@@ -25,7 +25,7 @@ TRAINED = "encoders.vision.trainable=true"
     ("override", "key", "text"),
     [
         ("allocator.choose=[chunk]", "allocator.choose", r"choose.0 = 'chunk': .*; did you mean 'chunks'\?"),
-        ("allocator.choose=chunks", "allocator.choose", "'chunks': must be auto or a list of"),
+        ("allocator.choose=chunks", "allocator.choose", "'chunks': must be auto, all or a list of"),
         ("allocator.method=even", "allocator.method", r"'even'\) is an ablation of mode 'decoupled'"),
         ("pipeline.partition=[4]", "pipeline.partition", "chooses the stages; leave it out"),
         ("pipeline.partition=[2,2]", "pipeline.partition", "chooses the stages; leave it out"),
@@ -94,6 +94,8 @@ def test_a_setting_that_an_override_sets_is_no_choice(minimal: Path, overrides: 
     asked = load_config(minimal, [AUTO, "allocator.choose=[chunks]"])
     assert with_kept_choices(asked, overrides).planner_choices == {"chunks"}, "the list decides"
     assert load_config(minimal, overrides).planner_choices == set()
+    everything = load_config(minimal, [*overrides, "allocator.choose=all"])
+    assert with_kept_choices(everything, overrides).planner_choices == set(PLANNER_CHOICES), "with any mode"
 
 
 def test_a_profile_need_not_be_there_when_a_configuration_is_read(minimal: Path, tmp_path: Path) -> None:

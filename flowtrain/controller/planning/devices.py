@@ -43,6 +43,16 @@ class AskedDevices:
     at_hand: tuple[SizedType, ...] = ()
     """Devices that were found; there are no options then."""
 
+    @property
+    def has_number(self) -> bool:
+        """Whether a number of devices is given, or known."""
+        return bool(self.at_hand or self.devices or self.nodes) or any("=" in text for text in self.types)
+
+    @property
+    def has_type(self) -> bool:
+        """Whether a type of devices is given, or known."""
+        return bool(self.at_hand or self.types)
+
 
 def cluster_of(asked: AskedDevices, planned: Planned, profile: Profile | None) -> Cluster:
     """Return the devices that a plan may use; with a profile, of the type that it was measured on.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from flowtrain.allocator.allocation import Allocation
 from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.mode_rating import ModeComparison
+from flowtrain.config.allocator import PLANNER_CHOICES
 from flowtrain.config.startable import startable_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed
@@ -56,7 +57,7 @@ def notes(
     if idle := cluster.num_devices - winner.devices:
         yield f"{idle} of {cluster.num_devices} devices stay free: no choice that uses them is faster"
     if planned.config.mode != "auto":
-        yield f"only mode {winner.mode!r} was planned, with its settings as configured; mode=auto compares all modes"
+        yield f"only mode {winner.mode!r} was planned, {_chosen(planned)}; mode=auto compares all modes"
     memory = winner.modules[-1].memory
     if memory is not None and memory.host:
         yield (
@@ -64,6 +65,11 @@ def notes(
             "nodes have that is not known here"
         )
     yield from (f"{_REFUSED}: {fault.text}" for fault in faults)
+    if any(module.mfu > 1.0 for module in winner.modules):
+        yield (
+            "an MFU above 100 % means that the profile's peak was measured while others used the device; profile "
+            "again on an idle machine"
+        )
     for name, module in plan.encoders.items():
         if module.segment_nbytes > (given := planned.config.encoders[name].segment_nbytes):
             yield (
@@ -71,6 +77,16 @@ def notes(
                 "smaller pool is refused"
             )
     yield from _pool_notes(pool)
+
+
+def _chosen(planned: Planned) -> str:
+    """Which settings a plan of one mode chooses, and how to free them."""
+    freed = [name for name in PLANNER_CHOICES if name in planned.config.planner_choices]
+    if not freed:
+        return "with its settings as configured; allocator.choose=all frees them"
+    if len(freed) == len(PLANNER_CHOICES):
+        return "and all settings that a plan may choose"
+    return f"and of its settings {', '.join(freed)}; allocator.choose=all frees the others"
 
 
 def _split_notes(allocation: Allocation) -> Iterator[str]:

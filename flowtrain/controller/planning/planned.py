@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from flowtrain.allocator.model_file import read_model_file
-from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import override_config
 from flowtrain.config.messages import Document, refused
@@ -20,7 +19,6 @@ from flowtrain.config.yaml_text import YamlError, parse_yaml
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError, Fault
-from flowtrain.types.run_plan import Plan
 
 MODEL_FILE_BATCH_PATCHES = 16384
 """Patches of an encoder's largest batch for a model file: a few large pictures."""
@@ -41,8 +39,6 @@ class Planned:
     """The input of a plan: settings, shapes and data."""
 
     config: RunConfig
-    usual: Plan
-    """The plan that the configuration's own degrees give."""
     model: ModelSpec
     workload: Workload
     source: str
@@ -54,6 +50,11 @@ class Planned:
     known, as for a model file."""
     whole: frozenset[str] = frozenset()
     """Modules whose layers FlowTrain cannot split by tensor parallelism."""
+
+    @property
+    def is_run(self) -> bool:
+        """Whether ``config`` is a run's own; otherwise it is what a model file is planned with."""
+        return self.num_devices is not None
 
 
 def is_model_file(path: str | PathLike[str]) -> bool:
@@ -113,4 +114,4 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         microbatch_tokens=config.scheduler.microbatch_tokens,
         freeze=config.frozen_modules,
     )
-    return Planned(config, fixed_plan(config), file.model, workload, f"model file {file.name}", num_devices=None)
+    return Planned(config, file.model, workload, f"model file {file.name}", num_devices=None)

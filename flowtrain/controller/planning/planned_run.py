@@ -38,7 +38,7 @@ def planned_run(config: RunConfig) -> Planned:
         return None
 
     whole = unsplittable(family, run_spec.model_spec)
-    return Planned(config, usual, run_spec.model_spec, workload, source, num_devices, pool_fault, whole)
+    return Planned(config, run_spec.model_spec, workload, source, num_devices, pool_fault, whole)
 
 
 def planned_samples(run_spec: RunSpec) -> list[SizedSample]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, get_args
 
@@ -11,7 +12,7 @@ from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.modes import compare_modes
-from flowtrain.allocator.plan import changed_overrides, configured_settings
+from flowtrain.allocator.plan import changed_overrides, plan_overrides
 from flowtrain.allocator.program.solvers import Solver, SolverName
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.devices import AskedDevices, cluster_of
@@ -51,6 +52,7 @@ class PlanReport:
     """None if rates are from data sheets."""
     where: str = ""
     """Whose devices these are, if they were found and not asked for."""
+    asked: AskedDevices = field(default_factory=AskedDevices)
 
     @property
     def winner(self) -> ModeRating:
@@ -77,14 +79,17 @@ class PlanReport:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What the plan changes in the configuration, as a user would write it on the command line."""
-        config = self.planned.config
-        usual = replace(
-            self.planned.usual,
-            backbone_settings=configured_settings(config),
-            encoder_layers=config.pipeline.encoder_layers,
-        )
-        return changed_overrides(self.plan, usual, is_open=config.mode == "auto")
+        """What the plan changes in the configuration, as a user would write it on the command line.
+
+        For a model file all that the plan sets, since the run's own configuration is not known.
+        """
+        return self.overrides_with(())
+
+    def overrides_with(self, keys: Collection[str]) -> tuple[str, ...]:
+        """Return ``overrides`` that name these dotted keys as well, as far as the plan sets them."""
+        if not self.planned.is_run:
+            return plan_overrides(self.plan)
+        return changed_overrides(self.plan, self.planned.config, keys)
 
     @cached_property
     def pool(self) -> PoolNeed:
@@ -187,7 +192,7 @@ def make_report(
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
     plan = with_pool(planned, plan_of(planned, winner, cluster), _devices_per_node(cluster))
     plan = with_network(plan, config, nodes_needed(winner, cluster))
-    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where)
+    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where, asked)
 
 
 def modes_of(config: RunConfig) -> tuple[Mode, ...]:

@@ -106,7 +106,7 @@ def test_actors_take_whole_devices_or_shares_of_one(
     planned: Planned, found: ModeRating, shares: tuple[float | None, float]
 ) -> None:
     config = api.resolve(QUICKSTART, ["mode=auto"])
-    planned = replace(planned, config=config, usual=fixed_plan(config))
+    planned = replace(planned, config=config)
     modules = tuple(replace(each, device_type="h200") for each in found.modules)
     plan = plan_of(planned, replace(found, modules=modules), cluster_of(4, "h200"))
     encoder = plan.encoders["vision"].num_devices if plan.encoders else None

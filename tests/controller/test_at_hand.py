@@ -73,7 +73,7 @@ def test_emulated_devices_of_a_profile_are_those_it_was_measured_on() -> None:
     config = config_of("model.device=emulated", f"emulated.profile={profile}", "emulated.devices=8")
     found = of_machine(config)
     assert found.sized == (SizedType(None, 8, 8),) and found.text == "8 measured devices of an emulated cluster"
-    with pytest.raises(ConfigError, match=r"^emulated\.profile: .*test_at_hand\.py: the profile cannot be read"):
+    with pytest.raises(ConfigError, match=r"^emulated\.profile: .*test_at_hand\.py is not a profile file"):
         configured_profile(config)
 
 

@@ -23,6 +23,7 @@ from flowtrain.actors.coordinator import Coordinator
 from flowtrain.actors.garbage import keep_imports
 from flowtrain.actors.link import RayLink
 from flowtrain.controller.worker_group import Launcher
+from flowtrain.emulation.hosts import EmulatedHandle
 
 
 @dataclass(frozen=True)
@@ -74,29 +75,6 @@ def _at(argument: Any, node: int) -> Any:
     return NodeLink(argument._coordinator, node) if isinstance(argument, RayLink) else argument
 
 
-@dataclass(frozen=True)
-class EmulatedHandle:
-    """A handle of an emulated actor: each of its methods has ``remote``, as of a Ray actor."""
-
-    process: ActorHandle
-    name: str
-
-    def __getattr__(self, method: str) -> _RemoteMethod:
-        return _RemoteMethod(self.process, self.name, method)
-
-
-@dataclass(frozen=True)
-class _RemoteMethod:
-    process: ActorHandle
-    name: str
-    method: str
-
-    def remote(self, *args: Any) -> ray.ObjectRef[Any]:
-        """Start the call."""
-        reference: ray.ObjectRef[Any] = self.process.call.remote(self.name, self.method, *args)
-        return reference
-
-
 class EmulatedNodes(Launcher):
     """Starts the coordinator as a Ray actor, and all others as emulated actors."""
 
@@ -119,9 +97,9 @@ class EmulatedNodes(Launcher):
             calls = self._cluster.calls_per_process
             self._processes[number] = remote.options(num_cpus=0, max_concurrency=calls).remote()
         handle = EmulatedHandle(self._processes[number], name)
-        handle.process.add.remote(name, node, actor_class, *args)
+        handle.host.add.remote(name, node, actor_class, *args)
         return cast(ActorHandle, handle)
 
     def kill(self, handle: ActorHandle) -> None:
         """See ``Launcher``; ends the whole process of an emulated actor."""
-        super().kill(handle.process if isinstance(handle, EmulatedHandle) else handle)
+        super().kill(handle.host if isinstance(handle, EmulatedHandle) else handle)

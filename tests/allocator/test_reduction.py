@@ -126,7 +126,7 @@ def test_hybrid_shards_spare_the_network() -> None:
         roofline_surrogate(replace(asked, setup=setup)).step_time(Candidate(BACKBONE, "h200", Degrees(64)))
         for setup in (SETUP, HYBRID)
     )
-    assert 0.0 < 100 * hybrid.gathering[0] < full.gathering[0], "only the first gather has nothing to hide behind"
+    assert 0.0 < 100 * hybrid.gathering[0] < full.gathering[0], "nothing hides the first gather"
     # Groups sum their shards by an all-reduce, which moves up to twice the bytes of the one reduce-scatter.
     assert hybrid.reducing[0] < 2 * full.reducing[0] and hybrid.total[0] < full.total[0]
 

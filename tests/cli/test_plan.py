@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 import flowtrain
@@ -240,6 +241,21 @@ def test_a_pool_that_a_run_refuses_is_raised_to_what_it_takes(tmp_path: Path) ->
     assert [(fault.key, fault.code) for fault in caught.value.faults] == [
         ("encoders.vision.segment_nbytes", FaultCode.POOL)
     ]
+
+
+def test_interleaved_pipelines_are_faster_where_fill_is_much(tmp_path: Path) -> None:
+    values = yaml.safe_load(Path(PAPER[0]).read_text())
+    values["workload"] = {
+        "global_batch_size": 256,
+        "microbatch_tokens": 8192,
+        "samples": [{"text_tokens": 1024, "target_tokens": 8192, "images": {"vision": [3584, 3584]}}],
+    }
+    file = tmp_path / "even.yaml"
+    file.write_text(yaml.safe_dump(values))
+    even = (str(file), *PAPER[1:], "mode=decoupled")
+    plain = record_of(*even)
+    interleaved = record_of(*even, "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2")
+    assert interleaved["allocation"]["rate"] > plain["allocation"]["rate"], "less fill is faster here"
 
 
 def test_interleaved_pipelines_are_planned_as_they_run() -> None:

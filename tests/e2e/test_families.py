@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from flowtrain.config.parameter_names import module_of
 from flowtrain.controller.export import export_run
 from flowtrain.controller.run import run_training
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.initial_weights import local_index
 from flowtrain.training.checkpoint import load_backbone_state, stored_frozen
 from flowtrain.training.frozen import digests_of
-from flowtrain.training.optimizer import module_of
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 

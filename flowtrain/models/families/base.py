@@ -119,7 +119,7 @@ class Family(ABC):
     def backbone_skeleton(self) -> Backbone:
         """Connector and language model, float32, on the device ``meta`` (without memory), in training mode.
 
-        Modules named in ``model.freeze`` do not require gradients.
+        What ``model.freeze`` stands for does not require gradients.
         """
 
     @abstractmethod
@@ -150,6 +150,10 @@ class Family(ABC):
     @abstractmethod
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the backbone's weights under the names of ``Backbone.state_dict()``; nothing is loaded."""
+
+    @abstractmethod
+    def tied_weights(self) -> dict[str, str]:
+        """Further names of those of ``weight_shapes`` that have several: ``{name: first name}``; nothing is loaded."""
 
     @abstractmethod
     def export(

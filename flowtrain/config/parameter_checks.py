@@ -27,12 +27,14 @@ def parameter_faults(config: RunConfig, names: ParameterNames) -> list[Fault]:
 
 
 def _unmatched(config: RunConfig, names: ParameterNames) -> Iterator[Fault]:
-    keys = {f"model.freeze.{index}": key for index, key in enumerate(config.model.freeze) if is_pattern(key)}
-    keys |= {f"training.learning_rates.{key}": key for key in config.training.learning_rates.patterns}
-    for key, pattern in keys.items():
+    freeze = config.model.freeze
+    keys = [(f"model.freeze.{index}", "model.freeze", key) for index, key in enumerate(freeze) if is_pattern(key)]
+    section = "training.learning_rates"
+    keys += [(f"{section}.{key}", section, key) for key in config.training.learning_rates.patterns]
+    for key, section, pattern in keys:
         if not names.named_by(pattern):
-            text = f"{key.removesuffix(f'.{pattern}')}: {pattern!r} matches no parameter's whole name; "
-            yield Fault(key, FaultCode.VALUE, text + names.hint(pattern))
+            text = f"{section}: {pattern!r} matches no parameter's whole name; {names.hint(pattern)}"
+            yield Fault(key, FaultCode.VALUE, text)
 
 
 def _rates_of_frozen(config: RunConfig, names: ParameterNames, frozen: frozenset[str]) -> Iterator[Fault]:

@@ -69,5 +69,9 @@ class ParameterNames:
         for longer in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):
             if found := self.named_by(longer):
                 return f"did you mean {longer!r}, which names {len(found)}?"
-        every = [name for names in self.of_each.values() for name in names]
-        return f"the nearest are {', '.join(difflib.get_close_matches(pattern, every, _NUM_NEAREST, cutoff=0.0))}"
+        # Compared with as much of each name as the pattern has parts: a short pattern is like no long name.
+        depth, parts = pattern.count(".") + 1, dict[str, str]()
+        for name in (name for names in self.of_each.values() for name in names):
+            parts.setdefault(".".join(name.split(".")[:depth]), name)
+        near = difflib.get_close_matches(pattern, parts, _NUM_NEAREST, cutoff=0.0)
+        return f"the nearest are {', '.join(parts[part] for part in near)}"

@@ -99,15 +99,15 @@ def sample_flops(
 
 def backbone_layer_passes(spec: TransformerSpec, freeze: Collection[str]) -> float:
     """Return the mean of the forwards that matrix products of a decoder layer take in forward and backward."""
-    return _Passes.of(spec, freeze).linear / spec.num_layers
+    return _Passes.of(spec, freeze).matrices / (spec.num_layers * spec.layer_matmul_parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """Forwards that forward and backward take; of layers, the sums over them."""
+    """How often forward and backward compute something, a forward being once; of layers, the sums over them."""
 
-    linear: float
-    """Of the layers' matrix products with weights."""
+    matrices: int
+    """Weights of the layers' matrix products, each as often as it takes part in one."""
     attention: int
     """Of the layers' attention, which has no weights."""
     head: int
@@ -117,13 +117,15 @@ class _Passes:
         """freeze: as in ``backbone_training_flops``. A layer that gradients reach passes them on to its input."""
         trained, depth = spec.trained, spec.num_layers
         if trained is None:
-            each = (1, 1) if {"backbone", "connector", "encoders"} <= set(freeze) else (2 + ("backbone" not in freeze), 3)
-            return cls(depth * each[0], depth * each[1], each[0])
+            linear, attention = 2 + ("backbone" not in freeze), 3
+            if {"backbone", "connector", "encoders"} <= set(freeze):
+                linear = attention = 1
+            return cls(depth * linear * spec.layer_matmul_parameters, depth * attention, linear)
         num_back = depth - trained.num_idle_layers
-        of_weights = sum(trained.matrices) / spec.layer_matmul_parameters
         head = trained.embedding if spec.tied_embeddings else trained.head
         gets_gradient = trained.reaches_layers or any(trained.layers) or trained.norm > 0
-        return cls(depth + num_back + of_weights, depth + 2 * num_back, 1 + gets_gradient + (head > 0))
+        matrices = (depth + num_back) * spec.layer_matmul_parameters + sum(trained.matrices)
+        return cls(matrices, depth + 2 * num_back, 1 + gets_gradient + (head > 0))
 
 
 def _backbone_training(
@@ -131,7 +133,7 @@ def _backbone_training(
 ) -> Any:
     """Training FLOPs of the backbone; the arguments are numbers, or arrays of one shape."""
     passes = _Passes.of(spec, freeze)
-    linear = 2.0 * num_tokens * (passes.linear * spec.layer_matmul_parameters)
+    linear = 2.0 * num_tokens * passes.matrices
     # Scores and weighted values: 2 products, 2 FLOPs each, over half of len x len.
     attention = 2.0 * passes.attention * spec.num_heads * spec.head_dim * squares
     return linear + attention + 2.0 * num_head_tokens * (passes.head * spec.head_parameters)

@@ -82,7 +82,7 @@ class Family(ABC):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model's shapes for the cost model, and what is trained; a tower counts only the layers that are computed."""
+        """The model's shapes for the cost model, and what is trained; a tower counts only its computed layers."""
         backbone = from_hf_text_config(self.text_config.to_dict())
         vision = from_hf_vision_config(self.vision_config.to_dict())
         name = self.encoder_names[0]

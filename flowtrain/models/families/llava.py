@@ -264,7 +264,7 @@ class LlavaFamily(Family):
             check_tower_split(self._tower_skeleton(), size, "backbone")
 
     def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; repeats the model's kinds of layers in turn. Name patterns of ``model.freeze`` do not count."""
+        """See ``Family``; repeats the model's kinds of layers in turn, and ignores patterns of ``model.freeze``."""
         twin, config = copy.copy(self), self.config
         model, backbone = (each.model_copy(update={"path": None}) for each in (config.model, config.backbone))
         model = model.model_copy(update={"freeze": tuple(key for key in model.freeze if not is_pattern(key))})

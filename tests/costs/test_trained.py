@@ -158,7 +158,9 @@ def test_a_frozen_backbone_is_not_planned_as_trained() -> None:
     frozen = with_frozen_modules(MODEL, ("backbone", "encoders"), trains_encoders=False)
     setup, degrees = TrainingSetup(sharding="gradients"), Degrees(dp=2, pp=2)
     trained, less = (backbone_memory(model, workload(), setup, degrees) for model in (MODEL, frozen))
-    assert less.optimizer_state < 0.05 * trained.optimizer_state and less.peak < 0.6 * trained.peak
+    assert less.optimizer_state < 0.01 * trained.optimizer_state
+    spared = trained.optimizer_state + trained.accumulated - less.optimizer_state - less.accumulated
+    assert trained.peak - less.peak >= spared
     candidate = Candidate("backbone", "h200", Degrees(dp=8))
     asked = [request(cluster(h200=8), model, workload()) for model in (MODEL, frozen)]
     whole, part = (roofline_surrogate(each).step_time(candidate) for each in asked)

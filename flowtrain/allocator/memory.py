@@ -200,7 +200,8 @@ def _ranks_to_compare(
     for rank, chunks in enumerate(chunks_of_ranks(slices, num_layers, pp)):
         same = tuple(
             (
-                *(len(layers), *(sorted(Counter(words[layer] for layer in layers).items()) if words else ())),
+                len(layers),
+                *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()),
                 *_trained_parts(trained, layers),
             )
             for layers in chunks

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from flowtrain.config.parameter_names import is_pattern
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.attention import implementation_name, resolve_attention
@@ -29,6 +30,7 @@ from flowtrain.models.export import (
     write_export,
 )
 from flowtrain.models.families.base import Family, encoder_prefix
+from flowtrain.models.freezing import freeze_parameters
 from flowtrain.models.image_processing import (
     fixed_output_size,
     load_image_processor,
@@ -44,6 +46,7 @@ from flowtrain.models.initial_weights import (
     whole_tensors,
 )
 from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
+from flowtrain.models.stage import tied_names
 from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
@@ -241,10 +244,7 @@ class LlavaFamily(Family):
         device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
         attention = resolve_attention(self.config.backbone.attention, device, dtype)
         backbone = self._skeleton(implementation_name(attention), memory)
-        for module in self.config.model.freeze:
-            frozen = backbone.connector if module == "connector" else backbone.language_model
-            assert frozen is not None
-            frozen.requires_grad_(False)
+        freeze_parameters(backbone, self.config.model.freeze)
         if self.config.backbone.compile:
             words = self.config.backbone.activation_checkpointing
             if "selective" in ((words,) if isinstance(words, str) else words):
@@ -264,9 +264,11 @@ class LlavaFamily(Family):
             check_tower_split(self._tower_skeleton(), size, "backbone")
 
     def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; repeats the model's kinds of layers in turn."""
+        """See ``Family``; repeats the model's kinds of layers in turn, and ignores patterns of ``model.freeze``."""
         twin, config = copy.copy(self), self.config
-        model, backbone = (each.model_copy(update={"path": None}) for each in (config.model, config.backbone))
+        modules = tuple(key for key in config.model.freeze if not is_pattern(key))
+        model = config.model.model_copy(update={"path": None, "freeze": modules})
+        backbone = config.backbone.model_copy(update={"path": None})
         twin.config = config.model_copy(update={"model": model, "backbone": backbone})
         twin.text_config = copy.deepcopy(self.text_config)
         twin.text_config.num_hidden_layers = num_layers
@@ -329,6 +331,10 @@ class LlavaFamily(Family):
         """See ``Family``."""
         skeleton = self._skeleton(implementation_name("sdpa"))
         return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+
+    def tied_weights(self) -> dict[str, str]:
+        """See ``Family``."""
+        return tied_names(self._skeleton(implementation_name("sdpa")))
 
     def export(
         self,

@@ -35,7 +35,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "vision_use_head": False,
 }
-BATCH, STEPS, WARMUP_STEPS, LEARNING_RATE, WEIGHT_DECAY = 64, 1400, 100, 1.5e-3, 0.03
+BATCH, STEPS, WARMUP_STEPS, LEARNING_RATE, WEIGHT_DECAY = 48, 1200, 60, 1.5e-3, 0.03
 NUM_TESTED = 512
 CLASSES = {
     "kind": len(KINDS),

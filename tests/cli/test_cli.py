@@ -148,7 +148,7 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkey
         ),
         (
             ['model.freeze=["*embed_tokens*"]', 'training.learning_rates={"*norm*": 0.1}'],
-            ["of them 1,698,240 trainable: vision 2,826,240 (frozen)", "backbone 2,410,560 (1,624,128 trained)"],
+            ["of them 1,698,240 trainable: vision 897,792 (frozen)", "backbone 2,410,560 (1,624,128 trained)"],
             ["connector 74,112 ("],
         ),
     ],

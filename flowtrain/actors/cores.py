@@ -15,7 +15,7 @@ from flowtrain.config.run import RunConfig
 logger = logging.getLogger(__name__)
 
 STEPS = 4
-"""Of niceness; each is worth a quarter of a core's time against another process that wants it."""
+"""Of niceness; on a core that two processes want, they leave the nicer one some 29 % of the time."""
 _NICEST = 19
 
 

@@ -10,12 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flowtrain import api
-from flowtrain.cli.mode_tables import degrees_text, settings_text
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profile_trials import TriedPlan
 from flowtrain.errors import ConfigError
 
 
@@ -106,7 +104,7 @@ def _trials(profile: Profile) -> Table:
     for trial in profile.trials:
         rates = ", ".join(f"{rate:.4g}" for rate in trial.rates) if trial.measured else "failed"
         cells = (rates, f"{trial.predicted:.4g}", f"{trial.factor:.3f}")
-        table.add_row(tried_text(trial.plan), *cells)
+        table.add_row(str(trial.plan), *cells)
     return table
 
 
@@ -135,13 +133,3 @@ def _table(first: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
     return table
-
-
-def tried_text(plan: TriedPlan) -> str:
-    """A plan in a line."""
-    modules = [
-        f"{name} {degrees_text(degrees)}" for name, degrees in {**plan.encoders, "backbone": plan.backbone}.items()
-    ]
-    settings = [settings_text(plan.settings)] if plan.settings is not None else []
-    layers = [f"encoder layers {plan.encoder_layers}"] if plan.encoder_layers and plan.backbone.pp > 1 else []
-    return ", ".join((plan.mode, *modules, *layers, *settings))

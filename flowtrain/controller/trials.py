@@ -19,7 +19,7 @@ from flowtrain.controller.resolve import resolve
 from flowtrain.controller.run import run_training
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profile_trials import Trial, trial_conditions
-from flowtrain.errors import DataError, FlowTrainError
+from flowtrain.errors import ConfigError, DataError, FlowTrainError
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.types.run_plan import Plan
 
@@ -53,7 +53,7 @@ def run_trials(
     They run on the cluster. Next is the fastest of the modes' best plans that was not tried; each trial corrects the
     rates of plans like it. Once every best plan with 80 % of the best rate was tried, or after eight, those that are
     close to the fastest run twice more, in turn. A plan that fails is left out; if none runs, the first error is
-    raised, after three failures. num_devices: at most so many; None: all of the cluster.
+    raised, at the latest after three failures. num_devices: at most so many; None: all of the cluster.
     """
     config = with_kept_choices(config, ())
     planned = planned_run(config)
@@ -62,11 +62,14 @@ def run_trials(
     profile = replace(profile, trial_conditions=trial_conditions(config, planned.workload, count))
     tries = _Tries(config)
     while len(tries.trials) < MOST_TRIALS:
-        report = make_report(planned, asked, profile=replace(profile, trials=tuple(tries.trials)))
+        try:
+            report = make_report(planned, asked, profile=replace(profile, trials=tuple(tries.trials)))
+        except ConfigError as error:  # all plans have failed; the first failure says why
+            raise tries.first_error or error from None
         rating = _next(report)
         if rating is None:
             break
-        progress(f"trial {len(tries.trials) + 1}: {words_of(rating)}")
+        progress(f"trial {len(tries.trials) + 1}: {rating.plan}")
         tries.run(rating, startable_plan(planned, rating, report.cluster))
     best = max(trial.measured for trial in tries.trials)
     close = [index for index, trial in enumerate(tries.trials) if trial.measured >= CLOSE * best]
@@ -84,7 +87,7 @@ class _Tries:
         self._config = config
         self.trials: list[Trial] = []
         self._plans: list[Plan] = []
-        self._first_error: FlowTrainError | None = None
+        self.first_error: FlowTrainError | None = None
 
     def run(self, rating: ModeRating, plan: Plan) -> None:
         """Try a plan."""
@@ -92,8 +95,8 @@ class _Tries:
         rate = self._rate(plan)
         self.trials.append(Trial(rating.plan, rating.predicted, (rate,)))
         self._plans.append(plan)
-        if self._first_error and len(self.trials) >= MOST_FAILURES and not any(each.measured for each in self.trials):
-            raise self._first_error
+        if self.first_error and len(self.trials) >= MOST_FAILURES and not any(each.measured for each in self.trials):
+            raise self.first_error
 
     def run_again(self, index: int) -> None:
         """Run a tried plan once more."""
@@ -105,18 +108,8 @@ class _Tries:
             return _rate(self._config, plan)
         except FlowTrainError as error:
             logger.warning("a trial failed: %s", error)
-            self._first_error = self._first_error or error
+            self.first_error = self.first_error or error
             return 0.0
-
-
-def words_of(rating: ModeRating) -> str:
-    """A plan in short."""
-    modules = ", ".join(
-        f"{module.name} dp={module.degrees.dp} pp={module.degrees.pp} tp={module.degrees.tp}"
-        for module in rating.modules
-    )
-    settings = "" if rating.settings is None else f", {rating.settings.microbatch_tokens:,} tokens a microbatch"
-    return f"{rating.mode}, {modules}{settings}"
 
 
 def _next(report: PlanReport) -> ModeRating | None:
@@ -126,15 +119,6 @@ def _next(report: PlanReport) -> ModeRating | None:
         ratings = [each for each in ratings if each.mode != "llm_only"]
     best = max(ratings, key=lambda each: each.rate or 0.0, default=None)
     return best if best is not None and (best.rate or 0.0) >= WORTH * report.rate else None
-
-
-def _rate_or_zero(config: RunConfig, plan: Plan) -> float:
-    """As ``_rate``; 0 if the run fails."""
-    try:
-        return _rate(config, plan)
-    except FlowTrainError as error:
-        logger.warning("a trial failed, so its plan is left out: %s", error)
-        return 0.0
 
 
 def _rate(config: RunConfig, plan: Plan) -> float:

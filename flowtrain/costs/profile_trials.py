@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Annotated, Any, ClassVar
 
@@ -30,6 +30,18 @@ class TriedPlan:
     """Empty where the backbone's ranks hold the encoder."""
     settings: BackboneSettings | None = None
     encoder_layers: EncoderPlace | None = None
+
+    def __str__(self) -> str:
+        """The plan in a line; degrees of 1 are left out."""
+        words = [
+            " ".join([name, *(f"{axis}={degree}" for axis, degree in asdict(degrees).items() if degree > 1)])
+            for name, degrees in {**self.encoders, "backbone": self.backbone}.items()
+        ]
+        if self.encoder_layers is not None and self.backbone.pp > 1:
+            words.append(f"encoder layers {self.encoder_layers}")
+        if self.settings is not None:
+            words += [f"{key[-1]} {value}" for key, value in self.settings.settings().items()]
+        return ", ".join((self.mode, *words))
 
     @property
     def shape(self) -> tuple[Mode, bool, bool]:

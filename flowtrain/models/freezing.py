@@ -13,8 +13,8 @@ from flowtrain.models.stage import tied_names
 def freeze_parameters(backbone: nn.Module, freeze: Sequence[str]) -> None:
     """Let the parameters that ``model.freeze`` stands for require no gradients, in a whole backbone.
 
-    Entries that match nothing are ignored: a start refuses them (``config/parameter_checks.py``), and a shallow twin
-    has fewer layers. Call it before the backbone is cut into stages, whose parameters stay as they are.
+    Entries that match nothing are ignored: a start refuses them (``config/parameter_checks.py``). Call it before the
+    backbone is cut into stages, whose parameters stay as they are.
     """
     parameters = dict(backbone.named_parameters())
     for name in ParameterNames.of(parameters, tied_names(backbone)).frozen(freeze):

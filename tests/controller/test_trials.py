@@ -131,6 +131,19 @@ def test_an_interrupt_ends_the_trials(config: RunConfig, monkeypatch: pytest.Mon
         trials.run_trials(ended, cpu_profile(config), None, lambda what: None)
 
 
+def test_the_failure_of_the_only_plan_is_told(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: RunConfig, plan: Plan) -> float:
+        raise StallError("nothing came")
+
+    monkeypatch.setattr(trials, "MOST_FAILURES", 1000)
+    monkeypatch.setattr(trials, "MOST_TRIALS", 1000)
+    monkeypatch.setattr(at_hand, "of_cluster", lambda config, count: TWO)
+    monkeypatch.setattr(trials, "_rate", fail)
+    one = api.resolve(QUICKSTART, ["mode=llm_only", "allocator.choose=[]"])
+    with pytest.raises(StallError, match="nothing came"):
+        trials.run_trials(one, cpu_profile(config), None, lambda what: None)
+
+
 def test_if_the_first_plans_fail_their_error_is_told_and_nothing_is_left(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,8 @@ from flowtrain.controller.planning.report import PlanReport
 from flowtrain.types.run_plan import Plan
 
 AUTO = "auto"
+CHOICES = f"allocator.choose=[{', '.join(PLANNER_CHOICES)}]"
+"""All modes choose the same settings; without it only ``auto`` would."""
 DEVICES = 2
 PLANNED = "planned_"
 """Names of runs with a mode's own plan begin with it."""
@@ -41,9 +43,9 @@ def measure_profile(workload: Workload, path: Path) -> None:
     """Measure the workload's modules on two cores at once, unless the file is there."""
     if path.exists():
         return
-    config = load_config(workload.config_file(), COMMON)
+    config = load_config(workload.config_file(), [*COMMON, f"mode={AUTO}", CHOICES])
     report = flowtrain.profile(
-        config, devices=DEVICES, progress=lambda what: print(f"measuring {what}", file=sys.stderr)
+        config, devices=DEVICES, trials=True, progress=lambda what: print(f"measuring {what}", file=sys.stderr)
     )
     path.write_text(report.profile.to_json(), encoding="utf-8")
 
@@ -52,8 +54,7 @@ def predict(workload: Workload, profile: Path) -> Predicted:
     """Plan ``auto`` and each mode by itself, all with the same choices."""
 
     def report_of(mode: str) -> PlanReport:
-        choices = f"allocator.choose=[{', '.join(PLANNER_CHOICES)}]"
-        overrides = [*COMMON, f"mode={mode}", f"allocator.profile={profile}", choices]
+        overrides = [*COMMON, f"mode={mode}", f"allocator.profile={profile}", CHOICES]
         return flowtrain.plan(load_config(workload.config_file(), overrides), devices=DEVICES, profile=profile)
 
     auto = report_of(AUTO)

@@ -30,7 +30,9 @@ CONDITIONS = (
     "another in every round, each order rotated. Each peer has the best of the settings that short trials found: one "
     "process with two threads or two with one, microbatches of one sample or as many as fit, and for both trainers "
     "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Ray Data encodes "
-    "ahead through all samples, so there the whole run counts, from the first encoded sample on."
+    "ahead through all samples, so there the whole run counts, from the first encoded sample on. Other machines on the "
+    "same host slow this one down for seconds or minutes. So a probe watches its speed, and runs while it was more "
+    "than 5 % slower than ever are repeated."
 )
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from _modes_data import ROOT
 
+MACHINE_S = "machine_s"
+"""In a record's details: processor seconds of the probe of the machine's speed."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -75,6 +78,10 @@ class Store:
     def has(self, setting: Setting, name: str, number: int) -> bool:
         """Whether a round's run was measured."""
         return any(each.name == name and each.round == number for each in self._of(setting))
+
+    def machine_s(self) -> list[float]:
+        """Probes of the machine's speed during all runs."""
+        return [each.details[MACHINE_S] for each in self._records if MACHINE_S in each.details]
 
     def trials(self, setting: Setting, name: str) -> dict[str, float]:
         """Tokens/s of a contestant's settings that were tried."""

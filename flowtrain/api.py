@@ -141,11 +141,14 @@ def profile(
     overrides: Sequence[str] = (),
     *,
     devices: int | None = None,
+    trials: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ProfileReport:
-    """Measure a run's modules on the available devices, for ``plan`` (FlowTrain 3.3); trains nothing.
+    """Measure a run's modules on the available devices, for ``plan`` (FlowTrain 3.3); keeps nothing that it trains.
 
     devices: how many measure at the same time; by default those of the largest node, eight at most.
+    trials: also run the plans that look fastest for a few steps, on ``devices`` or all of the cluster's, and correct
+        predicted rates by them; with ``mode: auto`` plans of all modes.
     progress: called with the name of each measurement before it starts.
 
     Raises ConfigError or DataError if the run could not work, ResourceError if devices are missing.
@@ -153,7 +156,7 @@ def profile(
     resolved = resolve(config, overrides)
     from flowtrain.controller.profiling import measure
 
-    return measure(resolved, devices, progress)
+    return measure(resolved, devices, progress, trials=trials)
 
 
 def pack(

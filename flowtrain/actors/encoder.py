@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from flowtrain.actors.cores import give_way
 from flowtrain.actors.encoder_rank import join_replica, load_split
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
@@ -95,6 +96,7 @@ class Encoder:
         torch.set_num_threads(self._settings.num_threads)
         self._family = unchecked_family(self._config)
         device = default_device(self._config.model.device)
+        give_way(device)
         self._module = self._load_tower().to(device)
         member = join_pool(
             self._link,

@@ -6,6 +6,7 @@ import socket
 
 import torch
 
+from flowtrain.actors.cores import give_way
 from flowtrain.config.run import RunConfig
 from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
@@ -66,9 +67,11 @@ class EncoderRank:
         Raises ReplicaLostError when another rank is gone, StallError when ranks do not come.
         """
         torch.set_num_threads(self._config.encoders[self._encoder].num_threads)
+        device = default_device(self._config.model.device)
+        give_way(device)
         family = unchecked_family(self._config)
         group = join_replica(self._config, self._encoder, self._leader, self._rank, port)
-        module = load_split(family, self._encoder, group).to(default_device(self._config.model.device))
+        module = load_split(family, self._encoder, group).to(device)
         while (batch := group.receive(module.tower.dtype)) is not None:
             with group.forwarding():
                 self.forward(module, batch)

@@ -37,6 +37,8 @@ class DrawnRate:
     """Computing time of the slots' slowest replicas over that of all, minus one."""
     starved: float
     """Share of its time that the backbone waits for encoders."""
+    idle_s: float
+    """Device seconds of a step in which encoders on devices of their own have nothing to do."""
 
 
 def drawn_rate(
@@ -63,7 +65,20 @@ def drawn_rate(
     half = num_steps // 2
     seconds = float(ends[-1] - ends[half - 1]) / half
     alone = sum(step.backbone_s for step in steps) / len(steps)
-    return DrawnRate(request.workload.global_batch_size / seconds, backbone.imbalance, max(0.0, 1.0 - alone / seconds))
+    idle = 0.0
+    if candidate.mode != "colocated":
+        idle = sum(
+            _idle_s(each, steps, index, seconds, packed) for index, each in enumerate(candidate.encoders.values())
+        )
+    rate = request.workload.global_batch_size / seconds
+    return DrawnRate(rate, backbone.imbalance, max(0.0, 1.0 - alone / seconds), idle)
+
+
+def _idle_s(encoder: Candidate, steps: list[DrawnStep], index: int, step_s: float, packed: PackedBatches) -> float:
+    """Device seconds of a step that an encoder leaves over. index: its place in each step's encoders."""
+    replicas = _replicas(encoder.degrees.dp, packed)
+    busy_s = sum(sum(step.encoded[index].seconds) for step in steps) / len(steps) / replicas
+    return encoder.degrees.world_size * max(0.0, step_s - busy_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowtrain.allocator.candidates import Candidate
+from flowtrain.costs.profile_trials import TriedPlan
 from flowtrain.types.run_plan import BackboneSettings, EncoderPlace, Mode
 
 
@@ -26,3 +27,9 @@ class ModeCandidate:
     """Samples/s of the run by the surrogate alone."""
     devices: int = 0
     """Number of devices in use."""
+
+    @property
+    def plan(self) -> TriedPlan:
+        """What a trial of it is known by."""
+        encoders = {name: each.degrees for name, each in self.encoders.items()}
+        return TriedPlan(self.mode, self.backbone.degrees, encoders, self.settings, self.encoder_layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
+from flowtrain.costs.profile_trials import TriedPlan
 from flowtrain.types.run_plan import BackboneSettings, EncoderPlace, Mode
 
 
@@ -28,6 +29,12 @@ class ModeRating:
     """Samples/s by the surrogate alone; ``rate`` is that of packed batches of the length distribution."""
     imbalance: float = 0.0
     """Time of a step's slowest replica over the mean, minus one."""
+    predicted: float | None = None
+    """Samples/s without the profile's trials; ``rate`` is corrected by them."""
+    plan: TriedPlan | None = None
+    """What a trial of it is known by."""
+    was_tried: bool = False
+    """Whether the profile has a trial of it, so that ``rate`` is measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,10 @@ class Contestant:
     """Whether a profile has measured ``slowdown``."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of the samples, those that need each encoder."""
+    predicted: float | None = None
+    """Samples/s without trials, by which ``rate`` is corrected; None: the same."""
+    was_tried: bool = False
+    """Whether a profile has a trial of it, so that ``rate`` is measured."""
 
     @property
     def mode(self) -> Mode:
@@ -109,8 +113,18 @@ def _costs(contestant: Contestant) -> Iterator[str]:
     if candidate.mode == "monolithic":
         where = f" by layers {_PLACES[candidate.encoder_layers or 'first']}" if degrees.pp > 1 else ""
         yield f"each replica encodes the images of its own microbatches{where}"
+    yield from _trial(contestant)
     if contestant.imbalance > _NOTABLE and degrees.dp > 1:
         yield f"its slowest replica computes {contestant.imbalance:.1%} more than the mean"
+
+
+def _trial(contestant: Contestant) -> Iterator[str]:
+    """What trials say."""
+    predicted = contestant.predicted
+    if contestant.was_tried:
+        yield f"a trial ran {contestant.rate:.4g} samples/s, {predicted:.4g} were predicted"
+    elif predicted is not None and predicted != contestant.rate:
+        yield f"{predicted:.4g} samples/s are predicted, and corrected by how far trials of like plans were off"
 
 
 def _sides(contestant: Contestant) -> Iterator[str]:
@@ -146,7 +160,8 @@ def _filled(contestant: Contestant) -> Iterator[str]:
         yield f"{where} the vision work, which by formula fits into waits of the backbone{fill}"
     else:
         yield f"{where} the vision work, which by formula costs {cost:.1%} of the backbone's own rate"
-    if (lost := 1.0 - contestant.rate / candidate.rate_formula) > _NOTABLE:
+    drawn = contestant.rate if contestant.predicted is None else contestant.predicted
+    if (lost := 1.0 - drawn / candidate.rate_formula) > _NOTABLE:
         yield f"packed batches are {lost:.1%} slower than the formula"
 
 

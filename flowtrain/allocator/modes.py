@@ -10,7 +10,7 @@ import numpy as np
 
 from flowtrain.allocator.allocate import allocate
 from flowtrain.allocator.allocation import Allocation
-from flowtrain.allocator.drawn import drawn_rate
+from flowtrain.allocator.drawn import DrawnRate, drawn_rate
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.mode_modules import modules_of
@@ -30,6 +30,7 @@ from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
+from flowtrain.costs.profile_trials import Trial, correction, was_tried
 from flowtrain.errors import ConfigError
 from flowtrain.types.run_plan import Mode
 
@@ -47,15 +48,17 @@ def compare_modes(
     *,
     method: AllocationMethod = "milp",
     batches: DrawnBatches | None = None,
+    trials: Sequence[Trial] = (),
 ) -> ModeComparison:
     """Return the best plan of each mode over all of the request's choices.
 
     method: of ``decoupled`` and ``disaggregated``. batches: drawn from the workload; None: by a fixed seed.
-    ``llm_only`` is a bound, not a contestant, unless it is the only mode. Raises ConfigError if no mode fits.
+    trials: plans that ran, by which predicted rates are corrected. ``llm_only`` is a bound, not a contestant, unless it
+    is the only mode. Raises ConfigError if no mode fits.
     """
     started = time.perf_counter()
     batches = batches if batches is not None else DrawnBatches.draw(request.decided().workload)
-    search = _Search(request, surrogate_for, batches, memos_of(request))
+    search = _Search(request, surrogate_for, batches, memos_of(request), trials)
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
     if all(isinstance(found[mode], str) for mode in _contestants(modes)):
@@ -100,6 +103,9 @@ def _ratings(
             encoder_layers=candidate.encoder_layers,
             rate_formula=candidate.rate_formula,
             imbalance=each.imbalance,
+            predicted=each.predicted,
+            plan=candidate.plan,
+            was_tried=each.was_tried,
         )
     yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))
 
@@ -117,6 +123,7 @@ class _Search:
     surrogate_for: SurrogateFactory
     batches: DrawnBatches
     memos: Memos
+    trials: Sequence[Trial] = ()
     allocation: Allocation | None = None
     refused: ConfigError | None = None
     """Why there is no allocation."""
@@ -142,6 +149,8 @@ class _Search:
         if not rated:
             return f"does not fit: {found.lacking}"
         best = max(each.rate for each in rated)
+        if not best:
+            return "its trial failed"
         return min(
             (each for each in rated if each.rate >= _EQUAL * best),
             key=lambda each: (each.candidate.devices, -each.rate),
@@ -189,14 +198,31 @@ class _Search:
         # The only device carries both sides, as each one does in mode colocated.
         as_run = replace(candidate, mode="colocated") if shared else candidate
         drawn = drawn_rate(at, surrogate, as_run, self.batches, slowdown)
-        rate = self._beside_host(at, surrogate, candidate, drawn.rate)
+        predicted = self._beside_host(at, surrogate, candidate, drawn)
+        plan = candidate.plan
         shares = {name: at.workload.share(name) for name in candidate.encoders}
-        return Contestant(candidate, rate, drawn.imbalance, drawn.starved, slowdown, is_measured, shares)
+        return Contestant(
+            candidate,
+            predicted * correction(self.trials, plan),
+            drawn.imbalance,
+            drawn.starved,
+            slowdown,
+            is_measured,
+            shares,
+            predicted,
+            was_tried(self.trials, plan),
+        )
 
-    def _beside_host(self, at: Request, surrogate: Surrogate, candidate: ModeCandidate, rate: float) -> float:
-        """The rate if the run's own processes take time from its devices, as they do where cores are the devices."""
+    def _beside_host(self, at: Request, surrogate: Surrogate, candidate: ModeCandidate, drawn: DrawnRate) -> float:
+        """The rate if the run's own processes take time from its devices, as they do where cores are the devices.
+
+        Encoders give way to them, so they take what encoders leave over first, and then a share of each device. Ranks
+        wait for each other: without encoders, time that one of them loses is lost for all.
+        """
         dp, times = candidate.backbone.degrees.dp, surrogate.times[candidate.backbone.device_type]
         num_microbatches = dp * at.workload.num_microbatches(np.array([dp])).astype(np.float64)
         replicas, has_encoders = np.array([float(dp)]), bool(candidate.encoders)
         host_s = float(times.host_s(num_microbatches, replicas, has_encoders=has_encoders)[0])
-        return at.workload.global_batch_size / (at.workload.global_batch_size / rate + host_s / candidate.devices)
+        sharing = candidate.devices if has_encoders else 1
+        lost_s = max(0.0, host_s - drawn.idle_s) / sharing
+        return at.workload.global_batch_size / (at.workload.global_batch_size / drawn.rate + lost_s)

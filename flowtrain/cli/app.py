@@ -140,12 +140,18 @@ def profile(
             "--devices", min=1, help="Devices that measure at the same time; by default all of a node, at most 8."
         ),
     ] = None,
+    trials: Annotated[
+        bool,
+        typer.Option(
+            "--trials", help="Also run the plans that look fastest for a few steps each, of all modes with mode=auto."
+        ),
+    ] = False,
 ) -> None:
     """Measure CONFIG's modules on the available devices for flowtrain plan. On a CPU, a core is a device."""
     with errors_to_exit_codes():
         from flowtrain.cli.profile import profile as measure
 
-        measure(config, overrides or (), save, devices)
+        measure(config, overrides or (), save, devices, trials)
 
 
 @app.command()

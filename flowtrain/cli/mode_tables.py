@@ -42,7 +42,7 @@ def choice_tables(report: PlanReport) -> Iterator[Table]:
 
 def plan_text(rating: ModeRating) -> str:
     """The degrees of each module, a line each, and the chosen settings; degrees of 1 are left out."""
-    lines = [f"{module.name} {_degrees(module.degrees)}" for module in rating.modules]
+    lines = [f"{module.name} {degrees_text(module.degrees)}" for module in rating.modules]
     if rating.encoder_layers is not None and rating.modules[-1].degrees.pp > 1:
         lines.append(f"encoder layers {rating.encoder_layers}")
     if rating.settings is not None:
@@ -62,7 +62,8 @@ def settings_text(settings: BackboneSettings) -> str:
     return ", ".join(words)
 
 
-def _degrees(degrees: Degrees) -> str:
+def degrees_text(degrees: Degrees) -> str:
+    """Degrees of one module; those of pp and tp that are 1 are left out."""
     parts = {"dp": degrees.dp, "pp": degrees.pp, "tp": degrees.tp}
     return " ".join(f"{name}={degree}" for name, degree in parts.items() if name == "dp" or degree > 1)
 

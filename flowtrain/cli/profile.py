@@ -10,18 +10,26 @@ from rich.console import Console
 from rich.table import Table
 
 from flowtrain import api
+from flowtrain.cli.mode_tables import degrees_text, settings_text
 from flowtrain.cli.output_path import check_output_path
 from flowtrain.cli.tables import facts_table, nbytes_text
 from flowtrain.controller.profiling import ProfileReport
 from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile_trials import TriedPlan
 from flowtrain.errors import ConfigError
 
 
-def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | None) -> None:
+def profile(config: Path, overrides: Sequence[str], save: Path, devices: int | None, trials: bool) -> None:
     """Measure as ``api.profile`` does, write the profile and show it; ConfigError if it cannot be written."""
     check_output_path("--save", save)  # before minutes are spent
     console = Console(stderr=True)
-    report = api.profile(config, overrides, devices=devices, progress=lambda what: console.print(f"measuring {what}"))
+    report = api.profile(
+        config,
+        overrides,
+        devices=devices,
+        trials=trials,
+        progress=lambda what: console.print(f"measuring {what}", highlight=False),
+    )
     try:
         save.write_text(report.profile.to_json(), encoding="utf-8")
     except OSError as error:
@@ -63,6 +71,8 @@ def profile_tables(report: ProfileReport, saved: Path) -> Iterator[Table]:
         ("saved", f"{saved}; plan with flowtrain plan CONFIG --profile {saved}"),
     ]
     yield facts_table([*images, *_together(profile), *rest])
+    if profile.trials:
+        yield _trials(profile)
 
 
 def _together(profile: Profile) -> Iterator[tuple[str, str]]:
@@ -86,6 +96,18 @@ def _together(profile: Profile) -> Iterator[tuple[str, str]]:
             f"{1e3 * host.sample_s:.3g} ms to feed a sample, {1e3 * host.asking_s:.3g} to ask the coordinator, "
             f"{1e3 * host.answering_s:.3g} to answer",
         )
+
+
+def _trials(profile: Profile) -> Table:
+    """Plans that ran, in the order in which they were tried."""
+    table = Table("trials", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("measured samples/s", "predicted", "measured / predicted"):
+        table.add_column(column, justify="right")
+    for trial in profile.trials:
+        rates = ", ".join(f"{rate:.4g}" for rate in trial.rates) if trial.measured else "failed"
+        cells = (rates, f"{trial.predicted:.4g}", f"{trial.factor:.3f}")
+        table.add_row(tried_text(trial.plan), *cells)
+    return table
 
 
 def _images(name: str, profile: Profile) -> Table:
@@ -113,3 +135,13 @@ def _table(first: str) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, no_wrap=True)
     return table
+
+
+def tried_text(plan: TriedPlan) -> str:
+    """A plan in a line."""
+    modules = [
+        f"{name} {degrees_text(degrees)}" for name, degrees in {**plan.encoders, "backbone": plan.backbone}.items()
+    ]
+    settings = [settings_text(plan.settings)] if plan.settings is not None else []
+    layers = [f"encoder layers {plan.encoder_layers}"] if plan.encoder_layers and plan.backbone.pp > 1 else []
+    return ", ".join((plan.mode, *modules, *layers, *settings))

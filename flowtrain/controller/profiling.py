@@ -20,6 +20,7 @@ from flowtrain.controller.prepare import RunSpec, prepare, splits_tensors
 from flowtrain.controller.profiling_actors import Profilers
 from flowtrain.controller.profiling_means import mean_backbone, mean_encoder, mean_steps, slowest_facts
 from flowtrain.controller.profiling_together import measure_interference, measure_replicas
+from flowtrain.controller.trials import run_trials
 from flowtrain.costs.profile import (
     ImageCosts,
     ImageTable,
@@ -85,10 +86,13 @@ class _Clock:
         self.seconds[what] = time.monotonic() - started_s
 
 
-def measure(config: RunConfig, num_devices: int | None = None, progress: Progress | None = None) -> ProfileReport:
+def measure(
+    config: RunConfig, num_devices: int | None = None, progress: Progress | None = None, *, trials: bool = False
+) -> ProfileReport:
     """Measure on ``num_devices`` devices of one node, by default on all of the largest node, eight at most.
 
-    All devices measure the same work at the same time, since training also uses them at the same time. Raises
+    All devices measure the same work at the same time, since training also uses them at the same time. trials: run the
+    best plans for a few steps too, on ``num_devices`` devices, by default on all of the cluster. Raises
     ConfigError or DataError if the run could not work, ResourceError if devices are missing.
     """
     if config.emulation is not None:
@@ -116,7 +120,11 @@ def measure(config: RunConfig, num_devices: int | None = None, progress: Progres
         found.together(count, refs)
         for tp in _tensor_degrees(run_spec, family_from_config(config), count):
             found.group(tp)
-    profile = found.profile(run_spec)
+        profile = found.profile(run_spec)
+        if trials:
+            with clock("trials"):
+                tried = run_trials(asked, profile, num_devices, progress or (lambda what: None))
+            profile = replace(profile, trials=tried)
     return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
 
 

@@ -24,6 +24,7 @@ from flowtrain.costs.devices import device_spec
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.profile_together import HostCosts, Interference, ReplicaCosts, Sharded
+from flowtrain.costs.profile_trials import Trial
 from flowtrain.errors import ConfigError, FaultCode
 
 PROFILE_SCHEMA = 2
@@ -174,6 +175,8 @@ class Profile:
     """Of two replicas, by sharding; empty on accelerators, and if one device alone was measured."""
     host: HostCosts | None = None
     """None on accelerators, whose hosts have cores of their own for it."""
+    trials: tuple[Trial, ...] = ()
+    """Plans that ran for a few steps; empty if none did."""
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
     """Path of the file that it was read from, for messages."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flowtrain.allocator.mode_rating import ModeComparison, ModeRating
 from flowtrain.allocator.mode_reasons import AS_FAST, SIMPLER
 from flowtrain.allocator.modes import compare_modes
+from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, whole_candidates
@@ -138,11 +139,16 @@ def test_colocated_pays_for_its_interference() -> None:
     assert winner.mode == "monolithic"
 
 
-def test_the_runs_own_processes_take_time_from_all_devices() -> None:
+def test_the_runs_own_processes_take_time_from_encoders_first_and_from_ranks_that_wait_for_each_other() -> None:
     asked = request(cluster(h200=8), TINY)
-    plain, slow = (compare_modes(asked, each, None, ["monolithic"]).winner for each in (roofline_surrogate, busy))
-    assert plain.rate is not None and slow.rate is not None
-    assert 256 / slow.rate - 256 / plain.rate == pytest.approx(1 / slow.devices, rel=0.05)
+    lost = {}
+    for mode in SIMPLER:
+        plain, slow = (compare_modes(asked, each, Solver(), [mode]).winner for each in (roofline_surrogate, busy))
+        assert plain.rate is not None and slow.rate is not None
+        lost[mode] = 256 / slow.rate - 256 / plain.rate
+    assert lost["monolithic"] == pytest.approx(1.0, rel=0.05)
+    assert lost["colocated"] == pytest.approx(1 / 8, rel=0.05)
+    assert 0 <= lost["decoupled"] <= 1 / 8 + 1e-9
 
 
 def test_encoders_that_need_the_same_devices_leave_less_memory() -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from flowtrain import api
 from flowtrain.cli.app import app
 from flowtrain.config.yaml_text import dump_yaml
+from flowtrain.controller import trials
 from flowtrain.costs.profile import read_profile
 from flowtrain.errors import ConfigError
 from tests.e2e.worlds import World, tiny_config
@@ -23,6 +24,8 @@ def test_a_profile_is_measured_and_planned_from(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 9.0, 9.0))
+    monkeypatch.setattr(trials, "MOST_TRIALS", 1)
+    monkeypatch.setattr(trials, "NUM_STEPS", 2)
     world = World(seed=7)
     world.add_mixed(32)
     config = tiny_config(tmp_path, world.write(tmp_path / "train.parquet"))
@@ -30,12 +33,15 @@ def test_a_profile_is_measured_and_planned_from(
     path.write_text(dump_yaml(config.model_dump(mode="json")))
 
     result = CliRunner(env={"COLUMNS": "120"}).invoke(
-        app, ["profile", str(path), "--save", str(saved), "--devices", "2"]
+        app, ["profile", str(path), "--save", str(saved), "--devices", "2", "--trials"]
     )
     assert result.exit_code == 0, result.stderr
     assert "warning: the load average was 9.0 before measuring began" in result.stdout
     assert "2 x cpu" in result.stdout and "backbone, ms a microbatch, tp=2" in result.stdout
     profile = read_profile(saved)
+    (trial,) = profile.trials
+    assert trial.plan.mode == "decoupled" and trial.measured > 0 and "measured / predicted" in result.stdout
+    assert not (Path(config.runs_dir) / config.name).exists(), "a trial leaves nothing"
     assert set(profile.layers) == set(profile.heads) == set(profile.connectors) == {1, 2}
     assert profile.layers[1].num_tokens[-1] == 4 * config.scheduler.microbatch_tokens, "which mode auto may choose"
     assert all(factor > 0 for factor in profile.interference["vision"].factors)

@@ -186,13 +186,24 @@ def make_report(
     surrogate_for = surrogates(config, efficiency, profile)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     comparison = compare_modes(
-        request, surrogate_for, Solver(solver), modes_of(config), method=config.allocator.method, batches=batches
+        request,
+        surrogate_for,
+        Solver(solver),
+        modes_of(config),
+        method=config.allocator.method,
+        batches=batches,
+        trials=() if profile is None else profile.trials,
     )
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
-    plan = with_pool(planned, plan_of(planned, winner, cluster), _devices_per_node(cluster))
-    plan = with_network(plan, config, nodes_needed(winner, cluster))
+    plan = startable_plan(planned, winner, cluster)
     return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where, asked)
+
+
+def startable_plan(planned: Planned, rating: ModeRating, cluster: Cluster) -> Plan:
+    """Return what starts a mode's best plan, with the memory pool and the network that it needs."""
+    plan = with_pool(planned, plan_of(planned, rating, cluster), _devices_per_node(cluster))
+    return with_network(plan, planned.config, nodes_needed(rating, cluster))
 
 
 def modes_of(config: RunConfig) -> tuple[Mode, ...]:

@@ -1,0 +1,118 @@
+"""Runs the plans that a profile predicts to be fast for a few steps each, until the fastest one has run."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from flowtrain.allocator.mode_rating import ModeRating
+from flowtrain.config.kept_choices import with_kept_choices
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import at_hand
+from flowtrain.controller.planning.devices import AskedDevices
+from flowtrain.controller.planning.planned_run import planned_run
+from flowtrain.controller.planning.report import PlanReport, make_report, startable_plan
+from flowtrain.controller.resolve import resolve
+from flowtrain.controller.run import run_training
+from flowtrain.costs.profile import Profile
+from flowtrain.costs.profile_trials import Trial
+from flowtrain.errors import FlowTrainError
+from flowtrain.observability.metrics import read_metrics
+from flowtrain.types.run_plan import Plan
+
+logger = logging.getLogger(__name__)
+
+MOST_TRIALS, MOST_FAILURES = 8, 3
+"""Plans that are tried; plans that may fail before any has run."""
+WORTH = 0.8
+"""Plans with less than this share of the best rate are not tried."""
+CLOSE, ROUNDS = 0.9, 3
+"""Plans with at least this share of the best measured rate run so often, in turn."""
+NUM_STEPS = 16
+"""Measured steps of a run."""
+_OVERRIDES = (
+    "training.num_epochs=null",
+    "data.eval=null",
+    "checkpoint.every_steps=1000000",
+    "observability.progress=off",
+    "observability.dashboard=false",
+    "observability.trace_steps=0",
+)
+
+
+def run_trials(
+    config: RunConfig, profile: Profile, num_devices: int | None, progress: Callable[[str], None]
+) -> tuple[Trial, ...]:
+    """Return trials of the best plans of the configured mode, or with ``mode: auto`` of all modes, on the cluster.
+
+    The fastest plan that was not tried is next; each trial corrects the rates of plans like it. Once no untried plan of
+    a mode has 80 % of the best rate, or after eight, those that are close to the fastest run twice more, in turn. A
+    plan that fails is left out; if the first three fail, the last one's error is raised. num_devices: at most so many;
+    None: all of the cluster.
+    """
+    config = with_kept_choices(config, ())
+    planned = planned_run(config)
+    asked = AskedDevices(at_hand=at_hand.of_cluster(config, num_devices).sized)
+    trials, plans = list[Trial](), list[Plan]()
+    while len(trials) < MOST_TRIALS:
+        report = make_report(planned, asked, profile=replace(profile, trials=tuple(trials)))
+        rating = _next(report)
+        if rating is None:
+            break
+        assert rating.plan is not None and rating.predicted is not None
+        progress(f"trial {len(trials) + 1}: {words_of(rating)}")
+        plans.append(startable_plan(planned, rating, report.cluster))
+        may_fail = any(each.measured for each in trials) or len(trials) + 1 < MOST_FAILURES
+        rate = (_rate_or_zero if may_fail else _rate)(config, plans[-1])
+        trials.append(Trial(rating.plan, rating.predicted, (rate,)))
+    best = max(trial.measured for trial in trials)
+    close = [index for index, trial in enumerate(trials) if trial.measured >= CLOSE * best > 0]
+    for number in range(2, ROUNDS + 1):
+        for index in close if len(close) > 1 else ():
+            progress(f"trial {index + 1}, round {number}")
+            trials[index] = replace(trials[index], rates=(*trials[index].rates, _rate_or_zero(config, plans[index])))
+    return tuple(trials)
+
+
+def words_of(rating: ModeRating) -> str:
+    """A plan in short."""
+    modules = ", ".join(
+        f"{module.name} dp={module.degrees.dp} pp={module.degrees.pp} tp={module.degrees.tp}"
+        for module in rating.modules
+    )
+    settings = "" if rating.settings is None else f", {rating.settings.microbatch_tokens:,} tokens a microbatch"
+    return f"{rating.mode}, {modules}{settings}"
+
+
+def _next(report: PlanReport) -> ModeRating | None:
+    """The fastest plan that was not tried, if it may matter."""
+    ratings = [each for each in report.comparison.ratings if each.rate is not None and not each.was_tried]
+    if report.winner.mode != "llm_only":
+        ratings = [each for each in ratings if each.mode != "llm_only"]
+    best = max(ratings, key=lambda each: each.rate or 0.0, default=None)
+    return best if best is not None and (best.rate or 0.0) >= WORTH * report.rate else None
+
+
+def _rate_or_zero(config: RunConfig, plan: Plan) -> float:
+    """As ``_rate``; 0 if the run fails."""
+    try:
+        return _rate(config, plan)
+    except FlowTrainError as error:
+        logger.warning("a trial failed, so its plan is left out: %s", error)
+        return 0.0
+
+
+def _rate(config: RunConfig, plan: Plan) -> float:
+    """Samples/s of a plan's steps while encoders and backbone both work."""
+    idle_ends = config.scheduler.lookahead_steps + 1
+    steps = NUM_STEPS + 2 * idle_ends
+    with tempfile.TemporaryDirectory(prefix="flowtrain-trial-") as directory:
+        own = (f"runs_dir={directory}", "name=trial", f"training.max_steps={steps}")
+        summary = run_training(resolve(config, (*_OVERRIDES, *own), plan=plan), plan=plan)
+        lines = list(read_metrics(Path(summary.directory) / "metrics.jsonl"))
+    window = lines[idle_ends : steps - idle_ends]
+    seconds = window[-1]["timestamp"] - lines[idle_ends - 1]["timestamp"]
+    return float(sum(line["num_samples"] for line in window) / seconds)

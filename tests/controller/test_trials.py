@@ -1,0 +1,101 @@
+"""Which plans are tried, and when trials end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowtrain import api
+from flowtrain.config.run import RunConfig
+from flowtrain.controller import at_hand, trials
+from flowtrain.controller.at_hand import DevicesAtHand
+from flowtrain.controller.planning.devices import AskedDevices, SizedType
+from flowtrain.controller.planning.planned_run import planned_run
+from flowtrain.controller.planning.report import PlanReport, make_report
+from flowtrain.costs.profile_trials import Trial
+from flowtrain.errors import StallError
+from flowtrain.observability.run_dir import run_dir
+from flowtrain.types.run_plan import Mode, Plan
+from tests.profiles import cpu_profile
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+TWO = DevicesAtHand((SizedType("cpu", 2, 2),), "this machine")
+Rate = Callable[[Plan], float]
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return api.resolve(QUICKSTART, ["mode=auto"])
+
+
+def tried(
+    config: RunConfig, rate: Rate, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Mode], tuple[Trial, ...], PlanReport]:
+    """Run trials with given rates; returns the modes in the order of the runs, the trials, and the plan with them."""
+    order: list[Mode] = []
+
+    def run(config: RunConfig, plan: Plan) -> float:
+        order.append(plan.mode)
+        return rate(plan)
+
+    monkeypatch.setattr(at_hand, "of_cluster", lambda config, count: TWO)
+    monkeypatch.setattr(trials, "_rate", run)
+    profile = cpu_profile(config, image_s=4e-3)  # so that all modes are predicted to be close
+    found = trials.run_trials(config, profile, None, lambda what: None)
+    asked = AskedDevices(at_hand=TWO.sized)
+    return order, found, make_report(planned_run(config), asked, profile=replace(profile, trials=found))
+
+
+def test_the_fastest_in_trials_wins_and_has_its_measured_rate(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in ("decoupled", "colocated", "monolithic", "disaggregated"):
+        order, found, report = tried(config, lambda plan, mode=mode: 99.0 if plan.mode == mode else 80.0, monkeypatch)
+        assert report.winner.mode == mode and report.winner.was_tried and report.rate == pytest.approx(99.0)
+        assert "a trial ran 99 samples/s" in report.winner.reason
+        assert order[: len(found)] == [trial.plan.mode for trial in found], "each plan once, then those that are close"
+        assert len({repr(trial.plan) for trial in found}) == len(found) <= trials.MOST_TRIALS
+
+
+def test_only_what_is_close_runs_again(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"decoupled": 100.0, "colocated": 95.0, "monolithic": 60.0, "disaggregated": 89.0}
+    order, found, report = tried(config, lambda plan: rates[plan.mode], monkeypatch)
+    counts = {trial.plan.mode: len(trial.rates) for trial in found}
+    assert counts["decoupled"] == counts["colocated"] == trials.ROUNDS
+    assert all(count == 1 for mode, count in counts.items() if rates[mode] < 90.0)
+    assert report.winner.mode == "decoupled" and len(order) == sum(len(trial.rates) for trial in found)
+
+
+def test_a_plan_whose_trial_fails_is_left_out(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found, report = tried(config, lambda plan: 0.0 if plan.mode == "decoupled" else 50.0, monkeypatch)
+    failed = [trial for trial in found if trial.plan.mode == "decoupled"]
+    assert failed and all(len(trial.rates) == 1 for trial in failed)
+    assert report.winner.mode != "decoupled"
+
+
+def test_a_configured_mode_is_the_only_one_that_is_tried(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, _, report = tried(api.resolve(QUICKSTART, ["mode=monolithic"]), lambda plan: 50.0, monkeypatch)
+    assert set(order) == {"monolithic"} and report.winner.mode == "monolithic"
+
+
+def test_if_the_first_plans_fail_their_error_is_told_and_nothing_is_left(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started: list[RunConfig] = []
+
+    def fail(config: RunConfig, plan: Plan) -> None:
+        started.append(config)
+        raise StallError("nothing came")
+
+    monkeypatch.setattr(at_hand, "of_cluster", lambda config, count: TWO)
+    monkeypatch.setattr(trials, "run_training", fail)
+    with pytest.raises(StallError, match="nothing came"):
+        trials.run_trials(config, cpu_profile(config), None, lambda what: None)
+    assert len(started) == trials.MOST_FAILURES and "its plan is left out: nothing came" in caplog.text
+    for each in started:
+        assert each.mode != "auto" and not Path(each.runs_dir).exists()
+        assert run_dir(each).root.parent != run_dir(config).root.parent
+        assert each.data.eval is None and each.training.num_epochs is None

@@ -12,16 +12,10 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.towers import tower_kind
 from flowtrain.models.weights import did_you_mean, read_config
+from flowtrain.models.whole_config import check_divides, check_text_config, grow_vocabulary, text_part, vision_part
 
 _NOT_IN_LLAVA = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of text models that scale or cap the logits. HF's Llava class does not have them."""
-
-_PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of decoder layers in which ``flowtrain.models.attention`` keeps packed sequences apart."""
-
-
-VOCABULARY_GRAIN = 64
-"""A vocabulary grows for new tokens to a multiple of this, so that tensor parallel ranks can share it evenly."""
 
 
 def read_llava_config(config: RunConfig) -> LlavaConfig:
@@ -33,24 +27,14 @@ def read_llava_config(config: RunConfig) -> LlavaConfig:
     llava_config = _of_checkpoint(config.model.path) if config.model.path is not None else _of_modules(config)
     text_config = text_part(llava_config)
     text_config.tie_word_embeddings = llava_config.tie_word_embeddings
-    _check_text_config(text_config, "model.path" if config.model.path is not None else "backbone")
+    key = "model.path" if config.model.path is not None else "backbone"
+    check_text_config(text_config, key)
+    _check_logits(text_config, key)
     encoder = next(iter(config.encoders))
     _check_feature_layer(llava_config, encoder)
-    _check_divides(vision_part(llava_config), "num_attention_heads", "hidden_size", f"encoders.{encoder}")
-    _check_divides(text_config, "num_key_value_heads", "num_attention_heads", "backbone")
+    check_divides(vision_part(llava_config), "num_attention_heads", "hidden_size", f"encoders.{encoder}")
+    check_divides(text_config, "num_key_value_heads", "num_attention_heads", "backbone")
     return llava_config
-
-
-def text_part(llava_config: LlavaConfig) -> PreTrainedConfig:
-    """The language model's configuration."""
-    assert isinstance(llava_config.text_config, PreTrainedConfig)
-    return llava_config.text_config
-
-
-def vision_part(llava_config: LlavaConfig) -> PreTrainedConfig:
-    """The vision tower's configuration."""
-    assert isinstance(llava_config.vision_config, PreTrainedConfig)
-    return llava_config.vision_config
 
 
 def feature_layer(llava_config: LlavaConfig) -> int:
@@ -102,19 +86,12 @@ def _without_text_side(config: PreTrainedConfig) -> PreTrainedConfig:
     return getattr(config, "vision_config", config)
 
 
-def _check_text_config(text_config: PreTrainedConfig, key: str) -> None:
-    model_type = text_config.model_type
-    if not getattr(text_config, "base_model_tp_plan", None):
-        raise ConfigError(f"{key}: {model_type!r} has no base_model_tp_plan in transformers; use e.g. qwen3 or llama")
-    other_layers = set(getattr(text_config, "layer_types", None) or ()) - _PACKABLE_LAYERS
-    if other_layers:
-        raise ConfigError(
-            f"{key}: {model_type!r} has {', '.join(sorted(other_layers))} layers; packed sequences would mix in them"
-        )
+def _check_logits(text_config: PreTrainedConfig, key: str) -> None:
     for name in _NOT_IN_LLAVA:
         if getattr(text_config, name, None) not in (None, 1, 1.0):
             raise ConfigError(
-                f"{key}: {model_type!r} has {name} ({getattr(text_config, name)}), which HF's Llava class would drop"
+                f"{key}: {text_config.model_type!r} has {name} ({getattr(text_config, name)}), which HF's Llava class "
+                "would drop"
             )
 
 
@@ -127,13 +104,6 @@ def _check_feature_layer(llava_config: LlavaConfig, encoder: str) -> None:
         )
 
 
-def _check_divides(config: PreTrainedConfig, divisor_name: str, name: str, key: str) -> None:
-    """Find impossible shapes before anything starts; HF finds some of them only when it builds the model."""
-    divisor, value = getattr(config, divisor_name, None) or 1, getattr(config, name)
-    if value % divisor != 0:
-        raise ConfigError(f"{key}.config: {divisor_name} ({divisor}) does not divide {name} ({value})")
-
-
 def with_tokenizer(
     llava_config: LlavaConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -143,26 +113,15 @@ def with_tokenizer(
 ) -> LlavaConfig:
     """A copy that fits the tokenizer: it has the image token's id and a vocabulary that holds all tokens.
 
-    A pretrained backbone's vocabulary grows if needed (its embeddings are resized when loaded). A vocabulary larger
-    than the tokenizer's stays. Raises ConfigError if a backbone built from a configuration is too small, or if a whole
-    checkpoint has another image token.
+    Raises ConfigError as ``grow_vocabulary``, and if a whole checkpoint has another image token.
     """
     llava_config = copy.deepcopy(llava_config)
-    text_config = text_part(llava_config)
     expected_id = llava_config.image_token_index
     if config.model.path is not None and expected_id != image_token_id:
         raise ConfigError(
             f"model.image_token: {image_token!r} has id {image_token_id}, but image_token_index of "
             f"{config.model.path!r} is {expected_id} ({tokenizer.convert_ids_to_tokens(expected_id)!r})"
         )
-    # Not the number of tokens: ids may have gaps, and under TP an id beyond the embedding would read as zeros.
-    num_ids = 1 + max(tokenizer.get_vocab().values())
-    if num_ids > text_config.vocab_size:
-        if config.backbone.config is not None:
-            raise ConfigError(
-                f"backbone.config.vocab_size ({text_config.vocab_size}) is smaller than the tokenizer "
-                f"({num_ids} tokens with {image_token!r}); raise it to at least {num_ids}"
-            )
-        text_config.vocab_size = -(-num_ids // VOCABULARY_GRAIN) * VOCABULARY_GRAIN
+    grow_vocabulary(text_part(llava_config), tokenizer, image_token, config)
     llava_config.image_token_index = image_token_id
     return llava_config

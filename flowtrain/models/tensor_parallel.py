@@ -28,6 +28,7 @@ from flowtrain.models.parallel_layers import (
     with_local_parameters,
 )
 from flowtrain.models.token_split import enter_split_region
+from flowtrain.models.whole_config import tensor_parallel_plan
 
 _SHARED_INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Layers of one module that all take the module's first input."""
@@ -172,7 +173,7 @@ def _styles(backbone: Backbone, size: int, sequence_parallel: bool) -> dict[nn.M
 
 def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
     """Styles of a base model's modules by its configuration's plan; names in the plan have ``*`` for numbers."""
-    plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
+    plan = tensor_parallel_plan(base.config)
     unknown = sorted(set(plan.values()) - set(_STYLES_OF_PLANS))
     if unknown or not plan:
         reason = f"asks for {', '.join(unknown)}, which FlowTrain does not have" if plan else "is missing"

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -38,7 +38,6 @@ def one_by_one(query, key, value, lengths, scaling=None):
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.sampled_from([4, 2, 1]))
 def test_a_row_equals_its_images_one_by_one(lengths, num_kv_heads):
     given, alone = row_of(lengths, 4, num_kv_heads), row_of(lengths, 4, num_kv_heads)

@@ -38,6 +38,7 @@ def packed_bidirectional(
     scores; None: ``D ** -0.5``. Returns ``[1, T, H, D]``.
     """
     assert query.shape[0] == 1 and query.shape[2] == segments.num_tokens, (query.shape, segments.lengths)
+    segments.were_used = True
     # Not all kernels know dropout, or heads of any width.
     name = "sdpa" if dropout or query.shape[-1] % 8 else _kernel_for(query.device, query.dtype)
     return BACKENDS[name].bidirectional(query, key, value, segments, scaling=scaling, dropout=dropout)

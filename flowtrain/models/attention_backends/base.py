@@ -39,6 +39,9 @@ class Segments:
     One object for a whole forward: what backends need of it is computed once. No list, as for ``SegmentOffsets``.
     """
 
+    were_used = False
+    """Whether an attention got them."""
+
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
         self._offsets: dict[torch.device, Tensor] = {}

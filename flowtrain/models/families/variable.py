@@ -83,7 +83,7 @@ class VariableLlavaFamily(LlavaFamily):
         return pixel_values(self.image_processor, self.resize(image))
 
     def load_encoder(self, encoder: str) -> VisionEncoder:
-        """The tower with interpolated position encodings; images of equal shape are forwarded together."""
+        """The tower with interpolated position encodings."""
         vision_encoder = super().load_encoder(encoder)
         if self._tower_kind.interpolation == "flag":
             vision_encoder.interpolate_positions()

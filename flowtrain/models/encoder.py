@@ -11,29 +11,31 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flowtrain.models.vision_stage import VisionStage
+from flowtrain.models.connector import ConnectorModule
+from flowtrain.models.encoder_stage import EncoderStage
 
 
 class VisionEncoder(nn.Module):
-    """A frozen HF vision tower in a process of its own. It is a whole ``VisionStage``; so are its arguments."""
+    """A frozen vision tower in a process of its own.
+
+    stage: the whole tower. connector: a frozen one that runs here and not in the backbone; what it returns, side by
+    side, is then the features.
+    """
 
     announce: Callable[[Tensor, Sequence[Sequence[int]]], None] | None = None
     """Set if the tower's layers are split: gets the arguments of every forward before it, so that other ranks forward
     them too.
     """
 
-    def __init__(self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool) -> None:
+    def __init__(self, stage: EncoderStage, connector: ConnectorModule | None = None) -> None:
         super().__init__()
-        self.stage = VisionStage(tower, feature_layer=feature_layer, drop_first=drop_first)
+        self.stage = stage
+        self.connector = None if connector is None else connector.requires_grad_(False).eval()
 
     @property
     def tower(self) -> PreTrainedModel:
         """What is computed of the tower."""
         return self.stage.tower
-
-    def interpolate_positions(self) -> None:
-        """Let the tower interpolate its position encoding to each image's size."""
-        self.stage.interpolates = True
 
     @torch.inference_mode()
     def encode(self, pixel_values: Sequence[np.ndarray]) -> list[Tensor]:
@@ -59,4 +61,8 @@ class VisionEncoder(nn.Module):
         """
         pieces = pixels.split([math.prod(shape) for shape in shapes])
         images = [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        return cast(Tensor, self.stage(images, [(shape[1], shape[2]) for shape in shapes]))
+        rows = cast(Tensor, self.stage(images, [(shape[1], shape[2]) for shape in shapes]))
+        if self.connector is None:
+            return rows
+        merged = self.connector(rows)
+        return torch.cat(merged, dim=1) if isinstance(merged, tuple) else cast(Tensor, merged)

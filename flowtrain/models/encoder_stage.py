@@ -32,7 +32,7 @@ class EncoderShape(ABC):
 
     @property
     @abstractmethod
-    def row_width(self) -> int:
+    def feature_width(self) -> int:
         """Width of a feature row."""
 
     @abstractmethod

@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -23,7 +24,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 
 from flowtrain.errors import CheckpointError
@@ -32,6 +32,13 @@ from flowtrain.models.weights import LLAVA_NAMES, PartNames, load_pretrained, wh
 
 MAX_SHARD_NBYTES = 5_000_000_000
 _PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
+
+
+class Processor(Protocol):
+    """Writes a processor's files: HF's class, or what writes the same files."""
+
+    def save_pretrained(self, save_directory: Path) -> object:
+        """Write processor and tokenizer into a directory."""
 
 
 def join_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
@@ -103,7 +110,7 @@ def build_processor(
 def write_export(
     config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
-    processor: ProcessorMixin,
+    processor: Processor,
     generation: GenerationConfig,
     to: Path,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,25 +15,25 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flowtrain.errors import ConfigError
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import Segments
+from flowtrain.models.encoder_stage import EncoderShape, EncoderStage, ImageSize
 from flowtrain.models.stage import LayerSlice, shallow_copy
 from flowtrain.models.tower_attention import IMPLEMENTATION
 from flowtrain.models.tower_embedding import embed_in_rows
 from flowtrain.models.towers import TOWERS, TowerKind, image_size, patch_grid
 from flowtrain.pipeline.actions import StageMemory
 
-ImageSize = tuple[int, int]
-"""Height and width in pixels."""
-
 
 @dataclass(frozen=True)
-class TowerShape:
+class TowerShape(EncoderShape):
     """What images become in a tower, known without its weights.
 
-    drop_first: whether the leading (class) token is no feature row.
+    drop_first: whether the leading (class) token is no feature row. shuffle: side, in patches, of the squares whose
+    hidden states become one feature row (InternVL's pixel shuffle).
     """
 
     config: PreTrainedConfig
     drop_first: bool
+    shuffle: int = 1
 
     @property
     def kind(self) -> TowerKind:
@@ -41,8 +42,17 @@ class TowerShape:
 
     @property
     def width(self) -> int:
-        """Width of hidden states and feature rows."""
+        """Width of hidden states."""
         return int(self.config.hidden_size)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of feature rows."""
+        return self.width * self.shuffle**2
+
+    def width_after(self, num_layers: int) -> int:
+        """See ``EncoderShape``: that of hidden states."""
+        return self.width
 
     def num_patches(self, size: ImageSize) -> int:
         """Return the patches of an image."""
@@ -55,10 +65,10 @@ class TowerShape:
 
     def num_rows(self, size: ImageSize) -> int:
         """Return the feature rows of an image."""
-        return self.num_tokens(size) - self.drop_first
+        return (self.num_tokens(size) - self.drop_first) // self.shuffle**2
 
 
-class VisionStage(nn.Module):
+class VisionStage(EncoderStage):
     """The layers of an HF vision tower whose hidden state becomes the features, or a pipeline stage of them.
 
     The first stage has the embedding, the last one selects the features. What features do not need (later layers, outer
@@ -66,22 +76,26 @@ class VisionStage(nn.Module):
 
     tower: it is not changed, except that its attention becomes ``tower_attention``. feature_layer: index into HF's
     ``hidden_states`` (0 is the embedding, negative from the end). drop_first: drop the leading (class) token, as HF
-    Llava's ``vision_feature_select_strategy: default``. trainable: else parameters require no gradients, and the stage
-    is always in evaluation mode. Raises ConfigError for a trained tower that drops whole layers at random.
+    Llava's ``vision_feature_select_strategy: default``. shuffle: as of ``TowerShape``; images are then square.
+    trainable: else parameters require no gradients, and the stage is always in evaluation mode. Raises ConfigError for
+    a trained tower that drops whole layers at random.
     """
 
+    shape: TowerShape
     interpolates = False
     """Whether position encodings are interpolated to each image's size."""
-    is_first = True
-    """Whether images enter here."""
-    is_last = True
-    """Whether features come out here."""
 
     def __init__(
-        self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool, trainable: bool = False
+        self,
+        tower: PreTrainedModel,
+        *,
+        feature_layer: int,
+        drop_first: bool,
+        shuffle: int = 1,
+        trainable: bool = False,
     ) -> None:
         super().__init__()
-        self.shape = TowerShape(tower.config, drop_first)
+        self.shape = TowerShape(tower.config, drop_first, shuffle)
         self.is_trained = trainable
         if trainable and getattr(tower.config, "drop_path_rate", 0.0):
             raise ConfigError(
@@ -110,40 +124,44 @@ class VisionStage(nn.Module):
         """Its layers in order."""
         return list(cast(nn.ModuleList, self.tower.get_submodule(self.shape.kind.layers)))
 
-    def train(self, mode: bool = True) -> Self:
-        """See ``nn.Module``; a frozen stage stays in evaluation mode."""
-        return super().train(mode and self.is_trained)
-
     def forward(
         self, inputs: Sequence[Tensor] | Tensor, sizes: Sequence[ImageSize], memory: StageMemory | None = None
     ) -> Tensor:
-        """Run images of any sizes through the stage, all of them together.
+        """Run images of any sizes through the stage, all of them together; see ``EncoderStage``.
 
-        inputs: of the first stage the images, ``[C, H, W]`` each, in any float type; else what the stage before
-        returned. sizes: of all images. memory: what layers keep for the backward pass.
-
-        Returns hidden states ``[tokens of all images, D]``, the last stage feature rows ``[rows of all images, D]``;
-        they depend on the images and their order alone. Each layer is called once, so that ranks with other images have
-        the same collectives; without images it runs a blank one, whose rows are left out.
+        The result depends on the images and their order alone.
         """
         given, run_sizes = (inputs, sizes) if sizes else self._blank(inputs)
         lengths = [self.shape.num_tokens(size) for size in run_sizes]
         hidden = self._run(self._embed(given) if self.is_first else cast(Tensor, given), Segments(lengths), memory)
-        if self.is_last and self.shape.drop_first:
-            hidden = torch.cat([tokens[1:] for tokens in hidden.split(lengths)])
+        if self.is_last:
+            hidden = self._rows(hidden, lengths)
         if not sizes:
             hidden = hidden[:0]
         return hidden.clone() if self.is_trained else hidden  # FSDP warns of views
 
     def _run(self, hidden: Tensor, segments: Segments, memory: StageMemory | None) -> Tensor:
         """Run the layers on tokens of all images, ``[T, D]``."""
-        states, layers = hidden[None], self.layers
+        states, layers, takes_mask = hidden[None], self.layers, self.shape.kind.takes_mask
+        if not takes_mask:  # such a tower gets tiles of one size: a batch keeps them apart
+            assert len(set(segments.lengths)) == 1, segments.lengths
+            states = hidden.view(len(segments.lengths), -1, hidden.shape[-1])
         with applied(memory, layers) if memory is not None and layers else nullcontext():
             for layer in layers:
-                output = layer(states, segments)  # where other attention has its mask
+                # The segments go where other attention has its mask.
+                output = layer(states, segments) if takes_mask else layer(states)
                 states = output[0] if isinstance(output, tuple) else output
-        assert segments.were_used or not layers, f"{self.shape.config.model_type}: its attention gets no mask"
-        return cast(Tensor, states[0])
+        if takes_mask:
+            assert segments.were_used or not layers, f"{self.shape.config.model_type}: its attention gets no mask"
+        return cast(Tensor, states.flatten(0, 1))
+
+    def _rows(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Feature rows of hidden states ``[T, D]``."""
+        if self.shape.drop_first:
+            hidden = torch.cat([tokens[1:] for tokens in hidden.split(list(lengths))])
+        if self.shape.shuffle > 1:
+            hidden = pixel_shuffle(hidden.view(len(lengths), -1, hidden.shape[-1]), self.shape.shuffle).flatten(0, 1)
+        return hidden
 
     def _embed(self, images: Sequence[Tensor] | Tensor) -> Tensor:
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}
@@ -158,6 +176,18 @@ class VisionStage(nn.Module):
             return [torch.zeros(self.shape.config.num_channels, *size)], [size]
         flat = cast(Tensor, inputs)
         return flat.new_zeros(self.shape.num_tokens(size), flat.shape[-1]) + flat.sum(), [size]
+
+
+def pixel_shuffle(states: Tensor, factor: int) -> Tensor:
+    """Join the hidden states of each square of ``factor`` x ``factor`` patches to one row, as HF's InternVL does.
+
+    states: ``[B, n, D]`` of square images, line by line. Returns ``[B, n / factor**2, D * factor**2]``; a square has its
+    patches line by line.
+    """
+    count, num_patches, width = states.shape
+    side = math.isqrt(num_patches) // factor
+    squares = states.reshape(count, side, factor, side, factor, width).transpose(2, 3)
+    return squares.reshape(count, side * side, factor * factor * width)
 
 
 def _trimmed(

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -17,7 +17,14 @@ from flowtrain.errors import ConfigError
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.device import default_device
-from flowtrain.models.export import MAX_SHARD_NBYTES, generation_config, join_model, joined_state, write_export
+from flowtrain.models.export import (
+    MAX_SHARD_NBYTES,
+    Processor,
+    generation_config,
+    join_model,
+    joined_state,
+    write_export,
+)
 from flowtrain.models.families.base import Family, encoder_prefix
 from flowtrain.models.initial_weights import (
     BuiltWeights,
@@ -33,64 +40,61 @@ from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
 from flowtrain.models.tower_plans import check_tower_split
 from flowtrain.models.weight_files import WeightFiles
 from flowtrain.models.weights import LLAVA_NAMES, Origin, PartNames, language_class, tower_class
-from flowtrain.models.whole_config import text_part, vision_part
+from flowtrain.models.whole_config import text_part, vision_part, with_tokenizer
 from flowtrain.pipeline.actions import MemoryStrategy
 from flowtrain.pipeline.configured import configured_strategy
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from flowtrain.models.connector import Connector
+    from flowtrain.models.connector import ConnectorModule
 
 
 class HFFamily(Family):
     """A vision tower, a connector and a causal language model, which one HF class joins.
 
-    A family says how the HF configuration of the whole is read (``initial``) and completed (``hf_config``), what the
-    weights of the parts are called (``part_names``), how its connector and processor are built, and all that concerns
-    images.
-
-    initial: the HF configuration of the whole before the tokenizer is known.
+    A family says how the HF configuration of the whole is read, what the weights of the parts are called there, how its
+    connector and processor are built, and all that concerns images.
     """
 
     part_names: ClassVar[PartNames] = LLAVA_NAMES
 
-    def __init__(self, config: RunConfig, initial: PreTrainedConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._encoder_key = f"encoders.{self.encoder_names[0]}"
-        self._initial_vocab_size: int = text_part(initial).vocab_size
-        self.vision_config = vision_part(initial)
+        self._initial: Any = self._read_config()
+        self._initial_vocab_size: int = text_part(self._initial).vocab_size
+        self.vision_config = vision_part(self._initial)
 
     # --- what a family adds -------------------------------------------------------------------------------------------
 
-    @property
     @abstractmethod
-    def hf_config(self) -> PreTrainedConfig:
-        """HF configuration of the whole; its vocabulary holds the tokenizer's."""
-
-    @property
-    def image_token(self) -> str:
-        """The tokenizer's spelling of the token that stands for one vision token."""
-        return self.config.model.image_token
+    def _read_config(self) -> PreTrainedConfig:
+        """HF configuration of the whole, before the tokenizer is known."""
 
     @abstractmethod
-    def _new_connector(self) -> Connector:
+    def _new_connector(self) -> ConnectorModule:
         """A connector with any values, where torch's default device is."""
 
     @abstractmethod
-    def _load_connector(self) -> Connector:
+    def _load_connector(self) -> ConnectorModule:
         """The connector with its first values, float32, on the CPU."""
 
     @abstractmethod
-    def _build_processor(self) -> ProcessorMixin:
-        """HF's processor, for an export."""
+    def _processor(self) -> Processor:
+        """What writes the processor's files."""
 
     def _tower_buffers(self, tower: PreTrainedModel) -> nn.Module:
         """A module with the buffers that files lack and the class computes, under their names in the tower."""
         return nn.Module()
 
     # --- tokenizer ----------------------------------------------------------------------------------------------------
+
+    @property
+    def image_token(self) -> str:
+        """The tokenizer's spelling of the token that stands for one vision token."""
+        return self.config.model.image_token
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]  # read at the first use
@@ -101,6 +105,12 @@ class HFFamily(Family):
     def image_token_id(self) -> int:  # type: ignore[override]
         """See ``Family``."""
         return ensure_image_token(self.tokenizer, self.image_token)
+
+    @cached_property
+    def hf_config(self) -> Any:
+        """HF configuration of the whole; its vocabulary holds the tokenizer's."""
+        token = str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
+        return with_tokenizer(self._initial, self.tokenizer, token, self.image_token_id, self.config)
 
     @cached_property
     def text_config(self) -> PreTrainedConfig:  # type: ignore[override]
@@ -252,7 +262,7 @@ class HFFamily(Family):
         write_export(
             self.hf_config,
             self._joined_weights(state),
-            self._build_processor(),
+            self._processor(),
             generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer),
             to,
             dtype=dtype,

@@ -14,7 +14,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.connector import Connector
 from flowtrain.models.encoder import VisionEncoder
-from flowtrain.models.export import build_processor
+from flowtrain.models.export import Processor, build_processor
 from flowtrain.models.families.hf_family import HFFamily
 from flowtrain.models.image_processing import (
     fixed_output_size,
@@ -22,14 +22,14 @@ from flowtrain.models.image_processing import (
     pixel_values,
     resized_pixels,
 )
-from flowtrain.models.llava_config import feature_layer, read_llava_config, with_tokenizer
+from flowtrain.models.llava_config import feature_layer, read_llava_config
 from flowtrain.models.towers import image_size, square_patch_size, tower_kind
 from flowtrain.models.vision_stage import TowerShape, VisionStage
 from flowtrain.models.weights import seeded
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor, LlavaConfig, LlavaProcessor, PreTrainedModel
+    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel
 
 
 class LlavaFamily(HFFamily):
@@ -42,25 +42,17 @@ class LlavaFamily(HFFamily):
     name: ClassVar[str] = "llava"
 
     def __init__(self, config: RunConfig) -> None:
-        self._initial = read_llava_config(config)
-        super().__init__(config, self._initial)
+        super().__init__(config)
         self._tower_kind = tower_kind(self.vision_config, self._encoder_key)
         self._patch_size = square_patch_size(self.vision_config, self._encoder_key)
 
     def check(self) -> None:
         """See ``Family``."""
-        llava_config, _ = self.llava_config, self.image_processor
-        llava_config.image_seq_length = self._image_seq_length
+        hf_config, _ = self.hf_config, self.image_processor
+        hf_config.image_seq_length = self._image_seq_length
 
-    @cached_property
-    def llava_config(self) -> LlavaConfig:
-        """The model's HF configuration; its vocabulary holds the tokenizer's."""
-        return with_tokenizer(self._initial, self.tokenizer, self.image_token, self.image_token_id, self.config)
-
-    @property
-    def hf_config(self) -> LlavaConfig:
-        """See ``HFFamily``."""
-        return self.llava_config
+    def _read_config(self) -> PreTrainedConfig:
+        return read_llava_config(self.config)
 
     @cached_property
     def _given_processor(self) -> BaseImageProcessor:
@@ -96,13 +88,18 @@ class LlavaFamily(HFFamily):
 
     def _layout_of(self, height: int, width: int) -> ImageLayout:
         """Layout of an image that enters the tower at this size (pixels)."""
-        shape, size = TowerShape(self.vision_config, self._drops_first), (height, width)
+        shape, size = self.tower_shape, (height, width)
         num_rows = shape.num_rows(size)
         return ImageLayout(num_patches=shape.num_patches(size), num_rows=num_rows, num_tokens=num_rows)
 
     @property
+    def tower_shape(self) -> TowerShape:
+        """See ``Family``."""
+        return TowerShape(self.vision_config, self._drops_first)
+
+    @property
     def _drops_first(self) -> bool:
-        return self._initial.vision_feature_select_strategy == "default"
+        return bool(self._initial.vision_feature_select_strategy == "default")
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """The same for every image, since the image processor gives them one size."""
@@ -135,15 +132,17 @@ class LlavaFamily(HFFamily):
 
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The tower up to its chosen layer, in the compute type."""
-        tower = self._load_tower().to(getattr(torch, self.config.model.dtype))
-        return VisionEncoder(tower, feature_layer=feature_layer(self._initial), drop_first=self._drops_first)
+        return VisionEncoder(self._stage_of(self._load_tower().to(getattr(torch, self.config.model.dtype))))
 
     def encoder_skeleton(self, encoder: str) -> VisionStage:
         """See ``Family``."""
-        trainable = self.config.encoders[encoder].trainable
-        layer = feature_layer(self._initial)
-        tower = self._tower_skeleton()
-        return VisionStage(tower, feature_layer=layer, drop_first=self._drops_first, trainable=trainable)
+        return self._stage_of(self._tower_skeleton(), trainable=self.config.encoders[encoder].trainable)
+
+    def _stage_of(self, tower: PreTrainedModel, *, trainable: bool = False) -> VisionStage:
+        layer, shape = feature_layer(self._initial), self.tower_shape
+        return VisionStage(
+            tower, feature_layer=layer, drop_first=shape.drop_first, shuffle=shape.shuffle, trainable=trainable
+        )
 
     def _tower_buffers(self, tower: PreTrainedModel) -> nn.Module:
         """Those of the embedding."""
@@ -169,13 +168,13 @@ class LlavaFamily(HFFamily):
             connector.load_state_dict(origin.checkpoint_state())
         return connector
 
-    def _build_processor(self) -> LlavaProcessor:
+    def _processor(self) -> Processor:
         """See ``HFFamily``."""
         return build_processor(
-            self.llava_config,
+            self.hf_config,
             self.image_processor,
             self.tokenizer,
             patch_size=self._patch_size,
             num_prefix_tokens=self._tower_kind.num_prefix_tokens(self.vision_config),
-            image_token=self.image_token,
+            image_token=self.config.model.image_token,
         )

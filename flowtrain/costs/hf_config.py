@@ -20,9 +20,8 @@ def from_hf_text_config(config: HFConfig) -> TransformerSpec:
     """Return the spec of a causal LM from its HF config (``config.to_dict()`` or the content of ``config.json``).
 
     Exact in every parameter for ``llama``, ``mistral``, ``qwen2``, ``qwen3`` and ``qwen3_vl_text``. For other types the
-    matrices are right
-    if their config uses the same keys. Raises ConfigError for a missing key, and for mixtures of experts, which no
-    formula here covers.
+    matrices are right if their config uses the same keys. Raises ConfigError for a missing key, and for mixtures of
+    experts, which no formula here covers.
     """
     model_type = config.get("model_type", "")
     for key in _EXPERT_KEYS:

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.dataset.images import ImageViewer
 from flowtrain.data.images import tiles_of
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
@@ -174,17 +175,18 @@ def test_token_ids_are_those_of_the_processor(make: Any, noise: Any) -> None:
 
 
 def size_of(family: InternVLFamily, images: list[Image.Image], turns: tuple[Turn, ...]) -> SizedResult:
-    encoded = []
-    for image in images:
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        encoded.append(RawImage(data=buffer.getvalue()))
     sizer = Sizer(family, family.tokenizer, family.config.data)
-    loaded = sizer.load(REF, RawSample(tuple(encoded), turns))
+    loaded = sizer.load(REF, RawSample(tuple(map(raw_image, images)), turns))
     assert not isinstance(loaded, Rejection), loaded
     result = sizer.size(REF, loaded.measured)
     assert isinstance(result, SizedResult), result
     return result
+
+
+def raw_image(image: Image.Image) -> RawImage:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return RawImage(data=buffer.getvalue())
 
 
 def test_frames_in_an_answer_are_no_target(make: Any, noise: Any) -> None:
@@ -194,6 +196,15 @@ def test_frames_in_an_answer_are_no_target(make: Any, noise: Any) -> None:
     start = family.tokenizer.convert_tokens_to_ids("<img>")
     place = ids.tolist().index(start)
     assert (labels[place : place + 6] == -100).all() and labels[place - 1] == ids[place - 1]
+
+
+def test_tiles_are_shown_side_by_side(make: Any, noise: Any, tmp_path: Path) -> None:
+    family = make()
+    (shown,) = ImageViewer(family, family.config.data, tmp_path).look(REF, [raw_image(noise(100, 30))], "sample")
+    assert (shown.rejection, shown.num_tokens) == (None, 16)
+    assert shown.tower_shape == (4, 3, TILE, TILE), "three tiles in a line, and the thumbnail"
+    with Image.open(shown.files[1]) as picture:
+        assert picture.size == (4 * TILE, TILE)
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------

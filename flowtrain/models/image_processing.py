@@ -110,6 +110,21 @@ def pixel_values(processor: BaseImageProcessor, image: Image.Image) -> np.ndarra
     return np.ascontiguousarray(_processed(processor, rgb), dtype=np.float32)
 
 
+def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: bool) -> np.ndarray:
+    """As ``pixel_values``, of all tiles that a processor makes of an image: ``[T, C, H, W]``.
+
+    settings: of the call, in the place of the processor's own.
+    """
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    table = _value_table(processor)
+    if table is not None:
+        tiles = processor(images=rgb, return_tensors="np", **settings, **_NO_ARITHMETIC)["pixel_values"]
+        if tiles.dtype == np.uint8:
+            return np.stack([_look_up(table, tile) for tile in tiles])
+    tiles = processor(images=rgb, return_tensors="np", **settings)["pixel_values"]
+    return np.ascontiguousarray(tiles, dtype=np.float32)
+
+
 _NO_ARITHMETIC = {"do_rescale": False, "do_normalize": False}
 
 

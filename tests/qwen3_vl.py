@@ -74,8 +74,3 @@ def stock_inputs(images: Sequence[Image.Image], ids: Tensor, image_token_id: int
         "image_grid_thw": found["image_grid_thw"],
         "mm_token_type_ids": (ids == image_token_id).int(),
     }
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a weight of HF's class belongs to the encoder, and not to the mergers."""
-    return name.startswith("model.visual.") and "merger" not in name

@@ -32,7 +32,8 @@ from flowtrain.models.stage import take_stage
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 from flowtrain.training.batch import SampleArrays, build_batch
 from flowtrain.types.samples import Rejection, SampleRef
-from tests.qwen3_vl import PROCESSOR, TEXT, UNIT, VISION, is_of_tower, stock_images, stock_inputs, stock_processor
+from tests.e2e.oracle import is_of_tower
+from tests.qwen3_vl import PROCESSOR, TEXT, UNIT, VISION, stock_images, stock_inputs, stock_processor
 
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")

@@ -132,7 +132,8 @@ class Backbone(nn.Module):
             )
         hidden = cast(Tensor, output.last_hidden_state)
         if not self.is_last_stage:
-            return hidden
+            # FSDP2 ends a microbatch's backward by a hook on its gradient, and if all is frozen so far there is none.
+            return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
         if mesh is not None:
             hidden = join_tokens(hidden, mesh, num_tokens)
         head = self.language_model.get_output_embeddings()

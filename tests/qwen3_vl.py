@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor

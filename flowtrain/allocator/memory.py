@@ -12,8 +12,8 @@ import numpy as np
 
 from flowtrain.allocator.candidates import CandidateColumns
 from flowtrain.allocator.slices import ONE_EACH, Slices, chunks_of_ranks
-from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.activations import without_idle_layers
+from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory, rank_peaks
 from flowtrain.costs.model_spec import ModelSpec, TrainedBackbone, TransformerSpec

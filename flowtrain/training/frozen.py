@@ -25,7 +25,6 @@ from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import TP_AXIS, BackboneGroup
 
-
 _MODULUS = 1 << 64
 _CHUNK_ELEMENTS = 1 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

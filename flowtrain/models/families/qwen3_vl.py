@@ -158,7 +158,7 @@ class Qwen3VLFamily(HFFamily):
         vision = replace(spec.encoders[name], patches_per_row=shape.unit, levels=levels)
         # The first merger's norm is over patches, those of the others over units.
         norms = 2 * (hidden + (levels - 1) * width)
-        connector = ConnectorSpec(shape.feature_width, width, out, norm=True, norm_parameters=norms, levels=levels)
+        connector = ConnectorSpec(levels * width, width, out, norm=True, norm_parameters=norms, levels=levels)
         if self._merges_in_encoder:
             outside = vision.outside_parameters + connector.num_parameters
             merging = levels * width * (width + out)

@@ -150,8 +150,6 @@ def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collect
     return 2.0 * num_rows * (first_passes * first + second_passes * second)
 
 
-
-
 def _encoder_training(
     spec: VisionSpec, num_images: IntArray, num_patches: IntArray, freeze: Collection[str]
 ) -> FloatArray:

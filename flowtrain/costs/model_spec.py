@@ -66,7 +66,7 @@ class TransformerSpec:
     qk_norm: bool = False
     """Queries and keys are normalised over ``head_dim``."""
     deepstack_layers: int = 0
-    """The first layers after which feature rows are added to the hidden states; they lie in the first pipeline stage."""
+    """The first layers, after which feature rows are added to the hidden states; they lie in the first stage."""
     trained: TrainedBackbone | None = None
     """What is trained of it; None: all, or what ``freeze`` says where that is asked too."""
 

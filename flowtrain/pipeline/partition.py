@@ -130,7 +130,8 @@ def build_partition(
     mixed = encoder is not None and encoder.place == "mixed"
     available = num_layers + (encoder.num_layers if encoder is not None and mixed else 0)
     if num_slices > available - (first_layers - 1):
-        together = f", of which the first {first_layers} decoder layers must lie in one stage" if first_layers > 1 else ""
+        is_bound = first_layers > 1
+        together = f", of which the first {first_layers} decoder layers must lie in one stage" if is_bound else ""
         raise ConfigError.of(
             "backbone.pipeline_parallel_size",
             FaultCode.DEGREES,

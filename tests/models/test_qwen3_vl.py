@@ -464,9 +464,7 @@ def test_what_does_not_fit_is_refused(make: Any, sections: Any, encoder: Any, sa
 
 def test_a_mixture_of_experts_is_refused_by_name(make_config: Any, tmp_path: Path) -> None:
     Qwen3VLMoeConfig().save_pretrained(tmp_path)
-    config = make_config(
-        model={"family": "qwen3_vl", "path": str(tmp_path)}, encoders={"vision": {}}, backbone={}
-    )
+    config = make_config(model={"family": "qwen3_vl", "path": str(tmp_path)}, encoders={"vision": {}}, backbone={})
     with pytest.raises(ConfigError, match=r"'qwen3_vl_moe' model, not 'qwen3_vl'; a mixture of experts is not"):
         family_from_config(config)
 

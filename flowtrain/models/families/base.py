@@ -96,7 +96,7 @@ class Family(ABC):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model's shapes for the cost model, and what is trained; a tower counts only the layers that are computed."""
+        """The model's shapes for the cost model, and what is trained; a tower counts only the computed layers."""
         spec, freeze = self._shapes(), self.config.model.freeze
         if not freeze:
             return spec
@@ -124,7 +124,7 @@ class Family(ABC):
 
     @abstractmethod
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
-        """Pixel values of one image, float32, as HF's processor gives them: ``[C, H, W]``, or of tiles ``[T, C, H, W]``."""
+        """Pixel values of one image, float32, as HF's processor gives it: ``[C, H, W]``, or tiles ``[T, C, H, W]``."""
 
     @abstractmethod
     def load_encoder(self, encoder: str) -> VisionEncoder:

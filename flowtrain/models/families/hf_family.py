@@ -200,10 +200,11 @@ class HFFamily(Family):
             check_tower_split(self._tower_skeleton(), size, "backbone")
 
     def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; repeats the model's kinds of layers in turn. Name patterns of ``model.freeze`` do not count."""
+        """See ``Family``; repeats the model's kinds of layers in turn. Patterns in ``model.freeze`` do not count."""
         twin, config = copy.copy(self), self.config
-        model, backbone = (each.model_copy(update={"path": None}) for each in (config.model, config.backbone))
-        model = model.model_copy(update={"freeze": tuple(key for key in model.freeze if not is_pattern(key))})
+        modules = tuple(key for key in config.model.freeze if not is_pattern(key))
+        model = config.model.model_copy(update={"path": None, "freeze": modules})
+        backbone = config.backbone.model_copy(update={"path": None})
         twin.config = config.model_copy(update={"model": model, "backbone": backbone})
         twin.text_config = copy.deepcopy(self.text_config)
         twin.text_config.num_hidden_layers = num_layers

@@ -15,6 +15,7 @@ from PIL import Image
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.costs.trained import with_frozen
 from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.models.export import MAX_SHARD_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from flowtrain.models.backbone import Backbone
     from flowtrain.models.encoder import VisionEncoder
-    from flowtrain.models.vision_stage import VisionStage
+    from flowtrain.models.encoder_stage import EncoderShape, EncoderStage
 
 
 def encoder_prefix(encoder: str) -> str:
@@ -60,6 +61,11 @@ class Family(ABC):
     def check(self) -> None:
         """Read tokenizer and image processor; raises ConfigError if parts of the configuration do not fit together."""
 
+    @property
+    def image_text(self) -> str:
+        """What ``<image>`` becomes before it is expanded: the image token, perhaps between tokens that frame it."""
+        return str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
+
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded.
@@ -69,7 +75,16 @@ class Family(ABC):
 
     @abstractmethod
     def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
-        """Height and width (pixels) at which an image of this size enters the tower."""
+        """Height and width (pixels) at which an image of this size, or each of its tiles, enters the tower."""
+
+    def tile_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """Layout of what enters the tower at this size (pixels): an image, or one of its tiles."""
+        return self.image_layout(encoder, width, height)
+
+    @property
+    @abstractmethod
+    def tower_shape(self) -> EncoderShape:
+        """What images become in the encoder."""
 
     @abstractmethod
     def feature_dim(self, encoder: str) -> int:
@@ -81,7 +96,15 @@ class Family(ABC):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model's shapes for the cost model; a tower counts only the layers that are computed."""
+        """The model's shapes for the cost model, and what is trained; a tower counts only the computed layers."""
+        spec, freeze = self._shapes(), self.config.model.freeze
+        if not freeze:
+            return spec
+        trains_encoders = self.config.trains_encoders
+        return with_frozen(spec, self.weight_shapes(), self.tied_weights(), freeze, trains_encoders=trains_encoders)
+
+    def _shapes(self) -> ModelSpec:
+        """The model's shapes, as if all of it were trained."""
         backbone = from_hf_text_config(self.text_config.to_dict())
         vision = from_hf_vision_config(self.vision_config.to_dict())
         name = self.encoder_names[0]
@@ -101,14 +124,14 @@ class Family(ABC):
 
     @abstractmethod
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
-        """Pixel values of one image, float32 ``[C, H, W]``, as HF's image processor gives them."""
+        """Pixel values of one image, float32, as HF's processor gives it: ``[C, H, W]``, or tiles ``[T, C, H, W]``."""
 
     @abstractmethod
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The frozen encoder in the compute type, on the CPU."""
 
     @abstractmethod
-    def encoder_skeleton(self, encoder: str) -> VisionStage:
+    def encoder_skeleton(self, encoder: str) -> EncoderStage:
         """What is computed of an encoder, float32, on the device ``meta``; trainable if the configuration says so."""
 
     @abstractmethod
@@ -119,7 +142,7 @@ class Family(ABC):
     def backbone_skeleton(self) -> Backbone:
         """Connector and language model, float32, on the device ``meta`` (without memory), in training mode.
 
-        Modules named in ``model.freeze`` do not require gradients.
+        What ``model.freeze`` stands for does not require gradients.
         """
 
     @abstractmethod
@@ -150,6 +173,10 @@ class Family(ABC):
     @abstractmethod
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the backbone's weights under the names of ``Backbone.state_dict()``; nothing is loaded."""
+
+    @abstractmethod
+    def tied_weights(self) -> dict[str, str]:
+        """Further names of those of ``weight_shapes`` that have several: ``{name: first name}``; nothing is loaded."""
 
     @abstractmethod
     def export(

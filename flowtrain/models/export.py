@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from flowtrain.errors import CheckpointError
+from flowtrain.models.chat_format import exported_template
 from flowtrain.models.initial_weights import LazyTensors
 from flowtrain.models.weights import load_pretrained
 
@@ -90,14 +91,17 @@ def build_processor(
     num_prefix_tokens: int,
     image_token: str,
 ) -> LlavaProcessor:
-    """HF's processor; it expands ``image_token`` to one token for each feature row of the image."""
+    """HF's processor; it expands ``image_token`` to one token for each feature row of the image.
+
+    Its chat template takes contents as texts and as lists of parts, and renders both as training does.
+    """
     return LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=patch_size,
         vision_feature_select_strategy=llava_config.vision_feature_select_strategy,
         num_additional_image_tokens=num_prefix_tokens,
-        chat_template=tokenizer.chat_template,
+        chat_template=exported_template(tokenizer, image_token),
         image_token=image_token,
     )
 

@@ -17,7 +17,7 @@ def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     ConfigError if the tokenizer or the template cannot be read.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
     ensure_image_token(tokenizer, config.image_token)

@@ -1,0 +1,201 @@
+"""How a chat template takes the content of messages, and a template for exports that takes every content alike.
+
+A message's content is a text with image tokens in it, or a list of parts: ``{"type": "image"}`` and ``{"type": "text",
+"text": ...}``. Some templates take texts only (SmolLM2, Llama-3), some lists only (LLaVA), some both (Qwen-VL, which
+encloses an image in tokens of its own if it is a part). Training renders one of the two forms; an export must render
+both to the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from flowtrain.errors import ConfigError
+
+Message = Mapping[str, Any]
+"""``role`` and ``content``."""
+
+# An environment of Hugging Face drops the newline after the last block, so nothing is written before the template.
+_JOIN = """\
+{#- FlowTrain: a content that is a list of parts becomes a text. -#}
+{%- set joined = namespace(messages=[], text='') -%}
+{%- for message in messages -%}
+{%- if message['content'] is defined and message['content'] is sequence and message['content'] is not string -%}
+{%- set joined.text = '' -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'text' -%}
+{%- set joined.text = joined.text + part['text'] -%}
+{%- elif part['type'] in ('image', 'image_url') -%}
+{%- set joined.text = joined.text + IMAGE_TOKEN -%}
+{%- else -%}
+{{- raise_exception('the model takes parts of type text and image, not ' ~ part['type']) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- set joined.messages = joined.messages + [dict(message, content=joined.text)] -%}
+{%- else -%}
+{%- set joined.messages = joined.messages + [message] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set messages = joined.messages %}
+"""
+_SPLIT = """\
+{#- FlowTrain: a content that is a text becomes a list of parts. -#}
+{%- set split = namespace(messages=[], parts=[]) -%}
+{%- for message in messages -%}
+{%- if message['content'] is string -%}
+{%- set split.parts = [] -%}
+{%- for text in message['content'].split(IMAGE_TOKEN) -%}
+{%- if not loop.first -%}
+{%- set split.parts = split.parts + [{'type': 'image'}] -%}
+{%- endif -%}
+{%- if text -%}
+{%- set split.parts = split.parts + [{'type': 'text', 'text': text}] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set split.messages = split.messages + [dict(message, content=split.parts)] -%}
+{%- else -%}
+{%- set split.messages = split.messages + [message] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set messages = split.messages %}
+"""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """One tokenizer's chat template, and the form of content that training gives it."""
+
+    template: str
+    """As the tokenizer has it, without what an export put before it."""
+    variables: Mapping[str, Any]
+    """What the template may name besides messages: the tokenizer's special tokens."""
+    image_token: str
+    """Stands for an image in a text, and is what the template writes for an image in a list of parts."""
+    takes_parts: bool = False
+    """Training gives it lists of parts. Otherwise it gets texts."""
+    prologue: str = ""
+    """Put before it, makes it take both forms, and render both as the one that training gives."""
+
+    @property
+    def exported(self) -> str:
+        """The template of an export."""
+        return self.prologue + self.template
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        """Render messages whose contents are texts, in the form that the template takes.
+
+        Raises what the template raises: jinja2.TemplateError if it refuses the messages, or any other exception.
+        """
+        if self.takes_parts:
+            messages = [{**message, "content": parts_of(message["content"], self.image_token)} for message in messages]
+        return _rendered(self.template, messages, self.variables, add_generation_prompt)
+
+
+def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str) -> ChatFormat:
+    """Find out how a tokenizer's chat template takes contents; raises ConfigError if there is no template.
+
+    Lists of parts are preferred where they are rendered otherwise than texts: the template knows more of images then.
+    """
+    join, split = (text.replace("IMAGE_TOKEN", json.dumps(image_token)) for text in (_JOIN, _SPLIT))
+    template, variables = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
+    for prologue in (join + split, join):
+        template = template.removeprefix(prologue)
+    plain = ChatFormat(template, variables, image_token)
+    of_parts = _try_parts(plain)
+    if of_parts is None:
+        return replace(plain, prologue=join)
+    if of_parts == _try(plain, _trial(image_token, as_parts=False)):
+        return plain
+    of_words, of_word_parts = (_try(plain, _trial(None, as_parts)) for as_parts in (False, True))
+    return replace(plain, takes_parts=True, prologue="" if of_words == of_word_parts else join + split)
+
+
+def exported_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str | dict[str, str] | None:
+    """The chat template of an export's processor: it renders texts and lists of parts as training does.
+
+    A tokenizer with several templates by name keeps the others as they are; None if it has no template.
+    """
+    named = tokenizer.chat_template
+    if not named:
+        return None
+    template = chat_format(tokenizer, image_token).exported
+    return {**named, "default": template} if isinstance(named, dict) else template
+
+
+def parts_of(text: str, image_token: str) -> list[dict[str, str]]:
+    """Cut a content at its images: ``{"type": "image"}`` for each, and the texts between them that are not empty."""
+    parts = []
+    for index, piece in enumerate(text.split(image_token)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+# None is an image. White space at every edge, and texts side by side: where a template does more than write one after
+# the other, the forms differ.
+_TRIAL: tuple[tuple[str | None, ...], ...] = (
+    (" part-one\n", None, "\n part-two ", "part-three "),
+    (" part-four\n", "\tpart-five"),
+    (None, "part-six\t", " part-seven"),
+    ("part-eight",),
+)
+
+
+def _trial(image_token: str | None, as_parts: bool) -> list[Message]:
+    """A conversation of user and assistant in one of the two forms; without an image token it has no images."""
+    messages: list[Message] = []
+    for index, pieces in enumerate(_TRIAL):
+        said = [piece for piece in pieces if piece is not None or image_token is not None]
+        parts = [{"type": "image"} if piece is None else {"type": "text", "text": piece} for piece in said]
+        text = "".join(image_token or "" if piece is None else piece for piece in said)
+        messages.append({"role": "assistant" if index % 2 else "user", "content": parts if as_parts else text})
+    return messages
+
+
+def _try_parts(chat: ChatFormat) -> str | None:
+    """The trial's parts as the template renders them; None if it loses some, or prints a list as such."""
+    text = _try(chat, _trial(chat.image_token, as_parts=True))
+    words = [piece.strip() for pieces in _TRIAL for piece in pieces if piece is not None]
+    num_images = sum(pieces.count(None) for pieces in _TRIAL)
+    if text is None or text.count(chat.image_token) != num_images or "'text'" in text:
+        return None
+    return text if all(text.count(word) == 1 for word in words) else None
+
+
+def _try(chat: ChatFormat, messages: Sequence[Message]) -> str | None:
+    """Render messages as they are, or return None if the template fails on them."""
+    try:
+        return _rendered(chat.template, messages, chat.variables)
+    except Exception:  # a template is a program of somebody else
+        return None
+
+
+def _rendered(
+    template: str, messages: Sequence[Message], variables: Mapping[str, Any], add_generation_prompt: bool = False
+) -> str:
+    # Transformers annotates this function as returning a string, but it returns texts and their spans.
+    rendered: Any = render_jinja_template(
+        conversations=[list(messages)],
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
+    text: str = rendered[0][0]
+    return text
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"model.chat_template: tokenizer {tokenizer.name_or_path!r} has no chat template; set model.chat_template"
+        )
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise ConfigError(f"model.chat_template: the tokenizer has no default among its templates: {error}") from error

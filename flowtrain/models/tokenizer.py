@@ -10,16 +10,21 @@ from flowtrain.config.model import ModelConfig
 from flowtrain.errors import ConfigError
 
 
+def read_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Read a tokenizer (directory or hub id) as it is; raises ConfigError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
+
+
 def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load a tokenizer and make sure that ``model.image_token`` is one token of it; set ``model.chat_template``.
 
     path: directory or hub id. ``model.chat_template`` is a template or the path of a file that holds one. Raises
     ConfigError if the tokenizer or the template cannot be read.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
+    tokenizer = read_tokenizer(path)
     ensure_image_token(tokenizer, config.image_token)
     if config.chat_template is not None:
         tokenizer.chat_template = _template_text(config.chat_template)

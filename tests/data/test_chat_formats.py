@@ -160,7 +160,7 @@ _ROUNDS = st.lists(st.tuples(_PARTS, _ANSWERS), min_size=1, max_size=3)
 
 
 def conversation(rounds: Sequence[tuple[list[str | None], list[str]]]) -> list[tuple[str, list[str | None]]]:
-    return [turn for asked, said in rounds for turn in (("user", asked), ("assistant", list(said)))]  # type: ignore[list-item]
+    return [turn for asked, said in rounds for turn in (("user", asked), ("assistant", list(said)))]
 
 
 def turns_of(said: Sequence[tuple[str, list[str | None]]]) -> list[Turn]:

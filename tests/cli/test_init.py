@@ -35,7 +35,6 @@ from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.errors import ConfigError
 from flowtrain.models.checkpoint_kind import checkpoint_kind
 from flowtrain.models.export import build_processor
-from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.families.registry import FAMILIES, family_from_config
 from tests.data.test_conversation import FORGETFUL
 from tests.hub_server import hub_server
@@ -180,21 +179,13 @@ def test_a_whole_model_has_a_family_by_its_type(llava: Path) -> None:
     run_printed_commands(result)
 
 
-def test_the_family_comes_from_the_registry(
-    llava: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Other(LlavaFamily):
-        name = "other"
-
-    change_config(llava, model_type="other")
-    with pytest.raises(ConfigError, match="'other'"):
-        checkpoint_kind(str(llava))
-    monkeypatch.setitem(FAMILIES, "llava", Other)
-    change_config(llava, model_type="llava")
+def test_the_family_comes_from_the_registry(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint_kind(str(llava)).family == "llava"
     monkeypatch.delitem(FAMILIES, "llava")
     with pytest.raises(ConfigError, match="no family for 'llava'; take a checkpoint of variable_llava"):
         checkpoint_kind(str(llava))
+    monkeypatch.setitem(FAMILIES, "qwen2_vl", FAMILIES["variable_llava"])
+    assert checkpoint_kind(str(no_family(llava.parent / "other"))).family == "qwen2_vl"
 
 
 def test_a_llava_whose_images_vary_in_size_is_a_variable_llava(llava: Path) -> None:

@@ -18,7 +18,6 @@ from flowtrain.models.weights import read_config
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Its code leaves a file behind. Transformers asks on the terminal unless it is told not to run code."""
     monkeypatch.setattr("builtins.input", lambda *prompt: "y")
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     ran = tmp_path / "ran"

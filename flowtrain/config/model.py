@@ -17,7 +17,7 @@ Checkpointing = Literal[LayerCheckpointing, "every_n"]
 class ModelConfig(ConfigModel):
     """The model as a whole."""
 
-    family: Literal["llava", "variable_llava"] = "llava"
+    family: Literal["llava", "variable_llava", "internvl"] = "llava"
     """The adapter that splits a Hugging Face VLM into encoders, connector and backbone."""
     path: str | None = None
     """A whole Hugging Face checkpoint of that family (directory or hub id). If given, the modules take no ``path`` or
@@ -27,6 +27,8 @@ class ModelConfig(ConfigModel):
     chat_template: str | None = None
     """A file, or the template itself; None: the tokenizer's."""
     image_token: str = "<image>"
+    """The token that stands for a vision token; it is added if the tokenizer lacks it. ``internvl`` has its tokenizer's
+    instead."""
     dtype: Dtype = "float32"
     """Compute type of encoders and backbone. Master weights are always float32."""
     freeze: tuple[Literal["connector", "backbone"], ...] = ()

@@ -51,8 +51,8 @@ def from_hf_text_config(config: HFConfig) -> TransformerSpec:
 def from_hf_vision_config(config: HFConfig) -> VisionSpec:
     """Return the spec of a vision tower from its HF config; a CLIP or SigLIP config of both towers works too.
 
-    Types: ``siglip_vision_model``, ``clip_vision_model``, ``dinov2``, ``dinov2_with_registers``, ``vit``. Raises
-    ConfigError for others or a missing key.
+    Types: ``siglip_vision_model``, ``clip_vision_model``, ``dinov2``, ``dinov2_with_registers``, ``vit``,
+    ``internvl_vision``. Raises ConfigError for others or a missing key.
     """
     config = config.get("vision_config", config)
     model_type = config.get("model_type", "")
@@ -120,13 +120,32 @@ def _vit(config: HFConfig) -> VisionSpec:
     )
 
 
+def _internvl(config: HFConfig) -> VisionSpec:
+    hidden = _int(config, "hidden_size")
+    positions = (_num_patches(config) + 1) * hidden * bool(config.get("use_absolute_position_embeddings", True))
+    mask = hidden * bool(config.get("use_mask_token", False))
+    norm = 2 * hidden * (not config.get("use_mean_pooling", True))
+    outside = _patch_parameters(config) + hidden + hidden + positions + mask + norm
+    return _vision_spec(
+        config,
+        _int(config, "intermediate_size"),
+        num_prefix_tokens=1,
+        outside_parameters=outside,
+        unused_parameters=mask + norm,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        layer_scale=True,
+        rms_norm=config.get("norm_type", "layer_norm") == "rms_norm",
+        qk_norm=bool(config.get("use_qk_norm", False)),
+    )
+
+
 def _vision_spec(config: HFConfig, intermediate_size: int, **traits: Any) -> VisionSpec:
     return VisionSpec(
         num_layers=_int(config, "num_hidden_layers"),
         hidden_size=_int(config, "hidden_size"),
         intermediate_size=intermediate_size,
         num_heads=_int(config, "num_attention_heads"),
-        patch_size=_int(config, "patch_size"),
+        patch_size=_side(config, "patch_size"),
         num_channels=config.get("num_channels", 3),
         **traits,
     )
@@ -138,6 +157,7 @@ _VISION_READERS: dict[str, Callable[[HFConfig], VisionSpec]] = {
     "dinov2": _dinov2,
     "dinov2_with_registers": _dinov2,
     "vit": _vit,
+    "internvl_vision": _internvl,
 }
 
 
@@ -149,6 +169,14 @@ def _int(config: HFConfig, key: str) -> int:
             "needs an integer; write the key out: only transformers knows its default"
         )
     return value
+
+
+def _side(config: HFConfig, key: str) -> int:
+    """The side of a square, which some types have as two equal numbers."""
+    value = config.get(key)
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
+        return _int({**config, key: value[0]}, key)
+    return _int(config, key)
 
 
 def _num_kv_heads(config: HFConfig, num_heads: int) -> int:
@@ -164,8 +192,8 @@ def _head_dim(config: HFConfig, hidden_size: int, num_heads: int) -> int:
 
 
 def _num_patches(config: HFConfig) -> int:
-    return (_int(config, "image_size") // _int(config, "patch_size")) ** 2
+    return (_side(config, "image_size") // _side(config, "patch_size")) ** 2
 
 
 def _patch_parameters(config: HFConfig) -> int:
-    return int(config.get("num_channels", 3)) * _int(config, "patch_size") ** 2 * _int(config, "hidden_size")
+    return int(config.get("num_channels", 3)) * _side(config, "patch_size") ** 2 * _int(config, "hidden_size")

@@ -65,7 +65,7 @@ class TransformerSpec:
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """A vision transformer (pre-norm, LayerNorm, full attention over one image).
+    """A vision transformer (pre-norm, full attention over one image).
 
     Its layers have biases everywhere; those of queries, keys and values only with ``qkv_bias``.
     """
@@ -92,6 +92,12 @@ class VisionSpec:
     """Those of ``outside_parameters`` that features do not need: the norm after the layers, the pooling head."""
     quick_gelu: bool = False
     """GELU is approximated by x sigmoid(1.702 x), whose sigmoid is kept too."""
+    rms_norm: bool = False
+    """Layers have RMSNorm, computed in float32, instead of LayerNorm."""
+    qk_norm: bool = False
+    """Queries and keys are normalised over all heads, by an RMSNorm too."""
+    patches_per_row: int = 1
+    """Patches whose hidden states side by side are one feature row."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -108,7 +114,7 @@ class VisionSpec:
     def layer_parameters(self) -> int:
         """All parameters of one layer."""
         hidden = self.hidden_size
-        norms = 4 * hidden
+        norms = (2 if self.rms_norm else 4) * hidden + 2 * hidden * self.qk_norm
         attention_bias = hidden + 3 * hidden * self.qkv_bias
         mlp_bias = self.intermediate_size * (2 if self.gated_mlp else 1) + hidden
         return self.layer_matmul_parameters + norms + attention_bias + mlp_bias + 2 * hidden * self.layer_scale
@@ -135,12 +141,15 @@ class ConnectorSpec:
     out_dim: int
     """The backbone's hidden size."""
     bias: bool = True
+    norm: bool = False
+    """A LayerNorm before the two layers."""
 
     @property
     def num_parameters(self) -> int:
         """All parameters."""
         weights = self.feature_dim * self.hidden_size + self.hidden_size * self.out_dim
-        return weights + (self.hidden_size + self.out_dim) * self.bias
+        biases = (self.hidden_size + self.out_dim) * self.bias
+        return weights + biases + 2 * self.feature_dim * self.norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ class ImageGeometry(Protocol):
     def image_token_id(self) -> int:
         """Id of the token that stands for one vision token in the backbone's sequence."""
 
+    @property
+    def image_text(self) -> str:
+        """What ``<image>`` becomes before it is expanded: the image token, perhaps between tokens that frame it."""
+
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """Return the patches, rows and tokens of an image of ``width`` x ``height`` pixels."""
 
@@ -94,7 +98,9 @@ class Sizer:
         self._config = config
         image_token = tokenizer.convert_ids_to_tokens(family.image_token_id)
         assert isinstance(image_token, str)
-        self._conversations = ConversationEncoder(tokenizer, config.system_prompt, image_token)
+        self._conversations = ConversationEncoder(
+            tokenizer, config.system_prompt, image_token, image_text=family.image_text
+        )
 
     def load(self, ref: SampleRef, raw: RawSample) -> LoadedSample | Rejection:
         """Read a sample's images, and look at their headers.
@@ -212,7 +218,7 @@ class Sizer:
         num_rows = sum(layout.num_rows for layout in layouts)
         return PartSize(
             name=self._encoder,
-            num_items=len(layouts),
+            num_items=sum(layout.num_tiles for layout in layouts),
             num_patches=sum(layout.num_patches for layout in layouts),
             num_rows=num_rows,
             nbytes=num_rows * self._family.row_nbytes(self._encoder),

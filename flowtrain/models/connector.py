@@ -25,3 +25,15 @@ class Connector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Map features ``[R, D]`` to embeddings ``[R, H]``; R may be 0."""
         return self.linear_2(self.act(self.linear_1(features)))
+
+
+class NormedConnector(Connector):
+    """A norm before the two layers; parameter names and arithmetic of HF's ``InternVLMultiModalProjector``."""
+
+    def __init__(self, feature_dim: int, hidden_size: int, *, hidden_act: str = "gelu") -> None:
+        super().__init__(feature_dim, hidden_size, hidden_act=hidden_act)
+        self.layer_norm = nn.LayerNorm(feature_dim)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """See ``Connector``."""
+        return super().forward(self.layer_norm(features))

@@ -19,9 +19,9 @@ class VisionEncoder(nn.Module):
     """Set if the tower's layers are split: gets every batch before its forward, so that the other ranks forward it too.
     """
 
-    def __init__(self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool) -> None:
+    def __init__(self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool, shuffle: int = 1) -> None:
         super().__init__()
-        self.stage = VisionStage(tower, feature_layer=feature_layer, drop_first=drop_first)
+        self.stage = VisionStage(tower, feature_layer=feature_layer, drop_first=drop_first, shuffle=shuffle)
 
     @property
     def tower(self) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Joining encoder, connector and backbone into HF's Llava class, and writing it as a directory that HF loads.
+"""Joining encoder, connector and backbone into HF's class of the whole model, and writing it for HF to load.
 
 By default an export holds the float32 master weights. It loses nothing, so it is a valid start for further training.
 Weights are read and written shard by shard; the whole model is never in memory.
@@ -10,17 +10,20 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     BaseImageProcessor,
     GenerationConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
@@ -33,27 +36,38 @@ MAX_SHARD_NBYTES = 5_000_000_000
 _PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
 
 
+class Processor(Protocol):
+    """Writes a processor's files: HF's class, or what writes the same files."""
+
+    def save_pretrained(self, save_directory: Path) -> object:
+        """Write processor and tokenizer into a directory."""
+
+
+def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """HF's class of a whole vision-language model."""
+    return cast(type[PreTrainedModel], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+
+
 def join_model(
-    llava_config: LlavaConfig,
+    config: PreTrainedConfig,
     backbone_state: Mapping[str, Tensor],
     tower_state: Mapping[str, Tensor],
     language_prefix: str,
-) -> LlavaForConditionalGeneration:
+) -> PreTrainedModel:
     """Put the parts together in float32.
 
     backbone_state: names of ``Backbone.state_dict()``; those of an encoder are passed over. tower_state: names of the
     HF tower. language_prefix: name of the language model's base model in its causal class (``model``).
     """
     state = dict(joined_state(backbone_state, tower_state, language_prefix))
-    if llava_config.tie_word_embeddings:
+    if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    return load_pretrained(
-        LlavaForConditionalGeneration, copy.deepcopy(llava_config), source=None, state=state, key="export"
-    )
+    model_class = whole_class(config)
+    return load_pretrained(model_class, copy.deepcopy(config), source=None, state=state, key="export")
 
 
 def joined_name(name: str, language_prefix: str) -> str:
-    """The name in HF's Llava class of a weight of ``Backbone``."""
+    """The name in HF's class of the whole model of a weight of ``Backbone``."""
     renamed = {
         "connector.": "model.multi_modal_projector.",
         f"language_model.{language_prefix}.": "model.language_model.",
@@ -67,7 +81,8 @@ def joined_name(name: str, language_prefix: str) -> str:
 def joined_state(
     backbone_state: Mapping[str, Tensor], tower_state: Mapping[str, Tensor], language_prefix: str
 ) -> LazyTensors:
-    """All weights under the names of HF's Llava class; a look-up is one in ``backbone_state`` or ``tower_state``.
+    """All weights under the names of HF's class of the whole model; a look-up is one in ``backbone_state`` or
+    ``tower_state``.
 
     Arguments as for ``join_model``.
     """
@@ -107,9 +122,9 @@ def build_processor(
 
 
 def write_export(
-    llava_config: LlavaConfig,
+    config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
-    processor: LlavaProcessor,
+    processor: Processor,
     generation: GenerationConfig,
     to: Path,
     *,
@@ -123,7 +138,7 @@ def write_export(
     """
     to.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration._from_config(copy.deepcopy(llava_config), dtype=dtype)
+        model = whole_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     _write_weights(model, weights, to, dtype, max_shard_nbytes)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -134,7 +149,7 @@ def write_export(
 
 
 def _write_weights(
-    model: LlavaForConditionalGeneration,
+    model: PreTrainedModel,
     weights: Mapping[str, Tensor],
     to: Path,
     dtype: torch.dtype,

@@ -167,6 +167,8 @@ def _styles(backbone: Backbone, size: int, sequence_parallel: bool) -> dict[nn.M
     parts = {"embedding": language_model.get_input_embeddings(), "head": language_model.get_output_embeddings()}
     if backbone.connector is not None:
         parts |= {"colwise": backbone.connector.linear_1, "rowwise": backbone.connector.linear_2}
+        # Every rank has all feature rows, so what else it has (a norm) computes the same on all ranks.
+        styles |= {module: "replicated" for module in backbone.connector.modules() if module in styles}
     return styles | {module: style for style, module in parts.items() if module is not None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ ImageSize = tuple[int, int]
 class TowerShape:
     """What images become in a tower, known without its weights.
 
-    drop_first: whether the leading (class) token is no feature row.
+    drop_first: whether the leading (class) token is no feature row. shuffle: side, in patches, of the squares whose
+    hidden states become one feature row (InternVL's pixel shuffle).
     """
 
     config: PreTrainedConfig
     drop_first: bool
+    shuffle: int = 1
 
     @property
     def kind(self) -> TowerKind:
@@ -38,8 +41,13 @@ class TowerShape:
 
     @property
     def width(self) -> int:
-        """Width of hidden states and feature rows."""
+        """Width of hidden states."""
         return int(self.config.hidden_size)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of feature rows."""
+        return self.width * self.shuffle**2
 
     def num_patches(self, size: ImageSize) -> int:
         """Return the patches of an image."""
@@ -52,7 +60,7 @@ class TowerShape:
 
     def num_rows(self, size: ImageSize) -> int:
         """Return the feature rows of an image."""
-        return self.num_tokens(size) - self.drop_first
+        return (self.num_tokens(size) - self.drop_first) // self.shuffle**2
 
 
 class VisionStage(nn.Module):
@@ -63,8 +71,8 @@ class VisionStage(nn.Module):
 
     tower: it is not changed, except that its layers take lists of tensors. feature_layer: index into HF's
     ``hidden_states`` (0 is the embedding, negative from the end). drop_first: drop the leading (class) token, as HF
-    Llava's ``vision_feature_select_strategy: default``. trainable: else parameters require no gradients, and the stage
-    is always in evaluation mode.
+    Llava's ``vision_feature_select_strategy: default``. shuffle: as of ``TowerShape``; images are then square.
+    trainable: else parameters require no gradients, and the stage is always in evaluation mode.
     """
 
     interpolates = False
@@ -75,17 +83,23 @@ class VisionStage(nn.Module):
     """Whether features come out here."""
 
     def __init__(
-        self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool, trainable: bool = False
+        self,
+        tower: PreTrainedModel,
+        *,
+        feature_layer: int,
+        drop_first: bool,
+        shuffle: int = 1,
+        trainable: bool = False,
     ) -> None:
         super().__init__()
-        self.shape = TowerShape(tower.config, drop_first)
+        self.shape = TowerShape(tower.config, drop_first, shuffle)
         self.is_trained = trainable
         kind = self.shape.kind
         layers = list(cast(nn.ModuleList, tower.get_submodule(kind.layers)))
         num_computed = feature_layer % (tower.config.num_hidden_layers + 1)
         self.tower = _trimmed(tower, kind, dict(enumerate(layers[:num_computed])))
         for layer in self.layers:
-            layer.__class__ = _over_groups(type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+            layer.__class__ = _over_groups(type(layer), kind.takes_mask)  # type: ignore[arg-type]  # "unhashable"
         self.requires_grad_(trainable)
         self.train()
 
@@ -114,7 +128,8 @@ class VisionStage(nn.Module):
         inputs: of the first stage the images, ``[C, H, W]`` each, in any float type; else what the stage before
         returned. sizes: of all images. memory: what layers keep for the backward pass.
 
-        Returns hidden states ``[tokens of all images, D]``, the last stage feature rows ``[rows of all images, D]``.
+        Returns hidden states ``[tokens of all images, D]``, the last stage feature rows ``[rows of all images, width of
+        a row]``.
         Images of one size are forwarded together, in the order in which the sizes first occur, so results depend on the
         images alone. Each layer is called once, so that ranks with other images have the same collectives; without
         images it runs a blank one, whose rows are left out.
@@ -135,13 +150,21 @@ class VisionStage(nn.Module):
     def run(self, batches: Sequence[Tensor], memory: StageMemory | None = None) -> list[Tensor]:
         """Run images of one size a batch: ``[B, C, H, W]``, or hidden states ``[B, tokens, D]`` of the stage before.
 
-        Returns ``[B, tokens, D]`` for each batch, the last stage ``[B, rows, D]``.
+        Returns ``[B, tokens, D]`` for each batch, the last stage ``[B, rows, width of a row]``.
         """
         states, layers = [self._embed(batch) for batch in batches] if self.is_first else list(batches), self.layers
         with applied(memory, layers) if memory is not None and layers else nullcontext():
             for layer in layers:
                 states = layer(states)
-        return [state[:, 1:] for state in states] if self.is_last and self.shape.drop_first else states
+        return [self._rows(state) for state in states] if self.is_last else states
+
+    def _rows(self, states: Tensor) -> Tensor:
+        """Feature rows of hidden states ``[B, tokens, D]``."""
+        if self.shape.drop_first:
+            states = states[:, 1:]
+        if self.shape.shuffle > 1:
+            states = pixel_shuffle(states, self.shape.shuffle)
+        return states
 
     def _embed(self, images: Tensor) -> Tensor:
         embeddings = self.tower.get_submodule("embeddings")
@@ -172,6 +195,18 @@ class VisionStage(nn.Module):
         return flat.new_zeros(1, self.shape.num_tokens(size), flat.shape[-1]) + flat.sum()
 
 
+def pixel_shuffle(states: Tensor, factor: int) -> Tensor:
+    """Join the hidden states of each square of ``factor`` x ``factor`` patches to one row, as HF's InternVL does.
+
+    states: ``[B, n, D]`` of square images, line by line. Returns ``[B, n / factor**2, D * factor**2]``; a square has its
+    patches line by line.
+    """
+    count, num_patches, width = states.shape
+    side = math.isqrt(num_patches) // factor
+    squares = states.reshape(count, side, factor, side, factor, width).transpose(2, 3)
+    return squares.reshape(count, side * side, factor * factor * width)
+
+
 def _trimmed(
     tower: PreTrainedModel, kind: TowerKind, layers: Mapping[int, nn.Module], *, with_embedding: bool = True
 ) -> PreTrainedModel:
@@ -195,12 +230,13 @@ def _trimmed(
 
 
 @cache  # FSDP keeps every class that it has wrapped
-def _over_groups(layer_class: type[nn.Module]) -> type[nn.Module]:
+def _over_groups(layer_class: type[nn.Module], takes_mask: bool) -> type[nn.Module]:
     """Derive a layer class that takes and returns a list of hidden states, ``[B, tokens, D]`` each."""
+    no_mask = (None,) if takes_mask else ()
 
     class OverGroups(layer_class):  # type: ignore[misc, valid-type]
         def forward(self, states: Sequence[Tensor], *args: Any) -> list[Tensor]:
-            outputs = [super(OverGroups, self).forward(state, None) for state in states]
+            outputs = [super(OverGroups, self).forward(state, *no_mask) for state in states]
             return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
     OverGroups.__name__ = layer_class.__name__

@@ -41,12 +41,20 @@ class StepOutcome:
 class PlainLoop:
     """Trains as the configuration says, without FlowTrain's flow. rejected: rows that cannot be decoded.
 
-    trains_encoder: the tower too, as far as features depend on it.
+    trains_encoder: the tower too, as far as features depend on it. processing: how HF's processor calls its image
+    processor.
     """
 
-    def __init__(self, config: RunConfig, rejected_rows: set[int] | None = None, trains_encoder: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        rejected_rows: set[int] | None = None,
+        trains_encoder: bool = False,
+        processing: dict[str, bool] | None = None,
+    ) -> None:
         self.config = config
         self.rejected_rows = rejected_rows or set()
+        self.processing = processing or {}
         self.family = family_from_config(config)
         self.model = self.family.load_joined().train()
         for name, parameter in self.model.named_parameters():
@@ -107,7 +115,9 @@ class PlainLoop:
         ids, labels = (torch.from_numpy(row.astype(np.int64))[None] for row in sized.text)
         encoded = [image.read(self.config.data.max_image_nbytes) for image in raw.images]
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in encoded]
-        pixels = self.family.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
+        pixels = None
+        if images:
+            pixels = self.family.image_processor(images, return_tensors="pt", **self.processing)["pixel_values"]
         return self.model(
             input_ids=ids, labels=labels, pixel_values=pixels, attention_mask=torch.ones_like(ids), use_cache=False
         ).loss

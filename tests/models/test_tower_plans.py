@@ -37,6 +37,8 @@ CONFIGS = {
     "registers": {**DINOV2, "model_type": "dinov2_with_registers"},
     "vit": {**CLIP, "model_type": "vit"},
     "uneven": {**CLIP, "intermediate_size": 47},
+    "internvl": {**CLIP, "model_type": "internvl_vision"},
+    "normed": {**CLIP, "model_type": "internvl_vision", "use_qk_norm": True, "norm_type": "rms_norm"},
 }
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from flowtrain.models.backbone import Backbone
     from flowtrain.models.encoder import VisionEncoder
-    from flowtrain.models.vision_stage import VisionStage
+    from flowtrain.models.vision_stage import TowerShape, VisionStage
 
 
 def encoder_prefix(encoder: str) -> str:
@@ -60,6 +60,11 @@ class Family(ABC):
     def check(self) -> None:
         """Read tokenizer and image processor; raises ConfigError if parts of the configuration do not fit together."""
 
+    @property
+    def image_text(self) -> str:
+        """What ``<image>`` becomes before it is expanded: the image token, perhaps between tokens that frame it."""
+        return str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
+
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded.
@@ -69,7 +74,16 @@ class Family(ABC):
 
     @abstractmethod
     def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
-        """Height and width (pixels) at which an image of this size enters the tower."""
+        """Height and width (pixels) at which an image of this size, or each of its tiles, enters the tower."""
+
+    def tile_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """Layout of what enters the tower at this size (pixels): an image, or one of its tiles."""
+        return self.image_layout(encoder, width, height)
+
+    @property
+    @abstractmethod
+    def tower_shape(self) -> TowerShape:
+        """What images become in the encoder."""
 
     @abstractmethod
     def feature_dim(self, encoder: str) -> int:
@@ -101,7 +115,7 @@ class Family(ABC):
 
     @abstractmethod
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
-        """Pixel values of one image, float32 ``[C, H, W]``, as HF's image processor gives them."""
+        """Pixel values of one image, float32, as HF's processor gives them: ``[C, H, W]``, or of tiles ``[T, C, H, W]``."""
 
     @abstractmethod
     def load_encoder(self, encoder: str) -> VisionEncoder:

@@ -22,6 +22,7 @@ from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.export import (
     MAX_SHARD_NBYTES,
+    Processor,
     build_processor,
     generation_config,
     join_model,
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import (
         BaseImageProcessor,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
         PreTrainedConfig,
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -87,7 +86,7 @@ class LlavaFamily(Family):
         super().__init__(config)
         encoder_name = next(iter(config.encoders))
         self._encoder_key = f"encoders.{encoder_name}"
-        self._initial = read_llava_config(config)
+        self._initial = self._read_config()
         self._initial_vocab_size: int = text_part(self._initial).vocab_size
         self.vision_config = vision_part(self._initial)
         self._tower_kind = tower_kind(self.vision_config, self._encoder_key)
@@ -97,6 +96,10 @@ class LlavaFamily(Family):
         """See ``Family``."""
         llava_config, _ = self.llava_config, self.image_processor
         llava_config.image_seq_length = self._image_seq_length
+
+    def _read_config(self) -> PreTrainedConfig:
+        """The model's HF configuration, before the tokenizer is known."""
+        return read_llava_config(self.config)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]  # read at the first use
@@ -111,9 +114,9 @@ class LlavaFamily(Family):
         return ensure_image_token(self.tokenizer, self.config.model.image_token)
 
     @cached_property
-    def llava_config(self) -> LlavaConfig:
+    def llava_config(self) -> PreTrainedConfig:
         """The model's HF configuration; its vocabulary holds the tokenizer's."""
-        token = self.config.model.image_token
+        token = str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
         return with_tokenizer(self._initial, self.tokenizer, token, self.image_token_id, self.config)
 
     @cached_property
@@ -155,13 +158,18 @@ class LlavaFamily(Family):
 
     def _layout_of(self, height: int, width: int) -> ImageLayout:
         """Layout of an image that enters the tower at this size (pixels)."""
-        shape, size = TowerShape(self.vision_config, self._drops_first), (height, width)
+        shape, size = self.tower_shape, (height, width)
         num_rows = shape.num_rows(size)
         return ImageLayout(num_patches=shape.num_patches(size), num_rows=num_rows, num_tokens=num_rows)
 
     @property
+    def tower_shape(self) -> TowerShape:
+        """See ``Family``."""
+        return TowerShape(self.vision_config, self._drops_first)
+
+    @property
     def _drops_first(self) -> bool:
-        return self._initial.vision_feature_select_strategy == "default"
+        return bool(self._initial.vision_feature_select_strategy == "default")
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """The same for every image, since the image processor gives them one size."""
@@ -195,14 +203,16 @@ class LlavaFamily(Family):
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The tower up to its chosen layer, in the compute type."""
         tower = self._load_tower().to(getattr(torch, self.config.model.dtype))
-        return VisionEncoder(tower, feature_layer=feature_layer(self._initial), drop_first=self._drops_first)
+        layer, shape = feature_layer(self._initial), self.tower_shape
+        return VisionEncoder(tower, feature_layer=layer, drop_first=shape.drop_first, shuffle=shape.shuffle)
 
     def encoder_skeleton(self, encoder: str) -> VisionStage:
         """See ``Family``."""
         trainable = self.config.encoders[encoder].trainable
-        layer = feature_layer(self._initial)
-        tower = self._tower_skeleton()
-        return VisionStage(tower, feature_layer=layer, drop_first=self._drops_first, trainable=trainable)
+        layer, shape, tower = feature_layer(self._initial), self.tower_shape, self._tower_skeleton()
+        return VisionStage(
+            tower, feature_layer=layer, drop_first=shape.drop_first, shuffle=shape.shuffle, trainable=trainable
+        )
 
     def encoder_weights(self, encoder: str) -> InitialWeights:
         """See ``Family``; random weights are built whole, others come tensor by tensor."""
@@ -316,8 +326,8 @@ class LlavaFamily(Family):
             )
         return JoinedWeights({"connector": BuiltWeights(self._load_connector), "language_model": language})
 
-    def load_joined(self, state: Mapping[str, Tensor] | None = None) -> LlavaForConditionalGeneration:
-        """The whole model as HF's Llava class, float32, with HF's own attention."""
+    def load_joined(self, state: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+        """The whole model as HF's class, float32, with HF's own attention."""
         return join_model(
             self.llava_config,
             self.load_backbone().state_dict() if state is None else state,
@@ -337,25 +347,28 @@ class LlavaFamily(Family):
         dtype: torch.dtype = torch.float32,
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
     ) -> None:
-        """See ``Family``; ``LlavaForConditionalGeneration`` and ``AutoProcessor`` load it with ``from_pretrained``."""
-        processor = build_processor(
+        """See ``Family``; ``AutoModelForImageTextToText`` and ``AutoProcessor`` load it with ``from_pretrained``."""
+        generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
+        weights = joined_state(state, self._tower_state(state), language_class(self.text_config).base_model_prefix)
+        write_export(
+            self.llava_config,
+            weights,
+            self._processor(),
+            generation,
+            to,
+            dtype=dtype,
+            max_shard_nbytes=max_shard_nbytes,
+        )
+
+    def _processor(self) -> Processor:
+        """What writes the processor's files."""
+        return build_processor(
             self.llava_config,
             self.image_processor,
             self.tokenizer,
             patch_size=self._patch_size,
             num_prefix_tokens=self._tower_kind.num_prefix_tokens(self.vision_config),
             image_token=self.config.model.image_token,
-        )
-        generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
-        weights = joined_state(state, self._tower_state(state), language_class(self.text_config).base_model_prefix)
-        write_export(
-            self.llava_config,
-            weights,
-            processor,
-            generation,
-            to,
-            dtype=dtype,
-            max_shard_nbytes=max_shard_nbytes,
         )
 
     def _tower_state(self, trained: Mapping[str, Tensor]) -> LazyTensors:

@@ -27,7 +27,6 @@ from flowtrain.models.checkpoint_kind import CheckpointKind, checkpoint_kind
 from flowtrain.models.device import device_name
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
-from flowtrain.models.tokenizer import read_tokenizer
 
 ENCODER = "vision"
 """Its name."""
@@ -46,6 +45,12 @@ YOUR_DATA = "/path/to/your/data"
 _MAX_SEQ_LEN = 4096
 _PICTURE = (1920, 1080)
 """Width and height, in pixels, of the image by which lengths are chosen."""
+_HINTS = {
+    "model": ["freeze: [backbone] # trains the connector alone; encoders are frozen anyway"],
+    "data.sources.0": ["weight: 0.8 # several sources make a mixture"],
+    "data": ["eval: {path: /path/to/held/out/data, every_steps: 250, max_samples: 256}"],
+}
+"""Keys that many set, as comments."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,15 @@ def starting_config(model: str, data: str | None, encoder: str | None, file: Pat
             "option out, or give a language model"
         )
     values, remarks = _values(kind, data, encoder), _remarks(kind, encoder)
-    config = _load(values, remarks, file, data)  # refuses the data's path before anything of the model is read
+    config = _load(values, remarks, file, data)  # also refuses the path of the data, before more is read
     family = _checked_family(values, config, encoder)
     num_tokens = family.image_layout(ENCODER, *_PICTURE).num_tokens
     length = _sequence_length(kind, num_tokens)
     values["data"]["max_seq_len"], values["scheduler"]["microbatch_tokens"] = length, 2 * length
     size = " x ".join(map(str, _PICTURE))
     remarks["data.max_seq_len"] = f"a longer sample is rejected; an image of {size} pixels has {num_tokens:,} tokens"
-    template = trainable_template(family.tokenizer, config.model.image_token, _image_text(kind, family))
+    image_token = str(family.tokenizer.convert_ids_to_tokens(family.image_token_id))
+    template = trainable_template(family.tokenizer, image_token, family.image_text)
     if template is not None:
         values["model"]["chat_template"] = template
     values["encoders"][ENCODER]["segment_nbytes"] = _segment_nbytes(_load(values, remarks, file, data), family)
@@ -96,7 +102,8 @@ def starting_config(model: str, data: str | None, encoder: str | None, file: Pat
 def _values(kind: CheckpointKind, data: str | None, encoder: str | None) -> dict[str, Any]:
     is_whole = kind.family is not None
     model = {"family": kind.family or "llava", "path": kind.model if is_whole else None}
-    model |= {"image_token": _image_token(kind), "dtype": kind.dtype}
+    token = kind.image_token if is_whole else None
+    model |= {"image_token": token or ModelConfig().image_token, "dtype": kind.dtype}
     tower = {"path": None if is_whole else _absolute(encoder or DEFAULT_ENCODER), "decode_threads": 2}
     training: dict[str, Any] = {"num_epochs": 1, "global_batch_size": 64, "learning_rate": 1e-5 if is_whole else 2e-5}
     if not is_whole:
@@ -133,14 +140,6 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
     }
 
 
-def _hints(kind: CheckpointKind) -> dict[str, list[str]]:
-    return {
-        "model": ["freeze: [backbone] # trains the connector alone; encoders are frozen anyway"],
-        "data.sources.0": ["weight: 0.8 # several sources make a mixture"],
-        "data": ["eval: {path: /path/to/held/out/data, every_steps: 250, max_samples: 256}"],
-    }
-
-
 def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], file: Path) -> str:
     what = "" if kind.family is not None else " as the backbone of a new llava model"
     head = (
@@ -149,7 +148,7 @@ def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str,
         f"#   flowtrain plan {file.name} --devices 8\n"
         f"#   flowtrain train {file.name} --dry-run\n"
     )
-    return head + commented_yaml(values, remarks, _hints(kind))
+    return head + commented_yaml(values, remarks, _HINTS)
 
 
 def _load(values: Mapping[str, Any], remarks: Mapping[str, str], file: Path, data: str | None) -> RunConfig:
@@ -179,27 +178,6 @@ def _checkable(config: RunConfig, encoder: str | None) -> RunConfig:
         return config
     stand_in = config.encoders[ENCODER].model_copy(update={"path": None, "config": _SHAPE_OF_DEFAULT})
     return config.model_copy(update={"encoders": {ENCODER: stand_in}})
-
-
-def _image_token(kind: CheckpointKind) -> str:
-    """The checkpoint's own, or the default for a model that has none yet."""
-    token_id = getattr(kind.config, "image_token_id", None)
-    if kind.family is None or token_id is None:
-        return str(ModelConfig.model_fields["image_token"].default)
-    token = read_tokenizer(kind.model).convert_ids_to_tokens(token_id)
-    if not isinstance(token, str):
-        raise ConfigError(f"{kind.model}: its tokenizer has no token {token_id}, which config.json names for images")
-    return token
-
-
-def _image_text(kind: CheckpointKind, family: Family) -> str:
-    """What stands in a text for an image: the image token, enclosed if the checkpoint has tokens for that."""
-    token = family.config.model.image_token
-    if kind.family is None:
-        return token
-    ids = [getattr(kind.config, f"vision_{edge}_token_id", None) for edge in ("start", "end")]
-    edges = [family.tokenizer.convert_ids_to_tokens(each) for each in ids if each is not None]
-    return f"{edges[0]}{token}{edges[1]}" if len(edges) == 2 else token
 
 
 def _sequence_length(kind: CheckpointKind, image_tokens: int) -> int:

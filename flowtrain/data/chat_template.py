@@ -42,13 +42,14 @@ Span = tuple[int, int]
 class ChatTemplate:
     """One tokenizer's chat template; raises ConfigError if it has none.
 
-    special_tokens: tokens that may end a turn. image_token: stands for an image in a message's content.
+    special_tokens: tokens that may end a turn. image_token, image_text: as for ``chat_format``; the second stands for an
+    image in a message's content.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, special_tokens: tuple[str, ...], image_token: str
+        self, tokenizer: PreTrainedTokenizerBase, special_tokens: tuple[str, ...], image_token: str, image_text: str
     ) -> None:
-        chat = chat_format(tokenizer, image_token)
+        chat = chat_format(tokenizer, image_token, image_text)
         self._special_tokens = special_tokens
         self._has_markers = _MARKERS.search(chat.template) is not None
         self._chat = replace(chat, template=_with_edges(chat.template)) if self._has_markers else chat

@@ -17,18 +17,18 @@ _CHATML = """\
 {%- if message['role'] == 'assistant' -%}
 {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
 {%- else -%}
-{{- CONTENT + '<|im_end|>' -}}
+{{- message['content'] + '<|im_end|>' -}}
 {%- endif -%}
 {{- '\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-_PLAIN = """\
+_WORDS = """\
 {%- for message in messages -%}
 {{- message['role'] | upper + ':' -}}
 {%- if message['role'] == 'assistant' -%}
 {%- generation -%}{{- ' ' + message['content'] + eos_token -}}{%- endgeneration -%}
 {%- else -%}
-{{- ' ' + CONTENT -}}
+{{- ' ' + message['content'] -}}
 {%- endif -%}
 {{- '\\n' -}}
 {%- endfor -%}
@@ -38,23 +38,17 @@ _PLAIN = """\
 def trainable_template(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text: str) -> str | None:
     """Return a template in place of the tokenizer's own; None if its own can be trained.
 
-    image_text: what stands in a text for an image, the image token included. Sets the template of ``tokenizer``. Raises
-    ConfigError if no template can give exact labels with this tokenizer.
+    That is ChatML where the tokenizer has its tokens, else roles in words, and the end of sequence after an answer.
+    image_token, image_text: as for ``ConversationEncoder``. Sets the template of ``tokenizer``. Raises ConfigError if
+    neither can give exact labels with this tokenizer.
     """
     try:
-        ConversationEncoder(tokenizer, image_token=image_token)
+        ConversationEncoder(tokenizer, image_token=image_token, image_text=image_text)
     except ConfigError:
-        template = _template_for(tokenizer, image_token, image_text)
+        known = tokenizer.get_added_vocab()
+        template = _CHATML if all(token in known for token in _CHATML_TOKENS) else _WORDS
     else:
         return None
     tokenizer.chat_template = template
-    ConversationEncoder(tokenizer, image_token=image_token)
+    ConversationEncoder(tokenizer, image_token=image_token, image_text=image_text)
     return template
-
-
-def _template_for(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text: str) -> str:
-    """ChatML where the tokenizer has its tokens, else roles in words, and the end of sequence after an answer."""
-    known = tokenizer.get_added_vocab()
-    template = _CHATML if all(token in known for token in _CHATML_TOKENS) else _PLAIN
-    enclosed = f".replace('{image_token}', '{image_text}')" if image_text != image_token else ""
-    return template.replace("CONTENT", f"message['content']{enclosed}")

@@ -8,6 +8,7 @@ both to the same text.
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ _JOIN = """\
 {%- if part['type'] == 'text' -%}
 {%- set joined.text = joined.text + part['text'] -%}
 {%- elif part['type'] in ('image', 'image_url') -%}
-{%- set joined.text = joined.text + IMAGE_TOKEN -%}
+{%- set joined.text = joined.text + PLACEHOLDER -%}
 {%- else -%}
 {{- raise_exception('the model takes parts of type text and image, not ' ~ part['type']) -}}
 {%- endif -%}
@@ -50,7 +51,7 @@ _SPLIT = """\
 {%- for message in messages -%}
 {%- if message['content'] is string -%}
 {%- set split.parts = [] -%}
-{%- for text in message['content'].split(IMAGE_TOKEN) -%}
+{%- for text in message['content'].split(PLACEHOLDER) -%}
 {%- if not loop.first -%}
 {%- set split.parts = split.parts + [{'type': 'image'}] -%}
 {%- endif -%}
@@ -67,6 +68,16 @@ _SPLIT = """\
 """
 
 
+class Lacking(enum.Enum):
+    """What a template cannot do alone: render texts and lists of parts to the same text."""
+
+    NOTHING = enum.auto()
+    LISTS = enum.auto()
+    """It takes texts only."""
+    TEXTS = enum.auto()
+    """It takes lists only, or renders parts otherwise than their text."""
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """One tokenizer's chat template, and the form of content that training gives it."""
@@ -76,16 +87,16 @@ class ChatFormat:
     variables: Mapping[str, Any]
     """What the template may name besides messages: the tokenizer's special tokens."""
     image_token: str
-    """Stands for an image in a text, and is what the template writes for an image in a list of parts."""
+    """What the template writes for an image in a list of parts, perhaps between tokens that frame it."""
+    image_text: str
+    """Stands for an image in a text, and in what is rendered: the image token, perhaps between tokens that frame it."""
     takes_parts: bool = False
     """Training gives it lists of parts. Otherwise it gets texts."""
-    prologue: str = ""
-    """Put before it, makes it take both forms, and render both as the one that training gives."""
+    lacking: Lacking = Lacking.NOTHING
 
-    @property
-    def exported(self) -> str:
-        """The template of an export."""
-        return self.prologue + self.template
+    def exported(self, placeholder: str) -> str:
+        """The template of an export; placeholder: what the export's processor takes for an image."""
+        return _prologue(self.lacking, placeholder) + self.template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render messages whose contents are texts, in the form that the template takes.
@@ -93,48 +104,67 @@ class ChatFormat:
         Raises what the template raises: jinja2.TemplateError if it refuses the messages, or any other exception.
         """
         if self.takes_parts:
-            messages = [{**message, "content": parts_of(message["content"], self.image_token)} for message in messages]
-        return _rendered(self.template, messages, self.variables, add_generation_prompt)
+            messages = [{**message, "content": parts_of(message["content"], self.image_text)} for message in messages]
+        text = _rendered(self.template, messages, self.variables, add_generation_prompt)
+        # A template may frame images itself; where it does not, Hugging Face's processor may.
+        return self.unframed(text).replace(self.image_token, self.image_text)
+
+    def unframed(self, text: str) -> str:
+        """A text with the image token alone for each image."""
+        return text.replace(self.image_text, self.image_token)
 
 
-def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str) -> ChatFormat:
+def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text: str | None = None) -> ChatFormat:
     """Find out how a tokenizer's chat template takes contents; raises ConfigError if there is no template.
 
-    Lists of parts are preferred where they are rendered otherwise than texts: the template knows more of images then.
+    image_text: as in ``ChatFormat``; None: the image token. Lists of parts are preferred where they are rendered
+    otherwise than texts: the template knows more of images then.
     """
-    join, split = (text.replace("IMAGE_TOKEN", json.dumps(image_token)) for text in (_JOIN, _SPLIT))
     template, variables = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
-    for prologue in (join + split, join):
-        template = template.removeprefix(prologue)
-    plain = ChatFormat(template, variables, image_token)
+    image_text = image_text or image_token
+    for placeholder in (image_text, image_token):
+        for lacking in (Lacking.TEXTS, Lacking.LISTS):  # the first begins with the second
+            template = template.removeprefix(_prologue(lacking, placeholder))
+    plain = ChatFormat(template, variables, image_token, image_text)
     of_parts = _try_parts(plain)
     if of_parts is None:
-        return replace(plain, prologue=join)
+        return replace(plain, lacking=Lacking.LISTS)
     if of_parts == _try(plain, _trial(image_token, as_parts=False)):
         return plain
     of_words, of_word_parts = (_try(plain, _trial(None, as_parts)) for as_parts in (False, True))
-    return replace(plain, takes_parts=True, prologue="" if of_words == of_word_parts else join + split)
+    lacking = Lacking.NOTHING if of_words == of_word_parts else Lacking.TEXTS
+    return replace(plain, takes_parts=True, lacking=lacking)
 
 
-def exported_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str | dict[str, str] | None:
+def exported_template(
+    tokenizer: PreTrainedTokenizerBase, image_token: str, placeholder: str | None = None
+) -> str | dict[str, str] | None:
     """The chat template of an export's processor: it renders texts and lists of parts as training does.
 
-    A tokenizer with several templates by name keeps the others as they are; None if it has no template.
+    placeholder: what the processor takes for an image in a prompt, with tokens that frame it if the processor does not
+    add them; None: the image token. A tokenizer with several templates by name keeps the others as they are; None if it
+    has no template.
     """
-    named = tokenizer.chat_template
+    named, placeholder = tokenizer.chat_template, placeholder or image_token
     if not named:
         return None
-    template = chat_format(tokenizer, image_token).exported
+    template = chat_format(tokenizer, image_token, placeholder).exported(placeholder)
     return {**named, "default": template} if isinstance(named, dict) else template
 
 
-def parts_of(text: str, image_token: str) -> list[dict[str, str]]:
+def parts_of(text: str, image_text: str) -> list[dict[str, str]]:
     """Cut a content at its images: ``{"type": "image"}`` for each, and the texts between them that are not empty."""
     parts = []
-    for index, piece in enumerate(text.split(image_token)):
+    for index, piece in enumerate(text.split(image_text)):
         parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
+
+
+def _prologue(lacking: Lacking, placeholder: str) -> str:
+    """What makes a template take both forms, and render both as the one that training gives."""
+    text = {Lacking.NOTHING: "", Lacking.LISTS: _JOIN, Lacking.TEXTS: _JOIN + _SPLIT}[lacking]
+    return text.replace("PLACEHOLDER", json.dumps(placeholder))
 
 
 # None is an image. White space at every edge, and texts side by side: where a template does more than write one after
@@ -169,9 +199,9 @@ def _try_parts(chat: ChatFormat) -> str | None:
 
 
 def _try(chat: ChatFormat, messages: Sequence[Message]) -> str | None:
-    """Render messages as they are, or return None if the template fails on them."""
+    """Render messages as they are, with unframed images, or return None if the template fails on them."""
     try:
-        return _rendered(chat.template, messages, chat.variables)
+        return chat.unframed(_rendered(chat.template, messages, chat.variables))
     except Exception:  # a template is a program of somebody else
         return None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedConfig
 
 from flowtrain.config.model import Dtype
 from flowtrain.errors import ConfigError
@@ -42,6 +42,21 @@ class CheckpointKind:
         text_config = self.config.get_text_config()
         length: int | None = getattr(text_config, "max_position_embeddings", None)
         return length
+
+    @property
+    def image_token(self) -> str | None:
+        """The token of its tokenizer that its configuration names for images; None if it names none."""
+        token_id = getattr(self.config, "image_token_id", None)
+        if token_id is None:
+            return None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.model}: no tokenizer can be read: {error}") from error
+        token = tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(token, str):
+            raise ConfigError(f"{self.model}: its tokenizer has no token {token_id}, which config.json names for images")
+        return token
 
 
 def checkpoint_kind(model: str) -> CheckpointKind:

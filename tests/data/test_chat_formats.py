@@ -17,7 +17,7 @@ from transformers import AutoProcessor, LlavaConfig, PreTrainedTokenizerFast, Pr
 
 from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.data.sources.base import BadSample, Turn
-from flowtrain.models.chat_format import chat_format, exported_template
+from flowtrain.models.chat_format import Lacking, chat_format, exported_template
 from flowtrain.models.export import build_processor
 from flowtrain.types.samples import RejectReason
 from tests.data.conftest import CHATML, CHATML_MARKED
@@ -72,25 +72,44 @@ USERS_LIST = CHATML.replace(
 class Template:
     text: str
     """``IMAGE`` stands for the image token."""
+    lacking: Lacking = Lacking.NOTHING
     takes_parts: bool = False
-    has_prologue: bool = True
     image_token: str = "<image>"
+    framed: str = "IMAGE"
+    """What an image becomes, by template or processor."""
+    processor_frames: bool = False
+    """Not the template, but the processor adds the frame, when it expands the image token."""
+
+    @property
+    def image_text(self) -> str:
+        return self.framed.replace("IMAGE", self.image_token)
+
+    @property
+    def placeholder(self) -> str:
+        return self.image_token if self.processor_frames else self.image_text
 
 
+PAD = {"image_token": "<|image_pad|>", "framed": "<|vision_start|>IMAGE<|vision_end|>"}
+CONTEXT = {"image_token": "<IMG_CONTEXT>", "framed": "<img>IMAGE</img>", "processor_frames": True}
 TEMPLATES = {
-    "chatml": Template(CHATML),
-    "chatml with markers": Template(CHATML_MARKED),
-    "smollm2": Template(OWN_SYSTEM_PROMPT),
-    "llama3": Template(LLAMA3),
-    "system first": Template(SYSTEM_FIRST),
-    "mistral": Template(STRICT),
-    "ours": Template((ROOT / "assets" / "tokenizer" / "chat_template.jinja").read_text(), has_prologue=False),
-    "llava": Template(LLAVA, takes_parts=True),
-    "trimming": Template(TRIMMING, takes_parts=True),
-    "qwen-vl": Template(QWEN_VL, takes_parts=True, has_prologue=False, image_token="<|image_pad|>"),
-    "internvl": Template(INTERNVL, takes_parts=True, has_prologue=False, image_token="<IMG_CONTEXT>"),
+    "chatml": Template(CHATML, Lacking.LISTS),
+    "chatml with markers": Template(CHATML_MARKED, Lacking.LISTS),
+    "smollm2": Template(OWN_SYSTEM_PROMPT, Lacking.LISTS),
+    "llama3": Template(LLAMA3, Lacking.LISTS),
+    "system first": Template(SYSTEM_FIRST, Lacking.LISTS),
+    "mistral": Template(STRICT, Lacking.LISTS),
+    "ours": Template((ROOT / "assets" / "tokenizer" / "chat_template.jinja").read_text()),
+    "llava": Template(LLAVA, Lacking.TEXTS, takes_parts=True),
+    "trimming": Template(TRIMMING, Lacking.TEXTS, takes_parts=True),
+    "qwen-vl": Template(QWEN_VL, **PAD),
+    # The run does not know that the template frames images.
+    "qwen-vl unframed": Template(QWEN_VL, takes_parts=True, image_token="<|image_pad|>"),
     # The template writes another image token than the run has, so texts are the only way.
-    "qwen-vl as text": Template(QWEN_VL.replace("IMAGE", "<|image_pad|>")),
+    "qwen-vl for llava": Template(QWEN_VL.replace("IMAGE", "<|image_pad|>"), Lacking.LISTS),
+    "chatml for qwen-vl": Template(CHATML_MARKED, Lacking.LISTS, **PAD),
+    "internvl": Template(INTERNVL, takes_parts=True, **CONTEXT),
+    "chatml for internvl": Template(CHATML, Lacking.LISTS, **CONTEXT),
+    "llava for internvl": Template(LLAVA, Lacking.TEXTS, takes_parts=True, **CONTEXT),
 }
 
 
@@ -108,6 +127,8 @@ class Exported:
 
     def rendered(self, messages: Sequence[Message], **options: Any) -> list[int]:
         text = self.processor.apply_chat_template(list(messages), **options)
+        if self.template.processor_frames:
+            text = text.replace(self.template.image_token, self.template.image_text)
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -115,20 +136,27 @@ class Exported:
 def tokenizer_of(make: MakeTokenizer, template: Template) -> PreTrainedTokenizerFast:
     tokenizer = make(template.text.replace("IMAGE", template.image_token))
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
-    tokens = [template.image_token, "<|vision_start|>", "<|vision_end|>", "<|eot_id|>"]
+    tokens = [template.image_token, "<|vision_start|>", "<|vision_end|>", "<img>", "</img>", "<|eot_id|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
     return tokenizer
 
 
-def processor_of(tokenizer: PreTrainedTokenizerFast, image_token: str) -> ProcessorMixin:
-    return build_processor(
+def encoder_of(tokenizer: PreTrainedTokenizerFast, template: Template) -> ConversationEncoder:
+    return ConversationEncoder(tokenizer, image_token=template.image_token, image_text=template.image_text)
+
+
+def processor_of(tokenizer: PreTrainedTokenizerFast, template: Template) -> ProcessorMixin:
+    processor = build_processor(
         LlavaConfig(),
         SiglipImageProcessorPil(),
         tokenizer,
         patch_size=14,
         num_prefix_tokens=0,
-        image_token=image_token,
+        image_token=template.image_token,
     )
+    if template.placeholder != template.image_token:
+        processor.chat_template = exported_template(tokenizer, template.image_token, template.placeholder)
+    return processor
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -138,16 +166,18 @@ def exported(
     template = TEMPLATES[request.param]
     tokenizer = tokenizer_of(byte_tokenizer, template)
     path = tmp_path_factory.mktemp("export")
-    processor_of(tokenizer, template.image_token).save_pretrained(path)
-    encoder = ConversationEncoder(tokenizer, image_token=template.image_token)
-    return Exported(template, tokenizer, encoder, AutoProcessor.from_pretrained(path))
+    processor_of(tokenizer, template).save_pretrained(path)
+    return Exported(template, tokenizer, encoder_of(tokenizer, template), AutoProcessor.from_pretrained(path))
 
 
 def test_the_form_is_found_and_only_what_is_needed_is_added(exported: Exported) -> None:
-    chat = chat_format(exported.tokenizer, exported.template.image_token)
-    assert (chat.takes_parts, bool(chat.prologue)) == (exported.template.takes_parts, exported.template.has_prologue)
-    assert exported.processor.chat_template == chat.exported
-    assert chat.exported.endswith(exported.template.text.replace("IMAGE", exported.template.image_token))
+    template = exported.template
+    chat = chat_format(exported.tokenizer, template.image_token, template.image_text)
+    assert (chat.takes_parts, chat.lacking) == (template.takes_parts, template.lacking)
+    written = template.text.replace("IMAGE", template.image_token)
+    assert exported.processor.chat_template == chat.exported(template.placeholder)
+    assert (exported.processor.chat_template == written) == (template.lacking is Lacking.NOTHING)
+    assert exported.processor.chat_template.endswith(written)
 
 
 _TEXTS = st.text(
@@ -164,7 +194,7 @@ def conversation(rounds: Sequence[tuple[list[str | None], list[str]]]) -> list[t
 
 
 def turns_of(said: Sequence[tuple[str, list[str | None]]]) -> list[Turn]:
-    return [Turn(role, joined(parts, "<image>")) for role, parts in said]  # type: ignore[arg-type]
+    return [Turn(role, joined(parts, "<image>")) for role, parts in said]
 
 
 def joined(parts: Sequence[str | None], image: str) -> str:
@@ -181,8 +211,8 @@ def as_parts(said: Sequence[tuple[str, list[str | None]]]) -> list[Message]:
     ]
 
 
-def as_texts(said: Sequence[tuple[str, list[str | None]]], image_token: str) -> list[Message]:
-    return [{"role": role, "content": joined(parts, image_token)} for role, parts in said]
+def as_texts(said: Sequence[tuple[str, list[str | None]]], image: str) -> list[Message]:
+    return [{"role": role, "content": joined(parts, image)} for role, parts in said]
 
 
 @given(rounds=_ROUNDS)
@@ -199,10 +229,10 @@ def test_texts_are_rendered_as_they_were_trained(
 ) -> None:
     template = exported.template
     said = conversation(rounds)
-    if template.takes_parts and not template.has_prologue:
-        # The template's own words for a text with image tokens stay: people who write them enclose them themselves.
+    if template.takes_parts and template.lacking is Lacking.NOTHING:
+        # A stock template stays as it is: in a text its people write what it writes for a part.
         said = [(role, [part for part in parts if part is not _IMAGE]) for role, parts in said]
-    messages = as_texts(said, template.image_token)
+    messages = as_texts(said, template.placeholder)
     assert exported.rendered(messages) == exported.trained(turns_of(said))
     mixed = [*as_parts(said[:1]), *messages[1:]]
     assert exported.rendered(mixed) == exported.trained(turns_of(said))
@@ -227,16 +257,28 @@ def test_the_readmes_messages_are_rendered_as_a_row_without_places_is_trained(ex
     assert question.startswith("\n") and prompt == exported.trained(turns)[: len(prompt)]
 
 
-def test_a_template_that_knows_images_encloses_them_in_training_too(byte_tokenizer: MakeTokenizer) -> None:
-    tokenizer = tokenizer_of(byte_tokenizer, TEMPLATES["qwen-vl"])
-    encoder = ConversationEncoder(tokenizer, image_token="<|image_pad|>")
-    encoded = encoder.encode([Turn("user", "Is <image> a <|image_pad|>?"), Turn("assistant", "yes")])
+@pytest.mark.parametrize("name", ["qwen-vl", "qwen-vl unframed", "chatml for qwen-vl"])
+def test_images_are_framed_in_training_by_whoever_knows_how(byte_tokenizer: MakeTokenizer, name: str) -> None:
+    tokenizer = tokenizer_of(byte_tokenizer, TEMPLATES[name])
+    encoded = encoder_of(tokenizer, TEMPLATES[name]).encode(
+        [Turn("user", "Is <image> a <|image_pad|>?"), Turn("assistant", "yes")]
+    )
     assert tokenizer.decode(encoded.ids) == (
         "<|im_start|>user\nIs <|vision_start|><|image_pad|><|vision_end|> a <|image_pad|>?<|im_end|>\n"
         "<|im_start|>assistant\nyes<|im_end|>\n"
     )
     assert (encoded.ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum() == 1
     assert tokenizer.decode(encoded.ids[encoded.labels != -100]) == "yes<|im_end|>"
+
+
+@pytest.mark.parametrize(("name", "written"), [("internvl", "{}\n?"), ("chatml for internvl", "{}?")])
+def test_a_frame_of_the_processor_is_put_where_the_template_writes_an_image(
+    byte_tokenizer: MakeTokenizer, name: str, written: str
+) -> None:
+    tokenizer = tokenizer_of(byte_tokenizer, TEMPLATES[name])
+    encoded = encoder_of(tokenizer, TEMPLATES[name]).encode([Turn("user", "<image>?"), Turn("assistant", "yes")])
+    asked = tokenizer.decode(encoded.ids).split("<|im_end|>")[0]
+    assert asked == "<|im_start|>user\n" + written.format("<img><IMG_CONTEXT></img>")
 
 
 def test_a_template_that_takes_lists_alone_can_be_trained(byte_tokenizer: MakeTokenizer) -> None:
@@ -252,9 +294,10 @@ def test_a_template_that_takes_lists_of_users_alone_gets_texts(byte_tokenizer: M
 
 
 def test_an_image_that_a_template_loses_is_the_samples_fault(byte_tokenizer: MakeTokenizer) -> None:
-    users_only = QWEN_VL.replace("part.type == 'image' or", "message.role == 'user' and")
-    tokenizer = tokenizer_of(byte_tokenizer, Template(users_only, image_token="<|image_pad|>"))
-    encoder = ConversationEncoder(tokenizer, image_token="<|image_pad|>")
+    users_only = QWEN_VL.replace("part.type == 'image' or 'image' in part", "message.role == 'user' and not part.text")
+    template = Template(users_only, image_token="<|image_pad|>")
+    encoder = encoder_of(tokenizer_of(byte_tokenizer, template), template)
+    encoder.encode([Turn("user", "<image>"), Turn("assistant", "here")])
     with pytest.raises(BadSample, match="1 <image> in the turns became 0 image tokens") as caught:
         encoder.encode([Turn("user", "draw"), Turn("assistant", "<image> here")])
     assert caught.value.reason is RejectReason.PLACEHOLDER_MISMATCH
@@ -264,12 +307,12 @@ def test_an_image_that_a_template_loses_is_the_samples_fault(byte_tokenizer: Mak
 def test_an_export_of_an_export_has_the_same_template(byte_tokenizer: MakeTokenizer, name: str) -> None:
     template = TEMPLATES[name]
     tokenizer = tokenizer_of(byte_tokenizer, template)
-    first = chat_format(tokenizer, template.image_token)
-    tokenizer.chat_template = first.exported
-    assert chat_format(tokenizer, template.image_token) == first
-    # Another image token: the template that was exported takes both forms only with its own.
-    renamed = chat_format(tokenizer, "<|im_end|>")
-    assert not renamed.takes_parts and renamed.exported.endswith(first.exported)
+    first = chat_format(tokenizer, template.image_token, template.image_text)
+    tokenizer.chat_template = first.exported(template.placeholder)
+    assert chat_format(tokenizer, template.image_token, template.image_text) == first
+    # What was exported takes both forms only with the image token that it was exported for.
+    renamed = chat_format(tokenizer, "<|eot_id|>")
+    assert renamed.lacking is Lacking.LISTS and renamed.template == tokenizer.chat_template
 
 
 def test_the_other_templates_of_a_tokenizer_stay(byte_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
@@ -277,7 +320,7 @@ def test_the_other_templates_of_a_tokenizer_stay(byte_tokenizer: MakeTokenizer, 
     alone = exported_template(tokenizer, "<image>")
     tokenizer.chat_template = {"default": CHATML, "tool_use": LLAMA3}
     assert exported_template(tokenizer, "<image>") == {"default": alone, "tool_use": LLAMA3}
-    processor_of(tokenizer, "<image>").save_pretrained(tmp_path)
+    processor_of(tokenizer, TEMPLATES["chatml"]).save_pretrained(tmp_path)
     assert AutoProcessor.from_pretrained(tmp_path).chat_template == {"default": alone, "tool_use": LLAMA3}
     tokenizer.chat_template = None
     assert exported_template(tokenizer, "<image>") is None
@@ -294,7 +337,7 @@ def test_the_assistants_tokens_can_be_found_in_an_export_too(byte_tokenizer: Mak
 
 
 def test_other_parts_are_refused_not_dropped(byte_tokenizer: MakeTokenizer) -> None:
-    processor = processor_of(tokenizer_of(byte_tokenizer, TEMPLATES["smollm2"]), "<image>")
+    processor = processor_of(tokenizer_of(byte_tokenizer, TEMPLATES["smollm2"]), TEMPLATES["smollm2"])
     messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}]
     with pytest.raises(jinja2.TemplateError, match="parts of type text and image, not video"):
         processor.apply_chat_template(messages)

@@ -1,4 +1,4 @@
-"""Joining encoder, connector and backbone into HF's class of the whole model, and writing it for HF to load.
+"""Joining encoder, connector and backbone into one HF class, and writing it as a directory that HF loads.
 
 By default an export holds the float32 master weights. It loses nothing, so it is a valid start for further training.
 Weights are read and written shard by shard; the whole model is never in memory.
@@ -10,14 +10,13 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     BaseImageProcessor,
     GenerationConfig,
     LlavaConfig,
@@ -30,7 +29,7 @@ from transformers import (
 from flowtrain.errors import CheckpointError
 from flowtrain.models.chat_format import exported_template
 from flowtrain.models.initial_weights import LazyTensors
-from flowtrain.models.weights import load_pretrained
+from flowtrain.models.weights import LLAVA_NAMES, PartNames, load_pretrained, whole_class
 
 MAX_SHARD_NBYTES = 5_000_000_000
 _PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
@@ -43,33 +42,21 @@ class Processor(Protocol):
         """Write processor and tokenizer into a directory."""
 
 
-def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """HF's class of a whole vision-language model."""
-    return cast(type[PreTrainedModel], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
+def join_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Put the parts together in float32, as the HF class of a whole model's configuration.
 
-
-def join_model(
-    config: PreTrainedConfig,
-    backbone_state: Mapping[str, Tensor],
-    tower_state: Mapping[str, Tensor],
-    language_prefix: str,
-) -> PreTrainedModel:
-    """Put the parts together in float32.
-
-    backbone_state: names of ``Backbone.state_dict()``; those of an encoder are passed over. tower_state: names of the
-    HF tower. language_prefix: name of the language model's base model in its causal class (``model``).
+    weights: from ``joined_state``.
     """
-    state = dict(joined_state(backbone_state, tower_state, language_prefix))
+    state = dict(weights)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    model_class = whole_class(config)
-    return load_pretrained(model_class, copy.deepcopy(config), source=None, state=state, key="export")
+    return load_pretrained(whole_class(config), copy.deepcopy(config), source=None, state=state, key="export")
 
 
-def joined_name(name: str, language_prefix: str) -> str:
-    """The name in HF's class of the whole model of a weight of ``Backbone``."""
+def joined_name(name: str, language_prefix: str, names: PartNames = LLAVA_NAMES) -> str:
+    """The name in HF's class of a weight of ``Backbone``."""
     renamed = {
-        "connector.": "model.multi_modal_projector.",
+        "connector.": names.connector,
         f"language_model.{language_prefix}.": "model.language_model.",
         "language_model.lm_head.": "lm_head.",
     }
@@ -79,16 +66,19 @@ def joined_name(name: str, language_prefix: str) -> str:
 
 
 def joined_state(
-    backbone_state: Mapping[str, Tensor], tower_state: Mapping[str, Tensor], language_prefix: str
+    backbone_state: Mapping[str, Tensor],
+    tower_state: Mapping[str, Tensor],
+    language_prefix: str,
+    names: PartNames = LLAVA_NAMES,
 ) -> LazyTensors:
-    """All weights under the names of HF's class of the whole model; a look-up is one in ``backbone_state`` or
-    ``tower_state``.
+    """All weights under the names of HF's class; a look-up is one in ``backbone_state`` or ``tower_state``.
 
-    Arguments as for ``join_model``.
+    backbone_state: names of ``Backbone.state_dict()``; those of an encoder are passed over. tower_state: names of the
+    HF tower. language_prefix: name of the language model's base model in its causal class (``model``).
     """
-    places = {f"model.vision_tower.{name}": (tower_state, name) for name in tower_state}
+    places = {names.vision + name: (tower_state, name) for name in tower_state}
     of_backbone = (name for name in backbone_state if not name.startswith("encoders."))
-    places |= {joined_name(name, language_prefix): (backbone_state, name) for name in of_backbone}
+    places |= {joined_name(name, language_prefix, names): (backbone_state, name) for name in of_backbone}
 
     def read(name: str) -> Tensor:
         state, own_name = places[name]
@@ -133,8 +123,8 @@ def write_export(
 ) -> None:
     """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one file mode.
 
-    weights: from ``joined_state``; each look-up may read the tensor. At most the tensors of one shard are in memory.
-    Raises CheckpointError if weights of HF's class are missing.
+    config: of the whole model. weights: from ``joined_state``; each look-up may read the tensor. At most the tensors of
+    one shard are in memory. Raises CheckpointError if weights of HF's class are missing.
     """
     to.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
@@ -149,11 +139,7 @@ def write_export(
 
 
 def _write_weights(
-    model: PreTrainedModel,
-    weights: Mapping[str, Tensor],
-    to: Path,
-    dtype: torch.dtype,
-    max_shard_nbytes: int,
+    model: PreTrainedModel, weights: Mapping[str, Tensor], to: Path, dtype: torch.dtype, max_shard_nbytes: int
 ) -> None:
     """Write the weights under the names of HF's class in memory. model: on ``meta``, in the type that is written."""
     on_meta = dict(model.state_dict())

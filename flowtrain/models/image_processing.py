@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,47 @@ def setting(processor: BaseImageProcessor, name: str) -> Any:
 
 
 def pixel_values(processor: BaseImageProcessor, image: Image.Image) -> np.ndarray:
-    """Run a processor on one image: float32 ``[C, H, W]``."""
+    """Run a processor on one image: float32 ``[C, H, W]``.
+
+    The bits are the processor's own. After resizing, what most processors make of a pixel depends on its 8-bit value
+    alone; a look into a table gives it several times faster than their arithmetic.
+    """
     rgb = image if image.mode == "RGB" else image.convert("RGB")
-    return np.ascontiguousarray(processor(images=rgb, return_tensors="np")["pixel_values"][0], dtype=np.float32)
+    table = _value_table(processor)
+    if table is not None:
+        values = _processed(processor, rgb, **_NO_ARITHMETIC)
+        if values.dtype == np.uint8:
+            return _look_up(table, values)
+    return np.ascontiguousarray(_processed(processor, rgb), dtype=np.float32)
+
+
+_NO_ARITHMETIC = {"do_rescale": False, "do_normalize": False}
+
+
+def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: bool) -> np.ndarray:
+    values: np.ndarray = processor(images=image, return_tensors="np", **settings)["pixel_values"][0]
+    return values
+
+
+@lru_cache(maxsize=16)
+def _value_table(processor: BaseImageProcessor) -> np.ndarray | None:
+    """What a processor makes of each 8-bit value after resizing, float32 ``[C, 256]``; None: it does more than that."""
+    every_value = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8).reshape(16, 16, 1), 3, axis=2))
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8))
+    try:
+        table = _processed(processor, every_value, do_resize=False, do_center_crop=False)
+        plain, values = _processed(processor, noise), _processed(processor, noise, **_NO_ARITHMETIC)
+    except (TypeError, ValueError):  # it does not know these settings, or takes no such image
+        return None
+    if table.shape != (3, 16, 16) or (plain.dtype, values.dtype) != (np.float32, np.uint8):
+        return None
+    table = np.ascontiguousarray(table.reshape(3, 256), dtype=np.float32)
+    return table if np.array_equal(_look_up(table, values), plain) else None
+
+
+def _look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """``table[c, values[c]]`` for each channel."""
+    pixels = np.empty(values.shape, np.float32)
+    for entries, channel, found in zip(table, values, pixels, strict=True):
+        np.take(entries, channel, out=found, mode="clip")  # the default mode would copy the output once more
+    return pixels

@@ -7,13 +7,13 @@ from transformers import InternVLConfig, PreTrainedConfig
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.llava_config import (
-    check_parts,
+    check_feature_layer,
     feature_layer,
     known_activation,
-    vision_part,
     without_text_side,
 )
 from flowtrain.models.weights import read_config
+from flowtrain.models.whole_config import check_parts, vision_part
 
 TOWER = "internvl_vision"
 """``model_type`` of the only tower that HF's InternVL can have here."""
@@ -27,6 +27,7 @@ def read_internvl_config(config: RunConfig) -> InternVLConfig:
     path = config.model.path
     whole = _of_checkpoint(path) if path is not None else _of_modules(config)
     check_parts(whole, config)
+    check_feature_layer(whole, next(iter(config.encoders)))
     key = "model.path" if path is not None else f"encoders.{next(iter(config.encoders))}"
     _check_shuffle(whole, key)
     _check_features(whole, key)

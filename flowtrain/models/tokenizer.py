@@ -11,14 +11,14 @@ from flowtrain.config.model import ModelConfig
 from flowtrain.errors import ConfigError
 
 
-def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and make sure that ``model.image_token`` is one token of it; set ``model.chat_template``.
+def load_tokenizer(path: str, config: ModelConfig, image_token: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and make sure that the image token is one token of it; set ``model.chat_template``.
 
     path: directory or hub id. ``model.chat_template`` is a template or the path of a file that holds one. Raises
     ConfigError if the tokenizer or the template cannot be read.
     """
     tokenizer = _read(path)
-    ensure_image_token(tokenizer, config.image_token)
+    ensure_image_token(tokenizer, image_token)
     if config.chat_template is not None:
         tokenizer.chat_template = _template_text(config.chat_template)
     return tokenizer

@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from flowtrain.errors import ConfigError
 from flowtrain.models.parallel_layers import (
     ColwiseLinear,
+    FusedColumnsLinear,
     RowwiseLinear,
     enter_region,
     leave_region,
     local_shard,
+    own_fused_rows,
     shard_bounds,
     with_local_parameters,
 )
@@ -46,8 +48,15 @@ TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
     "dinov2_with_registers": _plan("encoder.layer.*.attention", "o_proj", "encoder.layer.*.mlp"),
     "vit": _plan("layers.*.attention", "o_proj", "layers.*.mlp"),
     "internvl_vision": _plan("encoder.layer.*.attention", "projection_layer", "encoder.layer.*.mlp"),
+    "qwen3_vl_vision": {
+        "blocks.*.attn.qkv": "fused",
+        "blocks.*.attn.proj": "rowwise",
+        "blocks.*.mlp.linear_fc1": "colwise",
+        "blocks.*.mlp.linear_fc2": "rowwise",
+    },
 }
-"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split."""
+"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split. ``fused``: by columns,
+queries, keys and values each."""
 
 
 def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:
@@ -61,10 +70,12 @@ def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:
             f"{key}.tensor_parallel_size ({size}) does not divide the tower's num_attention_heads "
             f"({config.num_attention_heads})"
         )
-    if not len(cast(nn.ModuleList, tower.get_submodule(TOWERS[config.model_type].layers))):
+    kind = TOWERS.get(config.model_type)
+    if kind is not None and not len(cast(nn.ModuleList, tower.get_submodule(kind.layers))):
         return  # features are the embedding's, which every rank has whole
     found = {_pattern(name).rpartition(".")[2] for name, each in tower.named_modules() if _style(tower, name, each)}
-    if not found >= set(_QUERY_KEY_VALUE) or not found & {"fc1", "gate_proj"}:
+    has_heads = "qkv" in found or found >= set(_QUERY_KEY_VALUE)
+    if not has_heads or not found & {"fc1", "gate_proj", "linear_fc1"}:
         raise ConfigError(
             f"{key}.tensor_parallel_size: the installed transformers builds {config.model_type} in a way that "
             "FlowTrain cannot split; set it to 1"
@@ -112,8 +123,8 @@ def distribute_tower(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
             _become_shared_norm(module, mesh)
         elif style is not None:
             assert type(module) is nn.Linear, module
-            _distribute(module, mesh, 0 if style == "colwise" else 1)
-            _become(module, ColwiseLinear if style == "colwise" else RowwiseLinear, mesh)
+            _distribute(module, mesh, _SPLIT_DIM[style])
+            _become(module, _LAYER_CLASS[style], mesh)
         else:
             _distribute(module, mesh, None)
             if module._parameters and not name.startswith("embeddings"):
@@ -161,21 +172,28 @@ def _with_local_tree(module_class: type[nn.Module]) -> type[nn.Module]:
 def _share_heads(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Let attention modules know that a rank has a share of the heads."""
     config = tower.config
-    plan, width = TOWER_PLANS[config.model_type], TOWERS[config.model_type].heads_width
+    plan, kind = TOWER_PLANS[config.model_type], TOWERS.get(config.model_type)
     for name, module in tower.named_modules():
-        if f"{_pattern(name)}.q_proj" not in plan:
+        if not plan.keys() & {f"{_pattern(name)}.q_proj", f"{_pattern(name)}.qkv"}:
             continue
         for attribute in ("num_heads", "num_attention_heads"):
             if hasattr(module, attribute):
                 setattr(module, attribute, config.num_attention_heads // mesh.size())
-        if width is not None:
-            setattr(module, width, config.hidden_size // mesh.size())
+        if kind is not None and kind.heads_width is not None:
+            setattr(module, kind.heads_width, config.hidden_size // mesh.size())
 
 
 def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
     _keep(linear, "weight", 0, mesh)
     if linear.bias is not None:
         _keep(linear, "bias", 0, mesh)
+    _become(linear, ColwiseLinear, mesh)
+
+
+def _split_fused_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    for name, parameter in list(linear.named_parameters(recurse=False)):
+        part = own_fused_rows(parameter.detach(), mesh).clone()
+        linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
     _become(linear, ColwiseLinear, mesh)
 
 
@@ -189,7 +207,9 @@ def _split_norm(norm: nn.Linear, mesh: DeviceMesh) -> None:
     _become_shared_norm(norm, mesh)
 
 
-_SPLITS = {"colwise": _split_columns, "rowwise": _split_rows, "norm": _split_norm}
+_SPLITS = {"colwise": _split_columns, "rowwise": _split_rows, "fused": _split_fused_columns, "norm": _split_norm}
+_SPLIT_DIM = {"colwise": 0, "rowwise": 1, "fused": None}
+_LAYER_CLASS = {"colwise": ColwiseLinear, "rowwise": RowwiseLinear, "fused": FusedColumnsLinear}
 
 
 def _keep(linear: nn.Linear, name: str, dim: int, mesh: DeviceMesh) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from flowtrain.models.backbone import Backbone
     from flowtrain.models.encoder import VisionEncoder
-    from flowtrain.models.vision_stage import TowerShape, VisionStage
+    from flowtrain.models.encoder_stage import EncoderShape, EncoderStage
 
 
 def encoder_prefix(encoder: str) -> str:
@@ -82,7 +82,7 @@ class Family(ABC):
 
     @property
     @abstractmethod
-    def tower_shape(self) -> TowerShape:
+    def tower_shape(self) -> EncoderShape:
         """What images become in the encoder."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Family(ABC):
         """The frozen encoder in the compute type, on the CPU."""
 
     @abstractmethod
-    def encoder_skeleton(self, encoder: str) -> VisionStage:
+    def encoder_skeleton(self, encoder: str) -> EncoderStage:
         """What is computed of an encoder, float32, on the device ``meta``; trainable if the configuration says so."""
 
     @abstractmethod

@@ -138,18 +138,16 @@ def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text
 
 def exported_template(
     tokenizer: PreTrainedTokenizerBase, image_token: str, placeholder: str | None = None
-) -> str | dict[str, str] | None:
-    """The chat template of an export's processor: it renders texts and lists of parts as training does.
+) -> str | None:
+    """The chat template of an export: it renders texts and lists of parts as training does; None if there is none.
 
-    placeholder: what the processor takes for an image in a prompt, with tokens that frame it if the processor does not
-    add them; None: the image token. A tokenizer with several templates by name keeps the others as they are; None if it
-    has no template.
+    placeholder: what the export's processor takes for an image in a prompt, with the tokens that frame it unless the
+    processor adds them; None: the image token.
     """
-    named, placeholder = tokenizer.chat_template, placeholder or image_token
-    if not named:
+    if not tokenizer.chat_template:
         return None
-    template = chat_format(tokenizer, image_token, placeholder).exported(placeholder)
-    return {**named, "default": template} if isinstance(named, dict) else template
+    placeholder = placeholder or image_token
+    return chat_format(tokenizer, image_token, placeholder).exported(placeholder)
 
 
 def parts_of(text: str, image_text: str) -> list[dict[str, str]]:

@@ -27,12 +27,12 @@ from transformers import (
 )
 
 from flowtrain.errors import CheckpointError
-from flowtrain.models.chat_format import exported_template
 from flowtrain.models.initial_weights import LazyTensors
 from flowtrain.models.weights import LLAVA_NAMES, PartNames, load_pretrained, whole_class
 
 MAX_SHARD_NBYTES = 5_000_000_000
 _PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class Processor(Protocol):
@@ -96,17 +96,14 @@ def build_processor(
     num_prefix_tokens: int,
     image_token: str,
 ) -> LlavaProcessor:
-    """HF's processor; it expands ``image_token`` to one token for each feature row of the image.
-
-    Its chat template takes contents as texts and as lists of parts, and renders both as training does.
-    """
+    """HF's processor; it expands ``image_token`` to one token for each feature row of the image."""
     return LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
         patch_size=patch_size,
         vision_feature_select_strategy=llava_config.vision_feature_select_strategy,
         num_additional_image_tokens=num_prefix_tokens,
-        chat_template=exported_template(tokenizer, image_token),
+        chat_template=tokenizer.chat_template,
         image_token=image_token,
     )
 
@@ -115,6 +112,7 @@ def write_export(
     config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
     processor: Processor,
+    chat_template: str | None,
     generation: GenerationConfig,
     to: Path,
     *,
@@ -134,8 +132,15 @@ def write_export(
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(to)
     generation.save_pretrained(to)
-    processor.save_pretrained(to)
+    write_processor(processor, chat_template, to)
     _give_one_mode(to)
+
+
+def write_processor(processor: Processor, chat_template: str | None, to: Path) -> None:
+    """Write processor and tokenizer into a directory, with a chat template in the place of the tokenizer's, if given."""
+    processor.save_pretrained(to)
+    if chat_template is not None:
+        (to / _TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
 
 
 def _write_weights(

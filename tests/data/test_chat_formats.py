@@ -18,7 +18,7 @@ from transformers import AutoProcessor, LlavaConfig, PreTrainedTokenizerFast, Pr
 from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.data.sources.base import BadSample, Turn
 from flowtrain.models.chat_format import Lacking, chat_format, exported_template
-from flowtrain.models.export import build_processor
+from flowtrain.models.export import build_processor, write_processor
 from flowtrain.types.samples import RejectReason
 from tests.data.conftest import CHATML, CHATML_MARKED
 from tests.data.mutations import OWN_SYSTEM_PROMPT, STRICT
@@ -145,7 +145,8 @@ def encoder_of(tokenizer: PreTrainedTokenizerFast, template: Template) -> Conver
     return ConversationEncoder(tokenizer, image_token=template.image_token, image_text=template.image_text)
 
 
-def processor_of(tokenizer: PreTrainedTokenizerFast, template: Template) -> ProcessorMixin:
+def written(tokenizer: PreTrainedTokenizerFast, template: Template, to: Path) -> ProcessorMixin:
+    """The processor of an export, loaded again."""
     processor = build_processor(
         LlavaConfig(),
         SiglipImageProcessorPil(),
@@ -154,9 +155,8 @@ def processor_of(tokenizer: PreTrainedTokenizerFast, template: Template) -> Proc
         num_prefix_tokens=0,
         image_token=template.image_token,
     )
-    if template.placeholder != template.image_token:
-        processor.chat_template = exported_template(tokenizer, template.image_token, template.placeholder)
-    return processor
+    write_processor(processor, exported_template(tokenizer, template.image_token, template.placeholder), to)
+    return AutoProcessor.from_pretrained(to)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -165,19 +165,18 @@ def exported(
 ) -> Exported:
     template = TEMPLATES[request.param]
     tokenizer = tokenizer_of(byte_tokenizer, template)
-    path = tmp_path_factory.mktemp("export")
-    processor_of(tokenizer, template).save_pretrained(path)
-    return Exported(template, tokenizer, encoder_of(tokenizer, template), AutoProcessor.from_pretrained(path))
+    processor = written(tokenizer, template, tmp_path_factory.mktemp("export"))
+    return Exported(template, tokenizer, encoder_of(tokenizer, template), processor)
 
 
 def test_the_form_is_found_and_only_what_is_needed_is_added(exported: Exported) -> None:
     template = exported.template
     chat = chat_format(exported.tokenizer, template.image_token, template.image_text)
     assert (chat.takes_parts, chat.lacking) == (template.takes_parts, template.lacking)
-    written = template.text.replace("IMAGE", template.image_token)
+    own = template.text.replace("IMAGE", template.image_token)
     assert exported.processor.chat_template == chat.exported(template.placeholder)
-    assert (exported.processor.chat_template == written) == (template.lacking is Lacking.NOTHING)
-    assert exported.processor.chat_template.endswith(written)
+    assert (exported.processor.chat_template == own) == (template.lacking is Lacking.NOTHING)
+    assert exported.processor.chat_template.endswith(own)
 
 
 _TEXTS = st.text(
@@ -271,14 +270,14 @@ def test_images_are_framed_in_training_by_whoever_knows_how(byte_tokenizer: Make
     assert tokenizer.decode(encoded.ids[encoded.labels != -100]) == "yes<|im_end|>"
 
 
-@pytest.mark.parametrize(("name", "written"), [("internvl", "{}\n?"), ("chatml for internvl", "{}?")])
+@pytest.mark.parametrize(("name", "asked"), [("internvl", "{}\n?"), ("chatml for internvl", "{}?")])
 def test_a_frame_of_the_processor_is_put_where_the_template_writes_an_image(
-    byte_tokenizer: MakeTokenizer, name: str, written: str
+    byte_tokenizer: MakeTokenizer, name: str, asked: str
 ) -> None:
     tokenizer = tokenizer_of(byte_tokenizer, TEMPLATES[name])
     encoded = encoder_of(tokenizer, TEMPLATES[name]).encode([Turn("user", "<image>?"), Turn("assistant", "yes")])
-    asked = tokenizer.decode(encoded.ids).split("<|im_end|>")[0]
-    assert asked == "<|im_start|>user\n" + written.format("<img><IMG_CONTEXT></img>")
+    first = tokenizer.decode(encoded.ids).split("<|im_end|>")[0]
+    assert first == "<|im_start|>user\n" + asked.format("<img><IMG_CONTEXT></img>")
 
 
 def test_a_template_that_takes_lists_alone_can_be_trained(byte_tokenizer: MakeTokenizer) -> None:
@@ -319,9 +318,8 @@ def test_the_other_templates_of_a_tokenizer_stay(byte_tokenizer: MakeTokenizer, 
     tokenizer = tokenizer_of(byte_tokenizer, TEMPLATES["chatml"])
     alone = exported_template(tokenizer, "<image>")
     tokenizer.chat_template = {"default": CHATML, "tool_use": LLAMA3}
-    assert exported_template(tokenizer, "<image>") == {"default": alone, "tool_use": LLAMA3}
-    processor_of(tokenizer, TEMPLATES["chatml"]).save_pretrained(tmp_path)
-    assert AutoProcessor.from_pretrained(tmp_path).chat_template == {"default": alone, "tool_use": LLAMA3}
+    processor = written(tokenizer, TEMPLATES["chatml"], tmp_path)
+    assert processor.chat_template == {"default": alone, "tool_use": LLAMA3}
     tokenizer.chat_template = None
     assert exported_template(tokenizer, "<image>") is None
 
@@ -336,8 +334,9 @@ def test_the_assistants_tokens_can_be_found_in_an_export_too(byte_tokenizer: Mak
     assert (encoded.labels != -100).astype(int).tolist() == theirs["assistant_masks"]
 
 
-def test_other_parts_are_refused_not_dropped(byte_tokenizer: MakeTokenizer) -> None:
-    processor = processor_of(tokenizer_of(byte_tokenizer, TEMPLATES["smollm2"]), TEMPLATES["smollm2"])
+def test_other_parts_are_refused_not_dropped(byte_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
+    template = TEMPLATES["smollm2"]
+    processor = written(tokenizer_of(byte_tokenizer, template), template, tmp_path)
     messages = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}]
     with pytest.raises(jinja2.TemplateError, match="parts of type text and image, not video"):
         processor.apply_chat_template(messages)

@@ -80,6 +80,11 @@ class InternVLFamily(LlavaFamily):
         tokens = self.tokenizer
         return f"{tokens.start_image_token}{tokens.context_image_token}{tokens.end_image_token}"
 
+    @property
+    def prompt_image(self) -> str:
+        """See ``Family``."""
+        return str(self.tokenizer.context_image_token)
+
     @cached_property
     def image_processor(self) -> BaseImageProcessor:
         """See ``LlavaFamily``; raises ConfigError if it cuts no tiles, or tiles that pixel shuffle cannot join."""

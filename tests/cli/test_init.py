@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from transformers import (
     AutoTokenizer,
+    GotOcr2ImageProcessorPil,
+    InternVLConfig,
     LlavaConfig,
     PreTrainedConfig,
     Qwen2VLConfig,
@@ -38,6 +40,7 @@ from flowtrain.models.export import build_processor
 from flowtrain.models.families.registry import FAMILIES, family_from_config
 from tests.data.test_conversation import FORGETFUL
 from tests.hub_server import hub_server
+from tests.internvl import PROCESSOR, TILE, VISION
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "assets" / "openclipart" / "eval.parquet"
@@ -123,6 +126,24 @@ def llava(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def internvl(tmp_path: Path) -> Path:
+    folder = tmp_path / "InternVL-Tiny-HF"
+    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer", **named, video_token="<video>")
+    tokenizer.save_pretrained(folder)
+    config = InternVLConfig(
+        vision_config=VISION,
+        text_config=Qwen3Config(**{**TEXT, "vocab_size": len(tokenizer)}),
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, **PROCESSOR).save_pretrained(folder)
+    return folder
+
+
 def init(*arguments: object) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["init", *map(str, arguments)])
 
@@ -176,6 +197,16 @@ def test_a_whole_model_has_a_family_by_its_type(llava: Path) -> None:
     assert config.backbone.path is None and config.encoders["vision"].path is None
     assert family_from_config(config).image_token_id == 4096
     assert "image token <picture>" in result.stdout
+    run_printed_commands(result)
+
+
+def test_an_internvl_is_one(internvl: Path) -> None:
+    result = init(internvl, "--data", DATA)
+    config = load_config(written(result))
+    assert (config.model.family, config.model.image_token, config.model.dtype) == (
+        "internvl", "<IMG_CONTEXT>", "bfloat16",
+    )  # fmt: skip
+    assert family_from_config(config).image_text == "<img><IMG_CONTEXT></img>"
     run_printed_commands(result)
 
 

@@ -94,9 +94,10 @@ def starting_config(model: str, data: str | None, encoder: str | None, file: Pat
     if template is not None:
         values["model"]["chat_template"] = template
     values["encoders"][ENCODER]["segment_nbytes"] = _segment_nbytes(_load(values, remarks, file, data), family)
-    config = _load(values, remarks, file, data)
+    text = _text(kind, values, remarks, file)
+    config = config_of_text(text, file, check_paths=data is not None)
     to_fill_in = ("data.sources.0.path",) if data is None else ()
-    return StartingConfig(file, _text(kind, values, remarks, file), config, to_fill_in, _has_data_sheet())
+    return StartingConfig(file, text, config, to_fill_in, _has_data_sheet())
 
 
 def _values(kind: CheckpointKind, data: str | None, encoder: str | None) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
         "model.chat_template": "The tokenizer's own template cannot be trained, or it has none (docs/data.md).",
         "model.dtype": "of the checkpoint; master weights are always float32",
         f"encoders.{ENCODER}.path": of_tower,
-        f"encoders.{ENCODER}.segment_nbytes": "holds the features of a worst-case step; unused pages take no memory",
+        f"encoders.{ENCODER}.segment_nbytes": "one encoder holds a worst-case step; with several, less is enough",
         "backbone.path": "with its tokenizer",
         "data.sources.0.path": "Parquet, JSON, JSONL or tar shards, local or remote (docs/data.md)",
         "training.learning_rates.connector": "it starts from random weights",

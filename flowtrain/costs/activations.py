@@ -32,7 +32,8 @@ def chunk_activation_nbytes(
         kept += slice_nbytes  # the received input; in float32 the first norm keeps it anyway
     if chunk.is_first:
         inputs = connector.feature_dim * (2 if connector.norm else 1)
-        kept += dtype * (inputs + 2 * -(-connector.hidden_size // setup.tp)) * microbatch.num_rows
+        between = 2 * connector.levels * -(-connector.hidden_size // setup.tp)
+        kept += dtype * (inputs + between) * microbatch.num_rows
     return kept
 
 

@@ -34,6 +34,18 @@ class TransformerSpec:
     """Biases in the MLP."""
     qk_norm: bool = False
     """Queries and keys are normalised over ``head_dim``."""
+    deepstack_layers: int = 0
+    """The first layers after which feature rows are added to the hidden states; they lie in the first pipeline stage."""
+
+    @property
+    def first_layers(self) -> int:
+        """The first layers that must lie in one pipeline stage."""
+        return max(1, self.deepstack_layers)
+
+    @property
+    def most_stages(self) -> int:
+        """The most pipeline stages into which the layers can be cut."""
+        return self.num_layers - self.first_layers + 1
 
     @property
     def layer_matmul_parameters(self) -> int:
@@ -98,6 +110,10 @@ class VisionSpec:
     """Queries and keys are normalised over all heads, by an RMSNorm too."""
     patches_per_row: int = 1
     """Patches whose hidden states side by side are one feature row."""
+    levels: int = 1
+    """Layers whose hidden states are in a feature row, side by side: the last, and those of deepstack."""
+    merging_matmul_parameters: int = 0
+    """Weights of a frozen connector that runs with the tower, with which a feature row is multiplied."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -132,24 +148,29 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSpec:
-    """Two linear layers with an activation between them."""
+    """Two linear layers with an activation between them, or some such pairs side by side."""
 
     feature_dim: int
     """Width of a feature row."""
     hidden_size: int
-    """Width between the two layers."""
+    """Width between the two layers, of each pair."""
     out_dim: int
     """The backbone's hidden size."""
     bias: bool = True
     norm: bool = False
     """A LayerNorm before the two layers."""
+    norm_parameters: int | None = None
+    """Of all norms; None: as of one over the whole row."""
+    levels: int = 1
+    """Pairs of layers; each has an equal part of the row."""
 
     @property
     def num_parameters(self) -> int:
         """All parameters."""
-        weights = self.feature_dim * self.hidden_size + self.hidden_size * self.out_dim
-        biases = (self.hidden_size + self.out_dim) * self.bias
-        return weights + biases + 2 * self.feature_dim * self.norm
+        weights = self.feature_dim * self.hidden_size + self.levels * self.hidden_size * self.out_dim
+        biases = self.levels * (self.hidden_size + self.out_dim) * self.bias
+        norms = 2 * self.feature_dim if self.norm_parameters is None else self.norm_parameters
+        return weights + biases + norms * self.norm
 
 
 @dataclass(frozen=True, slots=True)

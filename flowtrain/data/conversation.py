@@ -65,9 +65,11 @@ class ConversationEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
-        self._image_text = image_token if image_text is None else image_text
+        self._image_text = image_text or image_token
         self._image_token_id = _image_token_id(tokenizer, image_token)
-        self._image_ids = np.unique(tokenizer.encode(self._image_text, add_special_tokens=False))
+        self._image_ids = np.array([self._image_token_id])
+        if self._image_text != image_token:
+            self._image_ids = np.unique(tokenizer.encode(self._image_text, add_special_tokens=False))
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {image_token}
         # Only tokens of two characters or more can be cut; the lookahead also finds overlapping ones.
         self._specials = tuple(sorted(token for token in special if len(token) > 1))

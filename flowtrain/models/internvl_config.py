@@ -71,9 +71,10 @@ def _of_modules(config: RunConfig) -> InternVLConfig:
 
 
 def _check_shuffle(whole: InternVLConfig, key: str) -> None:
-    ratio = whole.downsample_ratio
-    if not 0 < ratio <= 1 or shuffle_factor(whole) * ratio != 1:
-        raise ConfigError(f"{key}: downsample_ratio ({ratio}) is not one part of 1, 2, 3, ...; use e.g. 0.5")
+    """HF's class computes with the ratio as a float, which is exact for these alone."""
+    if whole.downsample_ratio not in (1.0, 0.5, 0.25, 0.125):
+        ratio = whole.downsample_ratio
+        raise ConfigError(f"{key}: downsample_ratio ({ratio}) is none of 1, 0.5, 0.25 and 0.125; InternVL has 0.5")
 
 
 def _check_features(whole: InternVLConfig, key: str) -> None:

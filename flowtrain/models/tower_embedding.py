@@ -58,16 +58,16 @@ def _in_rows(embedding_class: type[nn.Module]) -> type[nn.Module]:
 
         def forward(self, images: Sequence[Tensor], **options: Any) -> Tensor:
             conv = _convolution(self)
-            sizes = [tuple(image.shape[1:]) for image in images]
+            sizes = [(image.shape[1], image.shape[2]) for image in images]
             if len(set(sizes)) == 1:  # HF's own forward gives the plain model's bits
                 batch = torch.stack(list(images)).to(conv.weight.device, conv.weight.dtype)
                 return cast(Tensor, super().forward(batch, **options)).flatten(0, 1)
-            frames = {}
+            frames: dict[tuple[int, int], Tensor] = {}
             for size in dict.fromkeys(sizes):
                 compute = partial(_frame, self, partial(embedding_class.forward, **options), size)
                 key = size, tuple(options.items()), conv.weight.device, conv.weight.dtype
                 frames[size] = compute() if self.frames is None else self.frames.get(key, compute)
-            tokens = []
+            tokens: list[Tensor] = []
             for size, patches in zip(sizes, _embedded_patches(images, conv), strict=True):
                 num_prefix = len(frames[size]) - len(patches)
                 tokens += [frames[size][:num_prefix], patches + frames[size][num_prefix:]]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.dataset.images import ImageViewer
 from flowtrain.data.images import tiles_of
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
@@ -174,17 +175,18 @@ def test_token_ids_are_those_of_the_processor(make: Any, noise: Any) -> None:
 
 
 def size_of(family: InternVLFamily, images: list[Image.Image], turns: tuple[Turn, ...]) -> SizedResult:
-    encoded = []
-    for image in images:
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        encoded.append(RawImage(data=buffer.getvalue()))
     sizer = Sizer(family, family.tokenizer, family.config.data)
-    loaded = sizer.load(REF, RawSample(tuple(encoded), turns))
+    loaded = sizer.load(REF, RawSample(tuple(map(raw_image, images)), turns))
     assert not isinstance(loaded, Rejection), loaded
     result = sizer.size(REF, loaded.measured)
     assert isinstance(result, SizedResult), result
     return result
+
+
+def raw_image(image: Image.Image) -> RawImage:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return RawImage(data=buffer.getvalue())
 
 
 def test_frames_in_an_answer_are_no_target(make: Any, noise: Any) -> None:
@@ -194,6 +196,15 @@ def test_frames_in_an_answer_are_no_target(make: Any, noise: Any) -> None:
     start = family.tokenizer.convert_tokens_to_ids("<img>")
     place = ids.tolist().index(start)
     assert (labels[place : place + 6] == -100).all() and labels[place - 1] == ids[place - 1]
+
+
+def test_tiles_are_shown_side_by_side(make: Any, noise: Any, tmp_path: Path) -> None:
+    family = make()
+    (shown,) = ImageViewer(family, family.config.data, tmp_path).look(REF, [raw_image(noise(100, 30))], "sample")
+    assert (shown.rejection, shown.num_tokens) == (None, 16)
+    assert shown.tower_shape == (4, 3, TILE, TILE), "three tiles in a line, and the thumbnail"
+    with Image.open(shown.files[1]) as picture:
+        assert picture.size == (4 * TILE, TILE)
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------------------
@@ -235,7 +246,7 @@ def test_rows_are_what_huggingface_projects(make: Any, noise: Any, tower: str, l
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("side", "factor"), [(2, 2), (4, 2), (6, 3), (4, 4), (3, 1)])
+@pytest.mark.parametrize(("side", "factor"), [(2, 2), (6, 2), (4, 4), (8, 4), (3, 1)])
 def test_pixel_shuffle_is_huggingfaces(make: Any, side: int, factor: int) -> None:
     states = torch.randn(2, side * side, 8 * factor, generator=torch.Generator().manual_seed(side))
     model = make().load_joined().model
@@ -414,11 +425,11 @@ def whole(config: RunConfig, path: Path) -> RunConfig:
 
 @pytest.mark.parametrize("tower", TOWERS)
 @pytest.mark.parametrize("language", ["qwen3", "llama"])
-@pytest.mark.parametrize("original", [True, False], ids=["hub", "memory"])
+@pytest.mark.parametrize("names", ["hub", "memory"])
 def test_a_huggingface_checkpoint_comes_out_as_it_went_in(
-    make: Any, noise: Any, tmp_path: Path, tower: str, language: str, original: bool
+    make: Any, noise: Any, tmp_path: Path, tower: str, language: str, names: str
 ) -> None:
-    """Zero steps. A checkpoint has the names of HF's hub or of the class in memory."""
+    """Zero steps. A checkpoint has the names of published ones, or those of the class in memory."""
     family = make(tower, language)
     start, export = tmp_path / "start", tmp_path / "export"
     family.export(trained_state(family).state_dict(), start)
@@ -426,7 +437,10 @@ def test_a_huggingface_checkpoint_comes_out_as_it_went_in(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter))))
-    model.save_pretrained(start, save_original_format=original)
+    model.save_pretrained(start, save_original_format=False)
+    if names == "hub":
+        weights = {published_name(name): tensor for name, tensor in load_file(start / "model.safetensors").items()}
+        save_file(weights, start / "model.safetensors", metadata={"format": "pt"})
     again = family_from_config(whole(family.config, start))
     again.export(again.load_backbone().state_dict(), export)
     found = AutoModelForImageTextToText.from_pretrained(export).state_dict()
@@ -436,6 +450,16 @@ def test_a_huggingface_checkpoint_comes_out_as_it_went_in(
     for size in ((100, 30), (20, 20)):
         assert again.image_layout("vision", *size) == family.image_layout("vision", *size)
         assert np.array_equal(again.preprocess("vision", noise(*size)), family.preprocess("vision", noise(*size)))
+
+
+def published_name(name: str) -> str:
+    """Of a weight in the checkpoints on the hub."""
+    if name.startswith("lm_head."):
+        return f"language_model.{name}"
+    own = name.removeprefix("model.")
+    if own.startswith("language_model."):
+        return "language_model.model." + own.removeprefix("language_model.")
+    return own
 
 
 def test_an_export_is_what_huggingface_writes_of_the_whole_model(make: Any, tmp_path: Path) -> None:

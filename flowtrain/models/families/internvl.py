@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-from PIL import Image
 from transformers import GotOcr2ImageProcessorPil
 from transformers.models.auto.video_processing_auto import get_video_processor_config
 
@@ -19,7 +17,7 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.errors import ConfigError
 from flowtrain.models.connector import Connector, NormedConnector
 from flowtrain.models.families.llava import LlavaFamily
-from flowtrain.models.image_processing import fixed_output_size
+from flowtrain.models.image_processing import fixed_output_size, tile_values
 from flowtrain.models.internvl_config import read_internvl_config, shuffle_factor
 from flowtrain.models.tokenizer import load_named_tokenizer
 from flowtrain.models.towers import patch_grid
@@ -27,6 +25,8 @@ from flowtrain.models.vision_stage import TowerShape
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
     from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
 _TOKENS = {
@@ -69,16 +69,16 @@ class InternVLFamily(LlavaFamily):
             )
         return tokenizer
 
-    @cached_property
-    def image_token_id(self) -> int:  # type: ignore[override]
-        """See ``Family``."""
-        return int(self.tokenizer.convert_tokens_to_ids(str(self.tokenizer.context_image_token)))
+    @property
+    def image_token(self) -> str:
+        """See ``HFFamily``; the tokenizer's own."""
+        return str(self.tokenizer.context_image_token)
 
     @property
     def image_text(self) -> str:
         """See ``Family``."""
-        tokens = self.tokenizer
-        return f"{tokens.start_image_token}{tokens.context_image_token}{tokens.end_image_token}"
+        start, end = self.tokenizer.start_image_token, self.tokenizer.end_image_token
+        return f"{start}{self.image_token}{end}"
 
     @property
     def prompt_image(self) -> str:
@@ -91,7 +91,7 @@ class InternVLFamily(LlavaFamily):
         processor, key = self._given_processor, f"{self._encoder_key}.image_processor"
         if not isinstance(processor, GotOcr2ImageProcessorPil):
             raise ConfigError(f"{key}: {type(processor).__name__} cuts no tiles; InternVL needs a GotOcr2ImageProcessor")
-        if self._settings.image_processor.get("crop_to_patches") is False:
+        if self.config.encoders[self.encoder_names[0]].image_processor.get("crop_to_patches") is False:
             raise ConfigError(
                 f"{key}.crop_to_patches (false): HF's InternVLProcessor always cuts tiles; set {key}.max_patches to 1 "
                 "instead, for one tile an image"
@@ -106,10 +106,6 @@ class InternVLFamily(LlavaFamily):
                 f"sides are multiples of {factor} patches"
             )
         return processor
-
-    @property
-    def _settings(self) -> Any:
-        return self.config.encoders[self.encoder_names[0]]
 
     @property
     def tower_shape(self) -> TowerShape:
@@ -138,9 +134,7 @@ class InternVLFamily(LlavaFamily):
 
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
         """Pixel values of the tiles, float32 ``[T, C, H, W]``: line by line, then the thumbnail if there are several."""
-        rgb = image if image.mode == "RGB" else image.convert("RGB")
-        pixels = self.image_processor(images=rgb, return_tensors="np", **_TILED)["pixel_values"]
-        return np.ascontiguousarray(pixels, dtype=np.float32)
+        return tile_values(self.image_processor, image, **_TILED)
 
     def _new_connector(self) -> Connector:
         feature_dim, act = self.tower_shape.feature_width, self._initial.projector_hidden_act

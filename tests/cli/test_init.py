@@ -22,6 +22,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
     SiglipConfig,
     SiglipImageProcessorPil,
     SiglipVisionConfig,
@@ -38,9 +39,10 @@ from flowtrain.errors import ConfigError
 from flowtrain.models.checkpoint_kind import checkpoint_kind
 from flowtrain.models.export import build_processor
 from flowtrain.models.families.registry import FAMILIES, family_from_config
+from tests import internvl, qwen3_vl
 from tests.data.test_conversation import FORGETFUL
 from tests.hub_server import hub_server
-from tests.internvl import PROCESSOR, TILE, VISION
+
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "assets" / "openclipart" / "eval.parquet"
@@ -127,20 +129,43 @@ def llava(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def internvl(tmp_path: Path) -> Path:
+def internvl_model(tmp_path: Path) -> Path:
     folder = tmp_path / "InternVL-Tiny-HF"
     named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer", **named, video_token="<video>")
     tokenizer.save_pretrained(folder)
     config = InternVLConfig(
-        vision_config=VISION,
+        vision_config=internvl.VISION,
         text_config=Qwen3Config(**{**TEXT, "vocab_size": len(tokenizer)}),
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
     config.save_pretrained(folder)
-    GotOcr2ImageProcessorPil(size={"height": TILE, "width": TILE}, **PROCESSOR).save_pretrained(folder)
+    GotOcr2ImageProcessorPil(size={"height": internvl.TILE, "width": internvl.TILE}, **internvl.PROCESSOR).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def qwen3_vl_model(tmp_path: Path) -> Path:
+    folder = tmp_path / "Qwen3-VL-Tiny"
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer")
+    tokens = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+    tokenizer.save_pretrained(folder)
+    start, end, image, video = tokenizer.convert_tokens_to_ids(tokens)
+    config = Qwen3VLConfig(
+        vision_config=qwen3_vl.VISION,
+        text_config={**qwen3_vl.TEXT, "vocab_size": len(tokenizer), "max_position_embeddings": 1024},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    qwen3_vl.stock_images().save_pretrained(folder)
     return folder
 
 
@@ -200,13 +225,18 @@ def test_a_whole_model_has_a_family_by_its_type(llava: Path) -> None:
     run_printed_commands(result)
 
 
-def test_an_internvl_is_one(internvl: Path) -> None:
-    result = init(internvl, "--data", DATA)
+@pytest.mark.parametrize(
+    ("model", "family", "image_text"),
+    [
+        ("internvl_model", "internvl", "<img><IMG_CONTEXT></img>"),
+        ("qwen3_vl_model", "qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>"),
+    ],
+)
+def test_other_whole_models(request: pytest.FixtureRequest, model: str, family: str, image_text: str) -> None:
+    result = init(request.getfixturevalue(model), "--data", DATA)
     config = load_config(written(result))
-    assert (config.model.family, config.model.image_token, config.model.dtype) == (
-        "internvl", "<IMG_CONTEXT>", "bfloat16",
-    )  # fmt: skip
-    assert family_from_config(config).image_text == "<img><IMG_CONTEXT></img>"
+    assert (config.model.family, config.model.dtype) == (family, "bfloat16")
+    assert config.model.image_token in image_text and family_from_config(config).image_text == image_text
     run_printed_commands(result)
 
 

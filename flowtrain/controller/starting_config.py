@@ -51,6 +51,12 @@ _HINTS = {
     "data": ["eval: {path: /path/to/held/out/data, every_steps: 250, max_samples: 256}"],
 }
 """Keys that many set, as comments."""
+_IMAGE_HINTS = {
+    "variable_llava": "image_processor: {size: {longest_edge: 448}} # the most pixels of a side",
+    "qwen3_vl": "image_processor: {size: {shortest_edge: 65_536, longest_edge: 2_097_152}} # pixels of an image",
+    "internvl": "image_processor: {max_patches: 6} # the most tiles of an image",
+}
+"""By family, how to bound an image's tokens."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,9 @@ def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str,
         f"#   flowtrain plan {file.name} --devices 8\n"
         f"#   flowtrain train {file.name} --dry-run\n"
     )
-    return head + commented_yaml(values, remarks, _HINTS)
+    hint = _IMAGE_HINTS.get(values["model"]["family"])
+    hints = _HINTS if hint is None else {**_HINTS, f"encoders.{ENCODER}": [hint]}
+    return head + commented_yaml(values, remarks, hints)
 
 
 def _load(values: Mapping[str, Any], remarks: Mapping[str, str], file: Path, data: str | None) -> RunConfig:

@@ -240,6 +240,20 @@ def test_other_whole_models(request: pytest.FixtureRequest, model: str, family: 
     run_printed_commands(result)
 
 
+def test_what_stands_in_comments_can_be_taken_in(
+    internvl_model: Path, qwen3_vl_model: Path, language_model: Path, tower: Path
+) -> None:
+    for number, arguments in enumerate([(internvl_model,), (qwen3_vl_model,), (language_model, "--encoder", tower)]):
+        file = written(init(*arguments, "--data", DATA, "--output", f"{number}.yaml"))
+        text = file.read_text()
+        taken_in = re.sub(r"^( *)# ([a-z_]+: .*)$", r"\1\2", text, flags=re.MULTILINE)
+        assert taken_in.count("# ") < text.count("# ") - 2
+        file.write_text(taken_in)
+        config = load_config(file, [f"data.eval.path={DATA}"])
+        assert config.model.freeze == ("backbone",) and config.data.sources[0].weight == 0.8
+        assert family_from_config(config).image_layout("vision", 640, 480).num_tokens > 0
+
+
 def test_the_family_comes_from_the_registry(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint_kind(str(llava)).family == "llava"
     monkeypatch.delitem(FAMILIES, "llava")

@@ -55,7 +55,9 @@ class CheckpointKind:
             raise ConfigError(f"{self.model}: no tokenizer can be read: {error}") from error
         token = tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(token, str):
-            raise ConfigError(f"{self.model}: its tokenizer has no token {token_id}, which config.json names for images")
+            raise ConfigError(
+                f"{self.model}: its tokenizer has no token {token_id}, which config.json names for images"
+            )
         return token
 
 
@@ -92,6 +94,8 @@ def _config_values(model: str) -> Mapping[str, Any]:
         values, _ = PreTrainedConfig.get_config_dict(model)
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(f"{model}: no config.json of a model can be read: {error}") from error
+    if not values:
+        raise ConfigError(f"{model}: no config.json of a model can be read: the directory has none")
     if not values.get("model_type"):
         raise ConfigError(f"{model}: config.json has no model_type, so it is no model that transformers knows")
     return values

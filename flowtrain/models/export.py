@@ -137,7 +137,7 @@ def write_export(
 
 
 def write_processor(processor: Processor, chat_template: str | None, to: Path) -> None:
-    """Write processor and tokenizer into a directory, with a chat template in the place of the tokenizer's, if given."""
+    """Write processor and tokenizer into a directory, with this chat template in the place of the tokenizer's."""
     processor.save_pretrained(to)
     if chat_template is not None:
         (to / _TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")

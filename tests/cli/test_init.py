@@ -10,22 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import (
-    AutoTokenizer,
-    GotOcr2ImageProcessorPil,
-    InternVLConfig,
-    LlavaConfig,
     PreTrainedConfig,
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3VLConfig,
     SiglipConfig,
-    SiglipImageProcessorPil,
-    SiglipVisionConfig,
     VideoLlavaConfig,
 )
 from typer.testing import CliRunner, Result
@@ -37,55 +29,18 @@ from flowtrain.controller.starting_config import DEFAULT_ENCODER, YOUR_DATA
 from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.errors import ConfigError
 from flowtrain.models.checkpoint_kind import checkpoint_kind
-from flowtrain.models.export import build_processor
 from flowtrain.models.families.registry import FAMILIES, family_from_config
-from tests import internvl, qwen3_vl
+from tests.checkpoints import TEXT, internvl, llava, qwen3_vl, saved, siglip
 from tests.data.test_conversation import FORGETFUL
 from tests.hub_server import hub_server
 
-
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "assets" / "openclipart" / "eval.parquet"
-TEXT = {
-    "vocab_size": 4096,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-}
-TOWER = {
-    "image_size": 28,
-    "patch_size": 14,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def saved(folder: Path, config: PreTrainedConfig, template: str | None = "", **changes: Any) -> Path:
-    """A checkpoint without weights. template: "" for that of the repository, None for none."""
-    config.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer")
-    if template != "":
-        tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder, save_jinja_files=False)
-    change_config(folder, **changes)
-    return folder
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    values = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
 @pytest.fixture
@@ -95,78 +50,22 @@ def language_model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tower(tmp_path: Path) -> Path:
-    folder = tmp_path / "tower"
-    SiglipVisionConfig(**TOWER).save_pretrained(folder)
-    SiglipImageProcessorPil(size={"height": 28, "width": 28}).save_pretrained(folder)
-    return folder
+    return siglip(tmp_path / "tower")
 
 
 @pytest.fixture
-def llava(tmp_path: Path) -> Path:
-    """With an image token of another name than usual."""
-    folder = tmp_path / "Tiny LLaVA"
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<picture>"]}, replace_extra_special_tokens=False)
-    token_id = tokenizer.convert_tokens_to_ids("<picture>")
-    config = LlavaConfig(
-        vision_config=SiglipVisionConfig(**TOWER),
-        text_config=Qwen3Config(**{**TEXT, "vocab_size": token_id + 1}),
-        image_token_index=token_id,
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-2,
-    )
-    config.save_pretrained(folder)
-    processor = build_processor(
-        config,
-        SiglipImageProcessorPil(size={"height": 28, "width": 28}),
-        tokenizer,
-        patch_size=14,
-        num_prefix_tokens=0,
-        image_token="<picture>",
-    )
-    processor.save_pretrained(folder)
-    return folder
+def llava_model(tmp_path: Path) -> Path:
+    return llava(tmp_path / "Tiny LLaVA", "<picture>")
 
 
 @pytest.fixture
 def internvl_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "InternVL-Tiny-HF"
-    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer", **named, video_token="<video>")
-    tokenizer.save_pretrained(folder)
-    config = InternVLConfig(
-        vision_config=internvl.VISION,
-        text_config=Qwen3Config(**{**TEXT, "vocab_size": len(tokenizer)}),
-        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
-    GotOcr2ImageProcessorPil(size={"height": internvl.TILE, "width": internvl.TILE}, **internvl.PROCESSOR).save_pretrained(folder)
-    return folder
+    return internvl(tmp_path / "InternVL-Tiny-HF")
 
 
 @pytest.fixture
 def qwen3_vl_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "Qwen3-VL-Tiny"
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "tokenizer")
-    tokens = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
-    tokenizer.save_pretrained(folder)
-    start, end, image, video = tokenizer.convert_tokens_to_ids(tokens)
-    config = Qwen3VLConfig(
-        vision_config=qwen3_vl.VISION,
-        text_config={**qwen3_vl.TEXT, "vocab_size": len(tokenizer), "max_position_embeddings": 1024},
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
-    qwen3_vl.stock_images().save_pretrained(folder)
-    return folder
+    return qwen3_vl(tmp_path / "Qwen3-VL-Tiny")
 
 
 def init(*arguments: object) -> Result:
@@ -214,10 +113,10 @@ def test_the_default_encoder_is_a_place_to_fill_in(language_model: Path, tower: 
     assert done.exit_code == 0, done.output
 
 
-def test_a_whole_model_has_a_family_by_its_type(llava: Path) -> None:
-    result = init(llava, "--data", DATA)
+def test_a_whole_model_has_a_family_by_its_type(llava_model: Path) -> None:
+    result = init(llava_model, "--data", DATA)
     config = load_config(written(result))
-    assert (config.name, config.model.family, config.model.path) == ("tiny-llava", "llava", str(llava))
+    assert (config.name, config.model.family, config.model.path) == ("tiny-llava", "llava", str(llava_model))
     assert (config.model.image_token, config.model.dtype) == ("<picture>", "float32")
     assert config.backbone.path is None and config.encoders["vision"].path is None
     assert family_from_config(config).image_token_id == 4096
@@ -254,20 +153,20 @@ def test_what_stands_in_comments_can_be_taken_in(
         assert family_from_config(config).image_layout("vision", 640, 480).num_tokens > 0
 
 
-def test_the_family_comes_from_the_registry(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checkpoint_kind(str(llava)).family == "llava"
+def test_the_family_comes_from_the_registry(llava_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkpoint_kind(str(llava_model)).family == "llava"
     monkeypatch.delitem(FAMILIES, "llava")
     with pytest.raises(ConfigError, match="no family for 'llava'; take a checkpoint of variable_llava"):
-        checkpoint_kind(str(llava))
+        checkpoint_kind(str(llava_model))
     monkeypatch.setitem(FAMILIES, "qwen2_vl", FAMILIES["variable_llava"])
-    assert checkpoint_kind(str(no_family(llava.parent / "other"))).family == "qwen2_vl"
+    assert checkpoint_kind(str(no_family(llava_model.parent / "other"))).family == "qwen2_vl"
 
 
-def test_a_llava_whose_images_vary_in_size_is_a_variable_llava(llava: Path) -> None:
-    settings = json.loads((llava / "processor_config.json").read_text())
+def test_a_llava_whose_images_vary_in_size_is_a_variable_llava(llava_model: Path) -> None:
+    settings = json.loads((llava_model / "processor_config.json").read_text())
     settings["image_processor"] |= {"do_resize": False, "size": {"longest_edge": 56}}
-    (llava / "processor_config.json").write_text(json.dumps(settings))
-    assert load_config(written(init(llava, "--data", DATA))).model.family == "variable_llava"
+    (llava_model / "processor_config.json").write_text(json.dumps(settings))
+    assert load_config(written(init(llava_model, "--data", DATA))).model.family == "variable_llava"
 
 
 def test_without_data_the_file_has_a_place_to_fill_in(language_model: Path, tower: Path) -> None:
@@ -378,7 +277,7 @@ def no_plan(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (moe, "'qwen3_moe' is a mixture of experts (num_experts 4)"),
+        (moe, "'qwen3_moe' is a mixture of experts (num_local_experts 4)"),
         (moe_by_setting, "is a mixture of experts (num_local_experts 8)"),
         (own_code, "brings code of its own (auto_map in config.json: modeling_own.Own), which FlowTrain never runs"),
         (video, "'video_llava' is a video model"),
@@ -400,8 +299,8 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(
     assert reason in result.output and not list(tmp_path.glob("*.yaml"))
 
 
-def test_a_whole_model_takes_no_other_encoder(llava: Path, tower: Path) -> None:
-    result = init(llava, "--encoder", tower)
+def test_a_whole_model_takes_no_other_encoder(llava_model: Path, tower: Path) -> None:
+    result = init(llava_model, "--encoder", tower)
     assert result.exit_code == 2 and "with an encoder of its own" in result.output
 
 

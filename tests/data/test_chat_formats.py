@@ -179,9 +179,9 @@ def test_the_form_is_found_and_only_what_is_needed_is_added(exported: Exported) 
     assert exported.processor.chat_template.endswith(own)
 
 
-_TEXTS = st.text(
-    st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1\ufdd2<"), max_size=20
-) | st.sampled_from([" ", "\n", "  a", "b \n", "{{ 1 / 0 }}", "'", '"', "\\"])
+_TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1\ufdd2<"), max_size=20) | st.sampled_from(
+    [" ", "\n", "  a", "b \n", "{{ 1 / 0 }}", "'", '"', "\\"]
+)
 _IMAGE = None
 _PARTS = st.lists(_TEXTS | st.just(_IMAGE), max_size=5)
 _ANSWERS = st.lists(_TEXTS, max_size=3).map(lambda texts: ["a", *texts])
@@ -247,7 +247,7 @@ def test_a_prompt_is_the_beginning_of_what_was_trained(
 
 
 def test_the_readmes_messages_are_rendered_as_a_row_without_places_is_trained(exported: Exported) -> None:
-    """FineVision's rows name no places of images: a row's images go before its first question, in a line of their own."""
+    """A row that names no places of its images, as in FineVision, has them in a line before its first question."""
     (line,) = re.findall(r"^messages = (.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     messages = ast.literal_eval(line)
     (question,) = [part["text"] for part in messages[0]["content"] if part["type"] == "text"]

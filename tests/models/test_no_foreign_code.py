@@ -40,7 +40,7 @@ def test_configurations(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_tokenizers(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer can be read"):
-        load_tokenizer(str(checkpoint), ModelConfig())
+        load_tokenizer(str(checkpoint), ModelConfig(), "<image>")
     assert not (tmp_path / "ran").exists()
 
 

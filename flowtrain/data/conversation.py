@@ -74,7 +74,7 @@ class ConversationEncoder:
         # Only tokens of two characters or more can be cut; the lookahead also finds overlapping ones.
         self._specials = tuple(sorted(token for token in special if len(token) > 1))
         self._control_tokens = re.compile("(?=(?:" + "|".join(map(re.escape, self._specials)) + "))(.)", re.DOTALL)
-        self._template = ChatTemplate(tokenizer, self._specials)
+        self._template = ChatTemplate(tokenizer, self._specials, image_token, self._image_text)
         self._tokenise_piece = _tokenise_piece(tokenizer)
         self._probe()
 

@@ -32,6 +32,7 @@ from flowtrain.models.weights import LLAVA_NAMES, PartNames, load_pretrained, wh
 
 MAX_SHARD_NBYTES = 5_000_000_000
 _PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class Processor(Protocol):
@@ -111,6 +112,7 @@ def write_export(
     config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
     processor: Processor,
+    chat_template: str | None,
     generation: GenerationConfig,
     to: Path,
     *,
@@ -130,8 +132,15 @@ def write_export(
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(to)
     generation.save_pretrained(to)
-    processor.save_pretrained(to)
+    write_processor(processor, chat_template, to)
     _give_one_mode(to)
+
+
+def write_processor(processor: Processor, chat_template: str | None, to: Path) -> None:
+    """Write processor and tokenizer into a directory, with this chat template in the place of the tokenizer's."""
+    processor.save_pretrained(to)
+    if chat_template is not None:
+        (to / _TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
 
 
 def _write_weights(

@@ -62,7 +62,7 @@ def _of_checkpoint(path: str, key: str) -> BaseImageProcessor | None:
         )
         return None
     try:
-        return AutoImageProcessor.from_pretrained(path, backend="pil")
+        return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: no image processor can be read from {path!r}: {error}") from error
 

@@ -41,7 +41,7 @@ def load_named_tokenizer(path: str, config: ModelConfig, named: Mapping[str, str
 
 def _read(path: str, **named: str) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, **named)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **named)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
     return tokenizer

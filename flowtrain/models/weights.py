@@ -75,7 +75,7 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
     """
     if path is not None:
         try:
-            return AutoConfig.from_pretrained(path)
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError, StrictDataclassError) as error:
             raise ConfigError(f"{key}.path: no HF model can be read from {path!r}: {error}") from error
     assert mapping is not None

@@ -66,6 +66,11 @@ class Family(ABC):
         """What ``<image>`` becomes before it is expanded: the image token, perhaps between tokens that frame it."""
         return str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
 
+    @property
+    def prompt_image(self) -> str:
+        """What HF's processor takes for an image in a prompt: ``image_text``, unless it adds the frame itself."""
+        return self.image_text
+
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded.

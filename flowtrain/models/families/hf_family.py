@@ -17,6 +17,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.attention import implementation_name, resolve_attention
 from flowtrain.models.backbone import Backbone
+from flowtrain.models.chat_format import exported_template
 from flowtrain.models.device import default_device
 from flowtrain.models.export import (
     MAX_SHARD_NBYTES,
@@ -265,10 +266,12 @@ class HFFamily(Family):
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
     ) -> None:
         """See ``Family``; ``AutoModelForImageTextToText`` and ``AutoProcessor`` load it with ``from_pretrained``."""
+        image_token = str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
         write_export(
             self.hf_config,
             self._joined_weights(state),
             self._processor(),
+            exported_template(self.tokenizer, image_token, self.prompt_image),
             generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer),
             to,
             dtype=dtype,

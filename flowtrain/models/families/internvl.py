@@ -80,6 +80,11 @@ class InternVLFamily(LlavaFamily):
         start, end = self.tokenizer.start_image_token, self.tokenizer.end_image_token
         return f"{start}{self.image_token}{end}"
 
+    @property
+    def prompt_image(self) -> str:
+        """See ``Family``."""
+        return str(self.tokenizer.context_image_token)
+
     @cached_property
     def image_processor(self) -> BaseImageProcessor:
         """See ``LlavaFamily``; raises ConfigError if it cuts no tiles, or tiles that pixel shuffle cannot join."""

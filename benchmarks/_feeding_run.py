@@ -15,8 +15,10 @@ from pathlib import Path
 
 from _feeding_counted import counting
 from _feeding_driver import ROOT, TIME_LIMIT_S, environment, source_overrides
+from shared.random_tower import RANDOM_TOWER_OVERRIDES
 
 SMALL_MODEL = (
+    *RANDOM_TOWER_OVERRIDES,
     "encoders.vision.config.num_hidden_layers=1",
     "encoders.vision.data_parallel_size=1",
     "encoders.vision.segment_nbytes=67108864",

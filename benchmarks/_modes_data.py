@@ -56,16 +56,16 @@ class ModelSetting:
 
 
 def model_settings(models_dir: Path | None, num_layers: int) -> dict[str, ModelSetting]:
-    """The quickstart's model, and the real one if its modules are there; num_layers: decoder layers that are kept."""
+    """The quickstart's shapes, and the real model if its modules are there; num_layers: decoder layers that are kept."""
     from flowtrain.config.load import load_config
 
     quickstart = load_config(ROOT / "configs" / "quickstart.yaml")
-    vision, backbone = quickstart.encoders["vision"].config, quickstart.backbone.config
+    backbone = quickstart.backbone.config
     found = {
         QUICKSTART: ModelSetting(
             modules={
                 "model": {"tokenizer": TOKENIZER},
-                "encoder": {"config": vision, "feature_layer": -1},
+                "encoder": {"config": RANDOM_TOWER, "feature_layer": -1},
                 "backbone": {"config": backbone},
             },
             encoder={"feature_layer": -1, "max_batch_patches": 392},

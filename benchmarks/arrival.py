@@ -19,6 +19,7 @@ from statistics import median
 import ray
 import torch
 from _report import Figure, at_most, emit
+from shared.random_tower import RANDOM_TOWER_OVERRIDES
 
 from flowtrain.actors.backbone import BackboneRank
 from flowtrain.actors.encoder import Encoder, Work
@@ -41,6 +42,7 @@ WARM_UP_STEPS = 4
 """Steps that fill the pipeline; they starve in any order."""
 OVERRIDES = (
     "data.eval=null",
+    *RANDOM_TOWER_OVERRIDES,
     "encoders.vision.config.num_hidden_layers=1",
     "backbone.config.num_hidden_layers=1",
     "checkpoint.every_steps=100000",

@@ -21,6 +21,7 @@ from statistics import median, quantiles
 import ray
 from _plan_real import ON_ONE_CORE, ON_TWO_CORES, write_data
 from _report import Figure, at_least, at_most, emit
+from shared.random_tower import RANDOM_TOWER_OVERRIDES
 
 import flowtrain
 from flowtrain.config.load import load_config
@@ -37,6 +38,7 @@ REPEATS, STEPS = 7, 12
 BATCH = 8
 WITHIN = 0.10
 MODEL = (
+    *RANDOM_TOWER_OVERRIDES,
     "encoders.vision.config.image_size=224",
     "encoders.vision.config.hidden_size=384",
     "encoders.vision.config.intermediate_size=1536",

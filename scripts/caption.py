@@ -1,43 +1,18 @@
-"""Print a trained model's captions of three pictures it was not trained on, and list the files of its run.
+"""Print a trained model's captions of pictures it was not trained on, and list the files of its run.
 
-python scripts/caption.py runs/quickstart [--data assets/openclipart/eval.parquet] [--count 3]
+python scripts/caption.py runs/quickstart [--data assets/shapes/eval.parquet] [--count 6]
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
-import pyarrow.parquet as pq
-import torch
-from PIL import Image
+from exported import ExportedModel, samples
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoProcessor, LlavaForConditionalGeneration
-from transformers.utils import logging
-
-
-def pictures(data: Path) -> Iterator[tuple[Image.Image, str, str]]:
-    """(image, question, title) of the samples with one picture whose first answer is a short title."""
-    for row in pq.read_table(data).to_pylist():
-        question, title = row["texts"][0]["user"], row["texts"][0]["assistant"]
-        if len(row["images"]) == 1 and '"' not in question and len(title.split()) <= 5:
-            yield Image.open(io.BytesIO(row["images"][0]["bytes"])).convert("RGB"), question, title
-
-
-@torch.inference_mode()
-def caption(model: LlavaForConditionalGeneration, processor: AutoProcessor, image: Image.Image, question: str) -> str:
-    """The model's answer, greedily decoded."""
-    content = [{"type": "image"}, {"type": "text", "text": f"\n{question}"}]
-    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = processor(images=image, text=prompt, return_tensors="pt")
-    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    output = model.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=end, pad_token_id=end)
-    answer: str = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return answer.strip()
 
 
 def show_losses(console: Console, metrics: Path) -> None:
@@ -53,17 +28,16 @@ def show_losses(console: Console, metrics: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--data", type=Path, default=Path("assets/openclipart/eval.parquet"))
-    parser.add_argument("--count", type=int, default=3)
+    parser.add_argument("--data", type=Path, default=Path("assets/shapes/eval.parquet"))
+    parser.add_argument("--count", type=int, default=6)
     args = parser.parse_args()
 
-    logging.disable_progress_bar()
     console = Console(highlight=False)
-    processor = AutoProcessor.from_pretrained(args.run / "export")
-    model = LlavaForConditionalGeneration.from_pretrained(args.run / "export").eval()
-    table = Table("question", "title", "the model says", title="pictures it was not trained on", title_justify="left")
-    for _, (image, question, title) in zip(range(args.count), pictures(args.data), strict=False):
-        table.add_row(question, title, caption(model, processor, image, question))
+    model = ExportedModel(args.run / "export")
+    columns = ("question", "what is to be seen", "the model says")
+    table = Table(*columns, title="pictures it was not trained on", title_justify="left")
+    for each in islice(samples(args.data), args.count):
+        table.add_row(each.question, each.answer, model.caption(each.image, each.question))
 
     show_losses(console, args.run / "metrics.jsonl")
     console.print(table)

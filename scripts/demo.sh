@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make demo`: train the quickstart, export it, caption three pictures that it was not trained on.
+# `make demo`: train the quickstart, export it, caption pictures that it was not trained on, and show that they matter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,4 +13,4 @@ fi
 .venv/bin/flowtrain train configs/quickstart.yaml "${resume[@]}"
 .venv/bin/flowtrain export "$run"
 .venv/bin/python scripts/caption.py "$run"
-echo "(A few minutes from random weights, the frozen encoder's included: the captions do not fit the pictures yet.)"
+.venv/bin/python scripts/check_vision.py "$run"

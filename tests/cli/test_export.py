@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared.random_tower import RANDOM_TOWER_OVERRIDES
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from flowtrain.types.plan import Degrees
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TINY = [
+    *RANDOM_TOWER_OVERRIDES,
     "encoders.vision.config.hidden_size=32",
     "encoders.vision.config.num_hidden_layers=1",
     "backbone.config.hidden_size=32",

@@ -55,8 +55,10 @@ class SpeedProbe:
 
     @property
     def seconds(self) -> float:
-        """Median processor seconds of the work; 0 if the context was too short for any."""
-        return median(self._seconds) if self._seconds else 0.0
+        """Median processor seconds of the work. Raises RuntimeError if the context was too short for any."""
+        if not self._seconds:
+            raise RuntimeError("the probe of the machine's speed measured nothing")
+        return median(self._seconds)
 
 
 if __name__ == "__main__":

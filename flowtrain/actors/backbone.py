@@ -154,7 +154,8 @@ class BackboneRank:
                 step, goes_on = self._run_unit(prefetcher, checkpoint_dir)
             prefetcher.close()
             self._health.check_end(step)
-            self._last_checkpoint(step, checkpoint_dir)
+            if self._config.checkpoint.at_end:
+                self._last_checkpoint(step, checkpoint_dir)
         finally:
             prefetcher.close(failed=True)
             if pool is not None:

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from flowtrain.actors.cores import give_way
+from flowtrain.actors.cores import giving_way
 from flowtrain.actors.encoder_rank import join_replica, load_split
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
@@ -96,7 +96,10 @@ class Encoder:
         torch.set_num_threads(self._settings.num_threads)
         self._family = unchecked_family(self._config)
         device = default_device(self._config.model.device)
-        give_way(device)
+        with giving_way(self._config, device):
+            self._run(device)
+
+    def _run(self, device: torch.device) -> None:
         self._module = self._load_tower().to(device)
         member = join_pool(
             self._link,

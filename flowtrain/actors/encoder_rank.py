@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flowtrain.actors.cores import give_way
+from flowtrain.actors.cores import giving_way
 from flowtrain.config.run import RunConfig
 from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
@@ -69,14 +69,14 @@ class EncoderRank:
         """
         torch.set_num_threads(self._config.encoders[self._encoder].num_threads)
         device = default_device(self._config.model.device)
-        give_way(device)
-        family = unchecked_family(self._config)
-        group = join_replica(self._config, self._encoder, self._leader, self._rank, port)
-        module = load_split(family, self._encoder, group).to(device)
-        while (images := group.receive(module.tower.dtype)) is not None:
-            with group.forwarding():
-                self.forward(module, *images)
-        group.close()
+        with giving_way(self._config, device):
+            family = unchecked_family(self._config)
+            group = join_replica(self._config, self._encoder, self._leader, self._rank, port)
+            module = load_split(family, self._encoder, group).to(device)
+            while (images := group.receive(module.tower.dtype)) is not None:
+                with group.forwarding():
+                    self.forward(module, *images)
+            group.close()
 
     def forward(self, module: VisionEncoder, pixels: torch.Tensor, shapes: Sequence[Sequence[int]]) -> None:
         """Do this rank's part of a forward; the features come out on the leader."""

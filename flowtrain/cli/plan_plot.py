@@ -114,7 +114,7 @@ def _draw_best(axes: Axes, found: Allocation, report: PlanReport) -> None:
     best = next((each for each in report.comparison.ratings if each.mode in APART and each.rate is not None), None)
     modules, by_formula, packed = found.modules, found.rate, ""
     if best is not None and best.rate_formula is not None:
-        modules, by_formula, packed = best.modules, best.rate_formula, f", {best.rate:.4g} by packed batches"
+        modules, by_formula, packed = best.modules, best.rate_formula, f", {best.predicted:.4g} by packed batches"
     word = "chosen" if report.winner is best else "best split"
     *encoders, backbone = modules
     axes.plot(backbone.devices, by_formula, "o", color=RATE_COLOR, markersize=9, zorder=5)

@@ -113,7 +113,10 @@ def _result_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         f"{report.rate:.4g} samples/s, {tokens:,.0f} tokens/s, {tokens / winner.devices:,.0f} a device, on "
         f"{winner.devices} of {counted(report.cluster.num_devices, 'device')}{shared}{by_formula}",
     )
-    if winner.rate_formula is not None and f"{winner.rate_formula:.4g}" != f"{report.rate:.4g}":
+    if (predicted := winner.predicted) is not None and f"{predicted:.4g}" != f"{report.rate:.4g}":
+        how = "a trial of this very plan" if winner.was_tried else "trials of other plans"
+        yield "", f"the first is by {how}; {predicted:.4g} samples/s are predicted"
+    elif winner.rate_formula is not None and f"{winner.rate_formula:.4g}" != f"{report.rate:.4g}":
         yield "", "the first is of packed batches: real lengths pack unevenly, and replicas wait for each other"
     *encoders, backbone = winner.modules
     if encoders:

@@ -88,6 +88,11 @@ class RunConfig(ConfigModel):
         return self
 
     @property
+    def saves_at_end(self) -> bool:
+        """Whether the last step gets a checkpoint; emulated devices have no weights."""
+        return self.checkpoint.at_end and self.emulation is None
+
+    @property
     def has_encoder_actors(self) -> bool:
         """Whether actors of their own run the encoders."""
         return self.settled_mode in ENCODER_MODES

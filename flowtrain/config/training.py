@@ -124,6 +124,8 @@ class CheckpointConfig(ConfigModel):
     """Resumable checkpoints: every ``every_steps`` steps and at the end; the last ``keep`` complete ones stay."""
 
     every_steps: int = Field(100, ge=1)
+    at_end: bool = True
+    """Without one a run cannot be exported; for runs that only measure."""
     keep: int = Field(2, ge=1)
     background: Literal["auto"] | bool = "auto"
     """Copy the state to host memory and write it while training goes on. ``auto``: where host memory can hold the

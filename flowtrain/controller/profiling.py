@@ -42,7 +42,7 @@ from flowtrain.costs.profile_together import (
     replica_costs,
 )
 from flowtrain.costs.workload import Workload
-from flowtrain.errors import ConfigError, FaultCode
+from flowtrain.errors import ConfigError, FaultCode, FlowTrainError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.mesh import LOOPBACK
@@ -121,11 +121,14 @@ def measure(
         for tp in _tensor_degrees(run_spec, family_from_config(config), count):
             found.group(tp)
         profile = found.profile(run_spec)
+        warnings = profile_warnings(profile, load_average)
         if trials:
             with clock("trials"):
-                tried = run_trials(asked, profile, num_devices, progress or (lambda what: None))
-            profile = replace(profile, trials=tried)
-    return ProfileReport(profile, count, clock.seconds, profile_warnings(profile, load_average))
+                try:
+                    profile = run_trials(asked, profile, num_devices, progress or (lambda what: None))
+                except FlowTrainError as error:  # what was measured before stays
+                    warnings = (*warnings, f"the profile has no trials: {error}")
+    return ProfileReport(profile, count, clock.seconds, warnings)
 
 
 def _most_tokens(config: RunConfig, run_spec: RunSpec, workload: Workload, kind: str) -> int:

@@ -182,7 +182,7 @@ class Controller:
                 self._start_loops(actors, watcher)
                 stopped = watcher.until_end()
                 self._committer.finish()
-                if self._config.emulation is not None and self._recorder.last is not None:
+                if not self._config.saves_at_end and self._recorder.last is not None:
                     self._recorder.flush(self._recorder.last.step)  # otherwise a checkpoint does
                 return stopped
             except StopRequested:

@@ -18,8 +18,8 @@ from flowtrain.controller.planning.report import PlanReport, make_report, starta
 from flowtrain.controller.resolve import resolve
 from flowtrain.controller.run import run_training
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profile_trials import Trial
-from flowtrain.errors import FlowTrainError
+from flowtrain.costs.profile_trials import Trial, trial_conditions
+from flowtrain.errors import DataError, FlowTrainError
 from flowtrain.observability.metrics import read_metrics
 from flowtrain.types.run_plan import Plan
 
@@ -35,8 +35,10 @@ NUM_STEPS = 16
 """Measured steps of a run."""
 _OVERRIDES = (
     "training.num_epochs=null",
+    "training.warmup_steps=0",
     "data.eval=null",
     "checkpoint.every_steps=1000000",
+    "checkpoint.at_end=false",
     "observability.progress=off",
     "observability.dashboard=false",
     "observability.trace_steps=0",
@@ -45,36 +47,66 @@ _OVERRIDES = (
 
 def run_trials(
     config: RunConfig, profile: Profile, num_devices: int | None, progress: Callable[[str], None]
-) -> tuple[Trial, ...]:
-    """Return trials of the best plans of the configured mode, or with ``mode: auto`` of all modes, on the cluster.
+) -> Profile:
+    """Return the profile with trials of the best plans of the configured mode, or of all modes with ``mode: auto``.
 
-    The fastest plan that was not tried is next; each trial corrects the rates of plans like it. Once no untried plan of
-    a mode has 80 % of the best rate, or after eight, those that are close to the fastest run twice more, in turn. A
-    plan that fails is left out; if the first three fail, the last one's error is raised. num_devices: at most so many;
-    None: all of the cluster.
+    They run on the cluster. Next is the fastest of the modes' best plans that was not tried; each trial corrects the
+    rates of plans like it. Once every best plan with 80 % of the best rate was tried, or after eight, those that are
+    close to the fastest run twice more, in turn. A plan that fails is left out; if none runs, the first error is
+    raised, after three failures. num_devices: at most so many; None: all of the cluster.
     """
     config = with_kept_choices(config, ())
     planned = planned_run(config)
     asked = AskedDevices(at_hand=at_hand.of_cluster(config, num_devices).sized)
-    trials, plans = list[Trial](), list[Plan]()
-    while len(trials) < MOST_TRIALS:
-        report = make_report(planned, asked, profile=replace(profile, trials=tuple(trials)))
+    count = sum(each.count for each in asked.at_hand)
+    profile = replace(profile, trial_conditions=trial_conditions(config, planned.workload, count))
+    tries = _Tries(config)
+    while len(tries.trials) < MOST_TRIALS:
+        report = make_report(planned, asked, profile=replace(profile, trials=tuple(tries.trials)))
         rating = _next(report)
         if rating is None:
             break
-        assert rating.plan is not None and rating.predicted is not None
-        progress(f"trial {len(trials) + 1}: {words_of(rating)}")
-        plans.append(startable_plan(planned, rating, report.cluster))
-        may_fail = any(each.measured for each in trials) or len(trials) + 1 < MOST_FAILURES
-        rate = (_rate_or_zero if may_fail else _rate)(config, plans[-1])
-        trials.append(Trial(rating.plan, rating.predicted, (rate,)))
-    best = max(trial.measured for trial in trials)
-    close = [index for index, trial in enumerate(trials) if trial.measured >= CLOSE * best > 0]
+        progress(f"trial {len(tries.trials) + 1}: {words_of(rating)}")
+        tries.run(rating, startable_plan(planned, rating, report.cluster))
+    best = max(trial.measured for trial in tries.trials)
+    close = [index for index, trial in enumerate(tries.trials) if trial.measured >= CLOSE * best]
     for number in range(2, ROUNDS + 1):
         for index in close if len(close) > 1 else ():
             progress(f"trial {index + 1}, round {number}")
-            trials[index] = replace(trials[index], rates=(*trials[index].rates, _rate_or_zero(config, plans[index])))
-    return tuple(trials)
+            tries.run_again(index)
+    return replace(profile, trials=tuple(tries.trials))
+
+
+class _Tries:
+    """Runs plans and keeps their rates."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.trials: list[Trial] = []
+        self._plans: list[Plan] = []
+        self._first_error: FlowTrainError | None = None
+
+    def run(self, rating: ModeRating, plan: Plan) -> None:
+        """Try a plan."""
+        assert rating.plan is not None and rating.predicted is not None
+        rate = self._rate(plan)
+        self.trials.append(Trial(rating.plan, rating.predicted, (rate,)))
+        self._plans.append(plan)
+        if self._first_error and len(self.trials) >= MOST_FAILURES and not any(each.measured for each in self.trials):
+            raise self._first_error
+
+    def run_again(self, index: int) -> None:
+        """Run a tried plan once more."""
+        trial = self.trials[index]
+        self.trials[index] = replace(trial, rates=(*trial.rates, self._rate(self._plans[index])))
+
+    def _rate(self, plan: Plan) -> float:
+        try:
+            return _rate(self._config, plan)
+        except FlowTrainError as error:
+            logger.warning("a trial failed: %s", error)
+            self._first_error = self._first_error or error
+            return 0.0
 
 
 def words_of(rating: ModeRating) -> str:
@@ -109,10 +141,17 @@ def _rate(config: RunConfig, plan: Plan) -> float:
     """Samples/s of a plan's steps while encoders and backbone both work."""
     idle_ends = config.scheduler.lookahead_steps + 1
     steps = NUM_STEPS + 2 * idle_ends
-    with tempfile.TemporaryDirectory(prefix="flowtrain-trial-") as directory:
+    root = Path(config.runs_dir).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    # Ranks on other nodes must see it too.
+    with tempfile.TemporaryDirectory(prefix=".trial-", dir=root) as directory:
         own = (f"runs_dir={directory}", "name=trial", f"training.max_steps={steps}")
         summary = run_training(resolve(config, (*_OVERRIDES, *own), plan=plan), plan=plan)
         lines = list(read_metrics(Path(summary.directory) / "metrics.jsonl"))
+    if summary.stopped:
+        raise KeyboardInterrupt
+    if len(lines) < steps:
+        raise DataError(f"a trial ended after {len(lines)} of {steps} steps; give the run more data")
     window = lines[idle_ends : steps - idle_ends]
     seconds = window[-1]["timestamp"] - lines[idle_ends - 1]["timestamp"]
     return float(sum(line["num_samples"] for line in window) / seconds)

@@ -178,6 +178,8 @@ class Profile:
     """None on accelerators, whose hosts have cores of their own for it."""
     trials: tuple[Trial, ...] = ()
     """Plans that ran for a few steps; empty if none did."""
+    trial_conditions: dict[str, Any] = field(default_factory=dict)
+    """What else their rates depend on."""
     schema: int = PROFILE_SCHEMA
     source: str = field(default="profile", compare=False)
     """Path of the file that it was read from, for messages."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
+from flowtrain.config.run import RunConfig
+from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
 from flowtrain.types.run_plan import BackboneSettings, EncoderPlace, Mode
 
@@ -49,8 +51,9 @@ class Trial:
 
     @property
     def measured(self) -> float:
-        """The median; 0 if a run failed."""
-        return median(self.rates) if all(self.rates) else 0.0
+        """The median of the runs that did not fail; 0 if more than half did."""
+        ran = [rate for rate in self.rates if rate]
+        return median(ran) if 2 * len(ran) >= len(self.rates) else 0.0
 
     @property
     def factor(self) -> float:
@@ -77,3 +80,24 @@ def correction(trials: Sequence[Trial], plan: TriedPlan) -> float:
     if alike:
         return fmean(alike)
     return max((each.factor for each in ran), default=1.0)
+
+
+def trial_conditions(config: RunConfig, workload: Workload, num_devices: int) -> dict[str, Any]:
+    """Return what else a run's rate depends on, as plain values: trials say nothing where it is different."""
+    scheduler = config.scheduler.model_dump(mode="json", exclude={"microbatch_tokens"})  # a plan may choose it
+    return {
+        "devices": num_devices,
+        "training.global_batch_size": workload.global_batch_size,
+        "tokens of a sample": round(workload.tokens_per_sample, 3),
+        "model.freeze": list(config.model.freeze),
+        "data.order": config.data.order,
+        "pool.exchange": config.pool.exchange,
+        "encoders' max_batch_patches": [encoder.max_batch_patches for encoder in config.encoders.values()],
+        **{f"scheduler.{key}": value for key, value in scheduler.items()},
+    }
+
+
+def why_not_used(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return how the conditions of trials differ from a plan's; None if they do not."""
+    differs = [f"{key} was {then.get(key)!r} and is {now[key]!r}" for key in now if then.get(key) != now[key]]
+    return "; ".join(differs) or None

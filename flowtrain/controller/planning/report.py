@@ -25,6 +25,7 @@ from flowtrain.controller.planning.request import request_of, surrogates
 from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
+from flowtrain.costs.profile_trials import trial_conditions, why_not_used
 from flowtrain.costs.roofline import Efficiency
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.errors import ConfigError, Fault
@@ -53,6 +54,8 @@ class PlanReport:
     where: str = ""
     """Whose devices these are, if they were found and not asked for."""
     asked: AskedDevices = field(default_factory=AskedDevices)
+    unused_trials: str | None = None
+    """Why the profile's trials do not count; None if they do, or if there are none."""
 
     @property
     def winner(self) -> ModeRating:
@@ -113,7 +116,8 @@ class PlanReport:
         others = [fault for fault in self.faults if fault is not self.pool.fault]
         found = notes(self.planned, self.comparison, self.cluster, self.plan, others, self.pool)
         network = network_note(self.plan, self.planned.config, self.num_nodes)
-        return (*found, *([network] if network is not None else []))
+        trials = f"the profile's trials do not count, since they ran under other conditions: {self.unused_trials}"
+        return (*found, *([network] if network is not None else []), *([trials] if self.unused_trials else []))
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -185,6 +189,11 @@ def make_report(
     request = request_of(planned, cluster, profile)
     surrogate_for = surrogates(config, efficiency, profile)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
+    trials, unused = () if profile is None else profile.trials, None
+    if profile is not None and trials:
+        conditions = trial_conditions(config, planned.workload, cluster.num_devices)
+        if unused := why_not_used(profile.trial_conditions, conditions):
+            trials = ()
     comparison = compare_modes(
         request,
         surrogate_for,
@@ -192,12 +201,14 @@ def make_report(
         modes_of(config),
         method=config.allocator.method,
         batches=batches,
-        trials=() if profile is None else profile.trials,
+        trials=trials,
     )
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup
     plan = startable_plan(planned, winner, cluster)
-    return PlanReport(planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where, asked)
+    return PlanReport(
+        planned, cluster, setup, request.budget, efficiency, comparison, plan, profile, where, asked, unused
+    )
 
 
 def startable_plan(planned: Planned, rating: ModeRating, cluster: Cluster) -> Plan:

@@ -83,7 +83,7 @@ class VisionStage(nn.Module):
         super().__init__()
         self.shape = TowerShape(tower.config, drop_first)
         self.is_trained = trainable
-        if trainable and getattr(tower.config, "drop_path_rate", 0.0):
+        if trainable and getattr(tower.config, "drop_path_rate", None):
             raise ConfigError(
                 f"{tower.config.model_type}: drop_path_rate ({tower.config.drop_path_rate:g}) would drop a layer for "
                 "all images of a microbatch together; set it to 0 in the tower's configuration"
@@ -143,7 +143,7 @@ class VisionStage(nn.Module):
                 output = layer(states, segments)  # where other attention has its mask
                 states = output[0] if isinstance(output, tuple) else output
         assert segments.were_used or not layers, f"{self.shape.config.model_type}: its attention gets no mask"
-        return cast(Tensor, states[0])
+        return states[0]
 
     def _embed(self, images: Sequence[Tensor] | Tensor) -> Tensor:
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}

@@ -200,10 +200,18 @@ def _ranks_to_compare(
     for rank, chunks in enumerate(chunks_of_ranks(slices, num_layers, pp)):
         same = tuple(
             (
-                *(len(layers), *(sorted(Counter(words[layer] for layer in layers).items()) if words else ())),
-                *((layer < trained.num_idle_layers, trained.layers[layer]) for layer in (layers if trained else ())),
+                len(layers),
+                *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()),
+                *_trained_parts(trained, layers),
             )
             for layers in chunks
         )
         first.setdefault(same, rank)
     return tuple(sorted({0, pp - 1, *first.values()}))
+
+
+def _trained_parts(trained: TrainedBackbone | None, layers: range) -> tuple[tuple[bool, int], ...]:
+    """Whether no gradient passes a layer, and how much of it is trained, by layer; empty if all is trained."""
+    if trained is None:
+        return ()
+    return tuple((layer < trained.num_idle_layers, trained.layers[layer]) for layer in layers)

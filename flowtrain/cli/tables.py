@@ -157,7 +157,9 @@ def _parameters(run_spec: RunSpec) -> str:
     spec, freeze = run_spec.model_spec, run_spec.config.frozen_modules
     encoders = {} if run_spec.config.mode == "llm_only" else spec.encoders
     whole = "encoders" not in freeze
-    counts = {name: (each.num_computed_parameters, whole * each.num_computed_parameters) for name, each in encoders.items()}
+    counts = {
+        name: (each.num_computed_parameters, whole * each.num_computed_parameters) for name, each in encoders.items()
+    }
     for name, part in (("connector", spec.connector), ("backbone", spec.backbone)):
         counts[name] = part.num_parameters, part.num_trained_parameters * (name not in freeze)
     each = ", ".join(f"{name} {count:,}{_frozen(count, trained)}" for name, (count, trained) in counts.items())

@@ -175,8 +175,6 @@ def trains_head(spec: TransformerSpec) -> bool:
     return trained is None or (trained.embedding if spec.tied_embeddings else trained.head) > 0
 
 
-
-
 def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, setup: TrainingSetup, num_tokens: int) -> IntArray:
     """The most that the backward of decoder layers holds in addition to all activations, ``[N]``."""
     each = [_example_working_nbytes(spec, chunks, setup, num_tokens) for chunks in ranks.examples]

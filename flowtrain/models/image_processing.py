@@ -128,7 +128,7 @@ def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: b
 _NO_ARITHMETIC = {"do_rescale": False, "do_normalize": False}
 
 
-def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: bool) -> np.ndarray:
+def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: Any) -> np.ndarray:
     values: np.ndarray = processor(images=image, return_tensors="np", **settings)["pixel_values"][0]
     return values
 

@@ -47,7 +47,7 @@ def embed_in_rows(embedding: nn.Module, *, is_trained: bool) -> None:
     Its forward then returns the tokens of all images back to back, ``[T, D]``; keyword arguments go to HF's forward.
     is_trained: its parameters change, so no frame is kept.
     """
-    embedding.__class__ = _in_rows(type(embedding))
+    embedding.__class__ = _in_rows(type(embedding))  # type: ignore[arg-type]  # mypy takes a class for unhashable
     embedding.__dict__["frames"] = None if is_trained else FrameCache()
 
 

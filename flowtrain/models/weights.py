@@ -104,7 +104,7 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """HF's causal language model class of a text configuration, or its base model with a head where HF has none."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    return _with_head(type(config))
+    return _with_head(cast("Any", type(config)))
 
 
 @cache

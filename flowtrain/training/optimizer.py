@@ -17,7 +17,6 @@ from flowtrain.models.parallel_layers import local_shard
 _NORM_ELEMENTS = 1 << 14
 
 
-
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: TrainingConfig,

@@ -32,7 +32,9 @@ TIED = ParameterNames.of(NAMES, {HEAD: EMBEDDING})
 UNTIED = ParameterNames.of(NAMES, {})
 
 PATTERNS = st.lists(
-    st.sampled_from(["*", "?", "[0-9]", "[01]", "[!0]", ".", "layers", "mlp", "weight", "connector", "1", "lm_head", "model"]),
+    st.sampled_from(
+        ["*", "?", "[0-9]", "[01]", "[!0]", ".", "layers", "mlp", "weight", "connector", "1", "lm_head", "model"]
+    ),
     min_size=1,
     max_size=6,
 ).map("".join) | st.sampled_from(NAMES)
@@ -73,15 +75,23 @@ def test_a_pattern_without_a_match_gets_a_hint(pattern: str, hint: str) -> None:
     assert TIED.hint(pattern).startswith(hint)
 
 
-# --- the configuration alone -------------------------------------------------------------------------------------------
+# --- the configuration alone -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("override", "key", "text"),
     [
-        ("model.freeze=[conector]", "model.freeze.0", "model.freeze.0 = 'conector': must be 'connector' or 'backbone'; did"),
+        (
+            "model.freeze=[conector]",
+            "model.freeze.0",
+            "model.freeze.0 = 'conector': must be 'connector' or 'backbone'; did",
+        ),
         ("model.freeze=[vision]", "model.freeze.0", "or a pattern of parameter names, with a * or a dot"),
-        ("model.freeze=[connector, encoders]", "model.freeze.1", "encoders are frozen unless encoders.<name>.trainable"),
+        (
+            "model.freeze=[connector, encoders]",
+            "model.freeze.1",
+            "encoders are frozen unless encoders.<name>.trainable",
+        ),
         ("model.freeze=connector", "model.freeze", "must be a list"),
         (
             "training.learning_rates.conector=1e-4",
@@ -119,7 +129,7 @@ def test_patterns_survive_being_written_and_decide_a_resume(minimal: Path, tmp_p
     check_resumable(config, load_config(minimal, overrides))
 
 
-# --- against the names of the model --------------------------------------------------------------------------------------
+# --- against the names of the model ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,11 @@ def test_patterns_survive_being_written_and_decide_a_resume(minimal: Path, tmp_p
             FaultCode.CONFLICT,
             ["both name language_model.model.embed_tokens.weight; give them one rate"],
         ),
-        (['model.freeze=[connector, "language_model.*"]'], FaultCode.CONFLICT, ["leaves nothing to train; take a pattern"]),
+        (
+            ['model.freeze=[connector, "language_model.*"]'],
+            FaultCode.CONFLICT,
+            ["leaves nothing to train; take a pattern"],
+        ),
         (
             ["mode=llm_only", 'model.freeze=["language_model.*"]'],
             FaultCode.CONFLICT,
@@ -184,7 +198,10 @@ def test_what_fits_is_let_through(minimal: Path, overrides: list[str]) -> None:
     assert parameter_faults(load_config(minimal, overrides), TIED) == []
 
 
-RATE_KEYS = st.dictionaries(st.sampled_from(["*norm*", "*layers.1.*", "*layers.*", "*mlp*", "connector", "backbone"]), st.sampled_from([1e-3, 1e-4]))
+RATE_KEYS = st.dictionaries(
+    st.sampled_from(["*norm*", "*layers.1.*", "*layers.*", "*mlp*", "connector", "backbone"]),
+    st.sampled_from([1e-3, 1e-4]),
+)
 
 
 @given(RATE_KEYS, st.sampled_from(sorted(TIED.of_each)))

@@ -63,7 +63,9 @@ def test_trainable_parameters_are_those_that_the_optimizer_gets(data: Path, free
 
 
 def test_patterns_that_do_not_fit_the_model_are_refused_before_work_starts(data: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.freeze: '\*layer.0.\*' matches no parameter's whole name; the nearest"):
+    with pytest.raises(
+        ConfigError, match=r"model.freeze: '\*layer.0.\*' matches no parameter's whole name; the nearest"
+    ):
         prepare(config_of(data, 'model.freeze=["*layer.0.*"]'))
     with pytest.raises(ConfigError, match=r"'\*lm_head\*' \(0.1\) has no effect: model.freeze \(\*embed_tokens\*\)"):
         prepare(config_of(data, 'model.freeze=["*embed_tokens*"]', 'training.learning_rates={"*lm_head*": 0.1}'))

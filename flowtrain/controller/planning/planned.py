@@ -119,7 +119,7 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
     patterns = [key for key in config.model.freeze if is_pattern(key)]
     if patterns:
         raise ConfigError(
-            f"model.freeze ({', '.join(patterns)}): {path} has no names of parameters; name modules (connector, backbone)"
+            f"model.freeze ({', '.join(patterns)}): {path} has no parameters' names; name modules (connector, backbone)"
         )
     model = with_frozen_modules(file.model, config.frozen_modules, trains_encoders=config.trains_encoders)
     return Planned(config, model, workload, f"model file {file.name}", num_devices=None)

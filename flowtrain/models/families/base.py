@@ -101,7 +101,7 @@ class Family(ABC):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model's shapes for the cost model, and what is trained; a tower counts only the computed layers."""
+        """The model's shapes for the cost model, and what is trained; a tower counts only its computed layers."""
         spec, freeze = self._shapes(), self.config.model.freeze
         if not freeze:
             return spec

@@ -201,7 +201,7 @@ class HFFamily(Family):
             check_tower_split(self._tower_skeleton(), size, "backbone")
 
     def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; repeats the model's kinds of layers in turn. Patterns in ``model.freeze`` do not count."""
+        """See ``Family``; repeats the model's kinds of layers in turn, and ignores patterns of ``model.freeze``."""
         twin, config = copy.copy(self), self.config
         modules = tuple(key for key in config.model.freeze if not is_pattern(key))
         model = config.model.model_copy(update={"path": None, "freeze": modules})

@@ -130,7 +130,7 @@ def test_real_pixels_are_the_processors(make: Any, noise: Any) -> None:
     family = make()
     processor, rng = stock_processor(family, **PROCESSOR), np.random.default_rng(5)
     seen = set()
-    for width, height in rng.integers(1, 160, (200, 2)).tolist():
+    for width, height in np.exp(rng.uniform(0, np.log(160), (200, 2))).astype(int).tolist():
         image, layout = noise(width, height), family.image_layout("vision", width, height)
         pixels = family.preprocess("vision", image)
         assert pixels.dtype == np.float32 and pixels.shape == (layout.num_tiles, 3, TILE, TILE)

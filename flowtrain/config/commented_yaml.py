@@ -8,6 +8,9 @@ from typing import Any
 
 from flowtrain.config.yaml_text import YamlError, parse_yaml
 
+_MANY = 10_000
+"""From here on numbers have their thousands apart."""
+
 
 def commented_yaml(values: Mapping[str, Any], remarks: Mapping[str, str], hints: Mapping[str, list[str]]) -> str:
     """Return YAML that ``parse_yaml`` reads back to ``values``: mappings, lists of mappings, and scalars.
@@ -62,8 +65,12 @@ def _item(
 
 
 def _scalar(value: Any) -> str:
-    if not isinstance(value, str):
-        return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else json.dumps(value)
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, int):
+        return f"{value:_}" if abs(value) >= _MANY else str(value)
+    if isinstance(value, float):
+        return json.dumps(value).replace("e-0", "e-")
     try:
         is_plain = bool(value) and parse_yaml(f"key: {value} # remark")[0] == {"key": value}
     except YamlError:

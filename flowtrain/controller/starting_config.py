@@ -150,8 +150,8 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
 def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], file: Path) -> str:
     what = "" if kind.family is not None else " as the backbone of a new llava model"
     head = (
-        f"# Starts from {kind.model}{what}; written by `flowtrain init`. Keys that are left out have their\n"
-        "# defaults; flowtrain/config describes them all.\n"
+        f"# Starts from {kind.model}{what}.\n"
+        "# Written by `flowtrain init`. Keys that are left out have their defaults (flowtrain/config).\n"
         f"#   flowtrain plan {file.name} --devices 8\n"
         f"#   flowtrain train {file.name} --dry-run\n"
     )

@@ -42,8 +42,8 @@ Span = tuple[int, int]
 class ChatTemplate:
     """One tokenizer's chat template; raises ConfigError if it has none.
 
-    special_tokens: tokens that may end a turn. image_token, image_text: as for ``chat_format``; the second stands for an
-    image in a message's content.
+    special_tokens: tokens that may end a turn. image_token, image_text: as for ``chat_format``; the second stands for
+    an image in a message's content.
     """
 
     def __init__(

@@ -207,9 +207,10 @@ def _try(chat: ChatFormat, messages: Sequence[Message]) -> str | None:
 def _rendered(
     template: str, messages: Sequence[Message], variables: Mapping[str, Any], add_generation_prompt: bool = False
 ) -> str:
+    conversation: list[Any] = list(messages)
     # Transformers annotates this function as returning a string, but it returns texts and their spans.
     rendered: Any = render_jinja_template(
-        conversations=[list(messages)],
+        conversations=[conversation],
         chat_template=template,
         add_generation_prompt=add_generation_prompt,
         **variables,

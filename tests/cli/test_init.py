@@ -33,6 +33,7 @@ from flowtrain.models.families.registry import FAMILIES, family_from_config
 from tests.checkpoints import TEXT, internvl, llava, qwen3_vl, saved, siglip
 from tests.data.test_conversation import FORGETFUL
 from tests.hub_server import hub_server
+from tests.profiles import write_cpu_profile
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "assets" / "openclipart" / "eval.parquet"
@@ -90,7 +91,9 @@ def run_printed_commands(result: Result) -> list[str]:
     return outputs
 
 
-def test_a_language_model_becomes_the_backbone_of_a_llava_model(language_model: Path, tower: Path) -> None:
+def test_a_language_model_becomes_the_backbone_of_a_llava_model(
+    tmp_path: Path, language_model: Path, tower: Path
+) -> None:
     result = init(language_model, "--encoder", tower, "--data", DATA)
     file = written(result)
     assert file == Path("tiny-qwen3.yaml")
@@ -102,7 +105,11 @@ def test_a_language_model_becomes_the_backbone_of_a_llava_model(language_model: 
     assert config.data.max_seq_len == 1024, "the model's positions"
     planned, tried = run_printed_commands(result)
     assert "starts" in planned or "start it with" in planned
-    assert "llava" in tried and "4 " in tried
+    assert "family llava" in tried and "vision: 4" in tried
+    profile = write_cpu_profile(tmp_path / "profile.json", config)
+    auto = ["train", str(file), f"allocator.profile={profile}", "--dry-run"]
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, auto)
+    assert done.exit_code == 0 and "starts" in done.output, done.output
 
 
 def test_the_default_encoder_is_a_place_to_fill_in(language_model: Path, tower: Path) -> None:

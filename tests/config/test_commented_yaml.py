@@ -55,7 +55,12 @@ def test_it_looks_as_people_write_it() -> None:
         "name": "a",
         "seed": 0,
         "model": {"image_token": "<|image_pad|>", "dtype": "bfloat16", "chat_template": "{% a %}\n  b"},
-        "data": {"sources": [{"path": "/a b", "weight": 0.5}, {"path": "s3://a/*.tar"}], "max_seq_len": 4096},
+        "data": {
+            "sources": [{"path": "/a b", "weight": 0.5}, {"path": "s3://a/*.tar"}],
+            "max_seq_len": 4096,
+            "segment_nbytes": 16384,
+            "learning_rate": 2e-5,
+        },
     }
     remarks = {"seed": "decides the order", "model.chat_template": "Ours.", "data.sources.0.path": "yours"}
     hints = {"data.sources.1": ["weight: 1"], "data": ["eval: {path: b}"], "": ["more: true"]}
@@ -77,7 +82,7 @@ def test_it_looks_as_people_write_it() -> None:
         "      weight: 0.5\n"
         "    - path: s3://a/*.tar\n"
         "      # weight: 1\n"
-        "  max_seq_len: 4_096\n"
+        "  max_seq_len: 4096\n  segment_nbytes: 16_384\n  learning_rate: 2e-5\n"
         "  # eval: {path: b}\n"
         "\n"
         "# more: true\n"

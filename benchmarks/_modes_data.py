@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from shared.random_tower import RANDOM_TOWER
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from flowtrain.config.run import RunConfig
@@ -56,7 +57,7 @@ class ModelSetting:
 
 
 def model_settings(models_dir: Path | None, num_layers: int) -> dict[str, ModelSetting]:
-    """The quickstart's shapes, and the real model if its modules are there; num_layers: decoder layers that are kept."""
+    """The quickstart's shapes, and the real model if its modules are there; num_layers: decoder layers that it has."""
     from flowtrain.config.load import load_config
 
     quickstart = load_config(ROOT / "configs" / "quickstart.yaml")

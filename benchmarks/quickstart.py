@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: `flowtrain train configs/quickstart.yaml`, from command to checkpoint, and its sight.
+"""The quickstart as a user runs it, `flowtrain train configs/quickstart.yaml`, from command to checkpoint; its sight.
 
 python benchmarks/quickstart.py [--steps N] [--seeds N ...] [--json]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,8 +45,8 @@ def tried(
     monkeypatch.setattr(trials, "_rate", run)
     profile = cpu_profile(config, image_s=4e-3)  # so that all modes are predicted to be close
     found = trials.run_trials(config, profile, None, lambda what: None)
-    asked = AskedDevices(at_hand=TWO.sized)
-    return order, found, make_report(planned_run(config), asked, profile=replace(profile, trials=found))
+    report = make_report(planned_run(config), AskedDevices(at_hand=TWO.sized), profile=found)
+    return order, found.trials, report
 
 
 def test_the_fastest_in_trials_wins_and_has_its_measured_rate(
@@ -81,6 +81,56 @@ def test_a_configured_mode_is_the_only_one_that_is_tried(config: RunConfig, monk
     assert set(order) == {"monolithic"} and report.winner.mode == "monolithic"
 
 
+def test_trials_do_not_count_under_other_conditions(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(at_hand, "of_cluster", lambda config, count: TWO)
+    monkeypatch.setattr(trials, "_rate", lambda config, plan: 50.0)
+    profile = cpu_profile(config)
+    found = trials.run_trials(config, profile, None, lambda what: None)
+    four, larger = (
+        AskedDevices(at_hand=(SizedType("cpu", 4, 4),)),
+        api.resolve(QUICKSTART, ["mode=auto", f"training.global_batch_size={2 * config.training.global_batch_size}"]),
+    )
+    for asked, given, said in (
+        (AskedDevices(at_hand=TWO.sized), config, None),
+        (four, config, "devices was 2 and is 4"),
+        (AskedDevices(at_hand=TWO.sized), larger, "training.global_batch_size was"),
+    ):
+        report = make_report(planned_run(given), asked, profile=found)
+        plain = make_report(planned_run(given), asked, profile=profile)
+        notes = " ".join(report.notes)
+        if said is None:
+            assert report.winner.was_tried and "do not count" not in notes
+        else:
+            assert "the profile's trials do not count" in notes and said in notes
+            assert report.rate == plain.rate and not report.winner.was_tried
+
+
+def test_a_repeat_that_fails_takes_no_rate_away(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Mode] = []
+
+    def sometimes(config: RunConfig, plan: Plan) -> float:
+        runs.append(plan.mode)
+        if runs.count(plan.mode) == 2:
+            raise StallError("once")
+        return 50.0
+
+    monkeypatch.setattr(at_hand, "of_cluster", lambda config, count: TWO)
+    monkeypatch.setattr(trials, "_rate", sometimes)
+    found = trials.run_trials(api.resolve(QUICKSTART, ["mode=decoupled"]), cpu_profile(config), None, lambda what: None)
+    assert all(trial.measured == 50.0 for trial in found.trials)
+
+
+def test_an_interrupt_ends_the_trials(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ended = config.model_copy(update={"runs_dir": str(tmp_path)})
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.touch()
+    summary = SimpleNamespace(stopped=True, directory=tmp_path)
+    monkeypatch.setattr(at_hand, "of_cluster", lambda config, count: TWO)
+    monkeypatch.setattr(trials, "run_training", lambda config, plan: summary)
+    with pytest.raises(KeyboardInterrupt):
+        trials.run_trials(ended, cpu_profile(config), None, lambda what: None)
+
+
 def test_if_the_first_plans_fail_their_error_is_told_and_nothing_is_left(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,8 +144,8 @@ def test_if_the_first_plans_fail_their_error_is_told_and_nothing_is_left(
     monkeypatch.setattr(trials, "run_training", fail)
     with pytest.raises(StallError, match="nothing came"):
         trials.run_trials(config, cpu_profile(config), None, lambda what: None)
-    assert len(started) == trials.MOST_FAILURES and "its plan is left out: nothing came" in caplog.text
+    assert len(started) == trials.MOST_FAILURES and "a trial failed: nothing came" in caplog.text
     for each in started:
         assert each.mode != "auto" and not Path(each.runs_dir).exists()
         assert run_dir(each).root.parent != run_dir(config).root.parent
-        assert each.data.eval is None and each.training.num_epochs is None
+        assert each.data.eval is None and each.training.num_epochs is None and not each.checkpoint.at_end

@@ -47,7 +47,7 @@ def test_plans_of_a_shape_err_alike() -> None:
 
 
 def test_a_plan_that_failed_is_never_fast_and_says_nothing_of_others() -> None:
-    trials = [Trial(PIPELINE, 10.0, (12.0, 0.0, 12.0)), Trial(ONE, 10.0, (9.0,))]
+    trials = [Trial(PIPELINE, 10.0, (12.0, 0.0, 0.0)), Trial(ONE, 10.0, (9.0,))]
     assert trials[0].measured == 0.0 and correction(trials, PIPELINE) == 0.0
     assert correction(trials, replace(PIPELINE, settings=None)) == pytest.approx(0.9)
 

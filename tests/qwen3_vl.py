@@ -55,7 +55,7 @@ class StockProcessor(Qwen3VLProcessor):
 def stock_images(**settings: Any) -> Qwen2VLImageProcessorPil:
     """HF's image processor for the tiny tower. settings: beside its patches."""
     values = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], **PROCESSOR, **settings}
-    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **values)
+    return Qwen2VLImageProcessorPil(**{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, **values})
 
 
 def stock_processor(family: Qwen3VLFamily, **settings: Any) -> StockProcessor:

@@ -188,3 +188,76 @@ def test_weights_come_tensor_by_tensor_from_a_checkpoint(make: Any, tmp_path: Pa
         index = tuple(slice(0, size) for size in parameter.shape)
         assert torch.equal(weights.read(name, index), parameter), name
     assert not list(stage.named_buffers())
+
+
+HUB = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": True,
+        "vocab_size": 151936,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {
+        "deepstack_visual_indexes": [5, 11, 17],
+        "depth": 24,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 1024,
+        "in_channels": 3,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "model_type": "qwen3_vl",
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 2048,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+"""What Qwen/Qwen3-VL-2B-Instruct has on the hub, without the ids of its tokens."""
+HUB_PROCESSOR = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+
+
+def test_a_checkpoint_of_the_hub_is_understood(make: Any, noise: Any, tmp_path: Path) -> None:
+    """By its configurations; nothing is loaded."""
+    family = make()
+    family.tokenizer.save_pretrained(tmp_path)
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{key}_token_id": family.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for key, name in names.items()}
+    (tmp_path / "config.json").write_text(json.dumps(HUB | ids))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(HUB_PROCESSOR))
+    hub = family_from_config(whole(family.config, tmp_path))
+    hub.check()
+    hub.check_tensor_parallel(8)
+    spec = hub.model_spec
+    assert spec.num_parameters == 2_127_532_032
+    assert (spec.backbone.deepstack_layers, spec.encoders["vision"].levels) == (3, 4)
+    assert hub.tower_shape.feature_width == 4 * 4096
+    assert hub.image_layout("vision", 1000, 700).grid == (22, 31) and hub.image_layout("vision", 4, 4).num_tokens == 64
+    expected = stock_images(size=HUB_PROCESSOR["size"], patch_size=16)(noise(300, 200), return_tensors="np")
+    assert expected["image_grid_thw"].prod() == hub.image_layout("vision", 300, 200).num_patches

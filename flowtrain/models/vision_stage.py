@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flowtrain.errors import ConfigError
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import Segments
+from flowtrain.models.cpu_products import fast_products
 from flowtrain.models.stage import LayerSlice, shallow_copy
 from flowtrain.models.tower_attention import IMPLEMENTATION
 from flowtrain.models.tower_embedding import embed_in_rows
@@ -138,7 +139,9 @@ class VisionStage(nn.Module):
     def _run(self, hidden: Tensor, segments: Segments, memory: StageMemory | None) -> Tensor:
         """Run the layers on tokens of all images, ``[T, D]``."""
         states, layers = hidden[None], self.layers
-        with applied(memory, layers) if memory is not None and layers else nullcontext():
+        keeping = applied(memory, layers) if memory is not None and layers else nullcontext()
+        products = nullcontext() if self.is_trained else fast_products(hidden)
+        with keeping, products:
             for layer in layers:
                 output = layer(states, segments)  # where other attention has its mask
                 states = output[0] if isinstance(output, tuple) else output

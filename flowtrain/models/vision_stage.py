@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from flowtrain.errors import ConfigError
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import Segments
+from flowtrain.models.cpu_products import fast_products
 from flowtrain.models.encoder_stage import EncoderShape, EncoderStage, ImageSize
 from flowtrain.models.stage import LayerSlice, shallow_copy
 from flowtrain.models.tower_attention import IMPLEMENTATION
@@ -146,7 +147,9 @@ class VisionStage(EncoderStage):
         if not takes_mask:  # such a tower gets tiles of one size: a batch keeps them apart
             assert len(set(segments.lengths)) == 1, segments.lengths
             states = hidden.view(len(segments.lengths), -1, hidden.shape[-1])
-        with applied(memory, layers) if memory is not None and layers else nullcontext():
+        keeping = applied(memory, layers) if memory is not None and layers else nullcontext()
+        products = nullcontext() if self.is_trained else fast_products(hidden)
+        with keeping, products:
             for layer in layers:
                 # The segments go where other attention has its mask.
                 output = layer(states, segments) if takes_mask else layer(states)

@@ -55,6 +55,7 @@ _SPLIT = """\
 {%- if not loop.first -%}
 {%- set split.parts = split.parts + [{'type': 'image'}] -%}
 {%- endif -%}
+{%- set text = text[1:] if OWN_LINE and not loop.first and text.startswith('\\n') else text -%}
 {%- if text -%}
 {%- set split.parts = split.parts + [{'type': 'text', 'text': text}] -%}
 {%- endif -%}
@@ -92,11 +93,14 @@ class ChatFormat:
     """Stands for an image in a text, and in what is rendered: the image token, perhaps between tokens that frame it."""
     takes_parts: bool = False
     """Training gives it lists of parts. Otherwise it gets texts."""
+    own_line: bool = False
+    """The template itself writes a newline between an image and the text after it (InternVL's, LLaVA's), so that the
+    first one of the text is left out: it is the end of the line ``<image>`` in texts."""
     lacking: Lacking = Lacking.NOTHING
 
     def exported(self, placeholder: str) -> str:
         """The template of an export; placeholder: what the export's processor takes for an image."""
-        return _prologue(self.lacking, placeholder) + self.template
+        return _prologue(self.lacking, placeholder, self.own_line) + self.template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render messages whose contents are texts, in the form that the template takes.
@@ -104,7 +108,7 @@ class ChatFormat:
         Raises what the template raises: jinja2.TemplateError if it refuses the messages, or any other exception.
         """
         if self.takes_parts:
-            messages = [{**message, "content": parts_of(message["content"], self.image_text)} for message in messages]
+            messages = [{**message, "content": self._parts(message["content"])} for message in messages]
         text = _rendered(self.template, messages, self.variables, add_generation_prompt)
         # A template may frame images itself; where it does not, Hugging Face's processor may.
         return self.unframed(text).replace(self.image_token, self.image_text)
@@ -113,6 +117,15 @@ class ChatFormat:
         """A text with the image token alone for each image."""
         return text.replace(self.image_text, self.image_token)
 
+    def _parts(self, text: str) -> list[dict[str, str]]:
+        """Cut a content at its images: ``{"type": "image"}`` for each, and the texts between them, if not empty."""
+        parts = []
+        for index, piece in enumerate(text.split(self.image_text)):
+            parts += [{"type": "image"}] if index else []
+            said = piece.removeprefix("\n") if index and self.own_line else piece
+            parts += [{"type": "text", "text": said}] if said else []
+        return parts
+
 
 def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text: str | None = None) -> ChatFormat:
     """Find out how a tokenizer's chat template takes contents; raises ConfigError if there is no template.
@@ -120,20 +133,19 @@ def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text
     image_text: as in ``ChatFormat``; None: the image token. Lists of parts are preferred where they are rendered
     otherwise than texts: the template knows more of images then.
     """
-    template, variables = _template_of(tokenizer), dict(tokenizer.special_tokens_map)
     image_text = image_text or image_token
-    for placeholder in (image_text, image_token):
-        for lacking in (Lacking.TEXTS, Lacking.LISTS):  # the first begins with the second
-            template = template.removeprefix(_prologue(lacking, placeholder))
-    plain = ChatFormat(template, variables, image_token, image_text)
+    template = _without_prologue(_template_of(tokenizer), (image_text, image_token))
+    plain = ChatFormat(template, dict(tokenizer.special_tokens_map), image_token, image_text)
     of_parts = _try_parts(plain)
     if of_parts is None:
         return replace(plain, lacking=Lacking.LISTS)
     if of_parts == _try(plain, _trial(image_token, as_parts=False)):
         return plain
     of_words, of_word_parts = (_try(plain, _trial(None, as_parts)) for as_parts in (False, True))
-    lacking = Lacking.NOTHING if of_words == of_word_parts else Lacking.TEXTS
-    return replace(plain, takes_parts=True, lacking=lacking)
+    own_line = f"{image_token}\n{_AFTER_AN_IMAGE}" in of_parts
+    takes_both = of_words == of_word_parts and not own_line
+    lacking = Lacking.NOTHING if takes_both else Lacking.TEXTS
+    return replace(plain, takes_parts=True, own_line=own_line, lacking=lacking)
 
 
 def exported_template(
@@ -150,27 +162,28 @@ def exported_template(
     return chat_format(tokenizer, image_token, placeholder).exported(placeholder)
 
 
-def parts_of(text: str, image_text: str) -> list[dict[str, str]]:
-    """Cut a content at its images: ``{"type": "image"}`` for each, and the texts between them that are not empty."""
-    parts = []
-    for index, piece in enumerate(text.split(image_text)):
-        parts += [{"type": "image"}] if index else []
-        parts += [{"type": "text", "text": piece}] if piece else []
-    return parts
-
-
-def _prologue(lacking: Lacking, placeholder: str) -> str:
+def _prologue(lacking: Lacking, placeholder: str, own_line: bool) -> str:
     """What makes a template take both forms, and render both as the one that training gives."""
     text = {Lacking.NOTHING: "", Lacking.LISTS: _JOIN, Lacking.TEXTS: _JOIN + _SPLIT}[lacking]
-    return text.replace("PLACEHOLDER", json.dumps(placeholder))
+    return text.replace("PLACEHOLDER", json.dumps(placeholder)).replace("OWN_LINE", str(own_line).lower())
 
 
+def _without_prologue(template: str, placeholders: Sequence[str]) -> str:
+    """A template without what an export put before it."""
+    for placeholder in placeholders:
+        for own_line in (False, True):
+            for lacking in (Lacking.TEXTS, Lacking.LISTS):  # the first begins with the second
+                template = template.removeprefix(_prologue(lacking, placeholder, own_line))
+    return template
+
+
+_AFTER_AN_IMAGE = "part-six"
 # None is an image. White space at every edge, and texts side by side: where a template does more than write one after
 # the other, the forms differ.
 _TRIAL: tuple[tuple[str | None, ...], ...] = (
     (" part-one\n", None, "\n part-two ", "part-three "),
     (" part-four\n", "\tpart-five"),
-    (None, "part-six\t", " part-seven"),
+    (None, f"{_AFTER_AN_IMAGE}\t", " part-seven"),
     ("part-eight",),
 )
 

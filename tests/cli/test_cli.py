@@ -129,13 +129,13 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkey
             ["mode=monolithic", "backbone.pipeline_parallel_size=2", "pipeline.encoder_layers=own"],
             [
                 "1f1b, 2 slices of the layers a rank, the encoder in stages of its own",
-                "encoder 0-2, backbone 0-1",
-                "encoder 3-5, backbone 2-3",
-                "vision 2,826,240",
+                "encoder 0-1, backbone 0-1",
+                "encoder 2-3, backbone 2-3",
+                "vision 897,792",
             ],
             ["encoder vision", "both on a device"],
         ),
-        (["mode=llm_only"], ["2,484,672, of them 2,484,672 trainable: connector"], ["encoder", "vision 2,826,240"]),
+        (["mode=llm_only"], ["2,472,384, of them 2,472,384 trainable: connector"], ["encoder", "vision 897,792"]),
         (
             ["mode=colocated"],
             ["1 where the cluster has GPUs (of each: vision 0.4, backbone 0.6)", "encoder vision", "both on a device"],
@@ -143,7 +143,7 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkey
         ),
         (
             ["mode=monolithic", "encoders.vision.trainable=true"],
-            ["5,310,912, of them 5,310,912 trainable", "encoder 0-5"],
+            ["3,370,176, of them 3,370,176 trainable", "encoder 0-3"],
             ["(frozen)"],
         ),
         (
@@ -179,7 +179,7 @@ def test_a_dry_run_shows_actors_steps_data_and_memory_and_needs_no_ray(tmp_path:
     facts = {cells[1].strip(): cells[2].strip() for line in actors.splitlines() if len(cells := line.split("│")) == 4}
     assert facts["tokens an image"] == "vision: 49"
     assert facts["parameters"] == (
-        "5,310,912, of them 2,484,672 trainable: vision 2,826,240 (frozen), connector 74,112, backbone 2,410,560"
+        "3,370,176, of them 2,472,384 trainable: vision 897,792 (frozen), connector 61,824, backbone 2,410,560"
     )
     assert facts["order"] == "deterministic"
     assert facts["feeders"].startswith("1, each with up to 32 samples of 260 KiB and "), "of an evaluation round"

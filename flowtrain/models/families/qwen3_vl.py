@@ -14,6 +14,7 @@ from transformers.models.auto.video_processing_auto import get_video_processor_c
 
 from flowtrain.config.model import ModelConfig
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.errors import ConfigError
 from flowtrain.models.connector import ConnectorModule
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.hf_family import HFFamily
@@ -77,6 +78,12 @@ class Qwen3VLFamily(HFFamily):
     def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]  # read at the first use
         """See ``Family``; it has all special tokens that HF's processor asks for."""
         tokenizer = load_tokenizer(self._tokenizer_path(), self.config.model, self.image_token)
+        own = getattr(tokenizer, "image_token", _IMAGE)
+        if self.image_token != own:
+            raise ConfigError(
+                f"model.image_token is {self.image_token!r}, and with this tokenizer Qwen3-VL's processor expands {own!r}; "
+                + ("leave the key out" if own == _IMAGE else f"set it to {own!r}")
+            )
         for token in (*_FRAME, _VIDEO):
             ensure_image_token(tokenizer, token)
         return tokenizer

@@ -74,10 +74,10 @@ def encoder_chunk_activation_nbytes(
 def encoder_output_nbytes(
     spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> int:
-    """Return the bytes of a chunk's output: features, or hidden states for the next one."""
+    """Return the bytes of a chunk's output: features, or hidden states for the next one, of all levels at most."""
     if chunk.is_last:
-        return setup.dtype_nbytes * spec.hidden_size * spec.patches_per_row * microbatch.num_rows
-    return setup.dtype_nbytes * spec.hidden_size * microbatch.num_tower_tokens
+        return setup.dtype_nbytes * spec.hidden_size * spec.levels * spec.patches_per_row * microbatch.num_rows
+    return setup.dtype_nbytes * spec.hidden_size * spec.levels * microbatch.num_tower_tokens
 
 
 def encoder_layer_activation_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from flowtrain.config.data import DataConfig
 from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.images import image_size
+from flowtrain.data.positions import grid_positions
 from flowtrain.data.rejections import errors_of_image, rejected
 from flowtrain.data.sources.base import BadSample, Buffer, RawImage, RawSample, Turn
 from flowtrain.types.samples import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
@@ -70,7 +71,7 @@ class SizedResult:
     sample: SizedSample
     text: npt.NDArray[np.int32]
     """Token ids, with each image expanded to its vision tokens, and unshifted labels (-100: no loss); C-contiguous
-    int32 ``[2, num_tokens]``."""
+    int32 ``[2, num_tokens]``. With images that have a grid, three more rows are the positions (``grid_positions``)."""
     num_cut: int = 0
     """Tokens that ``data.oversized: truncate_text`` has cut from its end."""
 
@@ -225,10 +226,14 @@ class Sizer:
         )
 
     def _expand(self, encoded: EncodedText, layouts: Sequence[ImageLayout]) -> npt.NDArray[np.int32]:
-        """Repeat each image's token as often as it has vision tokens; int32 ``[2, num_tokens]``."""
+        """Repeat each image's token as often as it has vision tokens; int32 ``[2 or 5, num_tokens]``."""
         repeats = np.ones(len(encoded.ids), dtype=np.int64)
         repeats[encoded.ids == self._family.image_token_id] = [layout.num_tokens for layout in layouts]
-        return np.repeat(np.stack([encoded.ids, encoded.labels]), repeats, axis=1)
+        text = np.repeat(np.stack([encoded.ids, encoded.labels]), repeats, axis=1)
+        grids = [layout.grid for layout in layouts if layout.grid is not None]
+        if not grids:
+            return text
+        return np.concatenate([text, grid_positions(text[0] == self._family.image_token_id, grids)])
 
 
 def _num_targets(text: npt.NDArray[np.int32]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,27 @@ _SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 def load_image_processor(
     path: str | None, vision_config: PreTrainedConfig, overrides: Mapping[str, Any], key: str
 ) -> BaseImageProcessor:
-    """The image processor of a checkpoint, or the tower's usual one for its ``image_size``; always the PIL variant.
+    """The image processor of a checkpoint, or the tower's usual one for its ``image_size``; as ``processor_or``."""
+
+    def usual() -> BaseImageProcessor:
+        kind = tower_kind(vision_config, key)
+        processor: BaseImageProcessor = getattr(transformers, kind.image_processor)(
+            **kind.fitted_size(*image_size(vision_config))
+        )
+        return processor
+
+    return processor_or(usual, path, overrides, key)
+
+
+def processor_or(
+    usual: Callable[[], BaseImageProcessor], path: str | None, overrides: Mapping[str, Any], key: str
+) -> BaseImageProcessor:
+    """The image processor of a checkpoint, or the usual one; always the PIL variant.
 
     The torchvision variant gives other pixels, so it is never used. overrides: settings that replace the processor's.
     key: configuration key of the encoder. Raises ConfigError for a setting that the processor does not have.
     """
-    processor = _of_checkpoint(path, key) if path is not None else None
-    if processor is None:
-        kind = tower_kind(vision_config, key)
-        processor = getattr(transformers, kind.image_processor)(**kind.fitted_size(*image_size(vision_config)))
+    processor = (_of_checkpoint(path, key) if path is not None else None) or usual()
     for name in overrides:
         if not hasattr(processor, name):
             hint = did_you_mean(name, processor.to_dict())
@@ -94,7 +106,7 @@ def pixel_values(processor: BaseImageProcessor, image: Image.Image) -> np.ndarra
     if table is not None:
         values = _processed(processor, rgb, **_NO_ARITHMETIC)
         if values.dtype == np.uint8:
-            return _look_up(table, values)
+            return look_up(table, values)
     return np.ascontiguousarray(_processed(processor, rgb), dtype=np.float32)
 
 
@@ -108,7 +120,7 @@ def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: b
     if table is not None:
         tiles = processor(images=rgb, return_tensors="np", **settings, **_NO_ARITHMETIC)["pixel_values"]
         if tiles.dtype == np.uint8:
-            return np.stack([_look_up(table, tile) for tile in tiles])
+            return np.stack([look_up(table, tile) for tile in tiles])
     tiles = processor(images=rgb, return_tensors="np", **settings)["pixel_values"]
     return np.ascontiguousarray(tiles, dtype=np.float32)
 
@@ -116,7 +128,7 @@ def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: b
 _NO_ARITHMETIC = {"do_rescale": False, "do_normalize": False}
 
 
-def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: bool) -> np.ndarray:
+def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: Any) -> np.ndarray:
     values: np.ndarray = processor(images=image, return_tensors="np", **settings)["pixel_values"][0]
     return values
 
@@ -134,10 +146,10 @@ def _value_table(processor: BaseImageProcessor) -> np.ndarray | None:
     if table.shape != (3, 16, 16) or (plain.dtype, values.dtype) != (np.float32, np.uint8):
         return None
     table = np.ascontiguousarray(table.reshape(3, 256), dtype=np.float32)
-    return table if np.array_equal(_look_up(table, values), plain) else None
+    return table if np.array_equal(look_up(table, values), plain) else None
 
 
-def _look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+def look_up(table: np.ndarray, values: np.ndarray) -> np.ndarray:
     """``table[c, values[c]]`` for each channel."""
     pixels = np.empty(values.shape, np.float32)
     for entries, channel, found in zip(table, values, pixels, strict=True):

@@ -120,6 +120,9 @@ class ImageLayout:
     """Tokens that the backbone sees."""
     num_tiles: int = 1
     """Tiles into which it is cut; the encoder computes each like an image of its own. The sizes above are of all."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its tokens, for a model whose positions have three axes (time, row, column); None: the model
+    counts tokens only."""
 
 
 @message

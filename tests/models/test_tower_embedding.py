@@ -113,7 +113,9 @@ def test_a_frozen_embedding_interpolates_a_size_once(monkeypatch: pytest.MonkeyP
     embedding = in_rows(hf_embedding("dinov2"))
     calls: list[Any] = []
     plain = nn.functional.interpolate
-    monkeypatch.setattr(nn.functional, "interpolate", lambda *args, **kw: calls.append(kw["size"]) or plain(*args, **kw))
+    monkeypatch.setattr(
+        nn.functional, "interpolate", lambda *args, **kw: calls.append(kw["size"]) or plain(*args, **kw)
+    )
     with torch.no_grad():
         first, again = (embedding(make_images()) for _ in range(2))
     assert torch.equal(first, again)

@@ -86,7 +86,7 @@ class InternVLFamily(LlavaFamily):
         return str(self.tokenizer.context_image_token)
 
     @cached_property
-    def image_processor(self) -> BaseImageProcessor:
+    def image_processor(self) -> GotOcr2ImageProcessorPil:
         """See ``LlavaFamily``; raises ConfigError if it cuts no tiles, or tiles that pixel shuffle cannot join."""
         processor, key = self._given_processor, f"{self._encoder_key}.image_processor"
         if not isinstance(processor, GotOcr2ImageProcessorPil):

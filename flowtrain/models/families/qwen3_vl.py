@@ -81,7 +81,7 @@ class Qwen3VLFamily(HFFamily):
         own = getattr(tokenizer, "image_token", _IMAGE)
         if self.image_token != own:
             raise ConfigError(
-                f"model.image_token is {self.image_token!r}, and with this tokenizer Qwen3-VL's processor expands {own!r}; "
+                f"model.image_token is {self.image_token!r}, and Qwen3-VL's processor expands the tokenizer's {own!r}; "
                 + ("leave the key out" if own == _IMAGE else f"set it to {own!r}")
             )
         for token in (*_FRAME, _VIDEO):

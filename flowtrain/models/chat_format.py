@@ -12,6 +12,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -170,11 +171,9 @@ def _prologue(lacking: Lacking, placeholder: str, own_line: bool) -> str:
 
 def _without_prologue(template: str, placeholders: Sequence[str]) -> str:
     """A template without what an export put before it."""
-    for placeholder in placeholders:
-        for own_line in (False, True):
-            for lacking in (Lacking.TEXTS, Lacking.LISTS):  # the first begins with the second
-                template = template.removeprefix(_prologue(lacking, placeholder, own_line))
-    return template
+    kinds = product((Lacking.TEXTS, Lacking.LISTS), placeholders, (False, True))  # the second is how the first begins
+    found = (prologue for kind in kinds if template.startswith(prologue := _prologue(*kind)))
+    return template.removeprefix(next(found, ""))
 
 
 _AFTER_AN_IMAGE = "part-six"

@@ -66,7 +66,7 @@ def pixels_of_sample(
 
 
 def tiles_of(pixels: np.ndarray) -> list[np.ndarray]:
-    """Return an image's tiles, ``[C, H, W]`` each, in order: itself, or those of an image in tiles, ``[T, C, H, W]``."""
+    """Return an image's tiles in order, ``[C, H, W]`` each: those of ``[T, C, H, W]``, or the image itself."""
     return list(pixels) if pixels.ndim == 4 else [pixels]
 
 

@@ -110,7 +110,7 @@ def pixel_values(processor: BaseImageProcessor, image: Image.Image) -> np.ndarra
     return np.ascontiguousarray(_processed(processor, rgb), dtype=np.float32)
 
 
-def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: bool) -> np.ndarray:
+def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: Any) -> np.ndarray:
     """As ``pixel_values``, of all tiles that a processor makes of an image: ``[T, C, H, W]``.
 
     settings: of the call, in the place of the processor's own.
@@ -125,7 +125,7 @@ def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: b
     return np.ascontiguousarray(tiles, dtype=np.float32)
 
 
-_NO_ARITHMETIC = {"do_rescale": False, "do_normalize": False}
+_NO_ARITHMETIC: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
 
 
 def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: Any) -> np.ndarray:

@@ -181,8 +181,8 @@ class VisionStage(EncoderStage):
 def pixel_shuffle(states: Tensor, factor: int) -> Tensor:
     """Join the hidden states of each square of ``factor`` x ``factor`` patches to one row, as HF's InternVL does.
 
-    states: ``[B, n, D]`` of square images, line by line. Returns ``[B, n / factor**2, D * factor**2]``; a square has its
-    patches line by line.
+    states: ``[B, n, D]`` of square images, line by line. Returns ``[B, n / factor**2, D * factor**2]``; a square has
+    its patches line by line.
     """
     count, num_patches, width = states.shape
     side = math.isqrt(num_patches) // factor

@@ -1,4 +1,4 @@
-"""The InternVL family: images in tiles, pixel shuffle on the encoder's side, and a connector that begins with a norm."""
+"""The InternVL family: images in tiles, pixel shuffle in the encoder, and a connector that begins with a norm."""
 
 from __future__ import annotations
 
@@ -81,11 +81,12 @@ class InternVLFamily(LlavaFamily):
         return f"{start}{self.image_token}{end}"
 
     @cached_property
-    def image_processor(self) -> BaseImageProcessor:
+    def image_processor(self) -> GotOcr2ImageProcessorPil:
         """See ``LlavaFamily``; raises ConfigError if it cuts no tiles, or tiles that pixel shuffle cannot join."""
         processor, key = self._given_processor, f"{self._encoder_key}.image_processor"
         if not isinstance(processor, GotOcr2ImageProcessorPil):
-            raise ConfigError(f"{key}: {type(processor).__name__} cuts no tiles; InternVL needs a GotOcr2ImageProcessor")
+            name = type(processor).__name__
+            raise ConfigError(f"{key}: {name} cuts no tiles; InternVL needs a GotOcr2ImageProcessor")
         if self.config.encoders[self.encoder_names[0]].image_processor.get("crop_to_patches") is False:
             raise ConfigError(
                 f"{key}.crop_to_patches (false): HF's InternVLProcessor always cuts tiles; set {key}.max_patches to 1 "
@@ -126,7 +127,7 @@ class InternVLFamily(LlavaFamily):
         return replace(spec, encoders={name: vision}, connector=replace(spec.connector, norm=True))
 
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
-        """Pixel values of the tiles, float32 ``[T, C, H, W]``: line by line, then the thumbnail if there are several."""
+        """Pixel values of the tiles, float32 ``[T, C, H, W]``: line by line; with several a thumbnail comes last."""
         return tile_values(self.image_processor, image, **_TILED)
 
     def _new_connector(self) -> Connector:

@@ -36,7 +36,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "patch_size": 16,
     },
 }
-STANDARD_SIZES = ((640, 480), (854, 480), (800, 600), (1024, 768), (1280, 720), (1440, 1080), (1620, 1080), (1920, 1080))
+STANDARD_SIZES = (
+    (640, 480),
+    (854, 480),
+    (800, 600),
+    (1024, 768),
+    (1280, 720),
+    (1440, 1080),
+    (1620, 1080),
+    (1920, 1080),
+)
 ASPECTS = (1.0, 5 / 4, 4 / 3, 3 / 2, 16 / 9)
 
 
@@ -69,7 +78,11 @@ def family_of(model: str, dtype: str, longest: int) -> VariableLlavaFamily:
         "name": "encoder",
         "model": {"family": "variable_llava", "tokenizer": TOKENIZER, "dtype": dtype, "device": "cpu"},
         "encoders": {
-            VISION: {"config": MODELS[model], "image_processor": {"size": {"longest_edge": longest}}, "feature_layer": -1}
+            VISION: {
+                "config": MODELS[model],
+                "image_processor": {"size": {"longest_edge": longest}},
+                "feature_layer": -1,
+            }
         },
         "backbone": {"config": text},
         "data": {"sources": [{"path": "unused.parquet"}]},

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
@@ -56,7 +55,7 @@ class StockProcessor(Qwen3VLProcessor):
 def stock_images(**settings: Any) -> Qwen2VLImageProcessorPil:
     """HF's image processor for the tiny tower. settings: beside its patches."""
     values = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], **PROCESSOR, **settings}
-    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **values)
+    return Qwen2VLImageProcessorPil(**{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, **values})
 
 
 def stock_processor(family: Qwen3VLFamily, **settings: Any) -> StockProcessor:
@@ -74,8 +73,3 @@ def stock_inputs(images: Sequence[Image.Image], ids: Tensor, image_token_id: int
         "image_grid_thw": found["image_grid_thw"],
         "mm_token_type_ids": (ids == image_token_id).int(),
     }
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a weight of HF's class belongs to the encoder, and not to the mergers."""
-    return name.startswith("model.visual.") and "merger" not in name

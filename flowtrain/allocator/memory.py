@@ -12,10 +12,11 @@ import numpy as np
 
 from flowtrain.allocator.candidates import CandidateColumns
 from flowtrain.allocator.slices import ONE_EACH, Slices, chunks_of_ranks
+from flowtrain.costs.activations import without_idle_layers
 from flowtrain.costs.cluster import DeviceType
-from flowtrain.costs.flops import IntArray
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.memory import USABLE_SHARE, StepMemory, predict_step_memory, rank_peaks
-from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.model_spec import ModelSpec, TrainedBackbone, TransformerSpec
 from flowtrain.costs.rank_memory import BoolArray, Ends, RankColumns, words_in_backward
 from flowtrain.costs.training_setup import Checkpointing, Chunk, MicrobatchSize, TrainingSetup
 from flowtrain.costs.workload import Workload
@@ -48,7 +49,8 @@ def backbone_memory(
     partition = slices.partition(model.backbone.num_layers, degrees.pp)
     at = replace(setup, dp=degrees.dp, tp=degrees.tp, accumulates=num_microbatches > 1)
     size = microbatch_size(workload)
-    ranks = _ranks_to_compare(slices, model.backbone.num_layers, degrees.pp, setup.activation_checkpointing)
+    words, trained = setup.activation_checkpointing, model.backbone.trained
+    ranks = _ranks_to_compare(slices, model.backbone.num_layers, degrees.pp, words, trained)
     each = (
         predict_step_memory(
             model.backbone, model.connector, rank_chunks(partition, rank, num_microbatches).backbone, at, size
@@ -72,7 +74,7 @@ def backbone_peaks(
     """
     if not len(columns):
         return np.zeros(0, dtype=np.int64)
-    rows = _rank_rows(slices, model.backbone.num_layers, setup.activation_checkpointing, setup.checkpoint_every)
+    rows = _rank_rows(slices, model.backbone, setup.activation_checkpointing, setup.checkpoint_every)
     num_microbatches, size = workload.num_microbatches(columns.dp), microbatch_size(workload)
     reduces_each = np.zeros(len(columns), dtype=bool) if columns.reduces_each is None else columns.reduces_each
     peaks = np.empty(len(columns), dtype=np.int64)
@@ -103,7 +105,11 @@ class _RankRows:
     """Of each pipeline degree, ``[num_degrees + 2]``; the degree is the index."""
     rank: IntArray
     layers: Mapping[str, IntArray]
-    """Layers of each chunk by memory strategy, ``[R, chunks]``."""
+    """Layers of each chunk by memory strategy, without those that no gradient passes; ``[R, chunks]``."""
+    num_layers: IntArray
+    """All layers, ``[R]``."""
+    trained_layers: FloatArray
+    """As in ``RankColumns``."""
     examples: tuple[tuple[Chunk, ...], ...]
     """As in ``RankColumns``."""
     example: IntArray
@@ -122,10 +128,10 @@ class _RankRows:
         is_first, is_last = self.rank[row] == 0, self.rank[row] == pp - 1
         ends = _kept_by_kind(kept, is_first, is_last)
         each = {word: layers[row] for word, layers in self.layers.items()}
-        num_layers = sum(layers.sum(axis=1) for layers in each.values())
         return RankColumns(
             chunks,
-            np.asarray(num_layers),
+            self.num_layers[row],
+            self.trained_layers[row],
             is_first,
             is_last,
             {word: (kept * layers).sum(axis=1) for word, layers in each.items()},
@@ -149,23 +155,25 @@ def _kept_by_kind(kept: IntArray, is_first: BoolArray, is_last: BoolArray) -> di
 
 
 @lru_cache(maxsize=64)
-def _rank_rows(slices: Slices, num_layers: int, checkpointing: Checkpointing, every: int) -> _RankRows:
+def _rank_rows(slices: Slices, spec: TransformerSpec, checkpointing: Checkpointing, every: int) -> _RankRows:
     setup = TrainingSetup(activation_checkpointing=checkpointing, checkpoint_every=every)
-    first_row, ranks, found = [0, 0], [], []
+    first_row, ranks, found, num_layers = [0, 0], [], [], spec.num_layers
     for pp in range(1, slices.most_ranks(num_layers) + 1):
         partition = slices.partition(num_layers, pp)
-        for rank in _ranks_to_compare(slices, num_layers, pp, checkpointing):
+        for rank in _ranks_to_compare(slices, num_layers, pp, checkpointing, spec.trained):
             ranks.append(rank)
             found.append(rank_chunks(partition, rank, 1).backbone)
         first_row.append(len(ranks))
-    counts = [[chunk.layers_by_strategy(setup) for chunk in chunks] for chunks in found]
+    counts = [[without_idle_layers(chunk, spec).layers_by_strategy(setup) for chunk in chunks] for chunks in found]
     words = sorted({word for row in counts for chunk in row for word in chunk})
     layers = {word: np.array([[chunk.get(word, 0) for chunk in row] for row in counts]) for word in words}
     examples: dict[tuple[str, ...], int] = {}
     kinds = [tuple(words_in_backward(chunks, setup)) for chunks in found]
     example = np.array([examples.setdefault(kind, len(examples)) for kind in kinds])
     like = tuple(found[kinds.index(kind)] for kind in examples)
-    return _RankRows(np.array(first_row), np.array(ranks), layers, like, example)
+    whole = np.array([sum(chunk.num_layers for chunk in chunks) for chunks in found])
+    trained = np.array([sum(spec.trained_layers(chunk.layers) for chunk in chunks) for chunks in found])
+    return _RankRows(np.array(first_row), np.array(ranks), layers, whole, trained, like, example)
 
 
 def microbatches_of_a_replica(workload: Workload, dp: int) -> int:
@@ -180,17 +188,30 @@ def microbatch_size(workload: Workload) -> MicrobatchSize:
 
 
 @lru_cache(maxsize=4096)
-def _ranks_to_compare(slices: Slices, num_layers: int, pp: int, checkpointing: Checkpointing) -> tuple[int, ...]:
+def _ranks_to_compare(
+    slices: Slices, num_layers: int, pp: int, checkpointing: Checkpointing, trained: TrainedBackbone | None
+) -> tuple[int, ...]:
     """Ranks of which one is the fullest: of those with the same layers the first, which keeps most, and the last.
 
-    The last has the loss.
+    The last has the loss. Layers are the same if as much of them is trained.
     """
     words = checkpointing if not isinstance(checkpointing, str) else None
     first: dict[tuple[object, ...], int] = {}
     for rank, chunks in enumerate(chunks_of_ranks(slices, num_layers, pp)):
         same = tuple(
-            (len(layers), *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()))
+            (
+                len(layers),
+                *(sorted(Counter(words[layer] for layer in layers).items()) if words else ()),
+                *_trained_parts(trained, layers),
+            )
             for layers in chunks
         )
         first.setdefault(same, rank)
     return tuple(sorted({0, pp - 1, *first.values()}))
+
+
+def _trained_parts(trained: TrainedBackbone | None, layers: range) -> tuple[tuple[bool, int], ...]:
+    """Whether no gradient passes a layer, and how much of it is trained, by layer; empty if all is trained."""
+    if trained is None:
+        return ()
+    return tuple((layer < trained.num_idle_layers, trained.layers[layer]) for layer in layers)

@@ -165,7 +165,7 @@ def own_fill_s(request: Request, columns: CandidateColumns, place: EncoderPlace,
 
 
 def held(request: Request, columns: CandidateColumns, loads: RankLoads) -> StageParameters:
-    """Return what the fullest rank trains; all columns have the same tp."""
+    """Return what the fullest rank holds in shards, frozen encoder layers aside; all columns have the same tp."""
     model, tp = request.model, int(columns.tp[0])
     _, spec = encoder_of(model)
     backbone, trained = model.backbone, float(is_trained(request))
@@ -173,12 +173,18 @@ def held(request: Request, columns: CandidateColumns, loads: RankLoads) -> Stage
     if backbone.tied_embeddings:
         tables = np.minimum(tables, 1.0)
     outer = tables * backbone.head_parameters + loads.has_connector * model.connector.num_parameters
-    outer = outer + trained * loads.has_images * (spec.outside_parameters - spec.unused_parameters)
+    encoder_outer = trained * loads.has_images * (spec.outside_parameters - spec.unused_parameters)
     layers = loads.layers * backbone.layer_parameters
-    layers = layers + trained * loads.encoder_share * spec.num_layers * spec.layer_parameters
-    fullest = int(np.argmax(layers + outer))
+    encoder_layers = trained * loads.encoder_share * spec.num_layers * spec.layer_parameters
+    of_encoder, of_all = encoder_layers + encoder_outer, layers + outer + encoder_layers + encoder_outer
+    fullest = int(np.argmax(of_all))
     one = np.ones(len(columns))
-    return StageParameters(layers[fullest] / tp * one, outer[fullest] / tp * one, backbone.layer_parameters / tp * one)
+    return StageParameters(
+        (layers + encoder_layers)[fullest] / tp * one,
+        (outer + encoder_outer)[fullest] / tp * one,
+        backbone.layer_parameters / tp * one,
+        (of_encoder + model.trained_share * (layers + outer))[fullest] / tp * one,
+    )
 
 
 def memory(request: Request, candidate: Candidate, place: EncoderPlace) -> StepMemory:

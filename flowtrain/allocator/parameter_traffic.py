@@ -27,6 +27,8 @@ class StageParameters:
     """Embedding, connector and head, which are gathered and reduced as one."""
     unit: FloatArray
     """The largest of ``layers`` that are gathered and reduced as one."""
+    trained: FloatArray
+    """Those of all that are trained, and so reduced and updated."""
 
     @property
     def total(self) -> FloatArray:
@@ -35,7 +37,7 @@ class StageParameters:
 
     def of(self, chosen: IntArray) -> StageParameters:
         """Return those of some configurations, by index."""
-        return StageParameters(self.layers[chosen], self.outer[chosen], self.unit[chosen])
+        return StageParameters(self.layers[chosen], self.outer[chosen], self.unit[chosen], self.trained[chosen])
 
 
 class ParameterTraffic:
@@ -62,7 +64,7 @@ class ParameterTraffic:
         self._ranks, self._chunks, self._times = ranks, chunks, times
 
     def parameters(self, columns: CandidateColumns) -> StageParameters:
-        """Return those of the fullest pipeline rank."""
+        """Return those of the fullest pipeline rank; of what is frozen, each rank counts as having an even share."""
         backbone, (first, last, longest) = self._model.backbone, self._ranks[columns.pp].T
         table, layer, connector = backbone.head_parameters, backbone.layer_parameters, self._model.connector
         counts, outer = (
@@ -73,7 +75,7 @@ class ParameterTraffic:
         of_alone = backbone.num_parameters - backbone.num_layers * layer + connector.num_parameters
         layers = layer * counts[fullest, np.arange(len(columns))] / columns.tp
         whole = np.where(columns.pp == 1, of_alone, outer[fullest]) / columns.tp
-        return StageParameters(layers, whole, layer / columns.tp)
+        return StageParameters(layers, whole, layer / columns.tp, self._model.trained_share * (layers + whole))
 
     def shards(self, columns: CandidateColumns) -> IntArray:
         """Return the data parallel ranks that hold one set of shards; 1 where the configuration has none."""
@@ -122,9 +124,9 @@ class ParameterTraffic:
             return np.where(each, num_microbatches, 1.0) * measured[1]
         device, shards, replica = self._cluster[columns.device_type], self.shards(columns), columns.pp * columns.tp
         share = FLOAT32_NBYTES * (shards - 1) / shards / self._link(device, shards, replica)
-        reduce, tail = share * held.total, share * (held.unit + held.outer)
+        reduce, tail = share * held.trained, share * np.minimum(held.unit + held.outer, held.trained)
         groups = columns.dp // shards
-        between = 2.0 * (groups - 1) / groups * FLOAT32_NBYTES * held.total / shards
+        between = 2.0 * (groups - 1) / groups * FLOAT32_NBYTES * held.trained / shards
         last = reduce + between / self._link(device, groups, shards * replica)
         if self._overlaps(columns):
             # The backward also gathers over the same link.

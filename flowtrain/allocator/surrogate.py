@@ -168,7 +168,7 @@ class Surrogate:
     ) -> SlotTime:
         """Return the times of one microbatch of ``tokens`` on the slowest pipeline rank; all arrays are ``[C]``.
 
-        stage: seconds of all layers, head and connector there. held: parameters that the fullest rank trains; None:
+        stage: seconds of all layers, head and connector there. held: parameters of the fullest rank; None:
         those of the backbone.
         """
         device, pp, tp = self._cluster[columns.device_type], columns.pp, columns.tp
@@ -205,7 +205,7 @@ class Surrogate:
     def optimizer_s(self, columns: CandidateColumns, held: StageParameters | None = None) -> FloatArray:
         """Return seconds of a step's clipping and update, ``[C]``."""
         held = self.traffic.parameters(columns) if held is None else held
-        return self.times[columns.device_type].step_s(held.total / self.traffic.shards(columns))
+        return self.times[columns.device_type].step_s(held.trained / self.traffic.shards(columns))
 
     def _offloading_s(self, columns: CandidateColumns, stage: FloatArray, tokens: FloatArray) -> FloatArray:
         """Seconds of a microbatch's copies that its forward and its backward do not hide."""

@@ -156,11 +156,21 @@ def _parameters(run_spec: RunSpec) -> str:
     """Total and trainable parameters of what the mode has; an encoder counts only what its features need."""
     spec, freeze = run_spec.model_spec, run_spec.config.frozen_modules
     encoders = {} if run_spec.config.mode == "llm_only" else spec.encoders
-    counts = {name: encoder.num_computed_parameters for name, encoder in encoders.items()}
-    counts |= {"connector": spec.connector.num_parameters, "backbone": spec.backbone.num_parameters}
-    frozen = {*freeze, *(spec.encoders if "encoders" in freeze else ())}
-    each = ", ".join(f"{name} {count:,}{' (frozen)' * (name in frozen)}" for name, count in counts.items())
-    return f"{sum(counts.values()):,}, of them {spec.num_trainable_parameters(freeze):,} trainable: {each}"
+    whole = "encoders" not in freeze
+    counts = {
+        name: (each.num_computed_parameters, whole * each.num_computed_parameters) for name, each in encoders.items()
+    }
+    for name, part in (("connector", spec.connector), ("backbone", spec.backbone)):
+        counts[name] = part.num_parameters, part.num_trained_parameters * (name not in freeze)
+    each = ", ".join(f"{name} {count:,}{_frozen(count, trained)}" for name, (count, trained) in counts.items())
+    total = sum(count for count, _ in counts.values())
+    return f"{total:,}, of them {spec.num_trainable_parameters(freeze):,} trainable: {each}"
+
+
+def _frozen(count: int, trained: int) -> str:
+    if trained == count:
+        return ""
+    return f" ({trained:,} trained)" if trained else " (frozen)"
 
 
 def _devices(config: RunConfig, num_devices: float) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.config.parameter_names import ENCODERS, MODULES, is_pattern
 from flowtrain.errors import ConfigError, FaultCode
 
 Dtype = Literal["float32", "bfloat16"]
@@ -33,11 +35,27 @@ class ModelConfig(ConfigModel):
     instead, and ``qwen3_vl`` has ``<|image_pad|>`` in the place of the default."""
     dtype: Dtype = "float32"
     """Compute type of encoders and backbone. Master weights are always float32."""
-    freeze: tuple[Literal["connector", "backbone"], ...] = ()
-    """Modules that are not trained. Encoders are not either, unless they are ``trainable``."""
+    freeze: tuple[str, ...] = ()
+    """Modules (``connector``, ``backbone``) and patterns of parameter names that are not trained
+    (``config/parameter_names.py``). Encoders are not either, unless they are ``trainable``."""
     device: Literal["auto", "cpu", "emulated"] = "auto"
     """``auto``: accelerators if the cluster has some; ``cpu``: none; ``emulated``: actors wait for as long as the
     devices of section ``emulated`` would compute (docs/emulated.md)."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _modules_or_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse words that are no modules; only the model tells what a pattern matches."""
+        for index, key in enumerate(value):
+            if not is_pattern(key) and key not in MODULES:
+                near = difflib.get_close_matches(key, MODULES, n=1)
+                way_out = f"did you mean {near[0]!r}?" if near else "or a pattern of parameter names, with a * or a dot"
+                if key == ENCODERS:
+                    way_out = "encoders are frozen unless encoders.<name>.trainable is true"
+                place = f"model.freeze.{index}"
+                said = f"{place} = {key!r}: must be 'connector' or 'backbone'; {way_out}"
+                raise ConfigError.of(place, FaultCode.VALUE, said)
+        return value
 
 
 class EncoderConfig(ConfigModel):

@@ -20,6 +20,7 @@ from flowtrain.config.modes import (
     encoders_are_trained_inside,
     ranks_have_whole_devices,
 )
+from flowtrain.config.parameter_names import ENCODERS, is_pattern
 from flowtrain.config.pipeline import PipelineConfig, partition_has_its_stages, schedule_has_its_chunks
 from flowtrain.config.put_plan import put_plan
 from flowtrain.config.training import CheckpointConfig, TrainingConfig
@@ -128,8 +129,9 @@ class RunConfig(ConfigModel):
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:
-        """The modules that are not trained: those of ``model.freeze``, and ``encoders`` unless they are trainable."""
-        return self.model.freeze if self.trains_encoders else (*self.model.freeze, "encoders")
+        """Modules that are frozen as a whole: those that ``model.freeze`` names, and ``encoders`` unless trainable."""
+        modules = tuple(key for key in self.model.freeze if not is_pattern(key))
+        return modules if self.trains_encoders else (*modules, ENCODERS)
 
     def encoder_replicas(self, name: str) -> int:
         """Return the data parallel size of an encoder's actors: as configured, or as ``colocated`` needs; 0 without."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowtrain.config.messages import refusal
+from flowtrain.config.parameter_names import CONNECTOR, MODULES, is_pattern
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import Fault, FaultCode
 
@@ -23,22 +24,27 @@ def startable_faults(config: RunConfig) -> list[Fault]:
             "change one of them, or unset the first with =null: then the replicas on one node share shards"
         )
         faults.append(Fault("backbone.hybrid_shard_size", FaultCode.DEGREES, text))
-    if (nothing := _nothing_to_train(config)) is not None:
-        faults.append(nothing)
+    if not _trains_a_module(config):
+        faults.append(nothing_to_train(config))
     return faults
 
 
-def _nothing_to_train(config: RunConfig) -> Fault | None:
-    """The connector gets gradients only where images do."""
-    trained = {"connector", "backbone"} - set(config.model.freeze)
+def _trains_a_module(config: RunConfig) -> bool:
+    """Whether a module is trained, as far as names of modules tell; the connector is only where images are."""
+    trained = set(MODULES) - set(config.model.freeze)
     if config.settled_mode == "llm_only":
-        trained -= {"connector"}
-    if trained or config.trains_encoders:
-        return None
+        trained -= {CONNECTOR}
+    return bool(trained) or config.trains_encoders
+
+
+def nothing_to_train(config: RunConfig) -> Fault:
+    """Return the fault of a run that freezes everything."""
     frozen, way_out = ", ".join(config.model.freeze), "take connector or backbone out of it"
-    if config.settled_mode == "llm_only":
+    if any(map(is_pattern, config.model.freeze)):
+        way_out = "take a pattern out of it"
+    elif config.settled_mode == "llm_only":
         way_out = "take backbone out of it: mode 'llm_only' has no images, which the connector needs"
-    elif config.settled_mode == "monolithic":
+    if config.settled_mode == "monolithic":
         way_out += ", or train an encoder with encoders.<name>.trainable=true"
     return Fault("model.freeze", FaultCode.CONFLICT, f"model.freeze ({frozen}) leaves nothing to train; {way_out}")
 

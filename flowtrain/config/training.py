@@ -2,21 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+from collections.abc import Collection
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.config.parameter_names import ENCODERS, MODULES, is_pattern, module_of, stands_for
 from flowtrain.errors import ConfigError, FaultCode
 
 
 class LearningRateConfig(ConfigModel):
-    """Peak learning rate per module; None: the module has ``training.learning_rate``."""
+    """Peak learning rate by module, and by patterns of parameter names (``model.freeze``), which win over modules.
 
+    A pattern is a key of its own. None: the module has ``training.learning_rate``. Two patterns may name a parameter
+    only if their rates are equal: the order of a mapping's keys decides nothing.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    __pydantic_extra__: dict[str, Annotated[float, Field(ge=0)]] = Field(init=False)
     connector: float | None = Field(None, ge=0)
     backbone: float | None = Field(None, ge=0)
     encoders: float | None = Field(None, ge=0)
     """Of encoders that are ``trainable``."""
+
+    @model_validator(mode="after")
+    def _only_patterns_beside_modules(self) -> LearningRateConfig:
+        for key, rate in self.patterns.items():
+            if not is_pattern(key):
+                near = difflib.get_close_matches(key, (*MODULES, ENCODERS), n=1)
+                way_out = f"did you mean {near[0]!r}?" if near else "a pattern of parameter names has a * or a dot"
+                raise ConfigError.of(
+                    f"training.learning_rates.{key}",
+                    FaultCode.KEY,
+                    f"training.learning_rates.{key} = {rate:g}: no module ({', '.join((*MODULES, ENCODERS))}) has this "
+                    f"name; {way_out}",
+                )
+        return self
+
+    @property
+    def patterns(self) -> dict[str, float]:
+        """The rates by pattern."""
+        return dict(self.model_extra or {})
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The rates of connector and backbone, where they have one, and of patterns."""
+        modules = {name: getattr(self, name) for name in MODULES}
+        return {name: rate for name, rate in modules.items() if rate is not None} | self.patterns
+
+    def rate_of(self, names: Collection[str]) -> float | None:
+        """Return the rate of a parameter with these names; None: it has ``training.learning_rate``.
+
+        names: one, or several of a tied weight. Patterns name no parameters of encoders. Raises ConfigError if they
+        give a parameter different rates.
+        """
+        module = module_of(next(iter(names)))
+        patterns = {} if module == ENCODERS else self.patterns
+        rates = {key: rate for key, rate in patterns.items() if any(stands_for(key, name) for name in names)}
+        if not rates:
+            rate: float | None = getattr(self, module)
+            return rate
+        (one, of_one), *others = rates.items()
+        for other, of_other in others:
+            if of_other != of_one:
+                raise ConfigError.of(
+                    f"training.learning_rates.{other}",
+                    FaultCode.CONFLICT,
+                    f"training.learning_rates: {one!r} ({of_one:g}) and {other!r} ({of_other:g}) both name "
+                    f"{next(iter(names))}; give them one rate, or patterns that share no parameter",
+                )
+        return of_one
 
 
 class TrainingConfig(ConfigModel):
@@ -31,7 +89,7 @@ class TrainingConfig(ConfigModel):
     learning_rate: float = Field(1e-4, ge=0)
     """The peak."""
     learning_rates: LearningRateConfig = LearningRateConfig()
-    """Overrides it per module."""
+    """Overrides it by module and by pattern of parameter names."""
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = Field(0, ge=0)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from flowtrain.config.parameter_names import ENCODERS
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.export import MAX_SHARD_NBYTES
@@ -22,7 +23,6 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.training.checkpoint import stored_frozen, stored_state
 from flowtrain.training.checkpoint_store import intact_newest_first, read_meta
 from flowtrain.training.frozen import add_digests, check_frozen, digests_of, frozen_entries
-from flowtrain.training.optimizer import ENCODERS
 
 ExportDtype = Literal["float32", "bfloat16"]
 

@@ -11,6 +11,8 @@ from flowtrain.allocator.degrees import degree_faults, encoder_degree_faults
 from flowtrain.allocator.plan import fixed_plan, with_settings_of
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.messages import refusal
+from flowtrain.config.parameter_checks import names_parameters, parameter_faults
+from flowtrain.config.parameter_names import ParameterNames
 from flowtrain.config.run import RunConfig
 from flowtrain.config.startable import check_startable
 from flowtrain.controller.feeder_memory import FeederNeed, feeder_need
@@ -102,6 +104,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         num_eval = min(config.data.eval.max_samples, len(sources.evaluation))
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
+    check_parameter_names(config, family)
     spec = family.model_spec
     check_emulated_profile(config, spec)
     plan = with_settings_of(config, fixed_plan(config), plan)
@@ -130,6 +133,15 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         cost=first_cost(config, spec, cost_profile),
         cost_profile=cost_profile,
     )
+
+
+def check_parameter_names(config: RunConfig, family: Family) -> None:
+    """Raise ConfigError, with all faults, if keys that name parameters do not fit the model or each other."""
+    if not names_parameters(config):
+        return
+    names = ParameterNames.of(family.weight_shapes(), family.tied_weights())
+    if faults := parameter_faults(config, names):
+        raise refusal(f"run {config.name!r}", faults)
 
 
 def check_degrees(config: RunConfig, degrees: Degrees, spec: ModelSpec, tower_type: str) -> None:

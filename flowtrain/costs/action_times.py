@@ -116,6 +116,8 @@ class StageParameters:
     """Embedding, connector and head, which are gathered and reduced as one."""
     unit: float
     """Those of a layer, which are gathered and reduced as one."""
+    trained_share: float = 1.0
+    """Of all that are trained, and so reduced and updated."""
 
     @property
     def total(self) -> float:
@@ -201,12 +203,13 @@ class ActionTimes:
             return 0.0
         held, replica = self.parameters(stage), self.degrees.replica_size
         share = FLOAT32_NBYTES * (self.shard_size - 1) / self.shard_size / self._link(self.shard_size, replica)
-        summing, groups = share * held.total, self.degrees.dp // self.shard_size
+        reduced = held.trained_share * held.total
+        summing, groups = share * reduced, self.degrees.dp // self.shard_size
         if is_last and groups > 1:
-            shard_nbytes = FLOAT32_NBYTES * held.total / self.shard_size
+            shard_nbytes = FLOAT32_NBYTES * reduced / self.shard_size
             summing += 2.0 * (groups - 1) / groups * shard_nbytes / self._link(groups, self.shard_size * replica)
         gathering = 0.0 if self._gathers_once else self._gathering_s(held.layers)
-        return self._exposed(summing, max(computing - gathering, 0.0), share * (held.unit + held.outer))
+        return self._exposed(summing, max(computing - gathering, 0.0), share * min(held.unit + held.outer, reduced))
 
     def transfer_s(self, work: MicrobatchWork) -> float:
         """Return seconds in which hidden states of a microbatch, or their gradients, reach the next rank."""
@@ -224,7 +227,8 @@ class ActionTimes:
 
     def optimizer_s(self, stages: Sequence[StageWork]) -> float:
         """Return seconds of the update on a rank with these stages."""
-        parameters = sum(self.parameters(stage).total for stage in stages if stage.has_backward)
+        held = [self.parameters(stage) for stage in stages if stage.has_backward]
+        parameters = sum(each.trained_share * each.total for each in held)
         return float(self._of_steps.step_s(np.array([parameters / self.shard_size]))[0])
 
     def parameters(self, stage: StageWork) -> StageParameters:
@@ -239,7 +243,7 @@ class ActionTimes:
         else:
             outer = float(backbone.head_parameters * (stage.is_first + stage.is_last))
         outer += model.connector.num_parameters * stage.is_first
-        return StageParameters(stage.num_layers * layer, outer / tp, layer)
+        return StageParameters(stage.num_layers * layer, outer / tp, layer, model.trained_share)
 
     @property
     def gathers(self) -> bool:

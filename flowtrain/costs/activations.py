@@ -8,7 +8,7 @@ and kept whole, because the gradients of their weights need all tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
@@ -21,7 +21,8 @@ def chunk_activation_nbytes(
     dtype, tokens = setup.dtype_nbytes, microbatch.num_tokens
     slice_nbytes = dtype * spec.hidden_size * setup.sliced(tokens)
     kept = sum(
-        count * kept_nbytes(spec, setup, tokens, word) for word, count in chunk.layers_by_strategy(setup).items()
+        count * kept_nbytes(spec, setup, tokens, word)
+        for word, count in without_idle_layers(chunk, spec).layers_by_strategy(setup).items()
     )
     kept += 2 * dtype * spec.head_dim * tokens  # cosines and sines of the positions
     if chunk.is_last:
@@ -35,6 +36,12 @@ def chunk_activation_nbytes(
         between = 2 * connector.levels * -(-connector.hidden_size // setup.tp)
         kept += dtype * (inputs + between) * microbatch.num_rows
     return kept
+
+
+def without_idle_layers(chunk: Chunk, spec: TransformerSpec) -> Chunk:
+    """Return a chunk without its layers that no gradient passes: they keep nothing."""
+    idle = spec.num_idle_layers(chunk.layers)
+    return replace(chunk, num_layers=chunk.num_layers - idle, first_layer=chunk.first_layer + idle) if idle else chunk
 
 
 def layer_activation_nbytes(spec: TransformerSpec, setup: TrainingSetup, num_tokens: int) -> int:

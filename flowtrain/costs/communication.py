@@ -32,7 +32,7 @@ class TensorCommunication:
         setup: TrainingSetup,
         link_efficiency: float,
     ) -> None:
-        self._model, self._workload, self.setup = model, workload, setup
+        self.model, self._workload, self.setup = model, workload, setup
         self._bandwidth = device_type.links.node * link_efficiency
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
@@ -40,16 +40,16 @@ class TensorCommunication:
         num_reduces = 4.0 + 2.0 * recomputed_share(self.setup)
         if self.setup.sequence_parallel:
             num_reduces += 2.0 * _GATHER * self.setup.share_of_layers("selective")
-        return self._factor(tp) * num_reduces * self._model.backbone.hidden_size * num_tokens
+        return self._factor(tp) * num_reduces * self.model.backbone.hidden_size * num_tokens
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds for the gradient of the hidden states that carry loss, ``[N]``."""
         reduced = self._workload.target_share + (_GATHER if self.setup.sequence_parallel else 0.0)
-        return self._factor(tp) * reduced * self._model.backbone.hidden_size * num_tokens
+        return self._factor(tp) * reduced * self.model.backbone.hidden_size * num_tokens
 
     def images_s(self, encoder: str, tp: int) -> FloatArray:
         """Return seconds of the forward for each representative sample's images, ``[S]``."""
-        spec, (_, num_patches) = self._model.encoders[encoder], self._workload.images[encoder]
+        spec, (_, num_patches) = self.model.encoders[encoder], self._workload.images[encoder]
         return self._factor(tp) * 2.0 * spec.num_layers * spec.hidden_size * num_patches.astype(np.float64)
 
     def _factor(self, tp: int) -> float:

@@ -58,6 +58,7 @@ def backbone_training_flops(
     num_target_tokens: tokens that carry loss; None: all do.
     freeze: modules that are not trained, as in ``config.frozen_modules``. A frozen backbone computes no weight
     gradients, but still passes gradients on to a trained connector or encoder. With all frozen there is no backward.
+    Of a ``spec`` that says what is trained, that counts instead.
     """
     num_tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     num_head_tokens = num_tokens if num_target_tokens is None else num_target_tokens
@@ -96,41 +97,57 @@ def sample_flops(
     )
 
 
+def backbone_layer_passes(spec: TransformerSpec, freeze: Collection[str]) -> float:
+    """Return the mean of the forwards that matrix products of a decoder layer take in forward and backward."""
+    return _Passes.of(spec, freeze).matrices / (spec.num_layers * spec.layer_matmul_parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """How often forward and backward compute something, a forward being once; of layers, the sums over them."""
+
+    matrices: int
+    """Weights of the layers' matrix products, each as often as it takes part in one."""
+    attention: int
+    """Of the layers' attention, which has no weights."""
+    head: int
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, freeze: Collection[str]) -> _Passes:
+        """freeze: as in ``backbone_training_flops``. A layer that gradients reach passes them on to its input."""
+        trained, depth = spec.trained, spec.num_layers
+        if trained is None:
+            linear, attention = 2 + ("backbone" not in freeze), 3
+            if {"backbone", "connector", "encoders"} <= set(freeze):
+                linear = attention = 1
+            return cls(depth * linear * spec.layer_matmul_parameters, depth * attention, linear)
+        num_back = depth - trained.num_idle_layers
+        head = trained.embedding if spec.tied_embeddings else trained.head
+        gets_gradient = trained.reaches_layers or any(trained.layers) or trained.norm > 0
+        matrices = (depth + num_back) * spec.layer_matmul_parameters + sum(trained.matrices)
+        return cls(matrices, depth + 2 * num_back, 1 + gets_gradient + (head > 0))
+
+
 def _backbone_training(
     spec: TransformerSpec, num_tokens: Any, squares: Any, num_head_tokens: Any, freeze: Collection[str]
 ) -> Any:
     """Training FLOPs of the backbone; the arguments are numbers, or arrays of one shape."""
-    passes = linear_passes = 3
-    if {"backbone", "connector", "encoders"} <= set(freeze):
-        passes = linear_passes = 1
-    elif "backbone" in freeze:
-        linear_passes = 2
-    linear = _layers(spec, num_tokens) + _head(spec, num_head_tokens)
-    return linear_passes * linear + passes * _causal_attention(spec, squares)
+    passes = _Passes.of(spec, freeze)
+    linear = 2.0 * num_tokens * passes.matrices
+    # Scores and weighted values: 2 products, 2 FLOPs each, over half of len x len.
+    attention = 2.0 * passes.attention * spec.num_heads * spec.head_dim * squares
+    return linear + attention + 2.0 * num_head_tokens * (passes.head * spec.head_parameters)
 
 
 def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> Any:
     """Features of frozen encoders are constants, so they get no gradient."""
     features_are_constant = "encoders" in freeze
-    if "connector" in freeze:
+    if "connector" in freeze or spec.trained == 0:
         first_passes, second_passes = (1, 1) if features_are_constant else (2, 2)
     else:
         first_passes, second_passes = (2 if features_are_constant else 3), 3
     first, second = spec.feature_dim * spec.hidden_size, spec.levels * spec.hidden_size * spec.out_dim
     return 2.0 * num_rows * (first_passes * first + second_passes * second)
-
-
-def _layers(spec: TransformerSpec, num_tokens: Any) -> Any:
-    return 2.0 * num_tokens * (spec.num_layers * spec.layer_matmul_parameters)
-
-
-def _head(spec: TransformerSpec, num_tokens: Any) -> Any:
-    return 2.0 * num_tokens * spec.head_parameters
-
-
-def _causal_attention(spec: TransformerSpec, squares: Any) -> Any:
-    # Scores and weighted values: 2 products, 2 FLOPs each, over half of len x len.
-    return 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * squares
 
 
 def _encoder_training(

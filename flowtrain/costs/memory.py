@@ -136,7 +136,7 @@ def _backbone_memory(
     found = rank_nbytes(
         spec,
         connector,
-        RankColumns.of(chunks, setup),
+        RankColumns.of(chunks, setup, spec),
         setup,
         microbatch,
         dp=np.array([setup.dp]),

@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 FROZEN_ENCODERS = ("encoders",)
 """The modules that are not trained if nothing is configured, as in ``config.frozen_modules``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBackbone:
+    """Numbers of a backbone's parameters that are trained, where ``model.freeze`` leaves some out."""
+
+    layers: tuple[int, ...]
+    """Of each decoder layer."""
+    matrices: tuple[int, ...]
+    """Of each decoder layer, those among them that a token is multiplied with."""
+    embedding: int
+    """Of the embedding; a head that shares its weight is counted there."""
+    norm: int
+    """Of the final norm."""
+    head: int
+    """Of a head with a weight of its own."""
+    reaches_layers: bool
+    """Whether the first layer's input gets a gradient: embedding, connector or encoder is trained."""
+
+    @property
+    def num_parameters(self) -> int:
+        """All that are trained."""
+        return sum(self.layers) + self.embedding + self.norm + self.head
+
+    @property
+    def num_idle_layers(self) -> int:
+        """Leading layers through which no gradient passes; they keep nothing for a backward."""
+        if self.reaches_layers:
+            return 0
+        return next((layer for layer, count in enumerate(self.layers) if count), len(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +66,9 @@ class TransformerSpec:
     qk_norm: bool = False
     """Queries and keys are normalised over ``head_dim``."""
     deepstack_layers: int = 0
-    """The first layers after which feature rows are added to the hidden states; they lie in the first pipeline stage."""
+    """The first layers, after which feature rows are added to the hidden states; they lie in the first stage."""
+    trained: TrainedBackbone | None = None
+    """What is trained of it; None: all, or what ``freeze`` says where that is asked too."""
 
     @property
     def first_layers(self) -> int:
@@ -73,6 +106,21 @@ class TransformerSpec:
         """All parameters; tied embeddings count once."""
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
         return embeddings + self.num_layers * self.layer_parameters + self.hidden_size
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Those that are trained."""
+        return self.num_parameters if self.trained is None else self.trained.num_parameters
+
+    def trained_layers(self, layers: range) -> float:
+        """Return how many of these decoder layers are trained, each counted by its share of trained parameters."""
+        if self.trained is None:
+            return float(len(layers))
+        return sum(self.trained.layers[layers.start : layers.stop]) / self.layer_parameters
+
+    def num_idle_layers(self, layers: range) -> int:
+        """Return how many of these decoder layers no gradient passes."""
+        return 0 if self.trained is None else max(0, min(layers.stop, self.trained.num_idle_layers) - layers.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +211,8 @@ class ConnectorSpec:
     """Of all norms; None: as of one over the whole row."""
     levels: int = 1
     """Pairs of layers; each has an equal part of the row."""
+    trained: int | None = None
+    """Parameters that are trained; None: all."""
 
     @property
     def num_parameters(self) -> int:
@@ -171,6 +221,11 @@ class ConnectorSpec:
         biases = self.levels * (self.hidden_size + self.out_dim) * self.bias
         norms = 2 * self.feature_dim if self.norm_parameters is None else self.norm_parameters
         return weights + biases + norms * self.norm
+
+    @property
+    def num_trained_parameters(self) -> int:
+        """Those that are trained."""
+        return self.num_parameters if self.trained is None else self.trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +243,22 @@ class ModelSpec:
         encoders = sum(encoder.num_parameters for encoder in self.encoders.values())
         return encoders + self.connector.num_parameters + self.backbone.num_parameters
 
+    @property
+    def trained_share(self) -> float:
+        """Share of the parameters of connector and backbone that are trained."""
+        every, trained = self.connector.num_parameters, self.connector.num_trained_parameters
+        return (trained + self.backbone.num_trained_parameters) / (every + self.backbone.num_parameters)
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the shapes as nested plain values, without what is trained."""
+        values = asdict(self)
+        for part in ("backbone", "connector"):
+            del values[part]["trained"]
+        return values
+
     def num_trainable_parameters(self, freeze: Collection[str]) -> int:
         """Parameters that are trained. freeze: modules that are not, as in ``config.frozen_modules``."""
         encoders = sum(encoder.num_computed_parameters for encoder in self.encoders.values())
-        backbone, connector = self.backbone.num_parameters, self.connector.num_parameters
+        backbone, connector = self.backbone.num_trained_parameters, self.connector.num_trained_parameters
         modules = {"encoders": encoders, "connector": connector, "backbone": backbone}
         return sum(count for name, count in modules.items() if name not in freeze)

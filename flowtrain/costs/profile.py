@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from flowtrain.config.parameter_names import is_pattern
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.cluster import DeviceType, Links, data_sheet_device_type
 from flowtrain.costs.devices import device_spec
@@ -268,9 +269,9 @@ def model_facts(config: RunConfig, model: ModelSpec) -> dict[str, Any]:
     """Return the shapes and settings that a module's time depends on, without degrees and data."""
     backbone = config.backbone
     return {
-        **asdict(model),
+        **model.shapes(),
         "dtype": config.model.dtype,
-        "freeze": list(config.model.freeze),
+        "freeze": [key for key in config.model.freeze if not is_pattern(key)],  # the twin ignores patterns
         "optimizer": config.training.optimizer,
         "attention": backbone.attention,
         "sharding": "full" if backbone.sharding == "auto" else backbone.sharding,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
-from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.flops import FloatArray, backbone_layer_passes
+from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
 from flowtrain.costs.training_setup import TrainingSetup
@@ -42,7 +43,8 @@ class ProfileTimes:
         self._profile, self._workload, self._max_batch_patches = profile, workload, max_batch_patches
         self._decode_threads = decode_threads
         self._communication = communication
-        self._passes = _passes(communication.setup) / _passes(_measured_setup(communication.setup, profile.model))
+        measured = _measured_setup(communication.setup, profile.model)
+        self._passes = _passes(communication.setup) / _passes(measured) * _trained_share(communication.model, workload)
         for name, tables in (("layers", profile.layers), ("heads", profile.heads), ("connectors", profile.connectors)):
             if 1 not in tables:
                 raise ConfigError(f"{profile.source}: {name} has no table for degree 1; {MEASURE_AGAIN}")
@@ -156,6 +158,12 @@ class ProfileTimes:
 def _passes(setup: TrainingSetup) -> float:
     """Forwards that a layer's forward, backward and recomputation take; a backward takes two."""
     return 3.0 + recomputed_share(setup)
+
+
+def _trained_share(model: ModelSpec, workload: Workload) -> float:
+    """Time of a layer over that of a measured one: a profile's layers are all trained, or frozen as a module."""
+    whole = replace(model.backbone, trained=None)
+    return backbone_layer_passes(model.backbone, workload.freeze) / backbone_layer_passes(whole, workload.freeze)
 
 
 def _measured_setup(setup: TrainingSetup, model: Mapping[str, Any]) -> TrainingSetup:

@@ -15,8 +15,9 @@ from flowtrain.costs.activations import (
     kept_nbytes,
     layer_activation_nbytes,
     selective_activation_nbytes,
+    without_idle_layers,
 )
-from flowtrain.costs.flops import IntArray
+from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, Chunk, MicrobatchSize, TrainingSetup
 
@@ -34,6 +35,8 @@ class RankColumns:
     num_chunks: int
     """Chunks of each rank."""
     num_layers: IntArray
+    trained_layers: FloatArray
+    """Decoder layers, each counted by its share of trained parameters."""
     has_first: BoolArray
     """Whether embedding and connector are there."""
     has_last: BoolArray
@@ -48,18 +51,19 @@ class RankColumns:
     """Which of ``examples`` a rank is like."""
 
     @classmethod
-    def of(cls, chunks: tuple[Chunk, ...], setup: TrainingSetup) -> RankColumns:
+    def of(cls, chunks: tuple[Chunk, ...], setup: TrainingSetup, spec: TransformerSpec) -> RankColumns:
         """Return one rank with these chunks."""
         layers: dict[str, int] = {}
         ends: dict[Ends, int] = {}
         for chunk in chunks:
             kind = chunk.is_first, chunk.is_last
             ends[kind] = ends.get(kind, 0) + chunk.in_flight
-            for word, count in chunk.layers_by_strategy(setup).items():
+            for word, count in without_idle_layers(chunk, spec).layers_by_strategy(setup).items():
                 layers[word] = layers.get(word, 0) + chunk.in_flight * count
         return cls(
             len(chunks),
             np.array([sum(chunk.num_layers for chunk in chunks)]),
+            np.array([sum(spec.trained_layers(chunk.layers) for chunk in chunks)]),
             np.array([any(chunk.is_first for chunk in chunks)]),
             np.array([any(chunk.is_last for chunk in chunks)]),
             {word: np.array([count]) for word, count in layers.items()},
@@ -88,14 +92,17 @@ def rank_nbytes(
     dtype, tokens, tp = setup.dtype_nbytes, microbatch.num_tokens, setup.tp
     per_layer = layer_parameters(spec, tp)
     outer = _outer_parameters(spec, connector, ranks, tp)
+    trained_outer = _trained_outer(spec, connector, ranks, tp)
     whole = ranks.num_layers * per_layer + outer
-    shard = -(-whole // num_shards)
+    trained = np.ceil(ranks.trained_layers * per_layer).astype(np.int64) + trained_outer
+    shard, trained_shard = -(-whole // num_shards), -(-trained // num_shards)
     # In each chunk, FSDP gathers the next layer while one computes, and keeps the root's own parameters gathered. A
     # single replica keeps all parameters.
     shards_parameters = (dp > 1) & (setup.sharding != "gradients")
     num_gathered = np.where(shards_parameters, np.minimum(ranks.num_layers, 2 * ranks.num_chunks), ranks.num_layers)
-    last_reduced = np.where(ranks.has_first | ranks.has_last, outer, per_layer)
-    head = dtype * -(-spec.vocab_size // tp) * spec.hidden_size  # its gradient waits for the root's reduction
+    last_reduced = np.where(trained_outer > 0, trained_outer, np.where(ranks.trained_layers > 0, per_layer, 0))
+    # Its gradient waits for the root's reduction.
+    head = dtype * -(-spec.vocab_size // tp) * spec.hidden_size if trains_head(spec) else 0
     sums_whole = accumulates & ~reduces_each
     activations = sum(count * kept_nbytes(spec, setup, tokens, word) for word, count in ranks.kept_layers.items())
     for (is_first, is_last), count in ranks.kept_chunks.items():
@@ -114,9 +121,9 @@ def rank_nbytes(
     )
     return {
         "parameters": FLOAT32_NBYTES * shard,
-        "gradients": FLOAT32_NBYTES * shard,
-        "optimizer_state": FLOAT32_NBYTES * shard * OPTIMIZER_STATES[setup.optimizer],
-        "accumulated": FLOAT32_NBYTES * np.where(accumulates, np.where(reduces_each, shard, whole), 0),
+        "gradients": FLOAT32_NBYTES * trained_shard,
+        "optimizer_state": FLOAT32_NBYTES * trained_shard * OPTIMIZER_STATES[setup.optimizer],
+        "accumulated": FLOAT32_NBYTES * np.where(accumulates, np.where(reduces_each, trained_shard, trained), 0),
         "gathered": dtype * (num_gathered * per_layer + outer),
         "activations": np.asarray(activations),
         "working": working + np.where(ranks.has_last, head, 0),
@@ -152,6 +159,22 @@ def _outer_parameters(spec: TransformerSpec, connector: ConnectorSpec, ranks: Ra
     return tables + ranks.has_first * -(-connector.num_parameters // tp) + ranks.has_last * spec.hidden_size
 
 
+def _trained_outer(spec: TransformerSpec, connector: ConnectorSpec, ranks: RankColumns, tp: int) -> IntArray:
+    """Those of ``_outer_parameters`` that are trained."""
+    if spec.trained is None:
+        return _outer_parameters(spec, connector, ranks, tp)
+    has_table = ranks.has_first | ranks.has_last if spec.tied_embeddings else ranks.has_first
+    tables = has_table * -(-spec.trained.embedding // tp) + ranks.has_last * -(-spec.trained.head // tp)
+    norm = ranks.has_last * spec.trained.norm
+    return tables + norm + ranks.has_first * -(-connector.num_trained_parameters // tp)
+
+
+def trains_head(spec: TransformerSpec) -> bool:
+    """Whether the output head's weight is trained."""
+    trained = spec.trained
+    return trained is None or (trained.embedding if spec.tied_embeddings else trained.head) > 0
+
+
 def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, setup: TrainingSetup, num_tokens: int) -> IntArray:
     """The most that the backward of decoder layers holds in addition to all activations, ``[N]``."""
     each = [_example_working_nbytes(spec, chunks, setup, num_tokens) for chunks in ranks.examples]
@@ -162,7 +185,8 @@ def _working_nbytes(spec: TransformerSpec, ranks: RankColumns, setup: TrainingSe
 def _example_working_nbytes(
     spec: TransformerSpec, chunks: tuple[Chunk, ...], setup: TrainingSetup, num_tokens: int
 ) -> int:
-    per_layer, layer = layer_parameters(spec, setup.tp), layer_activation_nbytes(spec, setup, num_tokens)
+    layer = layer_activation_nbytes(spec, setup, num_tokens)
+    per_layer = layer_parameters(spec, setup.tp) if spec.trained_layers(range(spec.num_layers)) else 0
     words = words_in_backward(chunks, setup)
     freed = {"none": layer, "full": 0, "offload": 0}
     if "selective" in words:
@@ -215,7 +239,8 @@ def loss_nbytes(spec: TransformerSpec, setup: TrainingSetup, microbatch: Microba
     """
     dtype, vocabulary = setup.dtype_nbytes, -(-spec.vocab_size // setup.tp)
     num_rows = max(1, microbatch.num_target_tokens)
-    num_logits, head = min(num_rows, setup.loss_chunk_tokens) * vocabulary, vocabulary * spec.hidden_size
+    num_logits = min(num_rows, setup.loss_chunk_tokens) * vocabulary
+    head = vocabulary * spec.hidden_size if trains_head(spec) else 0
     rows = 2 * dtype * num_rows * spec.hidden_size  # rows with a target, and their gradient
     summed = FLOAT32_NBYTES * head if num_rows > setup.loss_chunk_tokens else 0
     computing = (FLOAT32_NBYTES + dtype) * num_logits + summed

@@ -92,6 +92,11 @@ class Chunk:
     first_layer: int = 0
     """Number of its first layer in the whole backbone; per-layer strategies depend on it."""
 
+    @property
+    def layers(self) -> range:
+        """Numbers of its layers in the whole backbone."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
     def words(self, setup: TrainingSetup) -> Sequence[str]:
         """Return the strategy of each of its layers, in order."""
         words, every = setup.activation_checkpointing, setup.checkpoint_every

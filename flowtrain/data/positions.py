@@ -8,9 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-def grid_positions(
-    is_image: npt.NDArray[np.bool_], grids: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.int32]:
+def grid_positions(is_image: npt.NDArray[np.bool_], grids: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
     """Return the position of each token of a sample, int32 ``[3, T]``: time, row, column.
 
     is_image: which tokens are images', bool ``[T]``. grids: rows and columns of the tokens of each image, in order; the

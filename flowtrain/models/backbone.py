@@ -95,8 +95,8 @@ class Backbone(nn.Module):
         input_ids: int64 ``[T]``.
         targets: int64 ``[T]``, already shifted (the token after t), -100 for none.
         weights: float32 ``[T]``.
-        position_ids: int64 ``[T]``, starting at 0 in every sequence; or ``[3, T]`` for a model whose positions have three
-            axes (time, row, column).
+        position_ids: int64 ``[T]``, starting at 0 in every sequence; or ``[3, T]`` for a model whose positions
+            have three axes (time, row, column).
         cu_seqlens: int32 ``[S + 1]``, offsets of the sequences, from 0 to T.
         max_seqlen: tokens of the longest sequence.
         features: ``[R, D]`` rows of the encoder, in any float type. With R = 0 the connector runs on no rows and gets
@@ -132,15 +132,14 @@ class Backbone(nn.Module):
             )
         hidden = cast(Tensor, output.last_hidden_state)
         if not self.is_last_stage:
-            return hidden
+            # FSDP2 ends a microbatch's backward by a hook on its gradient, and if all is frozen so far there is none.
+            return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
         if mesh is not None:
             hidden = join_tokens(hidden, mesh, num_tokens)
         head = self.language_model.get_output_embeddings()
         return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index)
 
-    def _embed(
-        self, input_ids: Tensor, features: Tensor, feature_index: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens.
 
         Also returns the rows ``[R, H]`` that are added after the first decoder layers.

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 
 class ConnectorModule(nn.Module):
-    """Maps feature rows to embeddings. It belongs to the backbone's first stage, and always runs, if need be on no rows.
+    """Maps feature rows to embeddings. It belongs to the backbone's first stage, and always runs, maybe on no rows.
 
     Its forward takes features ``[R, D]`` and returns embeddings ``[R, H]``, which replace image tokens; or a tuple of
     these and of further rows ``[R, H]``, which are added at the same tokens after the first decoder layer, the second,

@@ -120,7 +120,7 @@ def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: b
     if table is not None:
         tiles = processor(images=rgb, return_tensors="np", **settings, **_NO_ARITHMETIC)["pixel_values"]
         if tiles.dtype == np.uint8:
-            return np.stack([_look_up(table, tile) for tile in tiles])
+            return np.stack([look_up(table, tile) for tile in tiles])
     tiles = processor(images=rgb, return_tensors="np", **settings)["pixel_values"]
     return np.ascontiguousarray(tiles, dtype=np.float32)
 
@@ -128,7 +128,7 @@ def tile_values(processor: BaseImageProcessor, image: Image.Image, **settings: b
 _NO_ARITHMETIC = {"do_rescale": False, "do_normalize": False}
 
 
-def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: bool) -> np.ndarray:
+def _processed(processor: BaseImageProcessor, image: Image.Image, **settings: Any) -> np.ndarray:
     values: np.ndarray = processor(images=image, return_tensors="np", **settings)["pixel_values"][0]
     return values
 

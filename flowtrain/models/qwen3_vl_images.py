@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -28,9 +29,7 @@ def usual_processor(vision_config: PreTrainedConfig) -> Qwen2VLImageProcessorPil
     )
 
 
-def check_processor(
-    processor: BaseImageProcessor, vision_config: PreTrainedConfig, key: str, max_pixels: int
-) -> None:
+def check_processor(processor: BaseImageProcessor, vision_config: PreTrainedConfig, key: str, max_pixels: int) -> None:
     """Raise ConfigError, naming the configuration ``key`` of the encoder, if a processor does not fit a tower.
 
     max_pixels: ``data.max_image_pixels``.
@@ -49,7 +48,7 @@ def check_processor(
     for name, value in expected.items():
         if (found := getattr(processor, name)) != value:
             raise ConfigError(f"{key}.image_processor.{name} ({found}) is not {value}, what the tower needs")
-    size = processor.size
+    size: Any = processor.size
     if not size.shortest_edge or not size.longest_edge:
         raise ConfigError(
             f"{key}.image_processor.size ({size}) needs shortest_edge and longest_edge: the fewest and the most pixels "
@@ -75,7 +74,7 @@ class UnitImages:
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """Height and width (pixels) of an image of this size once resized; raises ValueError as the processor does."""
-        size = self._processor.size
+        size: Any = self._processor.size
         found: tuple[int, int] = smart_resize(
             height, width, self._side, min_pixels=size.shortest_edge, max_pixels=size.longest_edge
         )
@@ -99,10 +98,9 @@ class UnitImages:
 
     def _only_resized(self, image: Image.Image) -> np.ndarray:
         """The resized image, uint8 ``[C, H, W]``."""
-        processor, pixels = self._processor, np.moveaxis(np.asarray(image), -1, 0)
-        return np.asarray(
-            processor.resize(pixels, size=processor.size, resample=processor.resample, factor=self._side)
-        )
+        processor, size = self._processor, cast("Any", self._processor.size)
+        pixels = np.moveaxis(np.asarray(image), -1, 0)
+        return np.asarray(processor.resize(pixels, size=size, resample=processor.resample, factor=self._side))
 
     @cached_property
     def _table(self) -> np.ndarray | None:

@@ -1,8 +1,8 @@
 """Qwen3-VL's vision tower, or some of its layers, from images of any sizes to feature rows.
 
 Patches of all images are one row of tokens, in the order of HF's processor: the patches of a merge unit, a square of
-``merge ** 2``, are neighbours. A feature row is one unit, and becomes one token of the language model: the unit's hidden
-states after the last layer, and after each deepstack layer, side by side.
+``merge ** 2``, are neighbours. A feature row is one unit, and becomes one token of the language model: the unit's
+hidden states after the last layer, and after each deepstack layer, side by side.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Qwen3VisionStage(EncoderStage):
     def forward(
         self, inputs: Sequence[Tensor] | Tensor, sizes: Sequence[ImageSize], memory: StageMemory | None = None
     ) -> Tensor:
-        """See ``EncoderStage``. Between stages, hidden states of the deepstack layers so far follow the current ones."""
+        """See ``EncoderStage``. Between stages, those of the deepstack layers so far follow the hidden states."""
         given, run_sizes = (inputs, sizes) if sizes else self._blank(inputs)
         grids = [self.shape.grid(size) for size in run_sizes]
         if self.is_first:

@@ -34,7 +34,7 @@ def packed_bidirectional(
 ) -> Tensor:
     """Attend within each image.
 
-    query: ``[1, H, T, D]``. key, value: ``[1, H_kv, T, D]``. segments: tokens of each image, T together. scaling: of the
+    query: ``[1, H, T, D]``. key, value: ``[1, H_kv, T, D]``. segments: tokens of each image, T in all. scaling: of the
     scores; None: ``D ** -0.5``. Returns ``[1, T, H, D]``.
     """
     assert query.shape[0] == 1 and query.shape[2] == segments.num_tokens, (query.shape, segments.lengths)

@@ -1,8 +1,8 @@
 """The embedding of a vision tower over images of any sizes, as one row of tokens.
 
-An embedding is a convolution whose patches do not overlap, so patches of all images are one matrix product. What it adds
-to them depends on the image's size alone: prefix tokens (class token, registers) and position encodings, here the
-size's frame. HF's own forward gives the frame, from patches that are zeros, so no type of tower needs code of its own.
+An embedding is a convolution whose patches do not overlap, so patches of all images are one matrix product. What it
+adds to them depends on the image's size alone: prefix tokens (class token, registers) and position encodings, here the
+size's frame. HF's own forward gives it, from patches that are zeros, so no type of tower needs code of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def embed_in_rows(embedding: nn.Module, *, is_trained: bool) -> None:
     Its forward then returns the tokens of all images back to back, ``[T, D]``; keyword arguments go to HF's forward.
     is_trained: its parameters change, so no frame is kept.
     """
-    embedding.__class__ = _in_rows(type(embedding))
+    embedding.__class__ = _in_rows(type(embedding))  # type: ignore[arg-type]  # mypy takes a class for unhashable
     embedding.__dict__["frames"] = None if is_trained else FrameCache()
 
 

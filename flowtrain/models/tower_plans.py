@@ -55,8 +55,8 @@ TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
         "blocks.*.mlp.linear_fc2": "rowwise",
     },
 }
-"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split. ``fused``: by columns,
-queries, keys and values each."""
+"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split. ``fused``: by
+columns, queries, keys and values each."""
 
 
 def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:

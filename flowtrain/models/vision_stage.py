@@ -97,7 +97,7 @@ class VisionStage(EncoderStage):
         super().__init__()
         self.shape = TowerShape(tower.config, drop_first, shuffle)
         self.is_trained = trainable
-        if trainable and getattr(tower.config, "drop_path_rate", 0.0):
+        if trainable and getattr(tower.config, "drop_path_rate", None):
             raise ConfigError(
                 f"{tower.config.model_type}: drop_path_rate ({tower.config.drop_path_rate:g}) would drop a layer for "
                 "all images of a microbatch together; set it to 0 in the tower's configuration"
@@ -153,7 +153,7 @@ class VisionStage(EncoderStage):
                 states = output[0] if isinstance(output, tuple) else output
         if takes_mask:
             assert segments.were_used or not layers, f"{self.shape.config.model_type}: its attention gets no mask"
-        return cast(Tensor, states.flatten(0, 1))
+        return states.flatten(0, 1)
 
     def _rows(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Feature rows of hidden states ``[T, D]``."""

@@ -104,14 +104,14 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """HF's causal language model class of a text configuration, or its base model with a head where HF has none."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    return _with_head(type(config))
+    return _with_head(cast("Any", type(config)))
 
 
 @cache
-def _with_head(type_of_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def _with_head(type_of_config: Any) -> type[PreTrainedModel]:
     base_class: Any = MODEL_MAPPING[type_of_config]
 
-    class LanguageModelWithHead(base_class.__base__):  # type: ignore[misc]
+    class LanguageModelWithHead(base_class.__base__):
         config_class = type_of_config
         base_model_prefix = "model"
         _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -130,7 +130,8 @@ def build_partition(
     mixed = encoder is not None and encoder.place == "mixed"
     available = num_layers + (encoder.num_layers if encoder is not None and mixed else 0)
     if num_slices > available - (first_layers - 1):
-        together = f", of which the first {first_layers} decoder layers must lie in one stage" if first_layers > 1 else ""
+        is_bound = first_layers > 1
+        together = f", of which the first {first_layers} decoder layers must lie in one stage" if is_bound else ""
         raise ConfigError.of(
             "backbone.pipeline_parallel_size",
             FaultCode.DEGREES,
@@ -228,8 +229,10 @@ def _backbone_slices(
         return _ranges(counts)
     if encoder is None or encoder.place == "own" or num_slices == 1:
         even = split_layers(num_layers, num_slices)
-        enough = len(even[0]) >= first_layers
-        return even if enough else _ranges(_balanced(0, 1.0, num_layers, num_slices, first_layers))
+        if len(even[0]) >= first_layers:
+            return even
+        rest = split_layers(num_layers - first_layers, num_slices - 1)
+        return _ranges([first_layers, *map(len, rest)])
     # The encoder's layers are one more, indivisible, layer before the first.
     cost = encoder.num_layers * encoder.layer_cost
     return _ranges(_balanced(0, 1.0, num_layers, num_slices, first_layers, cost))

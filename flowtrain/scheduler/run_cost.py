@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from flowtrain.config.run import RunConfig
@@ -41,7 +40,7 @@ def first_cost(config: RunConfig, spec: ModelSpec, profile: CostProfile | None =
         return eq3(scheduler.microbatch_tokens)
     fitted = profile.fitted.model if profile is not None else None
     return make_cost_model(
-        scheduler.cost, scheduler.microbatch_tokens, spec.backbone, config.model.freeze, profile=fitted
+        scheduler.cost, scheduler.microbatch_tokens, spec.backbone, config.frozen_modules, profile=fitted
     )
 
 
@@ -57,7 +56,7 @@ def profiled_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
     Recomputation, threads and DP ranks are not included: they scale linear and quadratic work by similar factors.
     """
     return {
-        "backbone": asdict(spec.backbone),
+        "backbone": spec.shapes()["backbone"],
         "freeze": sorted(config.model.freeze),
         "dtype": config.model.dtype,
         "attention": config.backbone.attention,

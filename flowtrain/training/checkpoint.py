@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from flowtrain.config.parameter_names import BACKBONE, CONNECTOR, ENCODERS
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError
 from flowtrain.models.initial_weights import LazyTensors
@@ -30,7 +31,6 @@ from flowtrain.training.checkpoint_format import (
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.frozen import check_frozen, describe_frozen, frozen_parts
 from flowtrain.training.mesh import BackboneGroup
-from flowtrain.training.optimizer import BACKBONE, CONNECTOR, ENCODERS
 from flowtrain.training.snapshot import model_state, optimizer_state
 
 

@@ -84,6 +84,8 @@ class ModelChunks:
     into different stages, each has its own parameter, and their gradients are summed before the update."""
     shards_parameters: bool
     """Whether parameters go back into shards after each use; else they do only after the step."""
+    first_trained: int
+    """Place in ``partition.stages`` of the first one with something to train; no gradient goes further back."""
 
     @property
     def stages(self) -> dict[StageKey, Backbone | EncoderStage]:
@@ -146,6 +148,7 @@ def build_chunks(
     mine = partition.of_rank(group.pp_rank)
     whole, weights = source.backbone_skeleton().train(), source.backbone_weights()
     tied, last = tied_names(whole), len(partition.of_module(StageModule.BACKBONE)) - 1
+    first_trained = _first_trained(config, whole, partition)
     backbone = {}
     for stage in (each for each in mine if each.module is StageModule.BACKBONE):
         flags = {"is_first": stage.index == 0, "is_last": stage.index == last}
@@ -170,7 +173,20 @@ def build_chunks(
         hidden_size=whole.language_model.config.hidden_size,
         tied=tied,
         shards_parameters=_shards_parameters(config, group),
+        first_trained=first_trained,
     )
+
+
+def _first_trained(config: RunConfig, whole: Backbone, partition: Partition) -> int:
+    """As ``ModelChunks.first_trained``; every rank has the whole skeleton, so all find the same."""
+    backbone = partition.of_module(StageModule.BACKBONE)
+    if config.trains_encoders:
+        return 0
+    for stage in backbone:
+        module = take_stage(whole, stage.layers, is_first=stage.index == 0, is_last=stage is backbone[-1])
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return partition.stages.index(stage)
+    return 0
 
 
 def _build_vision(

@@ -1,4 +1,4 @@
-"""Frozen modules: named by origin and digest in place of their weights.
+"""Frozen weights: named by origin and digest of each module, in place of the weights.
 
 The digest of a tensor is the sum over its elements of ``bits * product of a key for each index``, modulo 2**64. Keys
 are odd and drawn from the tensor's name. So a change of one element always changes the digest, and ranks can add up the
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from flowtrain.config.parameter_names import CONNECTOR, ENCODERS, module_of
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError
 from flowtrain.models.initial_weights import Index, local_index
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.training.chunks import ModelChunks
 from flowtrain.training.mesh import TP_AXIS, BackboneGroup
-from flowtrain.training.optimizer import CONNECTOR, ENCODERS, module_of
 
 _MODULUS = 1 << 64
 _CHUNK_ELEMENTS = 1 << 20
@@ -47,17 +47,19 @@ def frozen_parts(model: ModelChunks, group: BackboneGroup) -> list[Part]:
     ]
 
 
-def frozen_in_ranks(config: RunConfig) -> tuple[str, ...]:
-    """Frozen modules that the backbone's ranks hold, and that their checkpoints name."""
-    return tuple(m for m in config.frozen_modules if m != ENCODERS or config.mode == "monolithic")
+def freezes_in_ranks(config: RunConfig) -> bool:
+    """Whether backbone ranks hold frozen weights, which their checkpoints name by origin and digest."""
+    return bool(config.model.freeze) or (config.mode == "monolithic" and not config.trains_encoders)
 
 
 def describe_frozen(parts: Iterable[Part], config: RunConfig, group: BackboneGroup) -> dict[str, dict[str, Any]]:
-    """Origin and digest of each frozen module; collective over the checkpoint group, unless nothing is frozen.
+    """Origin and digest of what is frozen of each module; collective over the checkpoint group, if anything is.
+
+    A digest is of the frozen weights alone, so another choice of them gives another digest.
 
     parts: from ``frozen_parts`` of this rank.
     """
-    if not frozen_in_ranks(config):
+    if not freezes_in_ranks(config):
         return {}
     own = digests_of(parts)
     every: list[dict[str, int]] = [{}] * group.world_size

@@ -3,49 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, islice
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flowtrain.config.parameter_names import module_of, names_of
 from flowtrain.config.training import TrainingConfig
 from flowtrain.models.parallel_layers import local_shard
 
-CONNECTOR = "connector"
-BACKBONE = "backbone"
-ENCODERS = "encoders"
 _NORM_ELEMENTS = 1 << 14
 
 
-def module_of(parameter_name: str) -> str:
-    """The configuration's module (encoders, connector or backbone) of a parameter, by its qualified name."""
-    first = parameter_name.split(".", 1)[0]
-    return first if first in (CONNECTOR, ENCODERS) else BACKBONE
-
-
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: TrainingConfig
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: TrainingConfig,
+    tied: Mapping[str, str] | None = None,
 ) -> torch.optim.Optimizer:
-    """The configured optimizer over the trainable parameters, with one group per (module, decayed or not).
+    """The configured optimizer over what is trained, with one group per (module, learning rate, decayed or not).
 
     Norms, biases and every other parameter of fewer than two dimensions get no weight decay. A group's ``peak_lr`` is
-    the learning rate of its module. Call it after sharding: the state takes the parameters' placement. If a pipeline
-    stage has nothing to train, its optimizer has no parameters.
+    the learning rate of its parameters. tied: further names of parameters that have several, ``{name: first name}``; a
+    pattern that matches one of them gives its rate to each stage's copy. Call it after sharding: the state takes the
+    parameters' placement. If a pipeline stage has nothing to train, its optimizer has no parameters.
     """
-    rates = config.learning_rates
-    overrides = {CONNECTOR: rates.connector, BACKBONE: rates.backbone, ENCODERS: rates.encoders}
-    grouped: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    grouped: dict[tuple[str, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            grouped.setdefault((module_of(name), parameter.ndim >= 2), []).append(parameter)
+            override = config.learning_rates.rate_of(names_of(name, tied or {}))
+            peak_lr = config.learning_rate if override is None else override
+            grouped.setdefault((module_of(name), peak_lr, parameter.ndim >= 2), []).append(parameter)
     if not grouped:
         return torch.optim.SGD([{"params": [], "peak_lr": 0.0}], lr=0.0)
     groups = []
-    for (module, decays), parameters in sorted(grouped.items(), key=lambda item: item[0]):
-        override = overrides[module]
-        peak_lr = config.learning_rate if override is None else override
+    for (_, peak_lr, decays), parameters in sorted(grouped.items(), key=lambda item: item[0]):
         weight_decay = config.weight_decay if decays else 0.0
         groups.append({"params": parameters, "lr": peak_lr, "peak_lr": peak_lr, "weight_decay": weight_decay})
     if config.optimizer == "sgd":

@@ -135,10 +135,12 @@ class Stages:
         if slot[0] == len(self._flow) - 1:
             (output * self._loss_scale).backward()
         else:
-            torch.autograd.backward(output, self._received.pop((Payload.GRADIENT, slot)))
+            torch.autograd.backward(output, self._gradient(slot, output))
         if given is not None:
             for part, gradient in given.gradients():
                 self._hand_on(Payload.GRADIENT, (*slot[:2], part), gradient)
+        elif slot[0] and self._flow[slot[0] - 1].has_backward:
+            self._hand_on(Payload.GRADIENT, slot, self._nothing())
         self._span("backward", start_s, action, microbatch)
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
@@ -194,9 +196,18 @@ class Stages:
             names = range(self._num_parts[microbatch])
             tensors = [self._received.pop((Payload.ACTIVATION, (place, microbatch, name))) for name in names]
             given = _Input(torch.cat(tensors), tuple(zip(names, map(len, tensors), strict=True)))
-        if training and self._flow[place - 1].has_backward:
+        if training and self._flow[place - 1].has_backward and place > self._model.first_trained:
             given.tensor.requires_grad_()
         return given
+
+    def _gradient(self, slot: _Slot, output: torch.Tensor) -> torch.Tensor:
+        """What the stage after has handed back; zeros for a stage that, as all before it, has nothing to train."""
+        gradient = self._received.pop((Payload.GRADIENT, slot))
+        return gradient if slot[0] >= self._model.first_trained else output.new_zeros(()).expand_as(output)
+
+    def _nothing(self) -> torch.Tensor:
+        """In place of a gradient that nobody needs: one number, so that schedules need not know what is frozen."""
+        return torch.zeros(1, dtype=self._dtype, device=self._group.device)
 
     def _images(self, batch: PackedBatch, microbatch: int, part: int | None) -> ImageBatch:
         """The images of a microbatch or of a part of it; pixels only where the rank has them."""
@@ -227,6 +238,8 @@ class Stages:
         slot = self._slot(action)
         if action.kind is ActionKind.ISEND:
             return self._outgoing.pop((action.payload, slot)).contiguous()
+        if action.payload is Payload.GRADIENT and slot[0] < self._model.first_trained:
+            return self._nothing()
         producer = slot[0] - (1 if action.payload is Payload.ACTIVATION else 0)
         return torch.empty(self._shape(producer, action, batch), dtype=self._dtype, device=self._group.device)
 

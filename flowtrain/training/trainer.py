@@ -97,7 +97,7 @@ class Trainer:
         self._before_optimizer = before_optimizer
         self.model = build_chunks(config, family, group, from_checkpoint=resume_from is not None)
         self._memory = configured_memory(config, self.model.partition)
-        self.optimizer = build_optimizer(self.model.named_parameters(), self.config)
+        self.optimizer = build_optimizer(self.model.named_parameters(), self.config, self.model.tied)
         self._tied = TiedEmbeddings(self.model, group)
         self.stages = Stages(
             self.model,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flowtrain.allocator.candidates import CandidateColumns
 from flowtrain.allocator.memory import backbone_memory, backbone_peaks
 from flowtrain.allocator.slices import Slices
+from flowtrain.costs.model_spec import TrainedBackbone
 from flowtrain.costs.training_setup import TrainingSetup
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk, in_flight_of_chunks
@@ -20,6 +21,16 @@ from tests.allocator.worlds import MODEL, workload
 LAYERS = 12
 WORDS = st.sampled_from(["none", "full", "selective", "offload", "every_n"])
 LISTS = st.lists(st.sampled_from(["none", "full", "selective", "offload"]), min_size=LAYERS, max_size=LAYERS)
+WHOLE, TABLE = MODEL.backbone.layer_parameters, MODEL.backbone.head_parameters
+PARTS = st.builds(
+    TrainedBackbone,
+    layers=st.lists(st.sampled_from([0, 0, WHOLE // 3, WHOLE]), min_size=LAYERS, max_size=LAYERS).map(tuple),
+    matrices=st.just((0,) * LAYERS),
+    embedding=st.sampled_from([0, TABLE]),
+    norm=st.just(0),
+    head=st.just(0),
+    reaches_layers=st.booleans(),
+)
 
 
 @given(pp=st.integers(1, 9), chunks=st.integers(1, 4), num_microbatches=st.integers(1, 90))
@@ -42,7 +53,8 @@ def test_peaks_of_columns_are_those_of_each_configuration(data: st.DataObject) -
         sequence_parallel=data.draw(st.booleans()),
     )
     tied = data.draw(st.booleans())
-    model = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=LAYERS, tied_embeddings=tied))
+    trained = data.draw(st.none() | PARTS)
+    model = replace(MODEL, backbone=replace(MODEL.backbone, num_layers=LAYERS, tied_embeddings=tied, trained=trained))
     sizes = workload(
         global_batch_size=data.draw(st.integers(1, 300)), microbatch_tokens=data.draw(st.integers(2048, 20000))
     )

@@ -146,6 +146,11 @@ def test_a_dry_run_shows_or_refuses_the_backbones_degrees(tmp_path: Path, monkey
             ["5,310,912, of them 5,310,912 trainable", "encoder 0-5"],
             ["(frozen)"],
         ),
+        (
+            ['model.freeze=["*embed_tokens*"]', 'training.learning_rates={"*norm*": 0.1}'],
+            ["of them 1,698,240 trainable: vision 2,826,240 (frozen)", "backbone 2,410,560 (1,624,128 trained)"],
+            ["connector 74,112 ("],
+        ),
     ],
 )
 def test_a_dry_run_shows_what_a_mode_has(

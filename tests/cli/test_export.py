@@ -174,3 +174,20 @@ def test_frozen_weights_are_exported_from_their_origin_and_compared(tmp_path: Pa
     ):
         export_run(run.root, tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_weights_frozen_by_pattern_are_exported_from_their_origin(tmp_path: Path) -> None:
+    overrides = [f"runs_dir={tmp_path / 'runs'}", *TINY, 'model.freeze=["*.mlp.*", "*lm_head*"]']
+    run = open_run_dir(load_config(QUICKSTART, overrides), resume=False)
+    weights = save(run, 1, 0.25)
+    first = family_from_config(run.load_config()).load_backbone().state_dict()
+    assert export_run(run.root, tmp_path / "a").step == 1
+    state = LlavaForConditionalGeneration.from_pretrained(tmp_path / "a").state_dict()
+    for name, weight in weights.items():
+        is_frozen = ".mlp." in name or "embed_tokens" in name
+        assert torch.equal(weight, first[name]) == is_frozen, name
+        if name.startswith("language_model.model."):
+            assert torch.equal(state[f"model.{name.replace('.model.', '.', 1)}"], weight), name
+    run.config.write_text(run.config.read_text().replace("seed: 0", "seed: 1"))
+    with pytest.raises(CheckpointError, match="frozen backbone of digest"):
+        export_run(run.root, tmp_path / "b")

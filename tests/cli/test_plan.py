@@ -315,6 +315,8 @@ def test_a_given_partition_is_noted(counts: list[int] | None, tmp_path: Path) ->
         ((QUICKSTART, "training.learning_rat=1"), "did you mean training.learning_rate?"),
         ((*PAPER, "training.global_batch_sizes=128"), "did you mean training.global_batch_size?"),
         ((*PAPER, "training.learning_rate=1"), "for a model file only settings that decide its plan can be overridden"),
+        ((*PAPER, 'model.freeze=["*mlp*"]'), "has no parameters' names; name modules (connector, backbone)"),
+        ((QUICKSTART, 'model.freeze=["*embed_token.*"]'), "matches no parameter's whole name; the nearest are"),
         (("none.yaml",), "none.yaml: the configuration cannot be read"),
         ((*PAPER, "--save", "nowhere/plan.yaml"), "--save nowhere/plan.yaml: there is no directory nowhere; create it"),
         (

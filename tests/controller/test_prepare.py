@@ -51,12 +51,26 @@ def test_a_run_by_steps(data: Path) -> None:
     assert run_spec.plan.encoders["vision"].num_actors == 2
 
 
-@pytest.mark.parametrize("freeze", [[], ["connector"], ["backbone"]])
+PATTERNS = ["*mlp*", "*embed_tokens*", "connector.linear_1.*"]
+
+
+@pytest.mark.parametrize("freeze", [[], ["connector"], ["backbone"], PATTERNS, ["connector", "*layers.0.*"]], ids=str)
 def test_trainable_parameters_are_those_that_the_optimizer_gets(data: Path, freeze: list[str]) -> None:
     config = config_of(data, f"model.freeze={freeze}")
     backbone = family_from_config(config).backbone_skeleton()
     trained = sum(each.numel() for each in backbone.parameters() if each.requires_grad)
     assert prepare(config).model_spec.num_trainable_parameters(config.frozen_modules) == trained
+
+
+def test_patterns_that_do_not_fit_the_model_are_refused_before_work_starts(data: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.freeze: '\*layer.0.\*' matches no parameter's whole name; the nearest"
+    ):
+        prepare(config_of(data, 'model.freeze=["*layer.0.*"]'))
+    with pytest.raises(ConfigError, match=r"'\*lm_head\*' \(0.1\) has no effect: model.freeze \(\*embed_tokens\*\)"):
+        prepare(config_of(data, 'model.freeze=["*embed_tokens*"]', 'training.learning_rates={"*lm_head*": 0.1}'))
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        prepare(config_of(data, 'model.freeze=["*"]'))
 
 
 def test_tokens_of_an_image_follow_the_family_and_the_data(data: Path) -> None:

@@ -15,8 +15,9 @@ from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.load import load_config
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes, MicrobatchWork, StageWork
-from flowtrain.costs.model_spec import FROZEN_ENCODERS
+from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.costs.roofline import Roofline
+from flowtrain.costs.trained import with_frozen_modules
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
 from tests.profiles import cpu_profile
@@ -26,11 +27,15 @@ LENGTH, VISION, TARGETS, PATCHES = 2048, 1024, 256, 1024
 
 
 def _times(
-    dp: int, tp: int, sharding: Literal["full", "gradients"], reduction: Literal["microbatch", "step"]
+    dp: int,
+    tp: int,
+    sharding: Literal["full", "gradients"],
+    reduction: Literal["microbatch", "step"],
+    model: ModelSpec = MODEL,
 ) -> ActionTimes:
     setup = replace(SETUP, sharding=sharding, gradient_reduction=reduction)
     (device,) = cluster(h200=dp * tp).device_types
-    return ActionTimes(DeviceTimes(device, MODEL, setup, FROZEN_ENCODERS), Degrees(dp, 1, tp), dp)
+    return ActionTimes(DeviceTimes(device, model, setup, FROZEN_ENCODERS), Degrees(dp, 1, tp), dp)
 
 
 @given(
@@ -40,6 +45,7 @@ def _times(
     reduction=st.sampled_from(["microbatch", "step"]),
     samples=st.integers(1, 4),
     microbatches=st.integers(1, 5),
+    freeze=st.sampled_from([(), ("connector",), ("backbone",)]),
 )
 def test_equal_microbatches_take_the_surrogates_step(
     dp: int,
@@ -48,8 +54,10 @@ def test_equal_microbatches_take_the_surrogates_step(
     reduction: Literal["microbatch", "step"],
     samples: int,
     microbatches: int,
+    freeze: tuple[str, ...],
 ) -> None:
-    times = _times(dp, tp, sharding, reduction)
+    model = with_frozen_modules(MODEL, freeze, trains_encoders=False)
+    times = _times(dp, tp, sharding, reduction, model)
     data = workload(
         global_batch_size=dp * samples * microbatches,
         microbatch_tokens=LENGTH * samples,
@@ -59,7 +67,7 @@ def test_equal_microbatches_take_the_surrogates_step(
         target_lengths=np.array([TARGETS]),
         images={"vision": (np.array([1]), np.array([PATCHES]))},
     )
-    surrogate = roofline_surrogate(request(cluster(h200=dp * tp), data=data, setup=times.times.setup))
+    surrogate = roofline_surrogate(request(cluster(h200=dp * tp), model, data, times.times.setup))
     expected = surrogate.step_time(Candidate(BACKBONE, "h200", Degrees(dp, 1, tp), 0.0, gradient_reduction=reduction))
     stage = StageWork(MODEL.backbone.num_layers, is_first=True, is_last=True)
     work = MicrobatchWork((LENGTH,) * samples, VISION * samples, TARGETS * samples)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from flowtrain.config.parameter_names import module_of
 from flowtrain.controller.export import export_run
 from flowtrain.controller.run import run_training
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.initial_weights import local_index
 from flowtrain.training.checkpoint import load_backbone_state, stored_frozen
 from flowtrain.training.frozen import digests_of
-from flowtrain.training.optimizer import module_of
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 
@@ -98,3 +98,29 @@ def test_frozen_modules_stay_as_they_are(tmp_path: Path, ray_cluster: None, free
     assert found == {module: f"{digest:016x}" for module, digest in digests_of(frozen).items()}
     assert {module_of(name) for name in trained} == changed, "what is frozen is not stored"
     assert changed == {"connector", "backbone"} - set(freeze)
+
+
+def test_name_patterns_freeze_and_give_rates_through_a_whole_run(tmp_path: Path, ray_cluster: None) -> None:
+    config = tiny_config(
+        tmp_path,
+        mixed_data(tmp_path),
+        "patterns",
+        model={"freeze": ("*layers.0.*", "connector.linear_1.*")},
+        training={"max_steps": 1, "learning_rates": {"*norm*": 0.0, "*.layers.1.mlp.*": 1e-2}},
+    )
+    run_training(config)
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 2})})
+    summary = run_training(longer, resume=True)
+    assert summary.step == 2 and summary.checkpoint is not None
+    first, trained = family_from_config(config).load_backbone().state_dict(), load_backbone_state(summary.checkpoint)
+    is_frozen = {name: ".layers.0." in name or ".linear_1." in name for name in first}
+    assert trained.keys() == {name for name in first if not is_frozen[name]}
+    stays = {name for name, tensor in trained.items() if torch.equal(first[name], tensor)}
+    assert stays == {name for name in trained if "norm" in name}
+    exported = export_run(summary.directory).directory
+    model = LlavaForConditionalGeneration.from_pretrained(exported)
+    weights = dict(model.model.language_model.named_parameters())
+    for name, tensor in first.items():
+        if name.startswith("language_model.model."):
+            expected = tensor if is_frozen[name] else trained[name]
+            assert torch.equal(weights[name.removeprefix("language_model.model.")], expected), name

@@ -32,7 +32,8 @@ from flowtrain.models.stage import take_stage
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 from flowtrain.training.batch import SampleArrays, build_batch
 from flowtrain.types.samples import Rejection, SampleRef
-from tests.qwen3_vl import PROCESSOR, TEXT, UNIT, VISION, is_of_tower, stock_images, stock_inputs, stock_processor
+from tests.e2e.oracle import is_of_tower
+from tests.qwen3_vl import PROCESSOR, TEXT, UNIT, VISION, stock_images, stock_inputs, stock_processor
 
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")
@@ -463,9 +464,7 @@ def test_what_does_not_fit_is_refused(make: Any, sections: Any, encoder: Any, sa
 
 def test_a_mixture_of_experts_is_refused_by_name(make_config: Any, tmp_path: Path) -> None:
     Qwen3VLMoeConfig().save_pretrained(tmp_path)
-    config = make_config(
-        model={"family": "qwen3_vl", "path": str(tmp_path)}, encoders={"vision": {}}, backbone={}
-    )
+    config = make_config(model={"family": "qwen3_vl", "path": str(tmp_path)}, encoders={"vision": {}}, backbone={})
     with pytest.raises(ConfigError, match=r"'qwen3_vl_moe' model, not 'qwen3_vl'; a mixture of experts is not"):
         family_from_config(config)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
+from flowtrain.models.freezing import freeze_parameters
 from flowtrain.models.initial_weights import BuiltWeights
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.pipeline.actions import Schedule, StageModule, schedule_text
@@ -69,7 +71,8 @@ def make_config(**sections: Any) -> RunConfig:
 class TinyFamily:
     """Qwen3 of two layers, a connector and a tower of which three layers are computed, seeded.
 
-    compile_with: torch.compile's backend; none: not compiled. trains_tower: as ``encoders.vision.trainable``.
+    freeze: as ``model.freeze``. compile_with: torch.compile's backend; none: not compiled. trains_tower: as
+    ``encoders.vision.trainable``.
     """
 
     freeze: tuple[str, ...] = ()
@@ -123,8 +126,7 @@ class TinyFamily:
         )
         language_model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation_name("sdpa"))
         backbone = Backbone(Connector(FEATURE_DIM, self.hidden_size), language_model)
-        for name in self.freeze:
-            {"connector": backbone.connector, "backbone": backbone.language_model}[name].requires_grad_(False)
+        freeze_parameters(backbone, self.freeze)
         return backbone
 
 
@@ -381,10 +383,11 @@ def run_oracle(job: Job) -> Outcome:
     if job.family.trains_tower:
         named |= {f"encoders.vision.tower.{name}": tower.get_parameter(name) for name in computed_names(tower)}
     parameters = [parameter for parameter in named.values() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=training.learning_rate)
+    groups = [{"params": [each], "lr": _rate_of(each, model, job.config)} for each in parameters]
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=training.learning_rate)
     if training.optimizer == "adamw":
         optimizer = torch.optim.AdamW(
-            parameters, lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=0.0
+            groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, weight_decay=0.0
         )
     for slots in job.steps:
         positions = [p for row in slots for held in row for p in held if p not in job.rejected]
@@ -409,6 +412,16 @@ def run_oracle(job: Job) -> Outcome:
         outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals))
     outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
     return outcome
+
+
+def _rate_of(parameter: torch.nn.Parameter, model: Backbone, config: RunConfig) -> float:
+    """The learning rate by the configuration, of a parameter of whatever names."""
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if each is parameter]
+    given = config.training.learning_rates.model_dump(exclude_none=True)
+    rates = [rate for key, rate in given.items() if any(fnmatchcase(name, key) for name in names)]
+    begins = {"backbone": "language_model."}
+    rates += [rate for key, rate in given.items() if names and names[0].startswith(begins.get(key, f"{key}."))]
+    return next(iter(rates), config.training.learning_rate)
 
 
 def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:

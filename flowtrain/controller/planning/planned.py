@@ -14,9 +14,11 @@ from flowtrain.allocator.model_file import read_model_file
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.load import override_config
 from flowtrain.config.messages import Document, refused
+from flowtrain.config.parameter_names import is_pattern
 from flowtrain.config.run import RunConfig
 from flowtrain.config.yaml_text import YamlError, parse_yaml
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.costs.trained import with_frozen_modules
 from flowtrain.costs.workload import Workload
 from flowtrain.errors import ConfigError, Fault
 
@@ -114,4 +116,10 @@ def planned_model(path: str | PathLike[str], overrides: Sequence[str] = ()) -> P
         microbatch_tokens=config.scheduler.microbatch_tokens,
         freeze=config.frozen_modules,
     )
-    return Planned(config, file.model, workload, f"model file {file.name}", num_devices=None)
+    patterns = [key for key in config.model.freeze if is_pattern(key)]
+    if patterns:
+        raise ConfigError(
+            f"model.freeze ({', '.join(patterns)}): {path} has no parameters' names; name modules (connector, backbone)"
+        )
+    model = with_frozen_modules(file.model, config.frozen_modules, trains_encoders=config.trains_encoders)
+    return Planned(config, model, workload, f"model file {file.name}", num_devices=None)

@@ -68,9 +68,14 @@ def bidirectional_sdpa(
     own = zip(*(tokens_first(tensor).split(num_tokens) for tensor in (query, key, value)), strict=True)
     outputs = []
     for run, tensors in zip(segments.runs, own, strict=True):
-        batch = (tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)
+        own_query, own_key, own_value = (tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)
         output = scaled_dot_product_attention(
-            *batch, dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            own_query,
+            own_key,
+            own_value,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]

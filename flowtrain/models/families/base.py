@@ -15,6 +15,7 @@ from PIL import Image
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
+from flowtrain.costs.trained import with_frozen
 from flowtrain.costs.training_setup import DTYPE_NBYTES
 from flowtrain.models.export import MAX_SHARD_NBYTES
 from flowtrain.models.initial_weights import InitialWeights, materialize
@@ -100,7 +101,15 @@ class Family(ABC):
 
     @property
     def model_spec(self) -> ModelSpec:
-        """The model's shapes for the cost model; a tower counts only the layers that are computed."""
+        """The model's shapes for the cost model, and what is trained; a tower counts only its computed layers."""
+        spec, freeze = self._shapes(), self.config.model.freeze
+        if not freeze:
+            return spec
+        trains_encoders = self.config.trains_encoders
+        return with_frozen(spec, self.weight_shapes(), self.tied_weights(), freeze, trains_encoders=trains_encoders)
+
+    def _shapes(self) -> ModelSpec:
+        """The model's shapes, as if all of it were trained."""
         backbone = from_hf_text_config(self.text_config.to_dict())
         vision = from_hf_vision_config(self.vision_config.to_dict())
         name = self.encoder_names[0]
@@ -120,7 +129,7 @@ class Family(ABC):
 
     @abstractmethod
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
-        """Pixel values of one image, float32, as HF's processor gives them: ``[C, H, W]``, or of tiles ``[T, C, H, W]``."""
+        """Pixel values of one image, float32, as HF's processor gives it: ``[C, H, W]``, or tiles ``[T, C, H, W]``."""
 
     @abstractmethod
     def load_encoder(self, encoder: str) -> VisionEncoder:
@@ -138,7 +147,7 @@ class Family(ABC):
     def backbone_skeleton(self) -> Backbone:
         """Connector and language model, float32, on the device ``meta`` (without memory), in training mode.
 
-        Modules named in ``model.freeze`` do not require gradients.
+        What ``model.freeze`` stands for does not require gradients.
         """
 
     @abstractmethod
@@ -169,6 +178,10 @@ class Family(ABC):
     @abstractmethod
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Shapes of the backbone's weights under the names of ``Backbone.state_dict()``; nothing is loaded."""
+
+    @abstractmethod
+    def tied_weights(self) -> dict[str, str]:
+        """Further names of those of ``weight_shapes`` that have several: ``{name: first name}``; nothing is loaded."""
 
     @abstractmethod
     def export(

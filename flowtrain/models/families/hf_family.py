@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
+from flowtrain.config.parameter_names import is_pattern
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.attention import implementation_name, resolve_attention
@@ -27,6 +28,7 @@ from flowtrain.models.export import (
     write_export,
 )
 from flowtrain.models.families.base import Family, encoder_prefix
+from flowtrain.models.freezing import freeze_parameters
 from flowtrain.models.initial_weights import (
     BuiltWeights,
     DrawnWeights,
@@ -35,6 +37,7 @@ from flowtrain.models.initial_weights import (
     LazyTensors,
     whole_tensors,
 )
+from flowtrain.models.stage import tied_names
 from flowtrain.models.stored_weights import StoredWeights
 from flowtrain.models.tensor_parallel import checked_styles
 from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
@@ -178,10 +181,7 @@ class HFFamily(Family):
         device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
         attention = resolve_attention(self.config.backbone.attention, device, dtype)
         backbone = self._skeleton(implementation_name(attention), memory)
-        for module in self.config.model.freeze:
-            frozen = backbone.connector if module == "connector" else backbone.language_model
-            assert frozen is not None
-            frozen.requires_grad_(False)
+        freeze_parameters(backbone, self.config.model.freeze)
         if self.config.backbone.compile:
             words = self.config.backbone.activation_checkpointing
             if "selective" in ((words,) if isinstance(words, str) else words):
@@ -201,9 +201,11 @@ class HFFamily(Family):
             check_tower_split(self._tower_skeleton(), size, "backbone")
 
     def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; repeats the model's kinds of layers in turn."""
+        """See ``Family``; repeats the model's kinds of layers in turn, and ignores patterns of ``model.freeze``."""
         twin, config = copy.copy(self), self.config
-        model, backbone = (each.model_copy(update={"path": None}) for each in (config.model, config.backbone))
+        modules = tuple(key for key in config.model.freeze if not is_pattern(key))
+        model = config.model.model_copy(update={"path": None, "freeze": modules})
+        backbone = config.backbone.model_copy(update={"path": None})
         twin.config = config.model_copy(update={"model": model, "backbone": backbone})
         twin.text_config = copy.deepcopy(self.text_config)
         twin.text_config.num_hidden_layers = num_layers
@@ -239,6 +241,10 @@ class HFFamily(Family):
         """See ``Family``."""
         skeleton = self._skeleton(implementation_name("sdpa"))
         return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+
+    def tied_weights(self) -> dict[str, str]:
+        """See ``Family``."""
+        return tied_names(self._skeleton(implementation_name("sdpa")))
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 

@@ -125,10 +125,8 @@ class InternVLFamily(LlavaFamily):
         """Width of a row after pixel shuffle."""
         return self.tower_shape.feature_width
 
-    @property
-    def model_spec(self) -> ModelSpec:
-        """See ``Family``."""
-        spec, name = super().model_spec, self.encoder_names[0]
+    def _shapes(self) -> ModelSpec:
+        spec, name = super()._shapes(), self.encoder_names[0]
         vision = replace(spec.encoders[name], patches_per_row=self.tower_shape.shuffle**2)
         return replace(spec, encoders={name: vision}, connector=replace(spec.connector, norm=True))
 

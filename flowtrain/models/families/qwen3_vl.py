@@ -151,16 +151,14 @@ class Qwen3VLFamily(HFFamily):
         """All of the tower's layers."""
         return int(self.vision_config.num_hidden_layers)
 
-    @property
-    def model_spec(self) -> ModelSpec:
-        """See ``Family``."""
-        spec, shape, name = super().model_spec, self.tower_shape, self.encoder_names[0]
+    def _shapes(self) -> ModelSpec:
+        spec, shape, name = super()._shapes(), self.tower_shape, self.encoder_names[0]
         hidden, out, levels = int(self.vision_config.hidden_size), spec.backbone.hidden_size, shape.num_levels
         width = shape.unit * hidden
         vision = replace(spec.encoders[name], patches_per_row=shape.unit, levels=levels)
         # The first merger's norm is over patches, those of the others over units.
         norms = 2 * (hidden + (levels - 1) * width)
-        connector = ConnectorSpec(shape.feature_width, width, out, norm=True, norm_parameters=norms, levels=levels)
+        connector = ConnectorSpec(levels * width, width, out, norm=True, norm_parameters=norms, levels=levels)
         if self._merges_in_encoder:
             outside = vision.outside_parameters + connector.num_parameters
             merging = levels * width * (width + out)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import caption
 import check_vision
 import pytest
 import torch
@@ -103,6 +105,20 @@ def test_a_blind_model_fails_the_check(
     with pytest.raises(SystemExit, match="the pictures do not matter"):
         check_vision.main()
     assert "held-out loss of 8 answers" in capsys.readouterr().out
+
+
+def test_captions_are_shown_beside_what_is_to_be_seen(
+    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [{"step": step, "loss": 8.0 / step, "eval_loss": 2.0 if step == 3 else None} for step in (1, 2, 3, 4)]
+    (exported / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.argv", ["caption.py", str(exported), "--data", str(HELD_OUT), "--count", "2"])
+    caption.main()
+    shown = capsys.readouterr().out
+    assert all(each.question in shown and each.answer in shown for each in list(samples(HELD_OUT))[:2])
+    assert "loss 4.167 -> 4.167 (1.00x) in 4 steps" in shown and "held-out loss 2.000 -> 2.000" in shown
+    assert "metrics.jsonl" in shown and "trace.json" not in shown
 
 
 def test_held_out_samples_have_one_picture() -> None:

@@ -133,14 +133,9 @@ def _layer_tensors(spec: VisionSpec, setup: TrainingSetup) -> dict[str, int]:
         tensors["sigmoid"] = mlp
     if spec.layer_scale:
         tensors |= {"attention_scaled": dtype * hidden, "mlp_scaled": dtype * hidden}
+    # An RMSNorm keeps its input in float32, in the place of the input in the compute type, and what it normalised.
     if spec.rms_norm:
-        tensors |= {"norm_results": 2 * _rms_norm_nbytes(hidden, dtype)}
+        tensors |= {"norm_results": 2 * FLOAT32_NBYTES * hidden}
     if spec.qk_norm:
-        normed = 2 * _rms_norm_nbytes(hidden // setup.tp, dtype)
-        tensors |= {"query_and_key_norms": normed + (2 * heads if dtype == FLOAT32_NBYTES else 0)}
+        tensors |= {"query_and_key_norms": 2 * (FLOAT32_NBYTES + dtype) * hidden // setup.tp}
     return tensors
-
-
-def _rms_norm_nbytes(width: int, dtype_nbytes: int) -> int:
-    """Bytes per token that an RMSNorm keeps besides input and output: a float32 input, and the normalised one."""
-    return (0 if dtype_nbytes == FLOAT32_NBYTES else FLOAT32_NBYTES * width) + dtype_nbytes * width

@@ -82,10 +82,13 @@ def test_a_mode_trains_as_the_plain_loop_does(directory: Path, ray_cluster: None
 
 
 def test_without_images_a_run_has_the_same_tokens(directory: Path, ray_cluster: None) -> None:
-    config = config_of(directory, "blind", "mode=llm_only")
-    run_training(config)
-    predicted = run_workload(config_of(directory, "seeing")).predictions
-    assert [line["plan_digest"] for line in json_lines(run_dir(config).metrics)] == [each.digest for each in predicted]
+    blind, seeing = config_of(directory, "blind", "mode=llm_only"), config_of(directory, "seeing")
+    for config in (blind, seeing):
+        run_training(config)
+    ours, theirs = (json_lines(run_dir(each).metrics) for each in (blind, seeing))
+    for key in ("num_samples", "num_tokens", "num_target_tokens"):
+        assert [line[key] for line in ours] == [line[key] for line in theirs], key
+    assert [line["plan_digest"] for line in ours] == [each.digest for each in run_workload(blind).predictions]
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "monolithic"])

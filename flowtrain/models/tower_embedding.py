@@ -117,7 +117,7 @@ class _ZeroPatches(nn.Module):
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
-        self.weight = conv.weight
+        self.__dict__["weight"] = conv.weight  # no parameter: it may be a rank's part of one
         self._width, self._patch = conv.out_channels, conv.kernel_size
 
     def forward(self, images: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flowtrain.config.kept_choices import with_kept_choices
 from flowtrain.config.run import RunConfig
+from flowtrain.config.starting_file import starting_file
 from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
 from flowtrain.observability.run_dir import check_run_dir
@@ -25,7 +26,39 @@ if TYPE_CHECKING:
     from flowtrain.controller.pack import PackReport, Progress
     from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.profiling import ProfileReport
+    from flowtrain.controller.starting_config import StartingConfig
     from flowtrain.controller.summary import RunSummary
+
+
+def init(
+    model: str | PathLike[str],
+    *,
+    data: str | None = None,
+    encoder: str | None = None,
+    output: str | PathLike[str] | None = None,
+    force: bool = False,
+) -> StartingConfig:
+    """Write a configuration to start from, for a checkpoint: a directory or hub id.
+
+    Of the model only configuration, tokenizer and processor are read. The family follows from its type; a language
+    model becomes the backbone of a new llava model.
+
+    data: a path or URL for ``data.sources``; without it the file has a place to fill in.
+    encoder: the vision tower of a language model; by default a SigLIP of the hub.
+    output: the file to write; by default the model's name in this directory.
+    force: replace the file if it is there.
+
+    Raises ConfigError, with the reason, for a model that FlowTrain does not train, and if the file exists.
+    """
+    file = starting_file(str(model), output, force)
+    from flowtrain.controller.starting_config import starting_config
+
+    started = starting_config(str(model), data, encoder, file)
+    try:
+        file.write_text(started.text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {file}: the file cannot be written: {error.strerror}") from error
+    return started
 
 
 def train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 
 import torch
 
@@ -72,11 +73,11 @@ class EncoderRank:
             family = unchecked_family(self._config)
             group = join_replica(self._config, self._encoder, self._leader, self._rank, port)
             module = load_split(family, self._encoder, group).to(device)
-            while (batch := group.receive(module.tower.dtype)) is not None:
+            while (images := group.receive(module.tower.dtype)) is not None:
                 with group.forwarding():
-                    self.forward(module, batch)
+                    self.forward(module, *images)
             group.close()
 
-    def forward(self, module: VisionEncoder, batch: torch.Tensor) -> None:
+    def forward(self, module: VisionEncoder, pixels: torch.Tensor, shapes: Sequence[Sequence[int]]) -> None:
         """Do this rank's part of a forward; the features come out on the leader."""
-        module(batch)
+        module(pixels, shapes)

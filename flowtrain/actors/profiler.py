@@ -15,7 +15,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.costs.profile_shapes import Mix, batch_sizes, image_sizes
 from flowtrain.costs.profile_together import Sharded
 from flowtrain.data.feed import Feed, NoShelf
-from flowtrain.data.images import decode_image
+from flowtrain.data.images import decode_image, tiles_of
 from flowtrain.data.sources.base import BadSample, Buffer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
@@ -183,7 +183,7 @@ class Profiler:
         return EncoderTimes(sizes, batches, seconds, decode_s)
 
     def _decoded(self, name: str, refs: Sequence[SampleRef]) -> tuple[dict[int, np.ndarray], float]:
-        """Return one preprocessed image for each number of patches, and the mean seconds that one takes."""
+        """Return one preprocessed image or tile for each number of patches, and the mean seconds that one takes."""
         sources, limit = SourceSet.from_config(self._config.data), self._config.data.max_image_pixels
         pixels: dict[int, np.ndarray] = {}
         seconds, num_images = 0.0, 0
@@ -194,11 +194,13 @@ class Profiler:
                     images = [decode_image(image.read(), limit) for image in sources.read(ref).images]
                 except BadSample:
                     continue
-                arrays = [self._family.preprocess(name, image) for image in images]
+                arrays = [tiles_of(self._family.preprocess(name, image)) for image in images]
                 if warm:
-                    seconds, num_images = seconds + time.thread_time() - started_s, num_images + len(arrays)
-                for image, array in zip(images, arrays, strict=True):
-                    pixels[self._family.image_layout(name, *image.size).num_patches] = array
+                    seconds, num_images = seconds + time.thread_time() - started_s, num_images + sum(map(len, arrays))
+                for image, tiles in zip(images, arrays, strict=True):
+                    layout = self._family.image_layout(name, *image.size)
+                    assert layout.num_tiles == len(tiles), (layout, image.size)
+                    pixels[layout.num_patches // layout.num_tiles] = tiles[0]
         if not num_images:
             raise DataError(f"encoders.{name}: none of {len(refs)} samples has an image that can be decoded")
         return pixels, seconds / num_images

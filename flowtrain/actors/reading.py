@@ -117,7 +117,8 @@ class MicrobatchReader:
         assert texts is not None
         rejected = {*location.rejected, *(rejection.ref.position for rejection in order.rejections)}
         samples = plan.microbatch(location.slot, self._dp_rank).samples
-        positions = [sample.position for sample in samples if sample.position not in rejected]
+        num_tokens = {sample.position: sample.num_tokens for sample in samples if sample.position not in rejected}
+        positions = list(num_tokens)
         text_of = {part.position: text for part, text in zip(_texts(location), texts, strict=True)}
         features_of: dict[int, list[Extent]] = {}
         for part in location.parts:
@@ -130,7 +131,7 @@ class MicrobatchReader:
                 [
                     SampleText(
                         position,
-                        np.frombuffer(text_of[position], np.int32).reshape(2, -1),
+                        np.frombuffer(text_of[position], np.int32).reshape(-1, num_tokens[position]),
                         self._num_rows(position, features_of.get(position, []), sizes_of.get(position, ())),
                     )
                     for position in positions

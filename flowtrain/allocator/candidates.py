@@ -155,7 +155,7 @@ def backbone_columns(
     """
     pruned: Counter[PruneReason] = Counter()
     total = device_type.count
-    most = min(total, spec.num_layers // chunks_per_rank)
+    most = min(total, spec.most_stages // chunks_per_rank)
 
     def is_even(tp: int) -> bool:
         return not degree_faults(Degrees(tp=tp), spec)

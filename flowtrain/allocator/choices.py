@@ -61,7 +61,7 @@ def _chunks(config: RunConfig, spec: TransformerSpec) -> tuple[int, ...]:
     given = config.pipeline.chunks
     if config.pipeline.partition is not None:
         return (given,)
-    return tuple(dict.fromkeys((given, *(each for each in _CHUNKS if each == 1 or 2 * each <= spec.num_layers))))
+    return tuple(dict.fromkeys((given, *(each for each in _CHUNKS if each == 1 or 2 * each <= spec.most_stages))))
 
 
 def _sharding(config: RunConfig) -> tuple[_Sharding, ...]:

@@ -22,10 +22,11 @@ def degree_faults(degrees: Degrees, spec: TransformerSpec, *, chunks_per_rank: i
     if chunks_per_rank > 1 and degrees.pp == 1:
         text = f"{_CHUNKS} ({chunks_per_rank}) needs {_PP} of at least 2 (now 1)"
         faults.append(Fault(_CHUNKS, FaultCode.DEGREES, text))
-    if degrees.pp * chunks_per_rank > spec.num_layers:
+    if degrees.pp * chunks_per_rank > spec.most_stages:
+        together = "" if spec.first_layers == 1 else f", of which the first {spec.first_layers} must lie in one stage"
         text = (
             f"{_PP} ({degrees.pp}) times {_CHUNKS} ({chunks_per_rank}) is more than the backbone's layers "
-            f"({spec.num_layers}); lower one of them"
+            f"({spec.num_layers}{together}); lower one of them"
         )
         faults.append(Fault(_PP, FaultCode.DEGREES, text))
     return faults

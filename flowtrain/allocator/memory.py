@@ -158,7 +158,7 @@ def _kept_by_kind(kept: IntArray, is_first: BoolArray, is_last: BoolArray) -> di
 def _rank_rows(slices: Slices, spec: TransformerSpec, checkpointing: Checkpointing, every: int) -> _RankRows:
     setup = TrainingSetup(activation_checkpointing=checkpointing, checkpoint_every=every)
     first_row, ranks, found, num_layers = [0, 0], [], [], spec.num_layers
-    for pp in range(1, num_layers // slices.chunks + 1):
+    for pp in range(1, slices.most_ranks(num_layers) + 1):
         partition = slices.partition(num_layers, pp)
         for rank in _ranks_to_compare(slices, num_layers, pp, checkpointing, spec.trained):
             ranks.append(rank)

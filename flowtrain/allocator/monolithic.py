@@ -67,7 +67,14 @@ def monolithic_partition(request: Request, pp: int, place: EncoderPlace) -> Part
     split = EncoderSplit(spec.num_layers, place, cost, is_trained(request))
     is_for_place = request.slices.counts_encoder == (place == "mixed")
     counts = request.slices.counts_for(pp) if is_for_place else None
-    return build_partition(model.backbone.num_layers, pp, request.slices.chunks, counts=counts, encoder=split)
+    return build_partition(
+        model.backbone.num_layers,
+        pp,
+        request.slices.chunks,
+        counts=counts,
+        encoder=split,
+        first_layers=model.backbone.first_layers,
+    )
 
 
 def rank_loads(request: Request, pp: int, place: EncoderPlace) -> RankLoads:

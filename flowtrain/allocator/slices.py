@@ -20,13 +20,15 @@ class Slices:
     """``pipeline.partition``; for the pipeline degree that it has stages for, all others are balanced."""
     counts_encoder: bool = False
     """``counts`` include the encoder's layers (``pipeline.encoder_layers: mixed`` in mode ``monolithic``)."""
+    first_layers: int = 1
+    """The first decoder layers that must lie in one stage; decided by the model."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Slices:
-        """Return those of a configuration."""
+    def of(cls, config: RunConfig, first_layers: int = 1) -> Slices:
+        """Return those of a configuration. first_layers: ``TransformerSpec.first_layers`` of its backbone."""
         pipeline = config.pipeline
         mixed = config.mode == "monolithic" and pipeline.encoder_layers == "mixed"
-        return cls(pipeline.chunks, pipeline.partition, mixed and pipeline.partition is not None)
+        return cls(pipeline.chunks, pipeline.partition, mixed and pipeline.partition is not None, first_layers)
 
     def counts_for(self, pp: int) -> tuple[int, ...] | None:
         """Return the given numbers of layers if they are for this pipeline degree."""
@@ -37,7 +39,12 @@ class Slices:
 
         Without an encoder; balanced if ``counts`` includes one.
         """
-        return build_partition(num_layers, pp, self.chunks, counts=None if self.counts_encoder else self.counts_for(pp))
+        counts = None if self.counts_encoder else self.counts_for(pp)
+        return build_partition(num_layers, pp, self.chunks, counts=counts, first_layers=self.first_layers)
+
+    def most_ranks(self, num_layers: int) -> int:
+        """Return the largest pipeline degree."""
+        return (num_layers - self.first_layers + 1) // self.chunks
 
 
 ONE_EACH = Slices()

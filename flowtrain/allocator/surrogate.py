@@ -98,7 +98,7 @@ class Surrogate:
         self.chunks = slices.chunks
         # By pipeline degree: layers of the first, the last and the longest rank, and the most that one offloads.
         depth = model.backbone.num_layers
-        ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, depth // slices.chunks + 1)]
+        ranks = [layers_of_ranks(slices, depth, pp) for pp in range(1, slices.most_ranks(depth) + 1)]
         rows = ((len(each[0]), len(each[-1]), max(map(len, each)), self._most_offloaded(each)) for each in ranks)
         self._stages = np.array([(0, 0, 0, 0), *rows], dtype=np.int64)
         lengths = self._stages[:, :3]

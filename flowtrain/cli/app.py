@@ -38,6 +38,39 @@ def root(
 
 
 @app.command()
+def init(
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint to start from: a directory, or a hub id (owner/name).", metavar="MODEL")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Path or URL of the training data; by default a place to fill in.", metavar="PATH"),
+    ] = None,
+    encoder: Annotated[
+        str | None,
+        typer.Option(
+            "--encoder",
+            help="Vision tower for a MODEL that is a language model: a directory or hub id; by default a SigLIP.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="File to write; by default MODEL's name in this directory.", metavar="FILE.yaml"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write a configuration to start from, with comments; a language model becomes the backbone of a new VLM.
+
+    Only MODEL's configuration, tokenizer and processor are read. Models that bring code of their own are refused.
+    """
+    with errors_to_exit_codes():
+        from flowtrain.cli.init import init as write_start
+
+        write_start(model, data, encoder, output, force)
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[

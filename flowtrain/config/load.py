@@ -39,6 +39,13 @@ def load_config(
     return _build(document, Path(path).expanduser().resolve().parent, check_paths)
 
 
+def config_of_text(text: str, path: Path, check_paths: bool = True) -> RunConfig:
+    """Load a YAML text that is to become the file ``path``; raises ConfigError as ``load_config``."""
+    values, lines = _parse(text, path)
+    refuse_secrets(str(path), values, lines, ())
+    return _build(Document(str(path), values, lines, {}, nearest_key), path.expanduser().resolve().parent, check_paths)
+
+
 def load_resolved(path: Path) -> RunConfig:
     """Load what ``dump_resolved`` of this or an earlier version wrote; its paths need not exist any more."""
     values, lines = _read(path)
@@ -77,12 +84,17 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
 def _read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return the values of a YAML file, and the line of each key."""
-    file = Path(path).expanduser()
     try:
-        values, lines = parse_yaml(file.read_text(encoding="utf-8"))
+        text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: the configuration cannot be read: {reason}") from error
+    return _parse(text, path)
+
+
+def _parse(text: str, path: str | PathLike[str]) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    try:
+        values, lines = parse_yaml(text)
     except YamlError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(values, dict):

@@ -14,12 +14,14 @@ from flowtrain.errors import ConfigError, FaultCode
 Dtype = Literal["float32", "bfloat16"]
 LayerCheckpointing = Literal["none", "full", "selective", "offload"]
 Checkpointing = Literal[LayerCheckpointing, "every_n"]
+GRID_FAMILIES = frozenset({"qwen3_vl"})
+"""Families whose tokens have positions of three axes: images then have a grid."""
 
 
 class ModelConfig(ConfigModel):
     """The model as a whole."""
 
-    family: Literal["llava", "variable_llava"] = "llava"
+    family: Literal["llava", "variable_llava", "internvl", "qwen3_vl"] = "llava"
     """The adapter that splits a Hugging Face VLM into encoders, connector and backbone."""
     path: str | None = None
     """A whole Hugging Face checkpoint of that family (directory or hub id). If given, the modules take no ``path`` or
@@ -29,6 +31,8 @@ class ModelConfig(ConfigModel):
     chat_template: str | None = None
     """A file, or the template itself; None: the tokenizer's."""
     image_token: str = "<image>"
+    """The token that stands for a vision token; it is added if the tokenizer lacks it. ``internvl`` has its tokenizer's
+    instead, and ``qwen3_vl`` has ``<|image_pad|>`` in the place of the default."""
     dtype: Dtype = "float32"
     """Compute type of encoders and backbone. Master weights are always float32."""
     freeze: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowtrain.config.model import GRID_FAMILIES
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.flow.capacity import check_capacity
@@ -73,7 +74,8 @@ def feeder_need(config: RunConfig, indexes: Sequence[SourceIndex], num_eval: int
         # The rest of a resumed run's first groups may be one position short of a step while feeders put another group.
         samples = max(samples, 2 * batch_size - 1)
     keeps_images = config.mode != "llm_only"  # there nobody reads them
-    text, images = 2 * 4 * config.data.max_seq_len, config.data.max_image_nbytes if keeps_images else 0
+    rows = 5 if config.model.family in GRID_FAMILIES else 2  # ids, labels, and positions of three axes
+    text, images = rows * 4 * config.data.max_seq_len, config.data.max_image_nbytes if keeps_images else 0
     training = indexes[: len(config.data.sources)]
     held = sum(_held_nbytes(config, index, num_feeders) for index in training) if keeps_images else 0
     other = sum(

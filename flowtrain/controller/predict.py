@@ -53,7 +53,7 @@ def image_tokens(run_spec: RunSpec) -> dict[str, tuple[int, int]]:
         fewest, most = (family.image_layout(name, side, side).num_tokens for side in (1, largest))
         if fewest < most:
             means = [
-                round(sample.num_vision_tokens / part.num_items)
+                round(sample.num_vision_tokens / len(sample.image_nbytes))
                 for unit in sized_units(run_spec, 1)
                 for sample in unit.samples
                 for part in sample.parts

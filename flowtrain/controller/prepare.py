@@ -195,7 +195,8 @@ def check_memory(
     for name, encoder in config.encoders.items():
         # A lease takes a whole batch: at most the rows of one longest sample, or the batch's limit of patches. Each of
         # its parts is rounded up.
-        rows = max(limit, encoder.max_batch_patches)
+        patches_per_row = family.model_spec.encoders[name].patches_per_row
+        rows = max(limit, -(-encoder.max_batch_patches // patches_per_row))
         batch_nbytes = rows * family.row_nbytes(name) + min(samples, encoder.max_batch_patches) * align
         # Two consecutive batches together exceed the limit of one, otherwise they would be one batch.
         num_batches = min(samples, 1 + -(-2 * samples * limit // rows))

@@ -220,7 +220,8 @@ class ActionTimes:
 
     def rows_s(self, encoder: str, work: MicrobatchWork) -> float:
         """Return seconds in which hidden states of an encoder, or feature rows, reach the next rank."""
-        width = self.times.model.encoders[encoder].hidden_size
+        spec = self.times.model.encoders[encoder]
+        width = spec.hidden_size * spec.levels
         nbytes = self.times.setup.dtype_nbytes * width * sum(work.patches)
         return nbytes / self._sending()
 

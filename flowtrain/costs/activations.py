@@ -32,7 +32,9 @@ def chunk_activation_nbytes(
     if not chunk.is_first and dtype != FLOAT32_NBYTES:
         kept += slice_nbytes  # the received input; in float32 the first norm keeps it anyway
     if chunk.is_first:
-        kept += dtype * (connector.feature_dim + 2 * -(-connector.hidden_size // setup.tp)) * microbatch.num_rows
+        inputs = connector.feature_dim * (2 if connector.norm else 1)
+        between = 2 * connector.levels * -(-connector.hidden_size // setup.tp)
+        kept += dtype * (inputs + between) * microbatch.num_rows
     return kept
 
 

@@ -1,7 +1,7 @@
 """What the layers of a vision encoder take on a rank of the pipeline, frozen or trained.
 
 Activations of a trained encoder are listed tensor by tensor, as autograd keeps them for the layer that HF's SigLIP,
-CLIP, ViT and DINOv2 share (pre-norm, LayerNorm, full attention by a fused kernel, MLP with GELU, no dropout). With
+CLIP, ViT, DINOv2 and InternVL share (pre-norm, full attention by a fused kernel, MLP with GELU, no dropout). With
 tensor parallelism heads and the MLP's width are split; all else is whole on every rank.
 """
 
@@ -74,9 +74,10 @@ def encoder_chunk_activation_nbytes(
 def encoder_output_nbytes(
     spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> int:
-    """Return the bytes of a chunk's output: features, or hidden states for the next one."""
-    num_rows = microbatch.num_rows if chunk.is_last else microbatch.num_tower_tokens
-    return setup.dtype_nbytes * spec.hidden_size * num_rows
+    """Return the bytes of a chunk's output: features, or hidden states for the next one, of all levels at most."""
+    if chunk.is_last:
+        return setup.dtype_nbytes * spec.hidden_size * spec.levels * spec.patches_per_row * microbatch.num_rows
+    return setup.dtype_nbytes * spec.hidden_size * spec.levels * microbatch.num_tower_tokens
 
 
 def encoder_layer_activation_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
@@ -132,4 +133,9 @@ def _layer_tensors(spec: VisionSpec, setup: TrainingSetup) -> dict[str, int]:
         tensors["sigmoid"] = mlp
     if spec.layer_scale:
         tensors |= {"attention_scaled": dtype * hidden, "mlp_scaled": dtype * hidden}
+    # An RMSNorm keeps its input in float32, in the place of the input in the compute type, and what it normalised.
+    if spec.rms_norm:
+        tensors |= {"norm_results": 2 * FLOAT32_NBYTES * hidden}
+    if spec.qk_norm:
+        tensors |= {"query_and_key_norms": 2 * (FLOAT32_NBYTES + dtype) * hidden // setup.tp}
     return tensors

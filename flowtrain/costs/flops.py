@@ -146,7 +146,7 @@ def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collect
         first_passes, second_passes = (1, 1) if features_are_constant else (2, 2)
     else:
         first_passes, second_passes = (2 if features_are_constant else 3), 3
-    first, second = spec.feature_dim * spec.hidden_size, spec.hidden_size * spec.out_dim
+    first, second = spec.feature_dim * spec.hidden_size, spec.levels * spec.hidden_size * spec.out_dim
     return 2.0 * num_rows * (first_passes * first + second_passes * second)
 
 
@@ -159,4 +159,6 @@ def _encoder_training(
     squares = more * (tokens + 1) ** 2 + (num_images - more) * tokens**2
     num_tokens = num_patches + spec.num_prefix_tokens * num_images
     layer = 2.0 * num_tokens * spec.layer_matmul_parameters + 4.0 * squares * spec.hidden_size
-    return 2.0 * patch_passes * num_patches * spec.patch_matmul_parameters + layer_passes * spec.num_layers * layer
+    outside = 2.0 * patch_passes * num_patches * spec.patch_matmul_parameters
+    merging = 2.0 * num_patches / spec.patches_per_row * spec.merging_matmul_parameters
+    return outside + merging + layer_passes * spec.num_layers * layer

@@ -12,15 +12,16 @@ HFConfig = Mapping[str, Any]
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Facts that a config does not state, because HF hard-wires them by model type.
 _TWO_MATRIX_MLP = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "phi", "starcoder2"}
-_OWN_NUM_KV_HEADS = {"mistral", "qwen2", "qwen3"}
+_OWN_NUM_KV_HEADS = {"mistral", "qwen2", "qwen3", "qwen3_vl_text"}
+_LIKE_QWEN3 = {"qwen3", "qwen3_vl_text"}
 
 
 def from_hf_text_config(config: HFConfig) -> TransformerSpec:
     """Return the spec of a causal LM from its HF config (``config.to_dict()`` or the content of ``config.json``).
 
-    Exact in every parameter for ``llama``, ``mistral``, ``qwen2`` and ``qwen3``. For other types the matrices are right
-    if their config uses the same keys. Raises ConfigError for a missing key, and for mixtures of experts, which no
-    formula here covers.
+    Exact in every parameter for ``llama``, ``mistral``, ``qwen2``, ``qwen3`` and ``qwen3_vl_text``. For other types the
+    matrices are right if their config uses the same keys. Raises ConfigError for a missing key, and for mixtures of
+    experts, which no formula here covers.
     """
     model_type = config.get("model_type", "")
     for key in _EXPERT_KEYS:
@@ -44,15 +45,15 @@ def from_hf_text_config(config: HFConfig) -> TransformerSpec:
         qkv_bias=attention_bias or model_type == "qwen2",
         out_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in _LIKE_QWEN3,
     )
 
 
 def from_hf_vision_config(config: HFConfig) -> VisionSpec:
     """Return the spec of a vision tower from its HF config; a CLIP or SigLIP config of both towers works too.
 
-    Types: ``siglip_vision_model``, ``clip_vision_model``, ``dinov2``, ``dinov2_with_registers``, ``vit``. Raises
-    ConfigError for others or a missing key.
+    Types: ``siglip_vision_model``, ``clip_vision_model``, ``dinov2``, ``dinov2_with_registers``, ``vit``,
+    ``internvl_vision``, ``qwen3_vl_vision`` (without its mergers). Raises ConfigError for others or a missing key.
     """
     config = config.get("vision_config", config)
     model_type = config.get("model_type", "")
@@ -120,13 +121,47 @@ def _vit(config: HFConfig) -> VisionSpec:
     )
 
 
+def _internvl(config: HFConfig) -> VisionSpec:
+    hidden = _int(config, "hidden_size")
+    positions = (_num_patches(config) + 1) * hidden * bool(config.get("use_absolute_position_embeddings", True))
+    mask = hidden * bool(config.get("use_mask_token", False))
+    norm = 2 * hidden * (not config.get("use_mean_pooling", True))
+    outside = _patch_parameters(config) + hidden + hidden + positions + mask + norm
+    return _vision_spec(
+        config,
+        _int(config, "intermediate_size"),
+        num_prefix_tokens=1,
+        outside_parameters=outside,
+        unused_parameters=mask + norm,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        layer_scale=True,
+        rms_norm=config.get("norm_type", "layer_norm") == "rms_norm",
+        qk_norm=bool(config.get("use_qk_norm", False)),
+    )
+
+
+def _qwen3_vl(config: HFConfig) -> VisionSpec:
+    hidden, channels = _int(config, "hidden_size"), _int(config, "in_channels") * _int(config, "temporal_patch_size")
+    patches = channels * _int(config, "patch_size") ** 2 * hidden + hidden
+    return VisionSpec(
+        num_layers=_int(config, "depth"),
+        hidden_size=hidden,
+        intermediate_size=_int(config, "intermediate_size"),
+        num_heads=_int(config, "num_heads"),
+        patch_size=_int(config, "patch_size"),
+        num_channels=channels,
+        num_prefix_tokens=0,
+        outside_parameters=patches + _int(config, "num_position_embeddings") * hidden,
+    )
+
+
 def _vision_spec(config: HFConfig, intermediate_size: int, **traits: Any) -> VisionSpec:
     return VisionSpec(
         num_layers=_int(config, "num_hidden_layers"),
         hidden_size=_int(config, "hidden_size"),
         intermediate_size=intermediate_size,
         num_heads=_int(config, "num_attention_heads"),
-        patch_size=_int(config, "patch_size"),
+        patch_size=_side(config, "patch_size"),
         num_channels=config.get("num_channels", 3),
         **traits,
     )
@@ -138,6 +173,8 @@ _VISION_READERS: dict[str, Callable[[HFConfig], VisionSpec]] = {
     "dinov2": _dinov2,
     "dinov2_with_registers": _dinov2,
     "vit": _vit,
+    "internvl_vision": _internvl,
+    "qwen3_vl_vision": _qwen3_vl,
 }
 
 
@@ -151,6 +188,14 @@ def _int(config: HFConfig, key: str) -> int:
     return value
 
 
+def _side(config: HFConfig, key: str) -> int:
+    """The side of a square, which some types have as two equal numbers."""
+    value = config.get(key)
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
+        return _int({**config, key: value[0]}, key)
+    return _int(config, key)
+
+
 def _num_kv_heads(config: HFConfig, num_heads: int) -> int:
     if config.get("model_type") in _OWN_NUM_KV_HEADS:
         return _int(config, "num_key_value_heads")  # a missing key would not mean num_heads there
@@ -158,14 +203,14 @@ def _num_kv_heads(config: HFConfig, num_heads: int) -> int:
 
 
 def _head_dim(config: HFConfig, hidden_size: int, num_heads: int) -> int:
-    if config.get("model_type") == "qwen3":
+    if config.get("model_type") in _LIKE_QWEN3:
         return _int(config, "head_dim")
     return config.get("head_dim") or hidden_size // num_heads
 
 
 def _num_patches(config: HFConfig) -> int:
-    return (_int(config, "image_size") // _int(config, "patch_size")) ** 2
+    return (_side(config, "image_size") // _side(config, "patch_size")) ** 2
 
 
 def _patch_parameters(config: HFConfig) -> int:
-    return int(config.get("num_channels", 3)) * _int(config, "patch_size") ** 2 * _int(config, "hidden_size")
+    return int(config.get("num_channels", 3)) * _side(config, "patch_size") ** 2 * _int(config, "hidden_size")

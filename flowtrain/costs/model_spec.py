@@ -65,8 +65,20 @@ class TransformerSpec:
     """Biases in the MLP."""
     qk_norm: bool = False
     """Queries and keys are normalised over ``head_dim``."""
+    deepstack_layers: int = 0
+    """The first layers, after which feature rows are added to the hidden states; they lie in the first stage."""
     trained: TrainedBackbone | None = None
     """What is trained of it; None: all, or what ``freeze`` says where that is asked too."""
+
+    @property
+    def first_layers(self) -> int:
+        """The first layers that must lie in one pipeline stage."""
+        return max(1, self.deepstack_layers)
+
+    @property
+    def most_stages(self) -> int:
+        """The most pipeline stages into which the layers can be cut."""
+        return self.num_layers - self.first_layers + 1
 
     @property
     def layer_matmul_parameters(self) -> int:
@@ -113,7 +125,7 @@ class TransformerSpec:
 
 @dataclass(frozen=True, slots=True)
 class VisionSpec:
-    """A vision transformer (pre-norm, LayerNorm, full attention over one image).
+    """A vision transformer (pre-norm, full attention over one image).
 
     Its layers have biases everywhere; those of queries, keys and values only with ``qkv_bias``.
     """
@@ -140,6 +152,16 @@ class VisionSpec:
     """Those of ``outside_parameters`` that features do not need: the norm after the layers, the pooling head."""
     quick_gelu: bool = False
     """GELU is approximated by x sigmoid(1.702 x), whose sigmoid is kept too."""
+    rms_norm: bool = False
+    """Layers have RMSNorm, computed in float32, instead of LayerNorm."""
+    qk_norm: bool = False
+    """Queries and keys are normalised over all heads, by an RMSNorm too."""
+    patches_per_row: int = 1
+    """Patches whose hidden states side by side are one feature row."""
+    levels: int = 1
+    """Layers whose hidden states are in a feature row, side by side: the last, and those of deepstack."""
+    merging_matmul_parameters: int = 0
+    """Weights of a frozen connector that runs with the tower, with which a feature row is multiplied."""
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -156,7 +178,7 @@ class VisionSpec:
     def layer_parameters(self) -> int:
         """All parameters of one layer."""
         hidden = self.hidden_size
-        norms = 4 * hidden
+        norms = (2 if self.rms_norm else 4) * hidden + 2 * hidden * self.qk_norm
         attention_bias = hidden + 3 * hidden * self.qkv_bias
         mlp_bias = self.intermediate_size * (2 if self.gated_mlp else 1) + hidden
         return self.layer_matmul_parameters + norms + attention_bias + mlp_bias + 2 * hidden * self.layer_scale
@@ -174,23 +196,31 @@ class VisionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSpec:
-    """Two linear layers with an activation between them."""
+    """Two linear layers with an activation between them, or some such pairs side by side."""
 
     feature_dim: int
     """Width of a feature row."""
     hidden_size: int
-    """Width between the two layers."""
+    """Width between the two layers, of each pair."""
     out_dim: int
     """The backbone's hidden size."""
     bias: bool = True
+    norm: bool = False
+    """A LayerNorm before the two layers."""
+    norm_parameters: int | None = None
+    """Of all norms; None: as of one over the whole row."""
+    levels: int = 1
+    """Pairs of layers; each has an equal part of the row."""
     trained: int | None = None
     """Parameters that are trained; None: all."""
 
     @property
     def num_parameters(self) -> int:
         """All parameters."""
-        weights = self.feature_dim * self.hidden_size + self.hidden_size * self.out_dim
-        return weights + (self.hidden_size + self.out_dim) * self.bias
+        weights = self.feature_dim * self.hidden_size + self.levels * self.hidden_size * self.out_dim
+        biases = self.levels * (self.hidden_size + self.out_dim) * self.bias
+        norms = 2 * self.feature_dim if self.norm_parameters is None else self.norm_parameters
+        return weights + biases + norms * self.norm
 
     @property
     def num_trained_parameters(self) -> int:

@@ -90,7 +90,8 @@ class Roofline:
         computing = computing + reductions * self._communication.images_s(encoder, tp)
         if in_ranks:
             return computing
-        rows = num_patches * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
+        num_rows = num_patches / self._model.encoders[encoder].patches_per_row
+        rows = num_rows * (self._model.connector.feature_dim * self._setup.dtype_nbytes)
         return np.maximum(computing, rows / (tp * self._device.links.network * self._efficiency.links))
 
     def sample_s(self, encoder: str, tp: int) -> float:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jinja2
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from flowtrain.data.sources.base import BadSample
-from flowtrain.errors import ConfigError
+from flowtrain.models.chat_format import chat_format
 from flowtrain.types.samples import RejectReason
 
 if TYPE_CHECKING:
@@ -42,15 +42,17 @@ Span = tuple[int, int]
 class ChatTemplate:
     """One tokenizer's chat template; raises ConfigError if it has none.
 
-    special_tokens: tokens that may end a turn.
+    special_tokens: tokens that may end a turn. image_token, image_text: as for ``chat_format``; the second stands for
+    an image in a message's content.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: tuple[str, ...]) -> None:
-        template = _template_of(tokenizer)
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, special_tokens: tuple[str, ...], image_token: str, image_text: str
+    ) -> None:
+        chat = chat_format(tokenizer, image_token, image_text)
         self._special_tokens = special_tokens
-        self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
-        self._has_markers = _MARKERS.search(template) is not None
-        self._template = _with_edges(template) if self._has_markers else template
+        self._has_markers = _MARKERS.search(chat.template) is not None
+        self._chat = replace(chat, template=_with_edges(chat.template)) if self._has_markers else chat
 
     def render(self, messages: Sequence[dict[str, str]]) -> tuple[str, Iterator[Span]]:
         """Return the rendered conversation, and the spans of the assistant's text, in order.
@@ -67,17 +69,9 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False) -> str:
         try:
-            # Transformers annotates this function as returning a string, but it returns texts and their spans.
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
+            return self._chat.render(messages, add_generation_prompt)
         except jinja2.TemplateError as error:
             raise _malformed(f"the chat template refuses the roles {_roles(messages)}: {error}") from error
-        text: str = rendered[0][0]
-        return text
 
     def _spans_by_prefix(self, messages: Sequence[dict[str, str]], text: str) -> Iterator[Span]:
         for index, message in enumerate(messages):
@@ -119,17 +113,6 @@ class ChatTemplate:
         """Length of an assistant's turn without white space after its end-of-turn token, which some templates add."""
         stripped = turn.rstrip()
         return len(stripped) if stripped.endswith(self._special_tokens) else len(turn)
-
-
-def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.chat_template: tokenizer {tokenizer.name_or_path!r} has no chat template; set model.chat_template"
-        )
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ConfigError(f"model.chat_template: the tokenizer has no default among its templates: {error}") from error
 
 
 def _with_edges(template: str) -> str:

@@ -50,22 +50,31 @@ class EncodedText:
 class ConversationEncoder:
     """Encodes conversations with one tokenizer, system prompt and image token.
 
-    image_token: the tokenizer's spelling of the token that ``<image>`` becomes. Raises ConfigError, before any data is
-    read, if tokenizer or chat template cannot give exact labels.
+    image_token: the tokenizer's spelling of the token that ``<image>`` becomes. image_text: the whole text that it
+    becomes, of special tokens with the image token once among them; None: the image token alone. Raises ConfigError,
+    before any data is read, if tokenizer or chat template cannot give exact labels.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None = None, image_token: str = IMAGE_PLACEHOLDER
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None = None,
+        image_token: str = IMAGE_PLACEHOLDER,
+        *,
+        image_text: str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._system_prompt = system_prompt
-        self._image_token = image_token
+        self._image_text = image_text or image_token
         self._image_token_id = _image_token_id(tokenizer, image_token)
+        self._image_ids = np.array([self._image_token_id])
+        if self._image_text != image_token:
+            self._image_ids = np.unique(tokenizer.encode(self._image_text, add_special_tokens=False))
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special} | {image_token}
         # Only tokens of two characters or more can be cut; the lookahead also finds overlapping ones.
         self._specials = tuple(sorted(token for token in special if len(token) > 1))
         self._control_tokens = re.compile("(?=(?:" + "|".join(map(re.escape, self._specials)) + "))(.)", re.DOTALL)
-        self._template = ChatTemplate(tokenizer, self._specials)
+        self._template = ChatTemplate(tokenizer, self._specials, image_token, self._image_text)
         self._tokenise_piece = _tokenise_piece(tokenizer)
         self._probe()
 
@@ -93,7 +102,8 @@ class ConversationEncoder:
         if not is_whole:
             end = offsets[num_labelled - 1, 1]
             spans = takewhile(lambda span: span[0] < end, spans)
-        carries_loss = _inside(offsets, list(spans)) & ~is_image
+        is_of_image = is_image if len(self._image_ids) == 1 else np.isin(ids, self._image_ids)
+        carries_loss = _inside(offsets, list(spans)) & ~is_of_image
         carries_loss[num_labelled:] = False
         labels = np.where(carries_loss, ids, IGNORE_LABEL).astype(np.int32)
         if is_whole and not (labels[1:] != IGNORE_LABEL).any():
@@ -111,13 +121,13 @@ class ConversationEncoder:
         return [{"role": "system", "content": self._system_prompt}, *messages]
 
     def _protected(self, text: str) -> str:
-        """Mark where to cut control tokens in a text, and replace ``<image>`` by the tokenizer's image token."""
+        """Mark where to cut control tokens in a text, and replace ``<image>`` by the text that stands for an image."""
         for reserved in _CUT + RESERVED:
             text = text.replace(reserved, "")
         pieces = text.split(IMAGE_PLACEHOLDER)
         if any(token in piece for piece in pieces for token in self._specials):
             pieces = [self._control_tokens.sub(rf"\1{_CUT}", piece) for piece in pieces]
-        return self._image_token.join(pieces)
+        return self._image_text.join(pieces)
 
     def _tokenise(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return ids ``[n]`` and the characters ``[n, 2]`` of ``text`` that each one covers.

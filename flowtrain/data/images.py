@@ -54,15 +54,20 @@ def pixels_of_sample(
     max_pixels: int,
     preprocess: Callable[[Image.Image], np.ndarray],
 ) -> list[np.ndarray] | Rejection:
-    """Decode and preprocess a sample's images, in order; a rejection if one of them cannot be."""
+    """Decode and preprocess a sample's images, in order, each tile apart; a rejection if one of them cannot be."""
     pixels = []
     try:
         for number, data in enumerate(images, start=1):
             with errors_of_image(number, len(images)):
-                pixels.append(preprocess(decode_image(data, max_pixels)))
+                pixels += tiles_of(preprocess(decode_image(data, max_pixels)))
     except BadSample as error:
         return rejected(ref, error)
     return pixels
+
+
+def tiles_of(pixels: np.ndarray) -> list[np.ndarray]:
+    """Return an image's tiles, ``[C, H, W]`` each, in order: itself, or those of an image ``[T, C, H, W]``."""
+    return list(pixels) if pixels.ndim == 4 else [pixels]
 
 
 def _open(data: bytes | memoryview, max_pixels: int | None) -> Image.Image:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from flowtrain.config.data import DataConfig
 from flowtrain.data.conversation import IGNORE_LABEL, ConversationEncoder, EncodedText
 from flowtrain.data.images import image_size
+from flowtrain.data.positions import grid_positions
 from flowtrain.data.rejections import errors_of_image, rejected
 from flowtrain.data.sources.base import BadSample, Buffer, RawImage, RawSample, Turn
 from flowtrain.types.samples import TEXT_PART, ImageLayout, PartSize, Rejection, RejectReason, SampleRef, SizedSample
@@ -30,6 +31,10 @@ class ImageGeometry(Protocol):
     @property
     def image_token_id(self) -> int:
         """Id of the token that stands for one vision token in the backbone's sequence."""
+
+    @property
+    def image_text(self) -> str:
+        """What ``<image>`` becomes before it is expanded: the image token, perhaps between tokens that frame it."""
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """Return the patches, rows and tokens of an image of ``width`` x ``height`` pixels."""
@@ -66,7 +71,7 @@ class SizedResult:
     sample: SizedSample
     text: npt.NDArray[np.int32]
     """Token ids, with each image expanded to its vision tokens, and unshifted labels (-100: no loss); C-contiguous
-    int32 ``[2, num_tokens]``."""
+    int32 ``[2, num_tokens]``. With images that have a grid, three more rows are the positions (``grid_positions``)."""
     num_cut: int = 0
     """Tokens that ``data.oversized: truncate_text`` has cut from its end."""
 
@@ -94,7 +99,9 @@ class Sizer:
         self._config = config
         image_token = tokenizer.convert_ids_to_tokens(family.image_token_id)
         assert isinstance(image_token, str)
-        self._conversations = ConversationEncoder(tokenizer, config.system_prompt, image_token)
+        self._conversations = ConversationEncoder(
+            tokenizer, config.system_prompt, image_token, image_text=family.image_text
+        )
 
     def load(self, ref: SampleRef, raw: RawSample) -> LoadedSample | Rejection:
         """Read a sample's images, and look at their headers.
@@ -212,17 +219,21 @@ class Sizer:
         num_rows = sum(layout.num_rows for layout in layouts)
         return PartSize(
             name=self._encoder,
-            num_items=len(layouts),
+            num_items=sum(layout.num_tiles for layout in layouts),
             num_patches=sum(layout.num_patches for layout in layouts),
             num_rows=num_rows,
             nbytes=num_rows * self._family.row_nbytes(self._encoder),
         )
 
     def _expand(self, encoded: EncodedText, layouts: Sequence[ImageLayout]) -> npt.NDArray[np.int32]:
-        """Repeat each image's token as often as it has vision tokens; int32 ``[2, num_tokens]``."""
+        """Repeat each image's token as often as it has vision tokens; int32 ``[2 or 5, num_tokens]``."""
         repeats = np.ones(len(encoded.ids), dtype=np.int64)
         repeats[encoded.ids == self._family.image_token_id] = [layout.num_tokens for layout in layouts]
-        return np.repeat(np.stack([encoded.ids, encoded.labels]), repeats, axis=1)
+        text = np.repeat(np.stack([encoded.ids, encoded.labels]), repeats, axis=1)
+        grids = [layout.grid for layout in layouts if layout.grid is not None]
+        if not grids:
+            return text
+        return np.concatenate([text, grid_positions(text[0] == self._family.image_token_id, grids)])
 
 
 def _num_targets(text: npt.NDArray[np.int32]) -> int:

@@ -47,7 +47,7 @@ class EmulatedEncoder(Encoder):
         """Wait as long as the forward would take; the features are zeros."""
         at = self._clock.now()
         layouts = {
-            position: [self._process.family.image_layout(self._encoder, *each.shape[:0:-1]) for each in arrays]
+            position: [self._process.family.tile_layout(self._encoder, *each.shape[:0:-1]) for each in arrays]
             for position, arrays in work.pixels.items()
             if arrays
         }

@@ -219,14 +219,15 @@ class HeaderReader(ImageReader):
 def empty_pixels(
     family: Family, encoder: str, ref: SampleRef, images: Sequence[memoryview], max_pixels: int
 ) -> list[np.ndarray] | Rejection:
-    """Return pixel values of the right shapes, [C, H, W], that take no memory; a rejection for a bad header."""
+    """Return pixel values of the right shapes, [C, H, W] a tile, that take no memory; a rejection for a bad header."""
     found = []
     try:
         for number, data in enumerate(images, start=1):
             with errors_of_image(number, len(images)):
-                height, width = family.entering_size(encoder, *image_size(data, max_pixels))
-                zeros = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (3, height, width), (0, 0, 0))
-                found.append(zeros)
+                size = image_size(data, max_pixels)
+                shape = 3, *family.entering_size(encoder, *size)
+                zeros = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), shape, (0, 0, 0))
+                found += [zeros] * family.image_layout(encoder, *size).num_tiles
     except BadSample as error:
         return rejected(ref, error)
     return found

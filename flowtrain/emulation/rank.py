@@ -19,7 +19,6 @@ from flowtrain.emulation.thread_replica import ThreadChannel
 from flowtrain.emulation.trainer import EmulatedClock, EmulatedGroup, EmulatedSaver, EmulatedTrainer
 from flowtrain.mempool.pool import Pool
 from flowtrain.mempool.staging import DeviceStaging
-from flowtrain.models.vision_stage import TowerShape
 from flowtrain.pipeline.configured import configured_partition
 from flowtrain.training.clock import MicrobatchClock
 from flowtrain.training.memory_choice import foreseen_reduction, foreseen_sharding
@@ -85,7 +84,7 @@ class EmulatedRank(BackboneRank):
         partition = configured_partition(config, times.model, self._degrees.pp)
         tower = None
         if config.mode == "monolithic":
-            tower = TowerShape(self._family.vision_config, drop_first=False)
+            tower = self._family.tower_shape
         actions = ActionTimes(times, self._degrees, shard_size)
         stages = EmulatedStages(
             self._rank,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flowtrain.costs.action_times import ActionTimes, MicrobatchWork, StageWork
 from flowtrain.emulation.device import RankClock
 from flowtrain.emulation.meetings import Meeting, Meetings
-from flowtrain.models.vision_stage import TowerShape
+from flowtrain.models.encoder_stage import EncoderShape
 from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import Partition, Stage
@@ -38,7 +38,7 @@ class EmulatedStages:
         clock: RankClock,
         *,
         encoder: str,
-        tower: TowerShape | None,
+        tower: EncoderShape | None,
         gathers_each: bool,
         reduces_each: bool,
         record: SpanRecorder | None,

@@ -14,7 +14,7 @@ from flowtrain.costs.action_times import ActionTimes
 from flowtrain.emulation.meetings import Meeting, Meetings
 from flowtrain.emulation.stages import EmulatedStages
 from flowtrain.emulation.thread_replica import ThreadReplica
-from flowtrain.models.vision_stage import TowerShape
+from flowtrain.models.encoder_stage import EncoderShape
 from flowtrain.pipeline.actions import Action, MemoryStrategy
 from flowtrain.pipeline.executor import carried_schedule, checked_schedule
 from flowtrain.pipeline.partition import Partition
@@ -50,7 +50,7 @@ class EmulatedTrainer:
         config: RunConfig,
         group: EmulatedGroup,
         partition: Partition,
-        tower: TowerShape | None,
+        tower: EncoderShape | None,
         stages: EmulatedStages,
         times: ActionTimes,
         meetings: Meetings,

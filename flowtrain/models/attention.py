@@ -44,18 +44,23 @@ def resolve_attention(requested: str, device: torch.device, dtype: torch.dtype) 
             raise ConfigError(f"backbone.attention: {requested} cannot run here: {reason}, or choose auto or sdpa")
         logger.info("backbone.attention: %s on %s, as configured", requested, device.type)
         return requested
+    return first_that_runs("backbone.attention", device, dtype)
+
+
+def first_that_runs(key: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The first key of ``BACKENDS`` that runs on a device in a type; logs why, after ``key``."""
     reasons = {name: backend.why_not(device, dtype) for name, backend in BACKENDS.items()}
     chosen = next(name for name, reason in reasons.items() if reason is None)
     passed_over = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     why = "; ".join(passed_over) or "the first choice"
-    logger.info("backbone.attention: auto -> %s on %s (%s)", chosen, device.type, why)
+    logger.info("%s: auto -> %s on %s (%s)", key, chosen, device.type, why)
     return chosen
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def no_mask(*args: Any, **kwargs: Any) -> None:
     """Stand in for transformers' mask builders: packed attention needs no mask."""
 
 
 for _name, _backend in BACKENDS.items():
     AttentionInterface.register(implementation_name(_name), _backend.attend)
-    AttentionMaskInterface.register(implementation_name(_name), _no_mask)
+    AttentionMaskInterface.register(implementation_name(_name), no_mask)

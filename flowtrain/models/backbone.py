@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import SegmentOffsets
-from flowtrain.models.connector import Connector
+from flowtrain.models.connector import ConnectorModule
+from flowtrain.models.deepstack import rows_added
 from flowtrain.models.loss import weighted_nll_sum
 from flowtrain.models.token_split import join_tokens, slice_length, split_tokens
 from flowtrain.pipeline.actions import MemoryStrategy, StageMemory
@@ -37,7 +38,7 @@ class Backbone(nn.Module):
 
     def __init__(
         self,
-        connector: Connector | None,
+        connector: ConnectorModule | None,
         language_model: PreTrainedModel,
         memory: MemoryStrategy = MemoryStrategy.KEEP,
     ) -> None:
@@ -94,7 +95,8 @@ class Backbone(nn.Module):
         input_ids: int64 ``[T]``.
         targets: int64 ``[T]``, already shifted (the token after t), -100 for none.
         weights: float32 ``[T]``.
-        position_ids: int64 ``[T]``, starting at 0 in every sequence.
+        position_ids: int64 ``[T]``, starting at 0 in every sequence; or ``[3, T]`` for a model whose positions
+            have three axes (time, row, column).
         cu_seqlens: int32 ``[S + 1]``, offsets of the sequences, from 0 to T.
         max_seqlen: tokens of the longest sequence.
         features: ``[R, D]`` rows of the encoder, in any float type. With R = 0 the connector runs on no rows and gets
@@ -110,16 +112,18 @@ class Backbone(nn.Module):
         assert offsets[-1] == input_ids.shape[0], (offsets, input_ids.shape)
         assert (hidden is None) == self.is_first_stage, "every stage except the first takes hidden states"
         num_tokens, mesh, options = len(input_ids), self.token_mesh, {}
+        added: tuple[Tensor, ...] = ()
         if hidden is None:
-            hidden = self._embed(input_ids, features, feature_index)
+            hidden, added = self._embed(input_ids, features, feature_index)
             if mesh is not None:
                 hidden = split_tokens(hidden, mesh)
         if mesh is not None:
             options["num_tokens"] = num_tokens  # attention gathers as many
-        with applied(memory or self.memory, self.decoder_layers):
+        layers = self.decoder_layers
+        with applied(memory or self.memory, layers), rows_added(layers, added, feature_index, mesh):
             output = self.language_model.base_model(
                 inputs_embeds=hidden,
-                position_ids=position_ids[None],
+                position_ids=position_ids[:, None] if position_ids.ndim == 2 else position_ids[None],
                 use_cache=False,
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
@@ -135,9 +139,13 @@ class Backbone(nn.Module):
         head = self.language_model.get_output_embeddings()
         return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index)
 
-    def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> Tensor:
-        """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens."""
+    def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens.
+
+        Also returns the rows ``[R, H]`` that are added after the first decoder layers.
+        """
         assert self.connector is not None
         embeddings = self.language_model.get_input_embeddings()(input_ids)
-        projected = self.connector(features.to(self.connector.linear_1.weight.dtype))
-        return embeddings.index_copy(0, feature_index, projected.to(embeddings.dtype))[None]
+        projected = self.connector(features.to(self.connector.dtype or features.dtype))
+        rows, *added = projected if isinstance(projected, tuple) else (projected,)
+        return embeddings.index_copy(0, feature_index, rows.to(embeddings.dtype))[None], tuple(added)

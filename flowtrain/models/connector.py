@@ -1,13 +1,38 @@
-"""The trainable projector between a vision encoder and the backbone."""
+"""The projector between a vision encoder and the backbone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 
-class Connector(nn.Module):
+class ConnectorModule(nn.Module):
+    """Maps feature rows to embeddings. It belongs to the backbone's first stage, and always runs, maybe on no rows.
+
+    Its forward takes features ``[R, D]`` and returns embeddings ``[R, H]``, which replace image tokens; or a tuple of
+    these and of further rows ``[R, H]``, which are added at the same tokens after the first decoder layer, the second,
+    and so on.
+    """
+
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {}
+    """How tensor parallel ranks split its linear layers (``colwise``, ``rowwise``), by name, with ``*`` for numbers.
+    What is not named computes the same on all ranks."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of its parameters, in which it takes features; None without parameters: any."""
+        first = next(self.parameters(), None)
+        return None if first is None else first.dtype
+
+
+class Connector(ConnectorModule):
     """Two linear layers with an activation; parameter names and arithmetic of HF's ``LlavaMultiModalProjector``."""
+
+    tensor_parallel_plan: ClassVar[Mapping[str, str]] = {"linear_1": "colwise", "linear_2": "rowwise"}
 
     def __init__(self, feature_dim: int, hidden_size: int, *, hidden_act: str = "gelu", bias: bool = True) -> None:
         super().__init__()
@@ -25,3 +50,15 @@ class Connector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Map features ``[R, D]`` to embeddings ``[R, H]``; R may be 0."""
         return self.linear_2(self.act(self.linear_1(features)))
+
+
+class NormedConnector(Connector):
+    """A norm before the two layers; parameter names and arithmetic of HF's ``InternVLMultiModalProjector``."""
+
+    def __init__(self, feature_dim: int, hidden_size: int, *, hidden_act: str = "gelu") -> None:
+        super().__init__(feature_dim, hidden_size, hidden_act=hidden_act)
+        self.layer_norm = nn.LayerNorm(feature_dim)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """See ``Connector``."""
+        return super().forward(self.layer_norm(features))

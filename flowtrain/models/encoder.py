@@ -2,57 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flowtrain.models.vision_stage import VisionStage
+from flowtrain.models.connector import ConnectorModule
+from flowtrain.models.encoder_stage import EncoderStage
 
 
 class VisionEncoder(nn.Module):
-    """A frozen HF vision tower in a process of its own. It is a whole ``VisionStage``; so are its arguments."""
+    """A frozen vision tower in a process of its own.
 
-    announce: Callable[[Tensor], None] | None = None
-    """Set if the tower's layers are split: gets every batch before its forward, so that the other ranks forward it too.
+    stage: the whole tower. connector: a frozen one that runs here and not in the backbone; what it returns, side by
+    side, is then the features.
     """
 
-    def __init__(self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool) -> None:
+    announce: Callable[[Tensor, Sequence[Sequence[int]]], None] | None = None
+    """Set if the tower's layers are split: gets the arguments of every forward before it, so that other ranks forward
+    them too.
+    """
+
+    def __init__(self, stage: EncoderStage, connector: ConnectorModule | None = None) -> None:
         super().__init__()
-        self.stage = VisionStage(tower, feature_layer=feature_layer, drop_first=drop_first)
+        self.stage = stage
+        self.connector = None if connector is None else connector.requires_grad_(False).eval()
 
     @property
     def tower(self) -> PreTrainedModel:
         """What is computed of the tower."""
         return self.stage.tower
 
-    def interpolate_positions(self) -> None:
-        """Let the tower interpolate its position encoding to each image's size."""
-        self.stage.interpolates = True
-
     @torch.inference_mode()
     def encode(self, pixel_values: Sequence[np.ndarray]) -> list[Tensor]:
         """Encode images, each float32 ``[C, H, W]``, into features ``[num_rows, feature_dim]``, in the same order.
 
-        Images of one shape are forwarded together, in the order in which the shapes first occur. So the result depends
-        on the batch alone. Features have the tower's type and are on its device.
+        Images of any sizes are forwarded together, so the result depends on the batch alone. Features have the tower's
+        type and are on its device.
         """
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, pixels in enumerate(pixel_values):
-            groups.setdefault(pixels.shape, []).append(index)
-        features: dict[int, Tensor] = {}
-        for indices in groups.values():
-            batch = torch.from_numpy(np.stack([pixel_values[index] for index in indices]))
-            batch = batch.to(self.tower.device, self.tower.dtype)
-            if self.announce is not None:
-                self.announce(batch)
-            features |= zip(indices, self(batch), strict=True)
-        return [features[index] for index in range(len(pixel_values))]
+        if not pixel_values:
+            return []
+        shapes = [pixels.shape for pixels in pixel_values]
+        pixels = torch.from_numpy(np.concatenate([pixels.reshape(-1) for pixels in pixel_values]))
+        pixels = pixels.to(self.tower.device, self.tower.dtype)
+        if self.announce is not None:
+            self.announce(pixels, shapes)
+        return list(self(pixels, shapes).split([self.stage.shape.num_rows((shape[1], shape[2])) for shape in shapes]))
 
     @torch.inference_mode()
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Forward images ``[B, C, H, W]`` of one shape, in the tower's type; returns features ``[B, rows, D]``."""
-        (rows,) = self.stage.run([pixel_values])
-        return rows
+    def forward(self, pixels: Tensor, shapes: Sequence[Sequence[int]]) -> Tensor:
+        """Forward images; returns the features of all, ``[rows, D]``.
+
+        pixels: of all images back to back, flat, in the tower's type. shapes: ``[C, H, W]`` of each.
+        """
+        pieces = pixels.split([math.prod(shape) for shape in shapes])
+        images = [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        rows = cast(Tensor, self.stage(images, [(shape[1], shape[2]) for shape in shapes]))
+        if self.connector is None:
+            return rows
+        merged = self.connector(rows)
+        return torch.cat(merged, dim=1) if isinstance(merged, tuple) else cast(Tensor, merged)

@@ -1,4 +1,4 @@
-"""Joining encoder, connector and backbone into HF's Llava class, and writing it as a directory that HF loads.
+"""Joining encoder, connector and backbone into one HF class, and writing it as a directory that HF loads.
 
 By default an export holds the float32 master weights. It loses nothing, so it is a valid start for further training.
 Weights are read and written shard by shard; the whole model is never in memory.
@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -19,42 +20,43 @@ from transformers import (
     BaseImageProcessor,
     GenerationConfig,
     LlavaConfig,
-    LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from flowtrain.errors import CheckpointError
 from flowtrain.models.initial_weights import LazyTensors
-from flowtrain.models.weights import load_pretrained
+from flowtrain.models.weights import LLAVA_NAMES, PartNames, load_pretrained, whole_class
 
 MAX_SHARD_NBYTES = 5_000_000_000
 _PATTERN, _INDEX_FILE = "model{suffix}.safetensors", "model.safetensors.index.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
-def join_model(
-    llava_config: LlavaConfig,
-    backbone_state: Mapping[str, Tensor],
-    tower_state: Mapping[str, Tensor],
-    language_prefix: str,
-) -> LlavaForConditionalGeneration:
-    """Put the parts together in float32.
+class Processor(Protocol):
+    """Writes a processor's files: HF's class, or what writes the same files."""
 
-    backbone_state: names of ``Backbone.state_dict()``; those of an encoder are passed over. tower_state: names of the
-    HF tower. language_prefix: name of the language model's base model in its causal class (``model``).
+    def save_pretrained(self, save_directory: Path) -> object:
+        """Write processor and tokenizer into a directory."""
+
+
+def join_model(config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Put the parts together in float32, as the HF class of a whole model's configuration.
+
+    weights: from ``joined_state``.
     """
-    state = dict(joined_state(backbone_state, tower_state, language_prefix))
-    if llava_config.tie_word_embeddings:
+    state = dict(weights)
+    if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    return load_pretrained(
-        LlavaForConditionalGeneration, copy.deepcopy(llava_config), source=None, state=state, key="export"
-    )
+    return load_pretrained(whole_class(config), copy.deepcopy(config), source=None, state=state, key="export")
 
 
-def joined_name(name: str, language_prefix: str) -> str:
-    """The name in HF's Llava class of a weight of ``Backbone``."""
+def joined_name(name: str, language_prefix: str, names: PartNames = LLAVA_NAMES) -> str:
+    """The name in HF's class of a weight of ``Backbone``."""
     renamed = {
-        "connector.": "model.multi_modal_projector.",
+        "connector.": names.connector,
         f"language_model.{language_prefix}.": "model.language_model.",
         "language_model.lm_head.": "lm_head.",
     }
@@ -64,15 +66,19 @@ def joined_name(name: str, language_prefix: str) -> str:
 
 
 def joined_state(
-    backbone_state: Mapping[str, Tensor], tower_state: Mapping[str, Tensor], language_prefix: str
+    backbone_state: Mapping[str, Tensor],
+    tower_state: Mapping[str, Tensor],
+    language_prefix: str,
+    names: PartNames = LLAVA_NAMES,
 ) -> LazyTensors:
-    """All weights under the names of HF's Llava class; a look-up is one in ``backbone_state`` or ``tower_state``.
+    """All weights under the names of HF's class; a look-up is one in ``backbone_state`` or ``tower_state``.
 
-    Arguments as for ``join_model``.
+    backbone_state: names of ``Backbone.state_dict()``; those of an encoder are passed over. tower_state: names of the
+    HF tower. language_prefix: name of the language model's base model in its causal class (``model``).
     """
-    places = {f"model.vision_tower.{name}": (tower_state, name) for name in tower_state}
+    places = {names.vision + name: (tower_state, name) for name in tower_state}
     of_backbone = (name for name in backbone_state if not name.startswith("encoders."))
-    places |= {joined_name(name, language_prefix): (backbone_state, name) for name in of_backbone}
+    places |= {joined_name(name, language_prefix, names): (backbone_state, name) for name in of_backbone}
 
     def read(name: str) -> Tensor:
         state, own_name = places[name]
@@ -103,9 +109,10 @@ def build_processor(
 
 
 def write_export(
-    llava_config: LlavaConfig,
+    config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
-    processor: LlavaProcessor,
+    processor: Processor,
+    chat_template: str | None,
     generation: GenerationConfig,
     to: Path,
     *,
@@ -114,27 +121,30 @@ def write_export(
 ) -> None:
     """Write weights (safetensors), configuration, processor and tokenizer into a directory, all with one file mode.
 
-    weights: from ``joined_state``; each look-up may read the tensor. At most the tensors of one shard are in memory.
-    Raises CheckpointError if weights of HF's class are missing.
+    config: of the whole model. weights: from ``joined_state``; each look-up may read the tensor. At most the tensors of
+    one shard are in memory. Raises CheckpointError if weights of HF's class are missing.
     """
     to.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
-        model = LlavaForConditionalGeneration._from_config(copy.deepcopy(llava_config), dtype=dtype)
+        model = whole_class(config)._from_config(copy.deepcopy(config), dtype=dtype)
     _write_weights(model, weights, to, dtype, max_shard_nbytes)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(to)
     generation.save_pretrained(to)
-    processor.save_pretrained(to)
+    write_processor(processor, chat_template, to)
     _give_one_mode(to)
 
 
+def write_processor(processor: Processor, chat_template: str | None, to: Path) -> None:
+    """Write processor and tokenizer into a directory, with this chat template in the place of the tokenizer's."""
+    processor.save_pretrained(to)
+    if chat_template is not None:
+        (to / _TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+
+
 def _write_weights(
-    model: LlavaForConditionalGeneration,
-    weights: Mapping[str, Tensor],
-    to: Path,
-    dtype: torch.dtype,
-    max_shard_nbytes: int,
+    model: PreTrainedModel, weights: Mapping[str, Tensor], to: Path, dtype: torch.dtype, max_shard_nbytes: int
 ) -> None:
     """Write the weights under the names of HF's class in memory. model: on ``meta``, in the type that is written."""
     on_meta = dict(model.state_dict())

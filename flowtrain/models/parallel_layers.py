@@ -86,6 +86,36 @@ class ColwiseLinear(nn.Linear):
         return nn.functional.linear(input, local_shard(self.weight), bias)
 
 
+class FusedColumnsLinear(nn.Linear):
+    """Computes a rank's share of the features of queries, keys and values, whose weights are one matrix.
+
+    Each rank has the whole weight, since its share is no contiguous part of it, and uses the rows of its own heads.
+    """
+
+    tp_mesh: DeviceMesh
+    enters_region = True
+    """As of ``ColwiseLinear``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``[..., in]``, replicated, to ``[..., out / ranks]``."""
+        if self.enters_region:
+            input = enter_region(input, self.tp_mesh)
+        # Each rank's gradient is that of its own rows, so it is a sum over the ranks.
+        weight, bias = (
+            None if whole is None else own_fused_rows(local_shard(whole, [Partial()]), self.tp_mesh)
+            for whole in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return nn.functional.linear(input, weight, bias)
+
+
+def own_fused_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of a parameter ``[3 * out, ...]`` of queries, keys and values: ``[3 * out / ranks, ...]``."""
+    parts = whole.unflatten(0, (3, -1))
+    start, stop = shard_bounds(parts.shape[1], mesh)
+    return parts[:, start:stop].flatten(0, 1)
+
+
 class RowwiseLinear(nn.Linear):
     """Has columns of the weight: the output's partial sums from a share of the input's features."""
 

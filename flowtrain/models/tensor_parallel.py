@@ -28,6 +28,7 @@ from flowtrain.models.parallel_layers import (
     with_local_parameters,
 )
 from flowtrain.models.token_split import enter_split_region
+from flowtrain.models.whole_config import tensor_parallel_plan
 
 _SHARED_INPUTS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Layers of one module that all take the module's first input."""
@@ -166,13 +167,21 @@ def _styles(backbone: Backbone, size: int, sequence_parallel: bool) -> dict[nn.M
             styles[module] = plan.get(module, default)
     parts = {"embedding": language_model.get_input_embeddings(), "head": language_model.get_output_embeddings()}
     if backbone.connector is not None:
-        parts |= {"colwise": backbone.connector.linear_1, "rowwise": backbone.connector.linear_2}
+        # Its rows are the same on all ranks, however tokens are split.
+        for name, module in backbone.connector.named_modules():
+            if module in styles:
+                styles[module] = backbone.connector.tensor_parallel_plan.get(_pattern(name), "replicated")
     return styles | {module: style for style, module in parts.items() if module is not None}
+
+
+def _pattern(name: str) -> str:
+    """A module's name, with ``*`` for numbers."""
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
     """Styles of a base model's modules by its configuration's plan; names in the plan have ``*`` for numbers."""
-    plan: Mapping[str, str] = base.config.base_model_tp_plan or {}
+    plan = tensor_parallel_plan(base.config)
     unknown = sorted(set(plan.values()) - set(_STYLES_OF_PLANS))
     if unknown or not plan:
         reason = f"asks for {', '.join(unknown)}, which FlowTrain does not have" if plan else "is missing"
@@ -181,7 +190,7 @@ def _plan_styles(base: PreTrainedModel, size: int) -> dict[nn.Module, str]:
             f"{reason}; set it to 1, or use a model like Qwen3 or Llama"
         )
     modules = dict(base.named_modules())
-    styles = {name: plan[key] for name in modules if (key := re.sub(r"\b\d+\b", "*", name)) in plan}
+    styles = {name: plan[key] for name in modules if (key := _pattern(name)) in plan}
     for region in {name.rpartition(".")[0] for name in styles}:
         for name, _ in modules[region].named_parameters(prefix=region):
             # Its own gradient would be one rank's share, and the gradient that it passes on would count on every rank.

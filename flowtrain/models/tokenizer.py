@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
@@ -10,19 +11,39 @@ from flowtrain.config.model import ModelConfig
 from flowtrain.errors import ConfigError
 
 
-def load_tokenizer(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a tokenizer and make sure that ``model.image_token`` is one token of it; set ``model.chat_template``.
+def load_tokenizer(path: str, config: ModelConfig, image_token: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer and make sure that the image token is one token of it; set ``model.chat_template``.
 
     path: directory or hub id. ``model.chat_template`` is a template or the path of a file that holds one. Raises
     ConfigError if the tokenizer or the template cannot be read.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
-    ensure_image_token(tokenizer, config.image_token)
+    tokenizer = _read(path)
+    ensure_image_token(tokenizer, image_token)
     if config.chat_template is not None:
         tokenizer.chat_template = _template_text(config.chat_template)
+    return tokenizer
+
+
+def load_named_tokenizer(path: str, config: ModelConfig, named: Mapping[str, str]) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that has special tokens of these names, whatever ``model.image_token`` is.
+
+    named: by name (an attribute of the tokenizer), the token that gets the name if none has it; one that the vocabulary
+    lacks is added. Otherwise as ``load_tokenizer``.
+    """
+    tokenizer = _read(path)
+    lacking = {name: token for name, token in named.items() if getattr(tokenizer, name, None) is None}
+    if lacking:
+        tokenizer = _read(path, **lacking)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template_text(config.chat_template)
+    return tokenizer
+
+
+def _read(path: str, **named: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **named)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no tokenizer can be read from {path!r}: {error}; set model.tokenizer") from error
     return tokenizer
 
 

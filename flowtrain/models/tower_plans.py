@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
@@ -14,8 +16,12 @@ from transformers import PreTrainedModel
 from flowtrain.errors import ConfigError
 from flowtrain.models.parallel_layers import (
     ColwiseLinear,
+    FusedColumnsLinear,
     RowwiseLinear,
+    enter_region,
+    leave_region,
     local_shard,
+    own_fused_rows,
     shard_bounds,
     with_local_parameters,
 )
@@ -25,10 +31,14 @@ _QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 
 
 def _plan(attention: str, output: str, mlp: str) -> dict[str, str]:
-    """The plan of layers whose attention, its output and MLP have these names; covers plain and gated MLPs."""
+    """The plan of layers whose attention, its output and MLP have these names.
+
+    Covers plain and gated MLPs, and norms of queries and keys over all heads.
+    """
     plan = {f"{attention}.{name}": "colwise" for name in _QUERY_KEY_VALUE} | {f"{attention}.{output}": "rowwise"}
     plan |= {f"{mlp}.{name}": "colwise" for name in ("fc1", "gate_proj", "up_proj")}
-    return plan | {f"{mlp}.{name}": "rowwise" for name in ("fc2", "down_proj")}
+    plan |= {f"{mlp}.{name}": "rowwise" for name in ("fc2", "down_proj")}
+    return plan | {f"{attention}.{name}": "norm" for name in ("q_norm", "k_norm")}
 
 
 TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
@@ -37,8 +47,16 @@ TOWER_PLANS: Mapping[str, Mapping[str, str]] = {
     "dinov2": _plan("encoder.layer.*.attention", "o_proj", "encoder.layer.*.mlp"),
     "dinov2_with_registers": _plan("encoder.layer.*.attention", "o_proj", "encoder.layer.*.mlp"),
     "vit": _plan("layers.*.attention", "o_proj", "layers.*.mlp"),
+    "internvl_vision": _plan("encoder.layer.*.attention", "projection_layer", "encoder.layer.*.mlp"),
+    "qwen3_vl_vision": {
+        "blocks.*.attn.qkv": "fused",
+        "blocks.*.attn.proj": "rowwise",
+        "blocks.*.mlp.linear_fc1": "colwise",
+        "blocks.*.mlp.linear_fc2": "rowwise",
+    },
 }
-"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split."""
+"""By ``model_type``: module names, with ``*`` for a layer's number, and how their weights are split. ``fused``: by
+columns, queries, keys and values each."""
 
 
 def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:
@@ -52,10 +70,12 @@ def check_tower_split(tower: PreTrainedModel, size: int, key: str) -> None:
             f"{key}.tensor_parallel_size ({size}) does not divide the tower's num_attention_heads "
             f"({config.num_attention_heads})"
         )
-    if not len(cast(nn.ModuleList, tower.get_submodule(TOWERS[config.model_type].layers))):
+    kind = TOWERS.get(config.model_type)
+    if kind is not None and not len(cast(nn.ModuleList, tower.get_submodule(kind.layers))):
         return  # features are the embedding's, which every rank has whole
-    found = {_pattern(name).rpartition(".")[2] for name, _ in tower.named_modules() if _style(tower, name)}
-    if not found >= set(_QUERY_KEY_VALUE) or not found & {"fc1", "gate_proj"}:
+    found = {_pattern(name).rpartition(".")[2] for name, each in tower.named_modules() if _style(tower, name, each)}
+    has_heads = "qkv" in found or found >= set(_QUERY_KEY_VALUE)
+    if not has_heads or not found & {"fc1", "gate_proj", "linear_fc1"}:
         raise ConfigError(
             f"{key}.tensor_parallel_size: the installed transformers builds {config.model_type} in a way that "
             "FlowTrain cannot split; set it to 1"
@@ -67,9 +87,10 @@ def _pattern(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def _style(tower: PreTrainedModel, name: str) -> str | None:
-    """How a module is split; None: it is not."""
-    return TOWER_PLANS[tower.config.model_type].get(_pattern(name))
+def _style(tower: PreTrainedModel, name: str, module: nn.Module) -> str | None:
+    """How a module is split; None: it is not. HF has an identity in the place of a norm that a tower lacks."""
+    style = TOWER_PLANS[tower.config.model_type].get(_pattern(name))
+    return None if isinstance(module, nn.Identity) else style
 
 
 def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> None:
@@ -82,7 +103,7 @@ def parallelize_tower(tower: PreTrainedModel, mesh: DeviceMesh, key: str) -> Non
     assert mesh.ndim == 1 and mesh.size() > 1, mesh
     check_tower_split(tower, mesh.size(), key)
     for name, module in list(tower.named_modules()):
-        style = _style(tower, name)
+        style = _style(tower, name, module)
         if style is not None:
             _SPLITS[style](cast(nn.Linear, module), mesh)
             module.__dict__["enters_region"] = False  # no gradients
@@ -96,18 +117,26 @@ def distribute_tower(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
     the same on all ranks, and its gradients are the same there, since those of split layers' inputs are summed.
     """
     for name, module in list(tower.named_modules()):
-        style = _style(tower, name)
-        if style is not None:
+        style = _style(tower, name, module)
+        if style == "norm":
+            _distribute(module, mesh, 0)
+            _become_shared_norm(module, mesh)
+        elif style is not None:
             assert type(module) is nn.Linear, module
-            _distribute(module, mesh, 0 if style == "colwise" else 1)
-            _become(module, ColwiseLinear if style == "colwise" else RowwiseLinear, mesh)
+            _distribute(module, mesh, _SPLIT_DIM[style])
+            _become(module, _LAYER_CLASS[style], mesh)
         else:
             _distribute(module, mesh, None)
             if module._parameters and not name.startswith("embeddings"):
-                module.__class__ = with_local_parameters(type(module))
+                module.__class__ = _with_local_parameters(type(module))  # type: ignore[arg-type]  # "unhashable"
     if embeddings := tower._modules.get("embeddings"):
         embeddings.__class__ = _with_local_tree(type(embeddings))
     _share_heads(tower, mesh)
+
+
+@cache  # FSDP keeps every class that it has wrapped, and a layer may have parameters of its own
+def _with_local_parameters(module_class: type[nn.Module]) -> type[nn.Module]:
+    return with_local_parameters(module_class)
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int | None) -> None:
@@ -142,11 +171,16 @@ def _with_local_tree(module_class: type[nn.Module]) -> type[nn.Module]:
 
 def _share_heads(tower: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Let attention modules know that a rank has a share of the heads."""
-    plan, num_heads = TOWER_PLANS[tower.config.model_type], tower.config.num_attention_heads
+    config = tower.config
+    plan, kind = TOWER_PLANS[config.model_type], TOWERS.get(config.model_type)
     for name, module in tower.named_modules():
+        if not plan.keys() & {f"{_pattern(name)}.q_proj", f"{_pattern(name)}.qkv"}:
+            continue
         for attribute in ("num_heads", "num_attention_heads"):
-            if f"{_pattern(name)}.q_proj" in plan and hasattr(module, attribute):
-                setattr(module, attribute, num_heads // mesh.size())
+            if hasattr(module, attribute):
+                setattr(module, attribute, config.num_attention_heads // mesh.size())
+        if kind is not None and kind.heads_width is not None:
+            setattr(module, kind.heads_width, config.hidden_size // mesh.size())
 
 
 def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
@@ -156,12 +190,26 @@ def _split_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
     _become(linear, ColwiseLinear, mesh)
 
 
+def _split_fused_columns(linear: nn.Linear, mesh: DeviceMesh) -> None:
+    for name, parameter in list(linear.named_parameters(recurse=False)):
+        part = own_fused_rows(parameter.detach(), mesh).clone()
+        linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
+    _become(linear, ColwiseLinear, mesh)
+
+
 def _split_rows(linear: nn.Linear, mesh: DeviceMesh) -> None:
     _keep(linear, "weight", 1, mesh)
     _become(linear, RowwiseLinear, mesh)
 
 
-_SPLITS = {"colwise": _split_columns, "rowwise": _split_rows}
+def _split_norm(norm: nn.Linear, mesh: DeviceMesh) -> None:
+    _keep(norm, "weight", 0, mesh)
+    _become_shared_norm(norm, mesh)
+
+
+_SPLITS = {"colwise": _split_columns, "rowwise": _split_rows, "fused": _split_fused_columns, "norm": _split_norm}
+_SPLIT_DIM = {"colwise": 0, "rowwise": 1, "fused": None}
+_LAYER_CLASS = {"colwise": ColwiseLinear, "rowwise": RowwiseLinear, "fused": FusedColumnsLinear}
 
 
 def _keep(linear: nn.Linear, name: str, dim: int, mesh: DeviceMesh) -> None:
@@ -176,3 +224,27 @@ def _become(linear: nn.Linear, layer_class: type[nn.Linear], mesh: DeviceMesh) -
     assert type(linear) is nn.Linear, linear
     linear.__class__ = layer_class
     linear.__dict__["tp_mesh"] = mesh
+
+
+class _SharedNorm(nn.Module):
+    """An RMSNorm over all heads, of which a rank has its share: the mean of the squares is over all ranks."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+    tp_mesh: DeviceMesh
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise ``[..., heads' width / ranks]``."""
+        mesh, states = self.tp_mesh, hidden_states.to(torch.float32)
+        squares = states.pow(2).sum(-1, keepdim=True)
+        # Ranks compute different things with the sum, so its gradient is a sum over the ranks too.
+        total = enter_region(leave_region(squares, mesh), mesh)
+        scales = torch.rsqrt(total / (states.shape[-1] * mesh.size()) + self.variance_epsilon)
+        normed: Tensor = local_shard(self.weight) * (states * scales).to(hidden_states.dtype)
+        return normed
+
+
+def _become_shared_norm(norm: nn.Module, mesh: DeviceMesh) -> None:
+    assert {"weight"} == set(norm._parameters) and hasattr(norm, "variance_epsilon"), norm
+    norm.__class__ = _SharedNorm
+    norm.__dict__["tp_mesh"] = mesh

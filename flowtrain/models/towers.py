@@ -31,6 +31,10 @@ class TowerKind:
     """The norm between embedding and layers."""
     unused: tuple[str, ...] = ()
     """Parameters of the embedding that images do not use."""
+    takes_mask: bool = True
+    """Whether its layers take an attention mask after the hidden states."""
+    heads_width: str | None = None
+    """Attribute of its attention with the width of all heads together, if the forward reads it."""
 
 
 def _exact(height: int, width: int) -> dict[str, Any]:
@@ -56,6 +60,16 @@ TOWERS: dict[str, TowerKind] = {
         unused=("mask_token",),
     ),
     "vit": TowerKind("ViTImageProcessorPil", _exact, lambda config: 1, "flag", layers="layers"),
+    "internvl_vision": TowerKind(
+        "GotOcr2ImageProcessorPil",
+        _exact,
+        lambda config: 1,
+        "always",
+        layers="encoder.layer",
+        unused=("mask_token",),
+        takes_mask=False,
+        heads_width="embed_dim",
+    ),
 }
 
 

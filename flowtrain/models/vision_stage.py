@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from flowtrain.errors import ConfigError
 from flowtrain.models.activation_memory import applied
+from flowtrain.models.attention_backends.base import Segments
+from flowtrain.models.cpu_products import fast_products
+from flowtrain.models.encoder_stage import EncoderShape, EncoderStage, ImageSize
 from flowtrain.models.stage import LayerSlice, shallow_copy
+from flowtrain.models.tower_attention import IMPLEMENTATION
+from flowtrain.models.tower_embedding import embed_in_rows
 from flowtrain.models.towers import TOWERS, TowerKind, image_size, patch_grid
 from flowtrain.pipeline.actions import StageMemory
 
-ImageSize = tuple[int, int]
-"""Height and width in pixels."""
-
 
 @dataclass(frozen=True)
-class TowerShape:
+class TowerShape(EncoderShape):
     """What images become in a tower, known without its weights.
 
-    drop_first: whether the leading (class) token is no feature row.
+    drop_first: whether the leading (class) token is no feature row. shuffle: side, in patches, of the squares whose
+    hidden states become one feature row (InternVL's pixel shuffle).
     """
 
     config: PreTrainedConfig
     drop_first: bool
+    shuffle: int = 1
 
     @property
     def kind(self) -> TowerKind:
@@ -38,8 +43,17 @@ class TowerShape:
 
     @property
     def width(self) -> int:
-        """Width of hidden states and feature rows."""
+        """Width of hidden states."""
         return int(self.config.hidden_size)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of feature rows."""
+        return self.width * self.shuffle**2
+
+    def width_after(self, num_layers: int) -> int:
+        """See ``EncoderShape``: that of hidden states."""
+        return self.width
 
     def num_patches(self, size: ImageSize) -> int:
         """Return the patches of an image."""
@@ -52,40 +66,49 @@ class TowerShape:
 
     def num_rows(self, size: ImageSize) -> int:
         """Return the feature rows of an image."""
-        return self.num_tokens(size) - self.drop_first
+        return (self.num_tokens(size) - self.drop_first) // self.shuffle**2
 
 
-class VisionStage(nn.Module):
+class VisionStage(EncoderStage):
     """The layers of an HF vision tower whose hidden state becomes the features, or a pipeline stage of them.
 
     The first stage has the embedding, the last one selects the features. What features do not need (later layers, outer
     norms, pooling heads) is left out. Parameters keep their names in HF's class, after ``tower.``.
 
-    tower: it is not changed, except that its layers take lists of tensors. feature_layer: index into HF's
+    tower: it is not changed, except that its attention becomes ``tower_attention``. feature_layer: index into HF's
     ``hidden_states`` (0 is the embedding, negative from the end). drop_first: drop the leading (class) token, as HF
-    Llava's ``vision_feature_select_strategy: default``. trainable: else parameters require no gradients, and the stage
-    is always in evaluation mode.
+    Llava's ``vision_feature_select_strategy: default``. shuffle: as of ``TowerShape``; images are then square.
+    trainable: else parameters require no gradients, and the stage is always in evaluation mode. Raises ConfigError for
+    a trained tower that drops whole layers at random.
     """
 
+    shape: TowerShape
     interpolates = False
     """Whether position encodings are interpolated to each image's size."""
-    is_first = True
-    """Whether images enter here."""
-    is_last = True
-    """Whether features come out here."""
 
     def __init__(
-        self, tower: PreTrainedModel, *, feature_layer: int, drop_first: bool, trainable: bool = False
+        self,
+        tower: PreTrainedModel,
+        *,
+        feature_layer: int,
+        drop_first: bool,
+        shuffle: int = 1,
+        trainable: bool = False,
     ) -> None:
         super().__init__()
-        self.shape = TowerShape(tower.config, drop_first)
+        self.shape = TowerShape(tower.config, drop_first, shuffle)
         self.is_trained = trainable
+        if trainable and getattr(tower.config, "drop_path_rate", None):
+            raise ConfigError(
+                f"{tower.config.model_type}: drop_path_rate ({tower.config.drop_path_rate:g}) would drop a layer for "
+                "all images of a microbatch together; set it to 0 in the tower's configuration"
+            )
+        tower.set_attn_implementation(IMPLEMENTATION)
         kind = self.shape.kind
         layers = list(cast(nn.ModuleList, tower.get_submodule(kind.layers)))
         num_computed = feature_layer % (tower.config.num_hidden_layers + 1)
         self.tower = _trimmed(tower, kind, dict(enumerate(layers[:num_computed])))
-        for layer in self.layers:
-            layer.__class__ = _over_groups(type(layer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+        embed_in_rows(self.tower.get_submodule("embeddings"), is_trained=trainable)
         self.requires_grad_(trainable)
         self.train()
 
@@ -102,74 +125,72 @@ class VisionStage(nn.Module):
         """Its layers in order."""
         return list(cast(nn.ModuleList, self.tower.get_submodule(self.shape.kind.layers)))
 
-    def train(self, mode: bool = True) -> Self:
-        """See ``nn.Module``; a frozen stage stays in evaluation mode."""
-        return super().train(mode and self.is_trained)
-
     def forward(
         self, inputs: Sequence[Tensor] | Tensor, sizes: Sequence[ImageSize], memory: StageMemory | None = None
     ) -> Tensor:
-        """Run images through the stage.
+        """Run images of any sizes through the stage, all of them together; see ``EncoderStage``.
 
-        inputs: of the first stage the images, ``[C, H, W]`` each, in any float type; else what the stage before
-        returned. sizes: of all images. memory: what layers keep for the backward pass.
-
-        Returns hidden states ``[tokens of all images, D]``, the last stage feature rows ``[rows of all images, D]``.
-        Images of one size are forwarded together, in the order in which the sizes first occur, so results depend on the
-        images alone. Each layer is called once, so that ranks with other images have the same collectives; without
-        images it runs a blank one, whose rows are left out.
+        The result depends on the images and their order alone.
         """
-        groups: dict[ImageSize, list[int]] = {}
-        for index, size in enumerate(sizes):
-            groups.setdefault(size, []).append(index)
-        batches = self._batches(inputs, sizes, groups) if sizes else [self._blank(inputs)]
-        states = self.run(batches, memory)
-        if len(states) == 1:
-            flat = states[0].flatten(0, 1) if sizes else states[0].flatten(0, 1)[:0]
-            return flat.clone() if self.is_trained else flat  # FSDP warns of views
-        of_images: dict[int, Tensor] = {}
-        for indices, state in zip(groups.values(), states, strict=True):
-            of_images |= zip(indices, state, strict=True)
-        return torch.cat([of_images[index] for index in range(len(sizes))])
+        given, run_sizes = (inputs, sizes) if sizes else self._blank(inputs)
+        lengths = [self.shape.num_tokens(size) for size in run_sizes]
+        hidden = self._run(self._embed(given) if self.is_first else cast(Tensor, given), Segments(lengths), memory)
+        if self.is_last:
+            hidden = self._rows(hidden, lengths)
+        if not sizes:
+            hidden = hidden[:0]
+        return hidden.clone() if self.is_trained else hidden  # FSDP warns of views
 
-    def run(self, batches: Sequence[Tensor], memory: StageMemory | None = None) -> list[Tensor]:
-        """Run images of one size a batch: ``[B, C, H, W]``, or hidden states ``[B, tokens, D]`` of the stage before.
-
-        Returns ``[B, tokens, D]`` for each batch, the last stage ``[B, rows, D]``.
-        """
-        states, layers = [self._embed(batch) for batch in batches] if self.is_first else list(batches), self.layers
-        with applied(memory, layers) if memory is not None and layers else nullcontext():
+    def _run(self, hidden: Tensor, segments: Segments, memory: StageMemory | None) -> Tensor:
+        """Run the layers on tokens of all images, ``[T, D]``."""
+        states, layers, takes_mask = hidden[None], self.layers, self.shape.kind.takes_mask
+        if not takes_mask:  # such a tower gets tiles of one size: a batch keeps them apart
+            assert len(set(segments.lengths)) == 1, segments.lengths
+            states = hidden.view(len(segments.lengths), -1, hidden.shape[-1])
+        keeping = applied(memory, layers) if memory is not None and layers else nullcontext()
+        products = nullcontext() if self.is_trained else fast_products(hidden)
+        with keeping, products:
             for layer in layers:
-                states = layer(states)
-        return [state[:, 1:] for state in states] if self.is_last and self.shape.drop_first else states
+                # The segments go where other attention has its mask.
+                output = layer(states, segments) if takes_mask else layer(states)
+                states = output[0] if isinstance(output, tuple) else output
+        if takes_mask:
+            assert segments.were_used or not layers, f"{self.shape.config.model_type}: its attention gets no mask"
+        return states.flatten(0, 1)
 
-    def _embed(self, images: Tensor) -> Tensor:
-        embeddings = self.tower.get_submodule("embeddings")
-        # FSDP has the parameters in the compute type while the stage runs.
-        weight = next(module.weight for module in embeddings.modules() if isinstance(module, nn.Conv2d))
+    def _rows(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Feature rows of hidden states ``[T, D]``."""
+        if self.shape.drop_first:
+            hidden = torch.cat([tokens[1:] for tokens in hidden.split(list(lengths))])
+        if self.shape.shuffle > 1:
+            hidden = pixel_shuffle(hidden.view(len(lengths), -1, hidden.shape[-1]), self.shape.shuffle).flatten(0, 1)
+        return hidden
+
+    def _embed(self, images: Sequence[Tensor] | Tensor) -> Tensor:
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}
-        hidden: Tensor = embeddings(images.to(weight.device, weight.dtype), **options)
+        hidden: Tensor = self.tower.get_submodule("embeddings")(images, **options)
         norm = self.shape.kind.pre_norm
         return hidden if norm is None else cast(Tensor, self.tower.get_submodule(norm)(hidden))
 
-    def _batches(
-        self, inputs: Sequence[Tensor] | Tensor, sizes: Sequence[ImageSize], groups: Mapping[ImageSize, list[int]]
-    ) -> list[Tensor]:
-        if self.is_first:
-            return [torch.stack([inputs[index] for index in indices]) for indices in groups.values()]
-        flat = cast(Tensor, inputs)
-        if len(groups) == 1:
-            return [flat.view(len(sizes), -1, flat.shape[-1])]
-        pieces = flat.split([self.shape.num_tokens(size) for size in sizes])
-        return [torch.stack([pieces[index] for index in indices]) for indices in groups.values()]
-
-    def _blank(self, inputs: Sequence[Tensor] | Tensor) -> Tensor:
-        """One image or its hidden states, all zeros; connected to ``inputs``, which then gets an empty gradient."""
+    def _blank(self, inputs: Sequence[Tensor] | Tensor) -> tuple[Sequence[Tensor] | Tensor, list[ImageSize]]:
+        """One image or its hidden states, all zeros, and its size; connected to ``inputs``, whose gradient is empty."""
         size = image_size(self.shape.config)
         if self.is_first:
-            return torch.zeros(1, self.shape.config.num_channels, *size)
+            return [torch.zeros(self.shape.config.num_channels, *size)], [size]
         flat = cast(Tensor, inputs)
-        return flat.new_zeros(1, self.shape.num_tokens(size), flat.shape[-1]) + flat.sum()
+        return flat.new_zeros(self.shape.num_tokens(size), flat.shape[-1]) + flat.sum(), [size]
+
+
+def pixel_shuffle(states: Tensor, factor: int) -> Tensor:
+    """Join the hidden states of each square of ``factor`` x ``factor`` patches to one row, as HF's InternVL does.
+
+    states: ``[B, n, D]`` of square images, line by line. Returns ``[B, n / factor**2, D * factor**2]``; a square's
+    patches come line by line.
+    """
+    count, num_patches, width = states.shape
+    side = math.isqrt(num_patches) // factor
+    squares = states.reshape(count, side, factor, side, factor, width).transpose(2, 3)
+    return squares.reshape(count, side * side, factor * factor * width)
 
 
 def _trimmed(
@@ -192,16 +213,3 @@ def _trimmed(
             embeddings._parameters[parameter] = None
         twin._modules["embeddings"] = embeddings
     return twin
-
-
-@cache  # FSDP keeps every class that it has wrapped
-def _over_groups(layer_class: type[nn.Module]) -> type[nn.Module]:
-    """Derive a layer class that takes and returns a list of hidden states, ``[B, tokens, D]`` each."""
-
-    class OverGroups(layer_class):  # type: ignore[misc, valid-type]
-        def forward(self, states: Sequence[Tensor], *args: Any) -> list[Tensor]:
-            outputs = [super(OverGroups, self).forward(state, None) for state in states]
-            return [output[0] if isinstance(output, tuple) else output for output in outputs]
-
-    OverGroups.__name__ = layer_class.__name__
-    return OverGroups

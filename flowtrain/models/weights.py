@@ -8,25 +8,53 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, cast
+from functools import cache
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from flowtrain.errors import ConfigError
 from flowtrain.models.weight_files import reading, safetensors_files
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-_CHECKPOINT_PREFIXES = {
-    "vision": ("vision_tower.", "model.vision_tower."),
-    "connector": ("multi_modal_projector.", "model.multi_modal_projector."),
-    "language": ("language_model.",),
-}
 _LEGACY_CONFIG_KEYS = frozenset({"rope_theta", "rope_scaling", "dtype", "torch_dtype", "architectures"})
+
+
+@dataclass(frozen=True, slots=True)
+class PartNames:
+    """What the weights of a model's parts are called in its HF class, and in files of the whole model."""
+
+    vision: str
+    """Beginning of the tower's names in the class."""
+    connector: str
+    """Beginning of the connector's names in the class."""
+    stored: Mapping[str, Mapping[str, str]]
+    """By part (``vision``, ``connector``, ``language``): beginnings of names in files, and what the part's own names
+    have in their place. The first that fits counts."""
+
+
+LLAVA_NAMES = PartNames(
+    vision="model.vision_tower.",
+    connector="model.multi_modal_projector.",
+    # The layout that HF writes, and that of the class in memory.
+    stored={
+        "vision": {"vision_tower.": "", "model.vision_tower.": ""},
+        "connector": {"multi_modal_projector.": "", "model.multi_modal_projector.": ""},
+        "language": {"model.language_model.": "model.", "lm_head.": "lm_head.", "language_model.": ""},
+    },
+)
 
 
 @contextmanager
@@ -47,7 +75,7 @@ def read_config(path: str | None, mapping: Mapping[str, Any] | None, key: str) -
     """
     if path is not None:
         try:
-            return AutoConfig.from_pretrained(path)
+            return AutoConfig.from_pretrained(path, trust_remote_code=False)
         except (OSError, ValueError, StrictDataclassError) as error:
             raise ConfigError(f"{key}.path: no HF model can be read from {path!r}: {error}") from error
     assert mapping is not None
@@ -73,8 +101,33 @@ def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """HF's causal language model class of a text configuration."""
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    """HF's causal language model class of a text configuration, or its base model with a head where HF has none."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    return _with_head(cast("Any", type(config)))
+
+
+@cache
+def _with_head(type_of_config: Any) -> type[PreTrainedModel]:
+    base_class: Any = MODEL_MAPPING[type_of_config]
+
+    class LanguageModelWithHead(base_class.__base__):
+        config_class = type_of_config
+        base_model_prefix = "model"
+        _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.model = base_class(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    return LanguageModelWithHead
+
+
+def whole_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """HF's class of a whole vision-language model."""
+    return cast(type[PreTrainedModel], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -132,12 +185,25 @@ class Origin:
     path: str | None = None
     """The module's own checkpoint."""
     checkpoint: str | None = None
-    """A whole HF Llava checkpoint."""
+    """A checkpoint of the whole HF model."""
+    names: PartNames = LLAVA_NAMES
+    """What that calls its weights."""
 
     @property
     def is_random(self) -> bool:
         """Whether the weights are random."""
         return self.path is None and self.checkpoint is None
+
+    @property
+    def source(self) -> tuple[str, str] | None:
+        """Checkpoint that has the weights, and its configuration key; None if they are random."""
+        if self.path is not None:
+            return self.path, f"{self.key}.path"
+        return None if self.checkpoint is None else (self.checkpoint, "model.path")
+
+    def module_name(self, stored_as: str) -> str | None:
+        """Return a stored weight's name in the module, or None if it belongs to another module."""
+        return name_in_module(stored_as, self.module, self.names) if self.path is None else stored_as
 
     def build(self, model_class: type[Model], config: PreTrainedConfig, **kwargs: Any) -> Model:
         """Build a model with float32 weights; kwargs go to HF. Raises ConfigError if weights are missing.
@@ -148,33 +214,32 @@ class Origin:
         with seeded(self.seed, self.module):
             if self.is_random:
                 return model_class._from_config(config, dtype=torch.float32, **kwargs)
-            state = None if self.checkpoint is None else dict(checkpoint_state(self.checkpoint, self.module))
+            state = None if self.path is not None else self.checkpoint_state()
             return load_pretrained(model_class, config, source=self.path, state=state, key=self.key, **kwargs)
 
+    def checkpoint_state(self) -> dict[str, Tensor]:
+        """The module's weights in the whole model's checkpoint, under the module's own names."""
+        assert self.checkpoint is not None
+        return dict(checkpoint_state(self.checkpoint, self.module, self.names))
 
-def checkpoint_state(checkpoint: str, module: str) -> Iterator[tuple[str, Tensor]]:
-    """Weights of one module of a whole HF Llava checkpoint, under the module's own names; others are not read.
 
-    Both layouts are understood: the one that HF writes (``language_model.model.*``) and the one of the class in memory
-    (``model.language_model.*`` and ``lm_head.*``). Raises ConfigError for files that cannot be read.
+def checkpoint_state(checkpoint: str, module: str, names: PartNames = LLAVA_NAMES) -> Iterator[tuple[str, Tensor]]:
+    """Weights of one module of a whole HF checkpoint, under the module's own names; others are not read.
+
+    Raises ConfigError for files that cannot be read.
     """
     with reading(checkpoint, "model.path"):
         for file in safetensors_files(checkpoint, "model.path"):
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 (no mapping)
-                    name = name_in_module(key, module)
+                    name = name_in_module(key, module, names)
                     if name is not None:
                         yield name, tensors.get_tensor(key)
 
 
-def name_in_module(key: str, module: str) -> str | None:
+def name_in_module(key: str, module: str, names: PartNames = LLAVA_NAMES) -> str | None:
     """Return a whole checkpoint's key as the module's own name, or None if it belongs to another module."""
-    if module == "language":
-        if key.startswith("model.language_model."):
-            return "model." + key.removeprefix("model.language_model.")
-        if key.startswith("lm_head."):
-            return key
-    for prefix in _CHECKPOINT_PREFIXES[module]:
-        if key.startswith(prefix):
-            return key.removeprefix(prefix)
+    for stored, own in names.stored[module].items():
+        if key.startswith(stored):
+            return own + key.removeprefix(stored)
     return None

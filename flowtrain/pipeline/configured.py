@@ -23,7 +23,12 @@ def configured_partition(config: RunConfig, model: ModelSpec, pp_size: int) -> P
         cost = encoder_layer_cost(spec, model.backbone, is_trained, "backbone" in config.model.freeze)
         encoder = EncoderSplit(spec.num_layers, pipeline.encoder_layers, cost, is_trained)
     return build_partition(
-        model.backbone.num_layers, pp_size, pipeline.chunks, counts=pipeline.partition, encoder=encoder
+        model.backbone.num_layers,
+        pp_size,
+        pipeline.chunks,
+        counts=pipeline.partition,
+        encoder=encoder,
+        first_layers=model.backbone.first_layers,
     )
 
 

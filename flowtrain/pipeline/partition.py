@@ -118,25 +118,29 @@ def build_partition(
     *,
     counts: tuple[int, ...] | None = None,
     encoder: EncoderSplit | None = None,
+    first_layers: int = 1,
 ) -> Partition:
     """Return the partition of ``num_layers`` decoder layers, and of an encoder's, over the ranks.
 
     counts: ``pipeline.partition``; None: balanced by cost. Chunk c of rank r is the ``c * pp_size + r``-th slice of the
-    layers. Raises ConfigError if the layers cannot be cut so.
+    layers. first_layers: the first decoder layers that must lie in one stage, since deepstack rows enter after them.
+    Raises ConfigError if the layers cannot be cut so.
     """
     num_slices = pp_size * chunks
     mixed = encoder is not None and encoder.place == "mixed"
     available = num_layers + (encoder.num_layers if encoder is not None and mixed else 0)
-    if num_slices > available:
+    if num_slices > available - (first_layers - 1):
+        is_bound = first_layers > 1
+        together = f", of which the first {first_layers} decoder layers must lie in one stage" if is_bound else ""
         raise ConfigError.of(
             "backbone.pipeline_parallel_size",
             FaultCode.DEGREES,
             f"backbone.pipeline_parallel_size ({pp_size}) times pipeline.chunks ({chunks}) is more than the "
-            f"{available} layers that the stages share; lower one of them",
+            f"{available} layers that the stages share{together}; lower one of them",
         )
     if encoder is not None and mixed:
-        return _mixed(num_layers, pp_size, num_slices, counts, encoder)
-    slices = _backbone_slices(num_layers, num_slices, counts, encoder)
+        return _checked(_mixed(num_layers, pp_size, num_slices, counts, encoder, first_layers), first_layers)
+    slices = _backbone_slices(num_layers, num_slices, counts, encoder, first_layers)
     stages: list[Stage] = []
     first_segment = 0
     if encoder is not None and encoder.place == "own":
@@ -159,7 +163,21 @@ def build_partition(
         Stage(StageModule.BACKBONE, index, index % pp_size, first_segment + index // pp_size, layers)
         for index, layers in enumerate(slices)
     ]
-    return Partition(tuple(stages))
+    return _checked(Partition(tuple(stages)), first_layers)
+
+
+def _checked(partition: Partition, first_layers: int) -> Partition:
+    """Raise ConfigError if the first stage of the backbone lacks layers that deepstack rows enter."""
+    first = partition.of_module(StageModule.BACKBONE)[0]
+    if len(first.layers) < first_layers:
+        raise ConfigError.of(
+            _PARTITION,
+            FaultCode.DEGREES,
+            f"{_PARTITION} puts {len(first.layers)} decoder layers into the backbone's first stage, and deepstack rows "
+            f"enter after each of the first {first_layers}; give that stage at least {first_layers}, or leave out the "
+            "key",
+        )
+    return partition
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
@@ -197,7 +215,7 @@ def balanced_counts(costs: Sequence[float], num_stages: int, least: int = 1) -> 
 
 
 def _backbone_slices(
-    num_layers: int, num_slices: int, counts: tuple[int, ...] | None, encoder: EncoderSplit | None
+    num_layers: int, num_slices: int, counts: tuple[int, ...] | None, encoder: EncoderSplit | None, first_layers: int
 ) -> tuple[range, ...]:
     if counts is not None:
         if len(counts) != num_slices or sum(counts) != num_layers or min(counts) < 1:
@@ -210,19 +228,45 @@ def _backbone_slices(
             )
         return _ranges(counts)
     if encoder is None or encoder.place == "own" or num_slices == 1:
-        return split_layers(num_layers, num_slices)
+        even = split_layers(num_layers, num_slices)
+        if len(even[0]) >= first_layers:
+            return even
+        rest = split_layers(num_layers - first_layers, num_slices - 1)
+        return _ranges([first_layers, *map(len, rest)])
     # The encoder's layers are one more, indivisible, layer before the first.
-    costs = [encoder.num_layers * encoder.layer_cost + 1.0, *([1.0] * (num_layers - 1))]
-    return _ranges(balanced_counts(costs, num_slices))
+    cost = encoder.num_layers * encoder.layer_cost
+    return _ranges(_balanced(0, 1.0, num_layers, num_slices, first_layers, cost))
+
+
+def _balanced(
+    num_encoder_layers: int,
+    layer_cost: float,
+    num_layers: int,
+    num_slices: int,
+    first_layers: int,
+    extra_cost: float = 0.0,
+) -> tuple[int, ...]:
+    """Layers of each slice, by cost; the first decoder layers stay together, at an extra cost."""
+    costs = [layer_cost] * num_encoder_layers
+    costs += [extra_cost + first_layers, *([1.0] * (num_layers - first_layers))]
+    counts = list(balanced_counts(costs, num_slices))
+    holder = next(index for index, end in enumerate(accumulate(counts)) if end > num_encoder_layers)
+    counts[holder] += first_layers - 1
+    return tuple(counts)
 
 
 def _mixed(
-    num_layers: int, pp_size: int, num_slices: int, counts: tuple[int, ...] | None, encoder: EncoderSplit
+    num_layers: int,
+    pp_size: int,
+    num_slices: int,
+    counts: tuple[int, ...] | None,
+    encoder: EncoderSplit,
+    first_layers: int,
 ) -> Partition:
     """One sequence of encoder and decoder layers; a stage with some of both is two stages, on one rank and segment."""
     whole = encoder.num_layers + num_layers
     if counts is None:
-        counts = balanced_counts([encoder.layer_cost] * encoder.num_layers + [1.0] * num_layers, num_slices)
+        counts = _balanced(encoder.num_layers, encoder.layer_cost, num_layers, num_slices, first_layers)
     if len(counts) != num_slices or sum(counts) != whole or min(counts) < 1:
         raise ConfigError.of(
             _PARTITION,

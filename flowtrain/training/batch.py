@@ -21,7 +21,8 @@ class SampleArrays:
 
     position: int
     text: np.ndarray
-    """int32 [2, T]: token ids with images expanded, and unshifted labels (-100: no loss)."""
+    """int32 [2, T]: token ids with images expanded, and unshifted labels (-100: no loss); or [5, T]: and positions of
+    three axes."""
     features: torch.Tensor | None
     """[rows, D] of all its images in order; None without images."""
 
@@ -61,7 +62,7 @@ class PackedBatch:
     weights: torch.Tensor
     """float32 [T], the weight of each token's loss."""
     position_ids: torch.Tensor
-    """int64 [T], starting at 0 in every sequence."""
+    """int64 [T], starting at 0 in every sequence; [3, T] if a sample has positions of three axes."""
     cu_seqlens: torch.Tensor
     """int32 [S + 1], offsets of the sequences, from 0 to T."""
     max_seqlen: int
@@ -172,7 +173,7 @@ def pack_texts(
         input_ids=tensor(input_ids, torch.int64),
         targets=tensor(all_targets, torch.int64),
         weights=tensor(np.concatenate(weights), torch.float32),
-        position_ids=tensor(np.concatenate([np.arange(length) for length in lengths]), torch.int64),
+        position_ids=tensor(_positions(texts), torch.int64),
         cu_seqlens=tensor(np.cumsum([0, *lengths]), torch.int32),
         max_seqlen=max(lengths),
         features=torch.zeros(0, feature_dim, dtype=dtype, device=device),
@@ -183,6 +184,14 @@ def pack_texts(
         num_tokens=sum(lengths),
         num_target_tokens=sum(num_targets),
     )
+
+
+def _positions(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """Positions of all tokens, [T]; [3, T] if a text has three axes: the others then count alike on all."""
+    counted = [text[2:] if len(text) > 2 else np.arange(text.shape[1]) for text in texts]
+    if all(each.ndim == 1 for each in counted):
+        return np.concatenate(counted)
+    return np.concatenate([np.broadcast_to(each, (3, each.shape[-1])) for each in counted], axis=1)
 
 
 def _shift(labels: np.ndarray) -> np.ndarray:

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
+from flowtrain.models.encoder_stage import EncoderShape, EncoderStage
 from flowtrain.models.families.base import encoder_prefix
 from flowtrain.models.initial_weights import InitialWeights, materialize
 from flowtrain.models.stage import take_stage, tied_names
 from flowtrain.models.tensor_parallel import parallelize
 from flowtrain.models.tower_plans import distribute_tower
-from flowtrain.models.vision_stage import TowerShape, VisionStage
 from flowtrain.pipeline.actions import StageModule
 from flowtrain.pipeline.configured import configured_partition
 from flowtrain.pipeline.partition import Partition
@@ -48,7 +48,7 @@ class BackboneSource(Protocol):
 class EncoderSource(Protocol):
     """What ``mode: monolithic`` needs of it too."""
 
-    def encoder_skeleton(self, encoder: str) -> VisionStage:
+    def encoder_skeleton(self, encoder: str) -> EncoderStage:
         """What is computed of an encoder, as ``backbone_skeleton``."""
 
     def encoder_weights(self, encoder: str) -> InitialWeights:
@@ -61,7 +61,7 @@ class Encoder:
 
     name: str
     """In the configuration."""
-    shape: TowerShape
+    shape: EncoderShape
     """What images become in it."""
 
 
@@ -71,7 +71,7 @@ class ModelChunks:
 
     backbone: Mapping[int, Backbone]
     """Stages of connector and language model by index, one FSDP root each."""
-    vision: Mapping[int, VisionStage]
+    vision: Mapping[int, EncoderStage]
     """Stages of the encoder by index; of a trained one an FSDP root each."""
     partition: Partition
     """All stages of the pipeline."""
@@ -88,7 +88,7 @@ class ModelChunks:
     """Place in ``partition.stages`` of the first one with something to train; no gradient goes further back."""
 
     @property
-    def stages(self) -> dict[StageKey, Backbone | VisionStage]:
+    def stages(self) -> dict[StageKey, Backbone | EncoderStage]:
         """All stages of the rank."""
         vision = {(StageModule.ENCODER, index): stage for index, stage in self.vision.items()}
         return {**vision, **{(StageModule.BACKBONE, index): stage for index, stage in self.backbone.items()}}
@@ -101,7 +101,7 @@ class ModelChunks:
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Buffers that belong in a checkpoint, by name."""
         for prefix, module in self._named_stages():
-            if isinstance(module, VisionStage) and not module.is_trained:
+            if isinstance(module, EncoderStage) and not module.is_trained:
                 continue
             state = module.state_dict(prefix=prefix and f"{prefix}.")
             yield from ((name, buffer) for name, buffer in module.named_buffers(prefix) if name in state)
@@ -158,7 +158,7 @@ def build_chunks(
         _shard(module, module.decoder_layers, config, group)
         materialize(module, group.device, weights, from_checkpoint=from_checkpoint)
         backbone[stage.index] = module
-    encoder, vision = None, dict[int, VisionStage]()
+    encoder, vision = None, dict[int, EncoderStage]()
     if partition.of_module(StageModule.ENCODER):
         assert isinstance(source, EncoderSource), source
         name = next(iter(config.encoders))
@@ -191,12 +191,12 @@ def _first_trained(config: RunConfig, whole: Backbone, partition: Partition) -> 
 
 def _build_vision(
     config: RunConfig,
-    tower: VisionStage,
+    tower: EncoderStage,
     weights: InitialWeights,
     partition: Partition,
     group: BackboneGroup,
     from_checkpoint: bool,
-) -> dict[int, VisionStage]:
+) -> dict[int, EncoderStage]:
     """This rank's encoder stages."""
     stages = partition.of_module(StageModule.ENCODER)
     if not tower.is_trained:

@@ -186,4 +186,4 @@ def _tower_tokens_per_row(config: RunConfig, family: Family) -> float:
         return 1.0
     name = family.encoder_names[0]
     layout, prefix = family.image_layout(name, 1, 1), family.model_spec.encoders[name].num_prefix_tokens
-    return (layout.num_patches + prefix) / max(1, layout.num_rows)
+    return (layout.num_patches + prefix * layout.num_tiles) / max(1, layout.num_rows)

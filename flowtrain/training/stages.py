@@ -252,7 +252,8 @@ class Stages:
         shape = self._model.encoder.shape
         is_last = self._flow[producer + 1].module is StageModule.BACKBONE
         sizes = self._images(batch, action.microbatch, action.sub_microbatch).sizes
-        return sum(map(shape.num_rows if is_last else shape.num_tokens, sizes)), shape.width
+        length = sum(map(shape.num_rows if is_last else shape.num_tokens, sizes))
+        return length, shape.feature_width if is_last else shape.width_after(self._flow[producer].layers.stop)
 
     def _span(self, name: str, start_s: float, action: Action, batch: PackedBatch) -> None:
         if self.record is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import select
 import socket
@@ -32,7 +33,7 @@ GOODBYE_S = 10.0
 class TowerGroup:
     """One rank of a tower's tensor parallel group, all on one node.
 
-    The leader (rank 0) announces every forward in the store through which the ranks met, then sends its batch to all.
+    The leader (rank 0) announces every forward in the store through which the ranks met, then sends its pixels to all.
     While nothing is announced, no rank is in a collective, so idle time has no limit. In a forward, waits end after
     ``stall_timeout_s``. mesh: has the one axis ``tp``.
     """
@@ -94,24 +95,27 @@ class TowerGroup:
 
     # --- forwards -----------------------------------------------------------------------------------------------
 
-    def send(self, batch: Tensor) -> None:
-        """Leader: let the other ranks forward this batch too. Call it, and the forward, within ``forwarding``."""
-        self._announce(list(batch.shape))
-        dist.broadcast(batch, src=0)
+    def send(self, pixels: Tensor, shapes: Sequence[Sequence[int]]) -> None:
+        """Leader: let the other ranks forward these images too. Call it, and the forward, within ``forwarding``.
 
-    def receive(self, dtype: torch.dtype) -> Tensor | None:
-        """Other ranks: wait without limit for the next batch; None when the leader dismisses the group.
+        pixels: of all images back to back, flat. shapes: of each image.
+        """
+        self._announce([list(shape) for shape in shapes])
+        dist.broadcast(pixels, src=0)
+
+    def receive(self, dtype: torch.dtype) -> tuple[Tensor, list[list[int]]] | None:
+        """Other ranks: wait without limit for what is forwarded next; None when the leader dismisses the group.
 
         Raises ReplicaLostError if the leader has ended.
         """
-        shape = self._next_announced()
-        if shape is None:
+        shapes = self._next_announced()
+        if shapes is None:
             self._store.set(f"stopped/{self._rank}", "")
             return None
-        batch = torch.empty(shape, dtype=dtype, device=self._device)
+        pixels = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=self._device)
         with self.forwarding():
-            dist.broadcast(batch, src=0)
-        return batch
+            dist.broadcast(pixels, src=0)
+        return pixels, shapes
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
@@ -131,22 +135,22 @@ class TowerGroup:
                 ) from error
             raise
 
-    def _announce(self, shape: list[int] | None) -> None:
-        self._store.set(f"forward/{self._num_forwards}", json.dumps(shape))
+    def _announce(self, shapes: list[list[int]] | None) -> None:
+        self._store.set(f"forward/{self._num_forwards}", json.dumps(shapes))
         self._num_forwards += 1
 
-    def _next_announced(self) -> list[int] | None:
+    def _next_announced(self) -> list[list[int]] | None:
         key, read_key = f"forward/{self._num_forwards}", f"read/{self._num_forwards}"
         self._num_forwards += 1
         while True:
             try:
                 self._store.wait([key], IDLE_WAIT)
-                shape: list[int] | None = json.loads(self._store.get(key))
+                shapes: list[list[int]] | None = json.loads(self._store.get(key))
                 # The last rank to read it deletes it, not the leader: on an accelerator it may run ahead of the others.
                 if self._store.add(read_key, 1) == len(self._names) - 1:
                     self._store.delete_key(key)
                     self._store.delete_key(read_key)
-                return shape
+                return shapes
             except dist.DistStoreError:
                 continue
             except dist.DistNetworkError as error:

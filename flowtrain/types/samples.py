@@ -118,6 +118,11 @@ class ImageLayout:
     """Feature rows that it emits."""
     num_tokens: int
     """Tokens that the backbone sees."""
+    num_tiles: int = 1
+    """Tiles into which it is cut; the encoder computes each like an image of its own. The sizes above are of all."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its tokens, for a model whose positions have three axes (time, row, column); None: the model
+    counts tokens only."""
 
 
 @message
@@ -127,7 +132,7 @@ class PartSize:
     name: str
     """``TEXT_PART`` or an encoder's name."""
     num_items: int
-    """Images; 1 for text."""
+    """Images, or the tiles into which they are cut; 1 for text."""
     num_patches: int
     """Patches over all images; 0 for text."""
     num_rows: int

@@ -67,7 +67,9 @@ class World(FakeCoordinator):
         self.bad = bad
         self.pieces: dict[int, tuple[int, ...]] = {}
         super().__init__(num_units=0)
-        samples = [sized(position) for position in range(3 * num_slots)]
+        samples = [
+            replace(sized(position), num_tokens=3 + self.num_rows(position)) for position in range(3 * num_slots)
+        ]
         self.plans = [plan(samples, per_microbatch=3)]
         self.ready = {(0, slot) for slot in range(num_slots)}
         self.ends_at = 1
@@ -78,12 +80,14 @@ class World(FakeCoordinator):
     def has_images(self, position: int) -> bool:
         return position % 3 != 2
 
+    def num_rows(self, position: int) -> int:
+        return sum(rows_of(size) for size in sizes_of(position)) * self.has_images(position)
+
     def make(self, position: int) -> None:
         images = [png(position, number) for number in range(len(sizes_of(position)))] * self.has_images(position)
-        num_rows = sum(rows_of(size) for size in sizes_of(position)) * self.has_images(position)
         if position in self.bad:
             images[-1] = images[-1][:40]
-        ids = [1, *[IMAGE_TOKEN] * num_rows, position, 2]
+        ids = [1, *[IMAGE_TOKEN] * self.num_rows(position), position, 2]
         self.parts[position] = {TEXT_PART: self.pool.put(np.array([ids, ids], np.int32))}
         self.pieces[position] = tuple(map(len, images))
         if images:

@@ -93,10 +93,10 @@ def follow(end: Connection, config: RunConfig, rank: int, port: int, deed: Calla
     """Run an encoder rank that calls ``deed`` before each forward."""
 
     class ScriptedRank(EncoderRank):
-        def forward(self, module: VisionEncoder, batch: torch.Tensor) -> None:
+        def forward(self, module: VisionEncoder, *images: Any) -> None:
             if deed is not None:
                 deed()
-            super().forward(module, batch)
+            super().forward(module, *images)
 
     ScriptedRank(config, VISION, NAME, rank).run(port)
 
@@ -174,6 +174,19 @@ def test_a_replica_of_two_produces_the_features_of_one(config: RunConfig) -> Non
         assert difference < 1e-5, (position, difference)
 
 
+def test_a_replica_of_two_forwards_images_of_all_sizes_together(config: RunConfig) -> None:
+    varying = override_config(config, ["model.family=variable_llava"])
+    with replica(split(varying, 2), [lease(1, [0, 2, 4, 5, 7]), STOP]) as processes:
+        found, ended = [process.result() for process in processes]
+    with replica(varying, [lease(1, [0, 2, 4, 5, 7]), STOP]) as (lone,):
+        expected = lone.result()
+    assert ended is None and list(found) == list(expected) == [0, 2, 4, 5, 7]
+    assert len({len(features) for features in expected.values()}) > 2
+    for position, features in expected.items():
+        difference = np.linalg.norm(found[position] - features) / np.linalg.norm(features)
+        assert difference < 1e-5, (position, difference)
+
+
 def test_batches_in_half_precision_travel_too(config: RunConfig) -> None:
     with replica(split(config, 2, "model.dtype=bfloat16"), [lease(1, [0, 2]), STOP]) as processes:
         found, ended = [process.result() for process in processes]
@@ -218,14 +231,14 @@ def run_ahead(end: Connection, names: Sequence[str], has_sent: Event, port: int 
         group = TowerGroup(names, rank, cpu, port=port)
         assert has_sent.wait(LIMIT_S)
         shapes = []
-        while (batch := group.receive(torch.float32)) is not None:
-            shapes.append(list(batch.shape))
+        while (images := group.receive(torch.float32)) is not None:
+            shapes += images[1]
         return shapes
     listener = open_listener()
     end.send(listener.getsockname()[1])
     group = TowerGroup(names, rank, cpu, listener=listener)
     for rows in (1, 2, 3):
-        group.send(torch.zeros(rows, 4))
+        group.send(torch.zeros(4 * rows), [(rows, 4)])
     has_sent.set()
     group.dismiss()
     return []

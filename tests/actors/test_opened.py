@@ -19,7 +19,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, prepare
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.models import llava_config
-from flowtrain.models.families import llava
+from flowtrain.models.families import hf_family, llava
 from flowtrain.models.weights import Origin
 from flowtrain.training.mesh import LOOPBACK
 from flowtrain.types.messages import FeedOrder, Joined, LeaseOrder
@@ -30,10 +30,10 @@ CONFIGURATIONS, TOKENIZER, PROCESSOR, FOOTERS = "configurations", "tokenizer", "
 TOWER, LANGUAGE = "tower's weights", "backbone's weights"
 LOADERS: dict[str, tuple[Any, str]] = {
     CONFIGURATIONS: (llava_config, "read_config"),
-    TOKENIZER: (llava, "load_tokenizer"),
+    TOKENIZER: (hf_family, "load_tokenizer"),
     PROCESSOR: (llava, "load_image_processor"),
     TOWER: (Origin, "build"),
-    LANGUAGE: (llava.LlavaFamily, "backbone_weights"),
+    LANGUAGE: (hf_family.HFFamily, "backbone_weights"),
     FOOTERS: (SourceSet, "index"),
 }
 

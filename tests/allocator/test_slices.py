@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate
+from flowtrain.allocator.degrees import degree_faults
 from flowtrain.allocator.slices import Slices, layers_of_ranks
 from flowtrain.errors import ConfigError
 from flowtrain.pipeline.partition import split_layers
@@ -78,3 +79,13 @@ def test_words_for_single_layers_count_where_the_layers_are() -> None:
     assert memory["first kept"].activations == memory["none"].activations, (
         "two microbatches in flight on the first rank"
     )
+
+
+def test_the_first_layers_are_on_the_first_rank() -> None:
+    slices = Slices(first_layers=3)
+    assert [len(layers) for layers in layers_of_ranks(slices, 8, 4)] == [3, 2, 2, 1]
+    assert slices.most_ranks(8) == 6 and Slices(2, first_layers=3).most_ranks(8) == 3
+    spec = replace(BACKBONE, deepstack_layers=3)
+    assert not degree_faults(Degrees(pp=spec.most_stages), spec)
+    (fault,) = degree_faults(Degrees(pp=spec.most_stages + 1), spec)
+    assert "of which the first 3 must lie in one stage" in fault.text

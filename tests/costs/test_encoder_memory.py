@@ -37,6 +37,8 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("dinov2", {}),
     "dinov2, gated": ("dinov2", {"use_swiglu_ffn": True}),
     "vit": ("vit", {}),
+    "internvl": ("internvl_vision", {}),
+    "internvl, normed": ("internvl_vision", {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": True}),
 }
 
 

@@ -65,6 +65,9 @@ def test_text_parameters(family: str, extra: dict[str, Any]) -> None:
         ("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", {"num_register_tokens": 3}),
         ("ViTConfig", "ViTModel", {}),
         ("ViTConfig", "ViTModel", {"qkv_bias": False, "pooler_output_size": 20}),
+        ("InternVLVisionConfig", "InternVLVisionModel", {}),
+        ("InternVLVisionConfig", "InternVLVisionModel", {"use_qk_norm": True, "norm_type": "rms_norm"}),
+        ("InternVLVisionConfig", "InternVLVisionModel", {"use_mask_token": True, "use_mean_pooling": False}),
     ],
 )
 def test_vision_parameters(config_name: str, model_name: str, extra: dict[str, Any]) -> None:
@@ -106,6 +109,24 @@ def test_a_whole_model_is_the_sum_of_its_modules() -> None:
         from_hf_text_config(llava.config.text_config.to_dict()),
     )
     assert spec.num_parameters == numel(llava)
+
+
+def test_a_whole_internvl_is_the_sum_of_its_modules() -> None:
+    vision, text = (
+        transformers.InternVLVisionConfig(**VISION),
+        transformers.Qwen2Config(**TEXT | {"hidden_size": 24, "tie_word_embeddings": False}),
+    )
+    whole = hf_model(
+        "InternVLConfig",
+        "InternVLForConditionalGeneration",
+        {"vision_config": vision, "text_config": text, "tie_word_embeddings": False},
+    )
+    spec = ModelSpec(
+        {"vit": from_hf_vision_config(vision.to_dict())},
+        ConnectorSpec(feature_dim=4 * 32, hidden_size=24, out_dim=24, norm=True),
+        from_hf_text_config(text.to_dict()),
+    )
+    assert spec.num_parameters == numel(whole)
 
 
 def test_vision_config_inside_a_config_of_both_towers() -> None:

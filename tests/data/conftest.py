@@ -39,6 +39,7 @@ class StubFamily:
     """Images of w x h pixels have w*h // 16 patches, w // 4 rows and h // 4 tokens, so that all numbers differ."""
 
     encoder_names = ("vision",)
+    image_text = "<image>"
 
     def __init__(self, image_token_id: int) -> None:
         self.image_token_id = image_token_id

@@ -41,16 +41,26 @@ class StepOutcome:
 class PlainLoop:
     """Trains as the configuration says, without FlowTrain's flow. rejected: rows that cannot be decoded.
 
-    trains_encoder: the tower too, as far as features depend on it.
+    trains_encoder: the tower too, as far as features depend on it. processing: how HF's processor calls its image
+    processor.
     """
 
-    def __init__(self, config: RunConfig, rejected_rows: set[int] | None = None, trains_encoder: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        rejected_rows: set[int] | None = None,
+        trains_encoder: bool = False,
+        processing: dict[str, bool] | None = None,
+    ) -> None:
         self.config = config
         self.rejected_rows = rejected_rows or set()
+        self.processing = processing or {}
         self.family = family_from_config(config)
         self.model = self.family.load_joined().train()
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(trains_encoder or "vision_tower" not in name)
+            parameter.requires_grad_(trains_encoder or not is_of_tower(name))
+            if "connector" in config.model.freeze and backbone_name(name).startswith("connector."):
+                parameter.requires_grad_(False)
         trained = [(name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad]
         self.named = {backbone_name(name): tensor for name, tensor in trained}
         self.optimizer = self._optimizer()
@@ -104,19 +114,32 @@ class PlainLoop:
         return {name: parameter.detach().clone() for name, parameter in self.named.items()}
 
     def _mean_loss(self, sized: SizedResult, raw: RawSample) -> torch.Tensor:
-        ids, labels = (torch.from_numpy(row.astype(np.int64))[None] for row in sized.text)
+        ids, labels = (torch.from_numpy(row.astype(np.int64))[None] for row in sized.text[:2])
         encoded = [image.read(self.config.data.max_image_nbytes) for image in raw.images]
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in encoded]
-        pixels = self.family.image_processor(images, return_tensors="pt")["pixel_values"] if images else None
+        inputs: Tensors = {}
+        if images:
+            processed = self.family.image_processor(images, return_tensors="pt", **self.processing)
+            inputs = {name: processed[name] for name in ("pixel_values", "image_grid_thw") if name in processed}
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == self.family.image_token_id).int()
         return self.model(
-            input_ids=ids, labels=labels, pixel_values=pixels, attention_mask=torch.ones_like(ids), use_cache=False
+            input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids), use_cache=False, **inputs
         ).loss
 
 
+def is_of_tower(hf_name: str) -> bool:
+    """Whether a parameter of HF's class of the whole model is the encoder's."""
+    return "vision_tower" in hf_name or (hf_name.startswith("model.visual.") and "merger" not in hf_name)
+
+
 def backbone_name(hf_name: str) -> str:
-    """FlowTrain's name of a parameter of HF's Llava."""
+    """FlowTrain's name of a parameter of HF's class of the whole model."""
     for theirs, ours in (
         ("model.multi_modal_projector.", "connector."),
+        ("model.visual.merger.", "connector.merger."),
+        ("model.visual.deepstack_merger_list.", "connector.deepstack_merger_list."),
+        ("model.visual.", "encoders.vision.tower."),
         ("model.language_model.", "language_model.model."),
         ("lm_head.", "language_model.lm_head."),
     ):

@@ -6,9 +6,9 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from flowtrain.actors.encoder_rank import EncoderRank
 from flowtrain.allocator.plan import fixed_plan
@@ -48,13 +48,13 @@ class MortalEncoderRank(EncoderRank):
 
     _num_forwards = 0
 
-    def forward(self, module: VisionEncoder, batch: torch.Tensor) -> None:
+    def forward(self, module: VisionEncoder, *images: Any) -> None:
         self._num_forwards += 1
         grave = Path(self._config.runs_dir) / f"{self._config.name}.died"
         if self._num_forwards == 2 and not grave.exists():
             grave.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        super().forward(module, batch)
+        super().forward(module, *images)
 
 
 def test_split_encoders_train_as_whole_ones_and_outlive_an_encoder_rank(tmp_path: Path, ray_cluster: None) -> None:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.config.run import RunConfig
+from flowtrain.data.images import tiles_of
 from flowtrain.models.families.base import Family
 
 TEMPLATE = (
@@ -137,7 +138,8 @@ def pack_samples(samples: Sequence[Sample], family: Family) -> dict[str, Any]:
     images = [image for sample in samples for image in sample.images]
     features = torch.zeros(0, family.feature_dim("vision"))
     if images:
-        rows = family.load_encoder("vision").encode([family.preprocess("vision", image) for image in images])
+        tiles = [tile for image in images for tile in tiles_of(family.preprocess("vision", image))]
+        rows = family.load_encoder("vision").encode(tiles)
         features = torch.cat(rows).clone()
     return {
         "input_ids": input_ids,

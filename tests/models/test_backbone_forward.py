@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from flowtrain.data.images import tiles_of
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.export import joined_name
 from flowtrain.models.families.base import Family
@@ -26,8 +27,8 @@ def reference_run(family: Family, samples: list[Any]) -> tuple[float, dict[str, 
     for sample in samples:
         inputs: dict[str, Tensor] = {}
         if sample.images:
-            pixels = [torch.from_numpy(family.preprocess("vision", image)) for image in sample.images]
-            inputs["pixel_values"] = torch.stack(pixels)
+            tiles = [tile for image in sample.images for tile in tiles_of(family.preprocess("vision", image))]
+            inputs["pixel_values"] = torch.stack([torch.from_numpy(tile) for tile in tiles])
         num_targets = sum(label != -100 for label in sample.labels[1:])
         mean = model(input_ids=torch.tensor([sample.input_ids]), labels=torch.tensor([sample.labels]), **inputs).loss
         loss = mean * num_targets * sample.weight

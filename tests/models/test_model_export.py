@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from flowtrain.data.conversation import ConversationEncoder
+from flowtrain.data.sources.base import Turn
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.models.families.registry import family_from_config
 
@@ -72,6 +74,35 @@ def test_export_loads_processes_and_generates(
             input_ids=torch.tensor([sample.input_ids]), labels=torch.tensor([sample.labels]), pixel_values=pixels
         ).loss
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+LISTS_ONLY = (
+    "{% for message in messages %}<s>{{ message['role'] }} {% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, LISTS_ONLY])
+@pytest.mark.parametrize("name", ["llava", "variable_llava"])
+def test_an_export_takes_texts_and_lists_of_parts(make_config, tmp_path, template, name):
+    """The tokenizer's own template takes texts alone; the other takes lists alone."""
+    family = family_from_config(make_config(model={"family": name, "chat_template": template}))
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    parts = [{"type": "text", "text": "w1 "}, {"type": "image"}, {"type": "text", "text": " w2"}]
+    texts = [
+        processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        for content in (parts, "w1 <image> w2")
+    ]
+    assert texts == ["<s>user w1 <image> w2</s><s>assistant "] * 2
+    encoder = ConversationEncoder(family.tokenizer)
+    trained = encoder.encode([Turn("user", "w1 <image> w2"), Turn("assistant", "w3")]).ids.tolist()
+    prompt = processor.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+    assert trained[: len(prompt)] == prompt
+    again = family_from_config(make_config(**whole(tmp_path, name)))
+    again.export(again.load_backbone().state_dict(), tmp_path / "again")
+    assert AutoProcessor.from_pretrained(tmp_path / "again").chat_template == processor.chat_template
 
 
 @pytest.mark.parametrize("name", ["llava", "variable_llava"])

@@ -14,6 +14,7 @@ from transformers import LlavaForConditionalGeneration
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.export import CheckpointedWeights
+from flowtrain.data.images import tiles_of
 from flowtrain.errors import ConfigError
 from flowtrain.models.export import joined_name
 from flowtrain.models.families.base import Family
@@ -51,7 +52,8 @@ def packed(family: Family, samples: list[Any]) -> PackedBatch:
     for position, sample in enumerate(samples):
         text = np.stack([sample.input_ids, sample.labels])
         texts.append(SampleText(position, text, int((text[0] == family.image_token_id).sum())))
-        images += [torch.from_numpy(family.preprocess("vision", image)) for image in sample.images]
+        arrays = [tile for image in sample.images for tile in tiles_of(family.preprocess("vision", image))]
+        images += [torch.from_numpy(array) for array in arrays]
     batch = pack_texts(
         texts,
         image_token_id=family.image_token_id,

@@ -86,7 +86,7 @@ def test_tower_of_its_own_directory_in_bf16(make_config, noise, tmp_path, caplog
 
 
 @pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2", "vit"])
-def test_variable_sizes_are_grouped_and_keep_their_order(make_config, tower_configs, noise, tower):
+def test_variable_sizes_are_forwarded_together_and_keep_their_order(make_config, tower_configs, noise, tower):
     family = family_from_config(
         make_config(
             model={"family": "variable_llava"},
@@ -103,6 +103,37 @@ def test_variable_sizes_are_grouped_and_keep_their_order(make_config, tower_conf
         assert features.shape == alone.shape and torch.allclose(features, alone, atol=1e-5)
     again = encoder.encode(pixels)
     assert all(torch.equal(first, second) for first, second in zip(together, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("feature_layer", [-1, -2, 0])
+@pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2", "registers", "vit"])
+def test_images_of_all_sizes_are_one_forward_and_equal_hf_one_by_one(
+    make_config, tower_configs, noise, tower, feature_layer, dtype
+):
+    settings = {"image_processor": {"size": {"longest_edge": 56}}, "feature_layer": feature_layer}
+    family = family_from_config(
+        make_config(
+            model={"family": "variable_llava", "dtype": dtype},
+            encoders=encoder_config(None, tower_configs[tower], **settings),
+        )
+    )
+    sizes = [(50, 20), (13, 61), (28, 28), (52, 30), (28, 28), (200, 200), (60, 13)]
+    pixels = [family.preprocess("vision", noise(*size, seed)) for seed, size in enumerate(sizes)]
+    encoder, calls = family.load_encoder("vision"), []
+    for layer in encoder.stage.layers:
+        layer.register_forward_hook(lambda layer, *_: calls.append(layer))
+    found = encoder.encode(pixels)
+    assert calls == encoder.stage.layers
+    plain = family._load_tower().to(getattr(torch, dtype)).eval()
+    options = {} if "dinov2" in plain.config.model_type else {"interpolate_pos_encoding": True}
+    for image, features in zip(pixels, found, strict=True):
+        batch = torch.from_numpy(image)[None].to(plain.dtype)
+        with torch.no_grad():
+            expected = plain(batch, output_hidden_states=True, **options).hidden_states[feature_layer][0]
+        expected = expected if tower == "siglip" else expected[1:]
+        assert features.shape == expected.shape and features.dtype == expected.dtype
+        assert (features - expected).norm() < (1e-5 if dtype == "float32" else 0.02) * expected.norm()
 
 
 def test_image_processor_of_the_checkpoint_is_taken(make_config, noise, tmp_path):

@@ -10,12 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from flowtrain.errors import ConfigError
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.initial_weights import materialize
+from flowtrain.models.towers import TOWERS
 from flowtrain.models.vision_stage import VisionStage
+from flowtrain.models.weights import tower_class
 from flowtrain.pipeline.image_parts import image_parts
+from tests.training.towers import PATCH, make_tower, plain_features, tower_config, tower_stage
 
 UP_TO = {"longest_edge": 56}
 SIZES = [(50, 20), (13, 61), (28, 28), (52, 30), (28, 28), (200, 200), (60, 13)]
@@ -96,10 +101,50 @@ def test_what_features_do_not_need_is_left_out(make_config: Any, tower_configs: 
         assert len(stage.layers) == 3 and not stage.training
 
 
-def test_layers_of_one_kind_share_a_class(make_config: Any, tower_configs: Any) -> None:
+def test_towers_of_one_kind_share_their_classes(make_config: Any, tower_configs: Any) -> None:
+    """FSDP keeps every class that it has wrapped."""
     towers = [whole_stage(family_of(make_config, tower_configs["siglip"], -2)) for _ in range(2)]
-    (layer_class,) = {type(layer) for tower in towers for layer in tower.layers}
-    assert layer_class is not layer_class.__base__ and layer_class.__name__ == layer_class.__base__.__name__
+    assert len({type(layer) for tower in towers for layer in tower.layers}) == 1
+    (embedding_class,) = {type(tower.tower.get_submodule("embeddings")) for tower in towers}
+    assert embedding_class is not embedding_class.__base__
+    assert embedding_class.__name__ == embedding_class.__base__.__name__
+
+
+GRIDS = [(1, 1), (2, 3), (2, 3), (1, 1), (3, 2)]
+"""Rows and columns of patches of one batch's images."""
+
+
+@pytest.mark.parametrize("tower", [name for name, kind in TOWERS.items() if kind.takes_mask])  # others get one size
+def test_a_trained_tower_over_all_sizes_has_hfs_gradients(tower: str) -> None:
+    stage, plain = tower_stage(tower, trainable=True), make_tower(tower)
+    torch.manual_seed(1)
+    images = [torch.randn(3, rows * PATCH, columns * PATCH) for rows, columns in GRIDS]
+    calls: list[nn.Module] = []
+    for layer in stage.layers:
+        layer.register_forward_hook(lambda layer, *_: calls.append(layer))
+    found = stage(images, [(image.shape[1], image.shape[2]) for image in images])
+    assert calls == stage.layers, "one forward of each layer"
+    expected = torch.cat([plain_features(plain, image) for image in images])
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    weights = torch.randn_like(found)
+    for rows in (found, expected):
+        (rows * weights).sum().backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in stage.tower.named_parameters():
+        if name.endswith("k_proj.bias"):
+            continue  # it changes no attention: what there is is rounding
+        reference = theirs[name].grad
+        assert (parameter.grad - reference).norm() < 1e-5 * max(reference.norm().item(), 1e-3), name
+
+
+def test_a_trained_tower_that_drops_layers_is_refused() -> None:
+    """Images of a microbatch share a row, and HF draws for each row."""
+    config = tower_config("dinov2")
+    config.drop_path_rate = 0.1
+    tower = tower_class(config)._from_config(config)
+    VisionStage(tower, feature_layer=-1, drop_first=True)
+    with pytest.raises(ConfigError, match=r"drop_path_rate \(0\.1\)"):
+        VisionStage(tower, feature_layer=-1, drop_first=True, trainable=True)
 
 
 @pytest.mark.parametrize("tower", ["siglip", "clip", "dinov2", "registers", "vit"])

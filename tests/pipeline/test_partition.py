@@ -92,3 +92,30 @@ def test_more_stages_than_layers_are_refused(place: str | None) -> None:
         ConfigError, match=rf"_size \(4\) times pipeline.chunks \(2\) is more than the {num_layers} lay"
     ):
         build_partition(3, 4, 2, encoder=encoder)
+
+
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(1, 3), SPLIT, st.integers(1, 4))
+def test_the_first_layers_stay_in_one_stage(
+    more: int, pp_size: int, chunks: int, encoder: EncoderSplit | None, first_layers: int
+) -> None:
+    assume(encoder is None or encoder.place != "own" or encoder.num_layers >= pp_size)
+    num_layers = pp_size * chunks + first_layers - 1 + more
+    partition = build_partition(num_layers, pp_size, chunks, encoder=encoder, first_layers=first_layers)
+    stages = partition.of_module(BACKBONE)
+    assert len(stages[0].layers) >= first_layers
+    assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
+    if first_layers == 1:
+        assert partition == build_partition(num_layers, pp_size, chunks, encoder=encoder)
+
+
+def test_too_few_layers_in_the_first_stage_are_refused() -> None:
+    assert [len(stage.layers) for stage in build_partition(6, 3, first_layers=3).stages] == [3, 2, 1]
+    assert [len(stage.layers) for stage in build_partition(12, 3, first_layers=3).stages] == [4, 4, 4]
+    with pytest.raises(ConfigError, match=r"puts 2 decoder layers .* each of the first 3; give that"):
+        build_partition(6, 3, counts=(2, 2, 2), first_layers=3)
+    with pytest.raises(ConfigError, match=r"the 6 layers .* the first 3 decoder layers must lie in one stage"):
+        build_partition(6, 5, first_layers=3)
+    mixed = EncoderSplit(4, "mixed", 1.0)
+    assert len(build_partition(6, 2, counts=(5, 5), encoder=mixed).of_module(BACKBONE)[0].layers) == 1
+    with pytest.raises(ConfigError, match="puts 1 decoder layers"):
+        build_partition(6, 2, counts=(5, 5), encoder=mixed, first_layers=3)

@@ -132,3 +132,12 @@ def test_a_read_only_view_of_the_pool_is_taken_without_a_warning(recwarn):
 def test_disagreement_names_the_position_and_both_counts(bad, said):
     with pytest.raises(DataError, match=said):
         build([sample(0, [1, 2], [1, 2]), bad], "sample")
+
+
+def test_positions_of_three_axes():
+    grid = sample(4, [1, 9, 9, 2], [-100, -100, -100, 2], 2)
+    grid = SampleArrays(4, np.concatenate([grid.text, [[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]]), grid.features)
+    batch = build([sample(5, [6, 7], [-100, 7]), grid])
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 1, 3], [0, 1, 0, 1, 1, 3], [0, 1, 0, 1, 2, 3]]
+    assert batch.input_ids.tolist() == [6, 7, 1, 9, 9, 2] and batch.feature_index.tolist() == [3, 4]
+    assert build([sample(5, [6, 7], [-100, 7])]).position_ids.tolist() == [0, 1]

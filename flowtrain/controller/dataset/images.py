@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import BaseImageProcessor
 
 from flowtrain.config.data import DataConfig
-from flowtrain.data.images import decode_image
+from flowtrain.data.images import decode_image, tiles_of
 from flowtrain.data.rejections import errors_of_image, rejected
 from flowtrain.data.sources.base import RawImage
 from flowtrain.errors import ConfigError
@@ -39,7 +39,7 @@ class ShownImage:
     """(width, height) in pixels."""
     num_tokens: int | None = None
     tower_shape: tuple[int, ...] | None = None
-    """Of the pixel values that the tower gets, ``[C, H, W]``."""
+    """Of the pixel values that the tower gets, ``[C, H, W]``; of an image in tiles, ``[T, C, H, W]``."""
     rejection: Rejection | None = None
     """Why it cannot be used."""
     files: tuple[str, ...] = ()
@@ -107,7 +107,11 @@ def _write_errors(directory: Path) -> Iterator[None]:
 
 
 def _visible(pixels: npt.NDArray[np.float32], processor: BaseImageProcessor | None) -> npt.NDArray[np.uint8]:
-    """Return pixel values ``[C, H, W]`` as a picture ``[H, W, C]``: what the processor's last steps did is undone."""
+    """Return an image's pixel values as a picture ``[H, W, C]``: what the processor's last steps did is undone.
+
+    Tiles are side by side.
+    """
+    pixels = np.concatenate(tiles_of(pixels), axis=2)
     picture = pixels.transpose(1, 2, 0).astype(np.float64)
     if processor is not None and setting(processor, "do_normalize"):
         picture = picture * setting(processor, "image_std") + setting(processor, "image_mean")

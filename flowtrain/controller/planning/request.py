@@ -31,7 +31,7 @@ def request_of(planned: Planned, cluster: Cluster, profile: Profile | None) -> R
         configured_setup(config, on_cpu=on_cpu),
         MemoryBudget(pool_nbytes=config.pool.hbm_segment_nbytes),
         {name: encoder.max_batch_patches for name, encoder in config.encoders.items()},
-        Slices.of(config),
+        Slices.of(config, planned.model.backbone.first_layers),
         planned.whole,
         chooses_reduction=config.backbone.gradient_reduction == "auto"
         or "gradient_reduction" in config.planner_choices,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowtrain.models.attention_backends.base import Backend, check_request, tokens_first, why_no_flash_kernel
+from flowtrain.models.attention_backends.base import Backend, Segments, check_request, tokens_first, why_no_flash_kernel
 
 # Its build imports torch, so it must see the torch that is installed.
 _INSTALL = "pip install --no-build-isolation 'flowtrain[flash-attn]', or a wheel built for this torch (docs/running.md)"
@@ -44,6 +44,25 @@ def packed_flash_attn(
     return output[None], None
 
 
+def bidirectional_flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attend within all images in one call."""
+    offsets = segments.offsets_on(query.device)
+    output: Tensor = _kernel()(
+        *(tokens_first(tensor) for tensor in (query, key, value)),
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets,
+        max_seqlen_q=segments.max_length,
+        max_seqlen_k=segments.max_length,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=False,
+        window_size=(-1, -1),
+    )
+    return output[None]
+
+
 def _kernel() -> Any:
     # Optional, and slow to import: only when this backend is used.
     return importlib.import_module("flash_attn").flash_attn_varlen_func
@@ -60,4 +79,4 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-BACKEND = Backend(packed_flash_attn, _why_not)
+BACKEND = Backend(packed_flash_attn, bidirectional_flash_attn, _why_not)

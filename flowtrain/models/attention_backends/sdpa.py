@@ -1,4 +1,4 @@
-"""Packed attention by torch's SDPA, one call per sequence: the fallback that works everywhere."""
+"""Packed attention by torch's SDPA, one call per sequence or run of equal images: works everywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from flowtrain.models.attention_backends.base import Backend, SegmentOffsets, check_request
+from flowtrain.models.attention_backends.base import Backend, SegmentOffsets, Segments, check_request, tokens_first
 
 
 @torch.compiler.disable
@@ -59,4 +59,26 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
     return (distance >= 0) & (distance < sliding_window)
 
 
-BACKEND = Backend(packed_sdpa, why_not=lambda device, dtype: None)
+@torch.compiler.disable
+def bidirectional_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attend within each image; neighbours of equal length are a batch, as a view."""
+    num_tokens = [count * length for count, length in segments.runs]
+    own = zip(*(tokens_first(tensor).split(num_tokens) for tensor in (query, key, value)), strict=True)
+    outputs = []
+    for run, tensors in zip(segments.runs, own, strict=True):
+        own_query, own_key, own_value = (tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)
+        output = scaled_dot_product_attention(
+            own_query,
+            own_key,
+            own_value,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+
+BACKEND = Backend(packed_sdpa, bidirectional_sdpa, why_not=lambda device, dtype: None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowtrain.models.attention_backends.base import Backend, check_request, tokens_first, why_no_flash_kernel
+from flowtrain.models.attention_backends.base import Backend, Segments, check_request, tokens_first, why_no_flash_kernel
 
 
 def packed_torch_varlen(
@@ -37,22 +37,47 @@ def packed_torch_varlen(
         raise NotImplementedError(
             "torch_varlen has no dropout; set attention_dropout to 0 or backbone.attention to sdpa"
         )
-    query, key, value = (tokens_first(tensor) for tensor in (query, key, value))
-    kernel, known = _kernel()
-    options: dict[str, Any] = {"scale": scaling} if scaling is not None else {}
+    _, known = _kernel()
+    options: dict[str, Any] = {}
     if "window_size" in known:
         options["window_size"] = (-1 if sliding_window is None else sliding_window - 1, 0)
     elif sliding_window is None:
         options["is_causal"] = True
     else:
         raise NotImplementedError("this torch's varlen_attn has no sliding window; set backbone.attention to sdpa")
+    return _attend(query, key, value, cu_seqlens, max_seqlen, scaling, options), None
+
+
+def bidirectional_torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, dropout: float
+) -> Tensor:
+    """Attend within all images in one call."""
+    assert not dropout, "torch_varlen has no dropout"
+    # Not causal and without a window is the default of every release.
+    return _attend(query, key, value, segments.offsets_on(query.device), segments.max_length, scaling, {})
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    max_length: int,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Call the kernel. query ``[1, H, T, D]``; returns ``[1, T, H, D]``."""
+    kernel, known = _kernel()
+    query, key, value = (tokens_first(tensor) for tensor in (query, key, value))
+    if scaling is not None:
+        options["scale"] = scaling
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in known:
             options["enable_gqa"] = True
         else:
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    output: Tensor = kernel(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
-    return output[None], None
+    output: Tensor = kernel(query, key, value, offsets, offsets, max_length, max_length, **options)
+    return output[None]
 
 
 @cache
@@ -73,4 +98,4 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-BACKEND = Backend(packed_torch_varlen, _why_not)
+BACKEND = Backend(packed_torch_varlen, bidirectional_torch_varlen, _why_not)

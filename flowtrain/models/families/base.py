@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from flowtrain.models.backbone import Backbone
     from flowtrain.models.encoder import VisionEncoder
-    from flowtrain.models.vision_stage import VisionStage
+    from flowtrain.models.encoder_stage import EncoderShape, EncoderStage
 
 
 def encoder_prefix(encoder: str) -> str:
@@ -61,6 +61,16 @@ class Family(ABC):
     def check(self) -> None:
         """Read tokenizer and image processor; raises ConfigError if parts of the configuration do not fit together."""
 
+    @property
+    def image_text(self) -> str:
+        """What ``<image>`` becomes before it is expanded: the image token, perhaps between tokens that frame it."""
+        return str(self.tokenizer.convert_ids_to_tokens(self.image_token_id))
+
+    @property
+    def prompt_image(self) -> str:
+        """What HF's processor takes for an image in a prompt: ``image_text``, unless it adds the frame itself."""
+        return self.image_text
+
     @abstractmethod
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """Patches, feature rows and tokens of an image of this size (pixels); nothing is decoded.
@@ -70,7 +80,16 @@ class Family(ABC):
 
     @abstractmethod
     def entering_size(self, encoder: str, width: int, height: int) -> tuple[int, int]:
-        """Height and width (pixels) at which an image of this size enters the tower."""
+        """Height and width (pixels) at which an image of this size, or each of its tiles, enters the tower."""
+
+    def tile_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
+        """Layout of what enters the tower at this size (pixels): an image, or one of its tiles."""
+        return self.image_layout(encoder, width, height)
+
+    @property
+    @abstractmethod
+    def tower_shape(self) -> EncoderShape:
+        """What images become in the encoder."""
 
     @abstractmethod
     def feature_dim(self, encoder: str) -> int:
@@ -83,17 +102,20 @@ class Family(ABC):
     @property
     def model_spec(self) -> ModelSpec:
         """The model's shapes for the cost model, and what is trained; a tower counts only its computed layers."""
+        spec, freeze = self._shapes(), self.config.model.freeze
+        if not freeze:
+            return spec
+        trains_encoders = self.config.trains_encoders
+        return with_frozen(spec, self.weight_shapes(), self.tied_weights(), freeze, trains_encoders=trains_encoders)
+
+    def _shapes(self) -> ModelSpec:
+        """The model's shapes, as if all of it were trained."""
         backbone = from_hf_text_config(self.text_config.to_dict())
         vision = from_hf_vision_config(self.vision_config.to_dict())
         name = self.encoder_names[0]
         vision = replace(vision, num_layers=self.num_encoder_layers(name))
         connector = ConnectorSpec(self.feature_dim(name), backbone.hidden_size, backbone.hidden_size)
-        spec = ModelSpec({name: vision}, connector, backbone)
-        return self._with_frozen(spec) if self.config.model.freeze else spec
-
-    def _with_frozen(self, spec: ModelSpec) -> ModelSpec:
-        freeze, trains_encoders = self.config.model.freeze, self.config.trains_encoders
-        return with_frozen(spec, self.weight_shapes(), self.tied_weights(), freeze, trains_encoders=trains_encoders)
+        return ModelSpec({name: vision}, connector, backbone)
 
     def pooled_dim(self, encoder: str) -> int:
         """Width of a feature row in the pool: all of it, unless emulated devices have ``emulated.feature_share``."""
@@ -107,14 +129,14 @@ class Family(ABC):
 
     @abstractmethod
     def preprocess(self, encoder: str, image: Image.Image) -> np.ndarray:
-        """Pixel values of one image, float32 ``[C, H, W]``, as HF's image processor gives them."""
+        """Pixel values of one image, float32, as HF's processor gives it: ``[C, H, W]``, or tiles ``[T, C, H, W]``."""
 
     @abstractmethod
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The frozen encoder in the compute type, on the CPU."""
 
     @abstractmethod
-    def encoder_skeleton(self, encoder: str) -> VisionStage:
+    def encoder_skeleton(self, encoder: str) -> EncoderStage:
         """What is computed of an encoder, float32, on the device ``meta``; trainable if the configuration says so."""
 
     @abstractmethod

@@ -2,82 +2,37 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
-from flowtrain.config.parameter_names import is_pattern
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
-from flowtrain.models.attention import implementation_name, resolve_attention
-from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
-from flowtrain.models.device import default_device
 from flowtrain.models.encoder import VisionEncoder
-from flowtrain.models.export import (
-    MAX_SHARD_NBYTES,
-    build_processor,
-    generation_config,
-    join_model,
-    joined_state,
-    write_export,
-)
-from flowtrain.models.families.base import Family, encoder_prefix
-from flowtrain.models.freezing import freeze_parameters
+from flowtrain.models.export import Processor, build_processor
+from flowtrain.models.families.hf_family import HFFamily
 from flowtrain.models.image_processing import (
     fixed_output_size,
     load_image_processor,
     pixel_values,
     resized_pixels,
 )
-from flowtrain.models.initial_weights import (
-    BuiltWeights,
-    DrawnWeights,
-    InitialWeights,
-    JoinedWeights,
-    LazyTensors,
-    whole_tensors,
-)
-from flowtrain.models.llava_config import feature_layer, read_llava_config, text_part, vision_part, with_tokenizer
-from flowtrain.models.stage import tied_names
-from flowtrain.models.stored_weights import StoredWeights
-from flowtrain.models.tensor_parallel import checked_styles
-from flowtrain.models.tokenizer import ensure_image_token, load_tokenizer
-from flowtrain.models.tower_plans import check_tower_split
+from flowtrain.models.llava_config import feature_layer, read_llava_config
 from flowtrain.models.towers import image_size, square_patch_size, tower_kind
 from flowtrain.models.vision_stage import TowerShape, VisionStage
-from flowtrain.models.weight_files import WeightFiles
-from flowtrain.models.weights import Origin, checkpoint_state, language_class, name_in_module, seeded, tower_class
-from flowtrain.pipeline.actions import MemoryStrategy
-from flowtrain.pipeline.configured import configured_strategy
+from flowtrain.models.weights import seeded
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import (
-        BaseImageProcessor,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        PreTrainedConfig,
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-    )
+    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedModel
 
 
-def _embedding_of(tower: PreTrainedModel) -> nn.Module:
-    """A new embedding of a tower's class, under its name in the tower."""
-    embedding_class = type(tower.get_submodule("embeddings"))
-    return nn.ModuleDict({"embeddings": embedding_class(tower.config)})
-
-
-class LlavaFamily(Family):
+class LlavaFamily(HFFamily):
     """Models of HF's class ``LlavaForConditionalGeneration``: every image becomes the same number of tokens.
 
     The modules come from one HF checkpoint each, from configurations (random weights), or all from one HF Llava
@@ -88,41 +43,16 @@ class LlavaFamily(Family):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        encoder_name = next(iter(config.encoders))
-        self._encoder_key = f"encoders.{encoder_name}"
-        self._initial = read_llava_config(config)
-        self._initial_vocab_size: int = text_part(self._initial).vocab_size
-        self.vision_config = vision_part(self._initial)
         self._tower_kind = tower_kind(self.vision_config, self._encoder_key)
         self._patch_size = square_patch_size(self.vision_config, self._encoder_key)
 
     def check(self) -> None:
         """See ``Family``."""
-        llava_config, _ = self.llava_config, self.image_processor
-        llava_config.image_seq_length = self._image_seq_length
+        hf_config, _ = self.hf_config, self.image_processor
+        hf_config.image_seq_length = self._image_seq_length
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:  # type: ignore[override]  # read at the first use
-        """See ``Family``."""
-        tokenizer = load_tokenizer(self._tokenizer_path(), self.config.model)
-        ensure_image_token(tokenizer, self.config.model.image_token)
-        return tokenizer
-
-    @cached_property
-    def image_token_id(self) -> int:  # type: ignore[override]
-        """See ``Family``."""
-        return ensure_image_token(self.tokenizer, self.config.model.image_token)
-
-    @cached_property
-    def llava_config(self) -> LlavaConfig:
-        """The model's HF configuration; its vocabulary holds the tokenizer's."""
-        token = self.config.model.image_token
-        return with_tokenizer(self._initial, self.tokenizer, token, self.image_token_id, self.config)
-
-    @cached_property
-    def text_config(self) -> PreTrainedConfig:  # type: ignore[override]
-        """See ``Family``."""
-        return text_part(self.llava_config)
+    def _read_config(self) -> PreTrainedConfig:
+        return read_llava_config(self.config)
 
     @cached_property
     def _given_processor(self) -> BaseImageProcessor:
@@ -158,13 +88,18 @@ class LlavaFamily(Family):
 
     def _layout_of(self, height: int, width: int) -> ImageLayout:
         """Layout of an image that enters the tower at this size (pixels)."""
-        shape, size = TowerShape(self.vision_config, self._drops_first), (height, width)
+        shape, size = self.tower_shape, (height, width)
         num_rows = shape.num_rows(size)
         return ImageLayout(num_patches=shape.num_patches(size), num_rows=num_rows, num_tokens=num_rows)
 
     @property
+    def tower_shape(self) -> TowerShape:
+        """See ``Family``."""
+        return TowerShape(self.vision_config, self._drops_first)
+
+    @property
     def _drops_first(self) -> bool:
-        return self._initial.vision_feature_select_strategy == "default"
+        return bool(self._initial.vision_feature_select_strategy == "default")
 
     def image_layout(self, encoder: str, width: int, height: int) -> ImageLayout:
         """The same for every image, since the image processor gives them one size."""
@@ -197,86 +132,25 @@ class LlavaFamily(Family):
 
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The tower up to its chosen layer, in the compute type."""
-        tower = self._load_tower().to(getattr(torch, self.config.model.dtype))
-        return VisionEncoder(tower, feature_layer=feature_layer(self._initial), drop_first=self._drops_first)
+        return VisionEncoder(self._stage_of(self._load_tower().to(getattr(torch, self.config.model.dtype))))
 
     def encoder_skeleton(self, encoder: str) -> VisionStage:
         """See ``Family``."""
-        trainable = self.config.encoders[encoder].trainable
-        layer = feature_layer(self._initial)
-        tower = self._tower_skeleton()
-        return VisionStage(tower, feature_layer=layer, drop_first=self._drops_first, trainable=trainable)
+        return self._stage_of(self._tower_skeleton(), trainable=self.config.encoders[encoder].trainable)
 
-    def encoder_weights(self, encoder: str) -> InitialWeights:
-        """See ``Family``; random weights are built whole, others come tensor by tensor."""
-        return JoinedWeights({"tower": self._tower_weights()})
-
-    def _tower_skeleton(self) -> PreTrainedModel:
-        """The whole tower on ``meta``, float32."""
-        with torch.device("meta"):
-            config = copy.deepcopy(self.vision_config)
-            return tower_class(config)._from_config(config, dtype=torch.float32)
-
-    def _tower_weights(self) -> InitialWeights:
-        """The whole tower's weights, under its own names."""
-        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
-        source = origin.path or origin.checkpoint
-        if source is None:
-            return BuiltWeights(self._load_tower)
-        skeleton = self._tower_skeleton()
-        return StoredWeights(
-            partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
-            skeleton,
-            # The files lack buffers that the class computes; they are the embedding's.
-            BuiltWeights(partial(_embedding_of, skeleton)),
-            file_vocab_size=None,
-            module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
+    def _stage_of(self, tower: PreTrainedModel, *, trainable: bool = False) -> VisionStage:
+        layer, shape = feature_layer(self._initial), self.tower_shape
+        return VisionStage(
+            tower, feature_layer=layer, drop_first=shape.drop_first, shuffle=shape.shuffle, trainable=trainable
         )
 
-    def _load_tower(self) -> PreTrainedModel:
-        """The whole tower in float32."""
-        origin = self._origin("vision", self._encoder_key, next(iter(self.config.encoders.values())).path)
-        return origin.build(tower_class(self.vision_config), self.vision_config)
-
-    def backbone_skeleton(self) -> Backbone:
-        """See ``Family``; attention and activation checkpointing are as configured."""
-        memory = configured_strategy(self.config.backbone)
-        device, dtype = default_device(self.config.model.device), getattr(torch, self.config.model.dtype)
-        attention = resolve_attention(self.config.backbone.attention, device, dtype)
-        backbone = self._skeleton(implementation_name(attention), memory)
-        freeze_parameters(backbone, self.config.model.freeze)
-        if self.config.backbone.compile:
-            words = self.config.backbone.activation_checkpointing
-            if "selective" in ((words,) if isinstance(words, str) else words):
-                raise ConfigError(
-                    "backbone.activation_checkpointing: selective cannot see into layers compiled by backbone.compile "
-                    "(these recompute cheap operations anyway); set it to none, full, every_n or offload, or compile "
-                    "to false"
-                )
-            backbone.compile_layers()
-        return backbone.train()
-
-    def check_tensor_parallel(self, size: int) -> None:
-        """See ``Family``; uses transformers' plan for the language model's type."""
-        skeleton = self._skeleton(implementation_name("sdpa"))
-        checked_styles(skeleton, size, sequence_parallel=self.config.backbone.sequence_parallel)
-        if self.config.mode == "monolithic":
-            check_tower_split(self._tower_skeleton(), size, "backbone")
-
-    def shallow(self, num_layers: int) -> Self:
-        """See ``Family``; repeats the model's kinds of layers in turn, and ignores patterns of ``model.freeze``."""
-        twin, config = copy.copy(self), self.config
-        modules = tuple(key for key in config.model.freeze if not is_pattern(key))
-        model = config.model.model_copy(update={"path": None, "freeze": modules})
-        backbone = config.backbone.model_copy(update={"path": None})
-        twin.config = config.model_copy(update={"model": model, "backbone": backbone})
-        twin.text_config = copy.deepcopy(self.text_config)
-        twin.text_config.num_hidden_layers = num_layers
-        if types := getattr(self.text_config, "layer_types", None):
-            twin.text_config.layer_types = [types[number % len(types)] for number in range(num_layers)]
-        return twin
+    def _tower_buffers(self, tower: PreTrainedModel) -> nn.Module:
+        """Those of the embedding."""
+        embedding_class = type(tower.get_submodule("embeddings"))
+        return nn.ModuleDict({"embeddings": embedding_class(tower.config)})
 
     def _new_connector(self) -> Connector:
+        """See ``HFFamily``."""
         return Connector(
             self.vision_config.hidden_size,
             self.text_config.hidden_size,
@@ -285,104 +159,22 @@ class LlavaFamily(Family):
         )
 
     def _load_connector(self) -> Connector:
+        """See ``HFFamily``."""
         origin = self._origin("connector", "model", None)
         with seeded(origin.seed, origin.module):
             connector = self._new_connector()
             connector.reset_parameters(std=getattr(self.text_config, "initializer_range", 0.02))
-        if origin.checkpoint is not None:
-            connector.load_state_dict(dict(checkpoint_state(origin.checkpoint, origin.module)))
+        if not origin.is_random:
+            connector.load_state_dict(origin.checkpoint_state())
         return connector
 
-    def _skeleton(self, attention: str, memory: MemoryStrategy = MemoryStrategy.KEEP) -> Backbone:
-        """Connector and language model on ``meta``; attention: name of the implementation in transformers."""
-        with torch.device("meta"):
-            return Backbone(self._new_connector(), self._new_language_model(attention), memory)
-
-    def _new_language_model(self, attention: str) -> PreTrainedModel:
-        config = copy.deepcopy(self.text_config)
-        return language_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
-
-    def backbone_weights(self) -> InitialWeights:
-        """See ``Family``; the connector is built whole, the language model's weights come tensor by tensor."""
-        origin = self._origin("language", "backbone", self.config.backbone.path)
-        skeleton = self._skeleton(implementation_name("sdpa")).language_model
-        language: InitialWeights = DrawnWeights(skeleton, origin.seed, origin.module)
-        source = origin.path or origin.checkpoint
-        if source is not None:
-            language = StoredWeights(
-                partial(WeightFiles, source, f"{origin.key}.path" if origin.path else "model.path"),
-                skeleton,
-                language,
-                file_vocab_size=self._initial_vocab_size,
-                module_name=partial(name_in_module, module=origin.module) if origin.checkpoint else str,
-            )
-        return JoinedWeights({"connector": BuiltWeights(self._load_connector), "language_model": language})
-
-    def load_joined(self, state: Mapping[str, Tensor] | None = None) -> LlavaForConditionalGeneration:
-        """The whole model as HF's Llava class, float32, with HF's own attention."""
-        return join_model(
-            self.llava_config,
-            self.load_backbone().state_dict() if state is None else state,
-            self._tower_state(state or {}),
-            language_class(self.text_config).base_model_prefix,
-        )
-
-    def weight_shapes(self) -> dict[str, torch.Size]:
-        """See ``Family``."""
-        skeleton = self._skeleton(implementation_name("sdpa"))
-        return {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
-
-    def tied_weights(self) -> dict[str, str]:
-        """See ``Family``."""
-        return tied_names(self._skeleton(implementation_name("sdpa")))
-
-    def export(
-        self,
-        state: Mapping[str, Tensor],
-        to: Path,
-        dtype: torch.dtype = torch.float32,
-        max_shard_nbytes: int = MAX_SHARD_NBYTES,
-    ) -> None:
-        """See ``Family``; ``LlavaForConditionalGeneration`` and ``AutoProcessor`` load it with ``from_pretrained``."""
-        processor = build_processor(
-            self.llava_config,
+    def _processor(self) -> Processor:
+        """See ``HFFamily``."""
+        return build_processor(
+            self.hf_config,
             self.image_processor,
             self.tokenizer,
             patch_size=self._patch_size,
             num_prefix_tokens=self._tower_kind.num_prefix_tokens(self.vision_config),
             image_token=self.config.model.image_token,
         )
-        generation = generation_config(self.config.model.path or self.config.backbone.path, self.tokenizer)
-        weights = joined_state(state, self._tower_state(state), language_class(self.text_config).base_model_prefix)
-        write_export(
-            self.llava_config,
-            weights,
-            processor,
-            generation,
-            to,
-            dtype=dtype,
-            max_shard_nbytes=max_shard_nbytes,
-        )
-
-    def _tower_state(self, trained: Mapping[str, Tensor]) -> LazyTensors:
-        """The whole tower in float32, read tensor by tensor; a random tower is built whole.
-
-        trained: a checkpoint's weights, of which those of the encoder take the place of the first ones.
-        """
-        weights = self._tower_weights()
-        shapes = {name: tensor.shape for name, tensor in self._tower_skeleton().state_dict().items()}
-        first, prefix = whole_tensors(weights, shapes), f"{encoder_prefix(self.encoder_names[0])}tower."
-
-        def read(name: str) -> Tensor:
-            return trained[prefix + name] if prefix + name in trained else first[name]
-
-        return LazyTensors(shapes, read)
-
-    def _origin(self, module: str, key: str, path: str | None) -> Origin:
-        return Origin(module, self.config.seed, key, path=path, checkpoint=self.config.model.path)
-
-    def _tokenizer_path(self) -> str:
-        path = self.config.model.tokenizer or self.config.model.path or self.config.backbone.path
-        if path is None:
-            raise ConfigError("model.tokenizer is not given, and backbone.config has no tokenizer; set model.tokenizer")
-        return path

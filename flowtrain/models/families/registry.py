@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from flowtrain.config.run import RunConfig
 from flowtrain.models.families.base import Family
+from flowtrain.models.families.internvl import InternVLFamily
 from flowtrain.models.families.llava import LlavaFamily
+from flowtrain.models.families.qwen3_vl import Qwen3VLFamily
 from flowtrain.models.families.variable import VariableLlavaFamily
 
-FAMILIES: dict[str, type[Family]] = {family.name: family for family in (LlavaFamily, VariableLlavaFamily)}
+FAMILIES: dict[str, type[Family]] = {
+    family.name: family for family in (LlavaFamily, VariableLlavaFamily, InternVLFamily, Qwen3VLFamily)
+}
 
 
 def family_from_config(config: RunConfig) -> Family:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from PIL import Image
 
-from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.image_processing import pixel_values, setting
 from flowtrain.models.towers import image_size
@@ -16,7 +15,7 @@ from flowtrain.models.vision_stage import VisionStage
 from flowtrain.types.samples import ImageLayout
 
 if TYPE_CHECKING:
-    from transformers import BaseImageProcessor
+    from transformers import BaseImageProcessor, PreTrainedModel
 
 
 class VariableLlavaFamily(LlavaFamily):
@@ -49,7 +48,7 @@ class VariableLlavaFamily(LlavaFamily):
 
     @property
     def _image_seq_length(self) -> int:
-        return int(self.llava_config.image_seq_length)  # it depends on the image
+        return int(self.hf_config.image_seq_length)  # it depends on the image
 
     @property
     def _max_patches_per_side(self) -> int:
@@ -82,15 +81,8 @@ class VariableLlavaFamily(LlavaFamily):
         """Pixel values of the resized image, float32 ``[C, H, W]``."""
         return pixel_values(self.image_processor, self.resize(image))
 
-    def load_encoder(self, encoder: str) -> VisionEncoder:
-        """The tower with interpolated position encodings; images of equal shape are forwarded together."""
-        vision_encoder = super().load_encoder(encoder)
-        if self._tower_kind.interpolation == "flag":
-            vision_encoder.interpolate_positions()
-        return vision_encoder
-
-    def encoder_skeleton(self, encoder: str) -> VisionStage:
-        """As ``load_encoder``, interpolated."""
-        skeleton = super().encoder_skeleton(encoder)
-        skeleton.interpolates = self._tower_kind.interpolation == "flag"
-        return skeleton
+    def _stage_of(self, tower: PreTrainedModel, *, trainable: bool = False) -> VisionStage:
+        """With interpolated position encodings."""
+        stage = super()._stage_of(tower, trainable=trainable)
+        stage.interpolates = self._tower_kind.interpolation == "flag"
+        return stage

@@ -1,0 +1,66 @@
+"""Products by oneDNN: when, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flowtrain.models import cpu_products
+from flowtrain.models.cpu_products import fast_products
+
+BIG, SMALL = (2, 150, 128), (2, 5, 128)
+
+
+class Kernel:
+    """Stands in for oneDNN's, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
+        assert rest == ("none", [], "")
+        self.num_calls += 1
+        return nn.functional.linear(input, weight, bias)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    kernel = Kernel()
+    monkeypatch.setattr(cpu_products, "_one_dnn", lambda: kernel)
+    yield kernel
+
+
+def run(layer: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    with fast_products(states):
+        return layer(states)
+
+
+def test_large_float32_products_without_gradients_are_one_dnns(kernel: Kernel) -> None:
+    layer = nn.Linear(128, 128)
+    with torch.no_grad():
+        assert torch.equal(run(layer, torch.ones(BIG)), layer(torch.ones(BIG)))
+        assert kernel.num_calls == 1
+        run(layer, torch.ones(SMALL))
+        run(layer.bfloat16(), torch.ones(BIG, dtype=torch.bfloat16))
+    run(layer.float(), torch.ones(BIG)).sum().backward()
+    assert kernel.num_calls == 1 and layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [BIG, BIG[1:]])
+def test_the_result_is_the_same(shape: tuple[int, ...], bias: bool) -> None:
+    layer, states = nn.Linear(128, 192, bias=bias), torch.randn(shape)
+    with torch.inference_mode():
+        found, expected = run(layer, states), layer(states)
+    assert found.shape == expected.shape and (found - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_a_torch_without_it_computes_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "_one_dnn", lambda: None)
+    layer, states = nn.Linear(128, 128), torch.randn(BIG)
+    with torch.no_grad():
+        assert torch.equal(run(layer, states), layer(states))

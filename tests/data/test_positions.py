@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,3 +53,10 @@ def test_an_example() -> None:
         [0, 1, 2, 2, 2, 3, 3, 3, 5],
         [0, 1, 2, 3, 4, 2, 3, 4, 5],
     ]
+
+
+@pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 2), (1, 1), (1, 2)], [(2, 2)], [(1, 1), (1, 2)]])
+def test_grids_that_do_not_fit_the_tokens_are_no_sample(grids: list[tuple[int, int]]) -> None:
+    """An image is whole, and its tokens are neighbours."""
+    with pytest.raises(AssertionError):
+        grid_positions(np.array([1, 1, 0, 1], dtype=bool), grids)

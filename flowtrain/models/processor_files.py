@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase
+from transformers.models.auto.video_processing_auto import get_video_processor_config
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,29 @@ class ProcessorFiles:
     tokenizer: PreTrainedTokenizerBase
     video: Mapping[str, Any]
     """Settings of the video processor, its class among them."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the processor itself."""
 
     def save_pretrained(self, save_directory: Path) -> None:
         """Write processor and tokenizer into a directory."""
         processor = {
-            "image_processor": json.loads(self.image_processor.to_json_string()),
+            **self.settings,
+            "image_processor": image_settings(self.image_processor),
             "processor_class": self.processor_class,
             "video_processor": dict(self.video),
         }
         text = json.dumps(processor, indent=2, sort_keys=True) + "\n"
         (save_directory / "processor_config.json").write_text(text, encoding="utf-8")
         self.tokenizer.save_pretrained(save_directory)
+
+
+def image_settings(processor: BaseImageProcessor) -> dict[str, Any]:
+    """All settings of an image processor, as in its file."""
+    settings: dict[str, Any] = json.loads(processor.to_json_string())
+    return settings
+
+
+def video_settings(path: str | None, usual: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of the video processor of a whole checkpoint; ``usual`` if it has none, or if there is no checkpoint."""
+    stored: dict[str, Any] = {} if path is None else get_video_processor_config(path)
+    return stored if "video_processor_type" in stored else usual

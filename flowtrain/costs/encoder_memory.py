@@ -31,8 +31,8 @@ class EncoderShare:
         return sum(chunk.num_layers for chunk in self.chunks)
 
     def layer_parameters(self, tp: int) -> int:
-        """Parameters of a layer on a rank; norms and biases of sums are whole."""
-        matrices = self.spec.layer_matmul_parameters
+        """Parameters of a layer on a rank; norms, biases of sums and a fused matrix are whole."""
+        matrices = self.spec.layer_matmul_parameters - self.spec.fused_parameters
         return -(-matrices // tp) + self.spec.layer_parameters - matrices
 
     @property
@@ -53,6 +53,16 @@ def encoder_forward_nbytes(spec: VisionSpec, tp: int, *, num_tokens: int, dtype_
     return dtype_nbytes * per_token * num_tokens
 
 
+def encoder_levels_nbytes(spec: VisionSpec, *, num_tokens: int, dtype_nbytes: int) -> int:
+    """Return the bytes of the hidden states of all levels but the last, which exist beside those of a later layer."""
+    return dtype_nbytes * spec.hidden_size * (spec.levels - 1) * num_tokens
+
+
+def fused_share_nbytes(spec: VisionSpec, setup: TrainingSetup) -> int:
+    """Return the bytes of a rank's own rows of a fused matrix, a copy that a layer computes with; 0 without ranks."""
+    return setup.dtype_nbytes * spec.fused_parameters // setup.tp if setup.tp > 1 else 0
+
+
 def encoder_chunk_activation_nbytes(
     spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup, microbatch: MicrobatchSize
 ) -> int:
@@ -66,6 +76,11 @@ def encoder_chunk_activation_nbytes(
         kept += (
             setup.dtype_nbytes * spec.num_channels * spec.patch_size**2 * tokens
         )  # pixels, for the embedding's weight
+    if not chunk.is_first:
+        # Received hidden states are a part of what came, and keep all of it: at most so many levels.
+        kept += encoder_levels_nbytes(spec, num_tokens=tokens, dtype_nbytes=setup.dtype_nbytes)
+    if spec.rotary and chunk.num_layers:
+        kept += 2 * FLOAT32_NBYTES * (spec.hidden_size // spec.num_heads) * tokens  # cosines and sines of the positions
     if chunk.sends:
         kept += encoder_output_nbytes(spec, chunk, setup, microbatch)  # the root of the backward
     return kept
@@ -82,7 +97,7 @@ def encoder_output_nbytes(
 
 def encoder_layer_activation_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int) -> int:
     """Return the bytes that autograd keeps for one layer of the tower."""
-    return sum(_layer_tensors(spec, setup).values()) * num_tokens
+    return sum(_layer_tensors(spec, setup).values()) * num_tokens + fused_share_nbytes(spec, setup)
 
 
 def encoder_kept_nbytes(spec: VisionSpec, setup: TrainingSetup, num_tokens: int, word: str) -> int:
@@ -127,6 +142,8 @@ def _layer_tensors(spec: VisionSpec, setup: TrainingSetup) -> dict[str, int]:
         "mlp_input": (2 if spec.gated_mlp else 1) * mlp,
         "activated": mlp,
     }
+    if spec.fused_qkv and spec.rotary:
+        tensors["value"] = 3 * heads  # a view of the fused result; queries and keys are other tensors once turned
     if spec.gated_mlp:
         tensors["gated"] = mlp
     if spec.quick_gelu:

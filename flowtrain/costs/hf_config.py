@@ -152,6 +152,8 @@ def _qwen3_vl(config: HFConfig) -> VisionSpec:
         num_channels=channels,
         num_prefix_tokens=0,
         outside_parameters=patches + _int(config, "num_position_embeddings") * hidden,
+        fused_qkv=True,
+        rotary=True,
     )
 
 

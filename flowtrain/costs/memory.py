@@ -21,7 +21,9 @@ from flowtrain.costs.encoder_memory import (
     encoder_forward_nbytes,
     encoder_kept_nbytes,
     encoder_layer_activation_nbytes,
+    encoder_levels_nbytes,
     encoder_output_nbytes,
+    fused_share_nbytes,
 )
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.model_spec import ConnectorSpec, TransformerSpec, VisionSpec
@@ -202,19 +204,22 @@ def _encoding_nbytes(spec: VisionSpec, chunk: EncoderChunk, setup: TrainingSetup
     """What the forward of a frozen chunk holds: pixels or received states, its fullest layer, and its output."""
     tokens, dtype = microbatch.num_tower_tokens, setup.dtype_nbytes
     computing = encoder_forward_nbytes(spec, setup.tp, num_tokens=tokens, dtype_nbytes=dtype)
-    received = spec.num_channels * spec.patch_size**2 if chunk.is_first else spec.hidden_size
-    return computing + dtype * received * tokens + encoder_output_nbytes(spec, chunk, setup, microbatch)
+    received = spec.num_channels * spec.patch_size**2 if chunk.is_first else spec.levels * spec.hidden_size
+    computing += fused_share_nbytes(spec, setup) + dtype * received * tokens
+    return computing + encoder_output_nbytes(spec, chunk, setup, microbatch)
 
 
 def encoder_peak_nbytes(spec: VisionSpec, tp: int, *, max_batch_patches: int, dtype_nbytes: int) -> int:
-    """Return the predicted peak of a frozen encoder: weights, and one layer's activations of the largest batch.
+    """Return the predicted peak of a frozen encoder: weights, and activations of the largest batch.
 
-    Without gradients no activations are kept, only a batch's features until they are in the pool. tp: tensor parallel
-    degree.
+    Without gradients only those of one layer exist, and what becomes features: hidden states of all levels, which are
+    joined at the end. A batch's features are kept until they are in the pool. tp: tensor parallel degree.
     """
     weights = spec.outside_parameters + spec.num_layers * -(-spec.layer_parameters // tp)
     computing = encoder_forward_nbytes(spec, tp, num_tokens=max_batch_patches, dtype_nbytes=dtype_nbytes)
-    return dtype_nbytes * weights + computing
+    levels = encoder_levels_nbytes(spec, num_tokens=max_batch_patches, dtype_nbytes=dtype_nbytes)
+    joining = 2 * (levels + dtype_nbytes * spec.hidden_size * max_batch_patches)
+    return dtype_nbytes * weights + max(computing + levels, joining)
 
 
 def _words(chunks: Sequence[Chunk | EncoderChunk], setup: TrainingSetup) -> set[str]:

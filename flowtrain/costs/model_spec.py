@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 FROZEN_ENCODERS = ("encoders",)
@@ -156,12 +156,21 @@ class VisionSpec:
     """Layers have RMSNorm, computed in float32, instead of LayerNorm."""
     qk_norm: bool = False
     """Queries and keys are normalised over all heads, by an RMSNorm too."""
+    fused_qkv: bool = False
+    """Queries, keys and values are the result of one matrix, which ranks of a tensor parallel pipeline hold whole."""
+    rotary: bool = False
+    """Queries and keys are turned by their positions."""
     patches_per_row: int = 1
     """Patches whose hidden states side by side are one feature row."""
     levels: int = 1
     """Layers whose hidden states are in a feature row, side by side: the last, and those of deepstack."""
     merging_matmul_parameters: int = 0
     """Weights of a frozen connector that runs with the tower, with which a feature row is multiplied."""
+
+    @property
+    def fused_parameters(self) -> int:
+        """Weights of a layer's one matrix of queries, keys and values; 0 if each has its own."""
+        return 3 * self.hidden_size**2 if self.fused_qkv else 0
 
     @property
     def patch_matmul_parameters(self) -> int:
@@ -215,12 +224,16 @@ class ConnectorSpec:
     """Parameters that are trained; None: all."""
 
     @property
+    def matmul_parameters(self) -> int:
+        """Weights with which a feature row is multiplied."""
+        return self.feature_dim * self.hidden_size + self.levels * self.hidden_size * self.out_dim
+
+    @property
     def num_parameters(self) -> int:
         """All parameters."""
-        weights = self.feature_dim * self.hidden_size + self.levels * self.hidden_size * self.out_dim
         biases = self.levels * (self.hidden_size + self.out_dim) * self.bias
         norms = 2 * self.feature_dim if self.norm_parameters is None else self.norm_parameters
-        return weights + biases + norms * self.norm
+        return self.matmul_parameters + biases + norms * self.norm
 
     @property
     def num_trained_parameters(self) -> int:
@@ -236,6 +249,9 @@ class ModelSpec:
     """By the name in the configuration."""
     connector: ConnectorSpec
     backbone: TransformerSpec
+    merged: ConnectorSpec | None = None
+    """A frozen connector that runs with the encoder, which counts its weights; ``connector`` then only separates rows.
+    None: the connector is in the backbone."""
 
     @property
     def num_parameters(self) -> int:
@@ -249,9 +265,26 @@ class ModelSpec:
         every, trained = self.connector.num_parameters, self.connector.num_trained_parameters
         return (trained + self.backbone.num_trained_parameters) / (every + self.backbone.num_parameters)
 
+    def with_merging_encoder(self) -> ModelSpec:
+        """Return the same model with its connector, a frozen one, beside its only encoder."""
+        connector, (name, vision) = self.connector, *self.encoders.items()
+        vision = replace(
+            vision,
+            outside_parameters=vision.outside_parameters + connector.num_parameters,
+            merging_matmul_parameters=connector.matmul_parameters,
+        )
+        rows = ConnectorSpec(connector.levels * connector.out_dim, 0, 0, bias=False)
+        return replace(self, encoders={name: vision}, connector=rows, merged=connector)
+
     def shapes(self) -> dict[str, Any]:
-        """Return the shapes as nested plain values, without what is trained."""
+        """Return the shapes as nested plain values, without what is trained; the same wherever the connector runs."""
         values = asdict(self)
+        if self.merged is not None:
+            values["connector"] = asdict(self.merged)
+            (vision,) = values["encoders"].values()
+            vision["outside_parameters"] -= self.merged.num_parameters
+            vision["merging_matmul_parameters"] = 0
+        del values["merged"]
         for part in ("backbone", "connector"):
             del values[part]["trained"]
         return values

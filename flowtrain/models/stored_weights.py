@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -22,7 +22,7 @@ _COMPARED_ROWS = 4096
 class StoredWeights:
     """Weights from safetensors files. Files are opened at the first read; only the requested parts are read.
 
-    skeleton: the whole model on ``meta``.
+    skeleton: the whole model on ``meta``, or a module that has its own names in the files.
     drawn: weights that the files may lack: unsaved buffers, and vocabulary rows from ``file_vocab_size`` on. None: only
         weights of ``state_dict()`` are read, and the files have them all.
     file_vocab_size: vocabulary rows of the files; None for a model without a vocabulary.
@@ -34,7 +34,7 @@ class StoredWeights:
     def __init__(
         self,
         open_files: Callable[[], WeightFiles],
-        skeleton: PreTrainedModel,
+        skeleton: nn.Module,
         drawn: InitialWeights | None,
         *,
         file_vocab_size: int | None,
@@ -45,6 +45,7 @@ class StoredWeights:
         self._shapes = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
         embeddings: tuple[nn.Module | None, ...] = ()
         if file_vocab_size is not None:
+            assert isinstance(skeleton, PreTrainedModel), skeleton
             embeddings = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
         may_grow = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
         every_name = skeleton.named_parameters(remove_duplicate=False)
@@ -92,10 +93,13 @@ class StoredWeights:
 
     def _renamed(self) -> dict[str, str]:
         """Follow transformers' own renaming of older names, and of models with and without a head."""
-        mapping = get_model_conversion_mapping(self._skeleton)
+        mapping: Sequence[object] = ()
+        prefix: str | None = None
+        if isinstance(self._skeleton, PreTrainedModel):
+            mapping, prefix = get_model_conversion_mapping(self._skeleton), self._skeleton.base_model_prefix
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        prefix, state = self._skeleton.base_model_prefix, self._skeleton.state_dict()
+        state = self._skeleton.state_dict()
         found = {}
         for stored_as in self._files.names():
             own = self._module_name(stored_as)

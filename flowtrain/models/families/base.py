@@ -154,6 +154,13 @@ class Family(ABC):
     def backbone_weights(self) -> InitialWeights:
         """The skeleton's first values; random ones depend on ``config.seed`` and the names alone."""
 
+    def merged_connector(self) -> Mapping[str, Tensor]:
+        """First values of a frozen connector that runs with the encoder, float32, as ``connector.<name>``.
+
+        Each is read when it is looked up. Empty if the connector is in the backbone.
+        """
+        return {}
+
     def load_backbone(self) -> Backbone:
         """The whole of connector and language model with float32 master weights, on the CPU, in training mode."""
         backbone = self.backbone_skeleton()

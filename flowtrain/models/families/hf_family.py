@@ -82,8 +82,8 @@ class HFFamily(Family):
         """A connector with any values, where torch's default device is."""
 
     @abstractmethod
-    def _load_connector(self) -> ConnectorModule:
-        """The connector with its first values, float32, on the CPU."""
+    def _drawn_connector(self) -> ConnectorModule:
+        """The connector with random first values, which depend on the seed, float32, on the CPU."""
 
     @abstractmethod
     def _processor(self) -> Processor:
@@ -222,8 +222,21 @@ class HFFamily(Family):
         config = copy.deepcopy(self.text_config)
         return language_class(config)._from_config(config, dtype=torch.float32, attn_implementation=attention)
 
+    def _connector_skeleton(self) -> ConnectorModule:
+        """The connector on ``meta``, wherever it runs."""
+        with torch.device("meta"):
+            return self._new_connector()
+
+    def _connector_weights(self) -> InitialWeights:
+        """The connector's first values, under its own names; random ones are built whole."""
+        origin = self._origin("connector", "model", None)
+        if origin.source is None:
+            return BuiltWeights(self._drawn_connector)
+        files, skeleton = partial(WeightFiles, *origin.source), self._connector_skeleton()
+        return StoredWeights(files, skeleton, None, file_vocab_size=None, module_name=origin.module_name)
+
     def backbone_weights(self) -> InitialWeights:
-        """See ``Family``; the connector is built whole, the language model's weights come tensor by tensor."""
+        """See ``Family``; stored weights come tensor by tensor."""
         origin = self._origin("language", "backbone", self.config.backbone.path)
         skeleton = self._skeleton(implementation_name("sdpa")).language_model
         language: InitialWeights = DrawnWeights(skeleton, origin.seed, origin.module)
@@ -235,7 +248,7 @@ class HFFamily(Family):
                 file_vocab_size=self._initial_vocab_size,
                 module_name=origin.module_name,
             )
-        return JoinedWeights({"connector": BuiltWeights(self._load_connector), "language_model": language})
+        return JoinedWeights({"connector": self._connector_weights(), "language_model": language})
 
     def weight_shapes(self) -> dict[str, torch.Size]:
         """See ``Family``."""

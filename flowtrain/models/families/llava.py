@@ -158,14 +158,11 @@ class LlavaFamily(HFFamily):
             bias=self._initial.multimodal_projector_bias,
         )
 
-    def _load_connector(self) -> Connector:
+    def _drawn_connector(self) -> Connector:
         """See ``HFFamily``."""
-        origin = self._origin("connector", "model", None)
-        with seeded(origin.seed, origin.module):
+        with seeded(self.config.seed, "connector"):
             connector = self._new_connector()
             connector.reset_parameters(std=getattr(self.text_config, "initializer_range", 0.02))
-        if not origin.is_random:
-            connector.load_state_dict(origin.checkpoint_state())
         return connector
 
     def _processor(self) -> Processor:

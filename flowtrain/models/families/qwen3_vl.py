@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 import torch
 from PIL import Image
-from transformers.models.auto.video_processing_auto import get_video_processor_config
 
 from flowtrain.config.model import ModelConfig
 from flowtrain.costs.model_spec import ConnectorSpec, ModelSpec
@@ -19,8 +18,8 @@ from flowtrain.models.connector import ConnectorModule
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.hf_family import HFFamily
 from flowtrain.models.image_processing import processor_or
-from flowtrain.models.initial_weights import LazyTensors
-from flowtrain.models.processor_files import ProcessorFiles
+from flowtrain.models.initial_weights import JoinedWeights, LazyTensors, materialize, whole_tensors
+from flowtrain.models.processor_files import ProcessorFiles, video_settings
 from flowtrain.models.qwen3_vl_config import QWEN3_VL_NAMES, read_qwen3_vl_config
 from flowtrain.models.qwen3_vl_connector import MergedLevels, Mergers
 from flowtrain.models.qwen3_vl_images import UnitImages, check_processor, usual_processor
@@ -37,6 +36,7 @@ _FRAME = ("<|vision_start|>", "<|vision_end|>")
 """Tokens around an image; they are text."""
 _IMAGE, _VIDEO = "<|image_pad|>", "<|video_pad|>"
 _DEFAULT_IMAGE_TOKEN = ModelConfig().image_token
+_CPU = torch.device("cpu")
 
 
 class Qwen3VLFamily(HFFamily):
@@ -166,18 +166,19 @@ class Qwen3VLFamily(HFFamily):
         # The first merger's norm is over patches, those of the others over units.
         norms = 2 * (hidden + (levels - 1) * width)
         connector = ConnectorSpec(levels * width, width, out, norm=True, norm_parameters=norms, levels=levels)
-        if self._merges_in_encoder:
-            outside = vision.outside_parameters + connector.num_parameters
-            merging = levels * width * (width + out)
-            vision = replace(vision, outside_parameters=outside, merging_matmul_parameters=merging)
-            connector = ConnectorSpec(shape.feature_width, 0, 0, bias=False)
         backbone = replace(spec.backbone, deepstack_layers=min(levels - 1, spec.backbone.num_layers))
-        return ModelSpec({name: vision}, connector, backbone)
+        whole = ModelSpec({name: vision}, connector, backbone)
+        return whole.with_merging_encoder() if self._merges_in_encoder else whole
 
     def load_encoder(self, encoder: str) -> VisionEncoder:
         """The tower in the compute type, with the connector if that is frozen."""
-        tower, connector = self._load_tower(), self._load_mergers() if self._merges_in_encoder else None
-        return VisionEncoder(Qwen3VisionStage(tower), connector).to(getattr(torch, self.config.model.dtype))
+        stage = Qwen3VisionStage(self._tower_skeleton())
+        materialize(stage, _CPU, self.encoder_weights(encoder), from_checkpoint=False)
+        connector: Mergers | None = None
+        if self._merges_in_encoder:
+            connector = self._connector_skeleton()
+            materialize(connector, _CPU, self._connector_weights(), from_checkpoint=False)
+        return VisionEncoder(stage, connector).to(getattr(torch, self.config.model.dtype))
 
     def encoder_skeleton(self, encoder: str) -> Qwen3VisionStage:
         """See ``Family``."""
@@ -186,39 +187,37 @@ class Qwen3VLFamily(HFFamily):
     def _new_connector(self) -> ConnectorModule:
         if self._merges_in_encoder:
             return MergedLevels(self.tower_shape.num_levels)
+        return self._connector_skeleton()
+
+    def _connector_skeleton(self) -> Mergers:
         return Mergers(self._tower_skeleton())
 
-    def _load_connector(self) -> ConnectorModule:
-        assert not self._merges_in_encoder, "it has no weights"
-        return self._load_mergers()
-
-    def _load_mergers(self) -> Mergers:
-        """The connector with its first values, float32, on the CPU."""
-        origin = self._origin("connector", "model", None)
-        mergers = Mergers(self._tower_skeleton()).to_empty(device="cpu")
-        if origin.is_random:
-            with seeded(origin.seed, origin.module):
-                mergers.reset_parameters(std=self.vision_config.initializer_range)
-        else:
-            mergers.load_state_dict(origin.checkpoint_state())
+    def _drawn_connector(self) -> Mergers:
+        mergers = self._connector_skeleton().to_empty(device=_CPU)
+        with seeded(self.config.seed, "connector"):
+            mergers.reset_parameters(std=self.vision_config.initializer_range)
         return mergers
+
+    def merged_connector(self) -> Mapping[str, Tensor]:
+        """See ``Family``."""
+        if not self._merges_in_encoder:
+            return {}
+        shapes = {f"connector.{name}": each.shape for name, each in self._connector_skeleton().state_dict().items()}
+        return whole_tensors(JoinedWeights({"connector": self._connector_weights()}), shapes)
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 
     def _joined_weights(self, state: Mapping[str, Tensor]) -> LazyTensors:
-        """See ``HFFamily``; a frozen connector has no weights in the backbone."""
-        if self._merges_in_encoder:
-            own = {f"connector.{name}": tensor for name, tensor in self._load_mergers().state_dict().items()}
-            trained = state
-            state = LazyTensors([*trained, *own], lambda name: own[name] if name in own else trained[name])
-        return super()._joined_weights(state)
+        """See ``HFFamily``. state: may lack a connector that is not in the backbone."""
+        merged = self.merged_connector()
+        return super()._joined_weights(
+            LazyTensors([*state, *merged], lambda name: state[name] if name in state else merged[name])
+        )
 
     def _processor(self) -> ProcessorFiles:
         """See ``HFFamily``."""
-        path = self.config.model.path
-        video = {} if path is None else get_video_processor_config(path)
-        if "video_processor_type" not in video:
-            names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
-            video = {name: getattr(self.image_processor, name) for name in names}
-            video["video_processor_type"] = "Qwen3VLVideoProcessor"
+        names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+        usual = {name: getattr(self.image_processor, name) for name in names}
+        usual["video_processor_type"] = "Qwen3VLVideoProcessor"
+        video = video_settings(self.config.model.path, usual)
         return ProcessorFiles("Qwen3VLProcessor", self.image_processor, self.tokenizer, video)

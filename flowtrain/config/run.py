@@ -10,6 +10,7 @@ from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, Planner
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
+from flowtrain.config.families import family_reads_its_keys
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
 from flowtrain.config.model import BackboneConfig, ConnectorConfig, EncoderConfig, ModelConfig
@@ -80,6 +81,7 @@ class RunConfig(ConfigModel):
             _hbm_has_a_device,
             _exchange_is_possible,
             _modules_have_an_origin,
+            family_reads_its_keys,
             emulation_is_asked_for,
         )
         fault = next((fault for check in checks for fault in check(self)), None)

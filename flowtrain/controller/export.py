@@ -91,16 +91,17 @@ def _write(config: RunConfig, checkpoint: Path, target: Path, dtype: torch.dtype
 
 
 class CheckpointedWeights:
-    """The weights at a checkpoint: trained ones from it, the backbone's frozen ones from their origin."""
+    """The weights at a checkpoint: trained ones from it, frozen ones of backbone and connector from their origin."""
 
     def __init__(self, family: Family, config: RunConfig, checkpoint: Path) -> None:
         self._config, self._checkpoint = config, checkpoint
         self._trained = stored_state(checkpoint)
-        self._frozen = whole_tensors(family.backbone_weights(), family.weight_shapes())
+        frozen, merged = whole_tensors(family.backbone_weights(), family.weight_shapes()), family.merged_connector()
+        self._frozen = LazyTensors([*frozen, *merged], lambda name: (merged if name in merged else frozen)[name])
         self._stored_frozen = stored_frozen(checkpoint)
         self._digests: dict[str, dict[str, int]] = {}
-        of_backbone = self._frozen if self._stored_frozen else ()
-        self.state = LazyTensors(dict.fromkeys([*of_backbone, *self._trained]), self._read)
+        names = self._frozen if self._stored_frozen else ()
+        self.state = LazyTensors(dict.fromkeys([*names, *self._trained]), self._read)
         """As ``Family.export`` takes it; each tensor is read when it is looked up."""
 
     def _read(self, name: str) -> torch.Tensor:

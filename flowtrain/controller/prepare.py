@@ -139,7 +139,7 @@ def check_parameter_names(config: RunConfig, family: Family) -> None:
     """Raise ConfigError, with all faults, if keys that name parameters do not fit the model or each other."""
     if not names_parameters(config):
         return
-    names = ParameterNames.of(family.weight_shapes(), family.tied_weights())
+    names = ParameterNames.of([*family.weight_shapes(), *family.merged_connector()], family.tied_weights())
     if faults := parameter_faults(config, names):
         raise refusal(f"run {config.name!r}", faults)
 

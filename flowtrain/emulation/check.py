@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.model_spec import ModelSpec
@@ -32,7 +32,7 @@ def check_emulated_profile(config: RunConfig, model: ModelSpec) -> None:
     """Raise ConfigError if the profile of emulated devices is of another model; other settings may differ."""
     if config.emulation is None or config.emulation.profile is None:
         return
-    profile, shapes = read_profile(config.emulation.profile), {**asdict(model), "dtype": config.model.dtype}
+    profile, shapes = read_profile(config.emulation.profile), {**model.shapes(), "dtype": config.model.dtype}
     same = replace(profile, model={name: profile.model.get(name) for name in shapes})
     try:
         same.check(profile.device, shapes, profile.versions)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from transformers import InternVLConfig, PreTrainedConfig
 
+from flowtrain.config.families import FEATURE_KEYS, given_keys
+from flowtrain.config.model import ConnectorConfig
 from flowtrain.config.run import RunConfig
-from flowtrain.errors import ConfigError
+from flowtrain.errors import ConfigError, FaultCode
 from flowtrain.models.llava_config import (
     check_feature_layer,
     feature_layer,
@@ -28,6 +32,8 @@ def read_internvl_config(config: RunConfig) -> InternVLConfig:
     whole = _of_checkpoint(path) if path is not None else _of_modules(config)
     check_parts(whole, config)
     check_feature_layer(whole, next(iter(config.encoders)))
+    if path is not None:
+        _check_given(config, whole)
     key = "model.path" if path is not None else f"encoders.{next(iter(config.encoders))}"
     _check_shuffle(whole, key)
     _check_features(whole, key)
@@ -92,3 +98,32 @@ def _check_features(whole: InternVLConfig, key: str) -> None:
             f"{key}: use_mean_pooling (false) puts a norm after the tower's last layer, which FlowTrain leaves out; "
             "set it to true, or choose another feature_layer than the last (-1)"
         )
+
+
+def _check_given(config: RunConfig, whole: InternVLConfig) -> None:
+    """Refuse keys of features and connector that say otherwise than the whole checkpoint, which decides.
+
+    A key with its default counts as not given.
+    """
+    name, encoder = next(iter(config.encoders.items()))
+    num_states = vision_part(whole).num_hidden_layers + 1
+    in_checkpoint = {
+        f"encoders.{name}.feature_layer": feature_layer(whole) % num_states - num_states,
+        f"encoders.{name}.feature_select": whole.vision_feature_select_strategy,
+        "connector.hidden_act": whole.projector_hidden_act,
+        "connector.bias": True,
+    }
+    given = {f"encoders.{name}.{key}": value for key, value in given_keys(encoder, FEATURE_KEYS).items()}
+    given |= {
+        f"connector.{key}": value for key, value in given_keys(config.connector, ConnectorConfig.model_fields).items()
+    }
+    for key, value in given.items():
+        stored = in_checkpoint[key]
+        is_same = (value - stored) % num_states == 0 if key.endswith("feature_layer") else value == stored
+        if not is_same:
+            raise ConfigError.of(
+                key,
+                FaultCode.CONFLICT,
+                f"{key} ({json.dumps(value)}) has no effect with model.path ({config.model.path!r}), whose weights were "
+                f"trained with {json.dumps(stored)}; leave the key out",
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,26 @@ from flowtrain.training.checkpoint_format import (
     random_state_file,
 )
 from flowtrain.training.chunks import ModelChunks
-from flowtrain.training.frozen import check_frozen, describe_frozen, frozen_parts
+from flowtrain.training.frozen import check_frozen
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.snapshot import model_state, optimizer_state
 
 
 def load(
-    directory: Path, model: ModelChunks, optimizer: torch.optim.Optimizer, group: BackboneGroup, config: RunConfig
+    directory: Path,
+    model: ModelChunks,
+    optimizer: torch.optim.Optimizer,
+    group: BackboneGroup,
+    config: RunConfig,
+    describe_frozen: Callable[[], Mapping[str, Any]],
 ) -> None:
     """Load a checkpoint into a sharded model and its fresh optimizer; collective over the checkpoint group.
 
     The degrees may differ; the random state is then not loaded. Frozen parameters must have their first values; they
-    are compared with the digests. Raises CheckpointError if the checkpoint cannot be read or belongs to another
-    model.
+    are compared with the digests, those of a connector that runs with the encoder too. Raises CheckpointError if the
+    checkpoint cannot be read or belongs to another model.
+
+    describe_frozen: returns origin and digest of the frozen modules of all ranks; collective.
     """
     reader = TensorReader(directory)
     index = reader.index
@@ -56,12 +64,12 @@ def load(
         raise CheckpointError(f"checkpoint {directory} could not be read by rank {group.rank}: {error}") from error
     known = {module: entry for module, entry in stored_frozen(directory).items() if module in _held(config)}
     if known:
-        check_frozen(known, describe_frozen(frozen_parts(model, group), config, group), directory)
+        check_frozen(known, describe_frozen(), directory)
     _read_random_state(directory, group)
 
 
 def _held(config: RunConfig) -> tuple[str, ...]:
-    """Modules that the backbone's ranks hold."""
+    """Modules whose first values the backbone's ranks know."""
     return (CONNECTOR, BACKBONE, ENCODERS) if config.mode == "monolithic" else (CONNECTOR, BACKBONE)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -47,21 +47,41 @@ def frozen_parts(model: ModelChunks, group: BackboneGroup) -> list[Part]:
     ]
 
 
+@runtime_checkable
+class MergingSource(Protocol):
+    """What a family has whose frozen connector may run with the encoder."""
+
+    def merged_connector(self) -> Mapping[str, torch.Tensor]:
+        """See ``Family``."""
+
+
+def merged_digests(source: object, group: BackboneGroup) -> dict[str, int]:
+    """Digest of a frozen connector that runs with the encoder, for which the first rank answers.
+
+    It is that of the connector in the backbone. Random first values are drawn here, so call it in the training thread.
+    """
+    if group.rank or not isinstance(source, MergingSource):
+        return {}
+    return digests_of((name, tensor, local_index(tensor)) for name, tensor in source.merged_connector().items())
+
+
 def freezes_in_ranks(config: RunConfig) -> bool:
-    """Whether backbone ranks hold frozen weights, which their checkpoints name by origin and digest."""
+    """Whether checkpoints of backbone ranks name frozen weights by origin and digest."""
     return bool(config.model.freeze) or (config.mode == "monolithic" and not config.trains_encoders)
 
 
-def describe_frozen(parts: Iterable[Part], config: RunConfig, group: BackboneGroup) -> dict[str, dict[str, Any]]:
+def describe_frozen(
+    parts: Iterable[Part], merged: Mapping[str, int], config: RunConfig, group: BackboneGroup
+) -> dict[str, dict[str, Any]]:
     """Origin and digest of what is frozen of each module; collective over the checkpoint group, if anything is.
 
     A digest is of the frozen weights alone, so another choice of them gives another digest.
 
-    parts: from ``frozen_parts`` of this rank.
+    parts, merged: from ``frozen_parts`` and ``merged_digests`` of this rank.
     """
     if not freezes_in_ranks(config):
         return {}
-    own = digests_of(parts)
+    own = add_digests([digests_of(parts), merged])
     every: list[dict[str, int]] = [{}] * group.world_size
     dist.all_gather_object(every, own, group=group.checkpoint_group)
     return frozen_entries(add_digests(every), config)

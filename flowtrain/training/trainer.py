@@ -22,7 +22,7 @@ from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.checkpoint_writer import write_snapshot
 from flowtrain.training.chunks import BackboneSource, ModelChunks, build_chunks
-from flowtrain.training.frozen import describe_frozen, frozen_parts
+from flowtrain.training.frozen import describe_frozen, frozen_parts, merged_digests
 from flowtrain.training.loss import UnitTotals, actual_denominator, planned_denominator
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.nonfinite import state_is_finite
@@ -110,7 +110,7 @@ class Trainer:
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
-        self._frozen_parts = frozen_parts(self.model, group)
+        self._frozen_parts, self._merged_digests = frozen_parts(self.model, group), merged_digests(family, group)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
             self.load_checkpoint(resume_from)
@@ -209,9 +209,7 @@ class Trainer:
 
         Returns why the file system refused it, or None. See ``training/checkpoint_writer.py``.
         """
-        if self._frozen is None:  # frozen weights stay as they are, so once is enough
-            self._frozen = describe_frozen(self._frozen_parts, self._run_config, self.group)
-        return write_snapshot(directory, snapshot, self.model.tied, self._frozen, self.group)
+        return write_snapshot(directory, snapshot, self.model.tied, self._described_frozen(), self.group)
 
     def save_checkpoint(self, directory: Path) -> None:
         """Write this rank's share into the temporary ``directory``; collective. Raises CheckpointError on failure."""
@@ -220,7 +218,14 @@ class Trainer:
 
     def load_checkpoint(self, directory: Path) -> None:
         """Load weights, optimizer state and, at the same degrees, random state; collective."""
-        checkpoint.load(directory, self.model, self.optimizer, self.group, self._run_config)
+        checkpoint.load(directory, self.model, self.optimizer, self.group, self._run_config, self._described_frozen)
+
+    def _described_frozen(self) -> dict[str, Any]:
+        """Origin and digest of what is frozen; collective at the first call."""
+        if self._frozen is None:  # frozen weights stay as they are, so once is enough
+            parts = self._frozen_parts
+            self._frozen = describe_frozen(parts, self._merged_digests, self._run_config, self.group)
+        return self._frozen
 
     def copy_nbytes(self) -> int:
         """Host memory that the copies of a snapshot take, once the optimizer has its state."""

@@ -124,6 +124,6 @@ def _check_given(config: RunConfig, whole: InternVLConfig) -> None:
             raise ConfigError.of(
                 key,
                 FaultCode.CONFLICT,
-                f"{key} ({json.dumps(value)}) has no effect with model.path ({config.model.path!r}), whose weights were "
-                f"trained with {json.dumps(stored)}; leave the key out",
+                f"{key} ({json.dumps(value)}) has no effect with model.path ({config.model.path!r}), whose weights "
+                f"were trained with {json.dumps(stored)}; leave the key out",
             )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 
 from flowtrain.costs.encoder_memory import (
     EncoderShare,
@@ -15,12 +16,18 @@ from flowtrain.costs.encoder_memory import (
     encoder_layer_activation_nbytes,
 )
 from flowtrain.costs.hf_config import from_hf_vision_config
-from flowtrain.costs.memory import predict_step_memory
+from flowtrain.costs.memory import encoder_peak_nbytes, predict_step_memory
+from flowtrain.costs.model_spec import VisionSpec
 from flowtrain.costs.training_setup import Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
+from flowtrain.models.encoder_stage import EncoderStage
+from flowtrain.models.parallel_layers import local_shard
+from flowtrain.models.qwen3_vl_vision import Qwen3VisionStage
+from flowtrain.models.tower_plans import distribute_tower
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weights import tower_class
 from flowtrain.pipeline.actions import MemoryStrategy
 from tests.costs.test_memory import CONNECTOR, MICROBATCH, SPEC, STRATEGIES, LiveStorages, setup_of
+from tests.models.ranks import run_ranks
 
 NUM_LAYERS, NUM_IMAGES, SIDE = 4, 3, 56
 SHAPE = {
@@ -39,6 +46,18 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit", {}),
     "internvl": ("internvl_vision", {}),
     "internvl, normed": ("internvl_vision", {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": True}),
+    "qwen3_vl": ("qwen3_vl_vision", {}),
+    "qwen3_vl, no deepstack": ("qwen3_vl_vision", {"deepstack_visual_indexes": []}),
+}
+QWEN3_VL = {
+    "hidden_size": SHAPE["hidden_size"],
+    "intermediate_size": SHAPE["intermediate_size"],
+    "depth": NUM_LAYERS,
+    "num_heads": SHAPE["num_attention_heads"],
+    "patch_size": SHAPE["patch_size"],
+    "out_hidden_size": SHAPE["hidden_size"],
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
 }
 
 
@@ -47,15 +66,26 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def make_stage(name: str, dtype: torch.dtype) -> VisionStage:
+def make_stage(name: str, dtype: torch.dtype) -> EncoderStage:
     model_type, extra = TOWERS[name]
+    if model_type == "qwen3_vl_vision":
+        config = transformers.AutoConfig.for_model(model_type, **QWEN3_VL | extra)
+        return Qwen3VisionStage(tower_class(config)._from_config(config), trainable=True).to(dtype)
     config = transformers.AutoConfig.for_model(model_type, **SHAPE | extra)
     tower = tower_class(config)._from_config(config)
     drops_first = model_type != "siglip_vision_model"
     return VisionStage(tower, feature_layer=-2, drop_first=drops_first, trainable=True).to(dtype)
 
 
-def kept_nbytes(stage: VisionStage, dtype: torch.dtype, memory: MemoryStrategy = MemoryStrategy.KEEP) -> int:
+def spec_of(stage: EncoderStage) -> VisionSpec:
+    """Of the computed layers, as the tower's family has it."""
+    spec, shape = replace(from_hf_vision_config(stage.tower.config.to_dict()), num_layers=NUM_LAYERS), stage.shape
+    return replace(spec, patches_per_row=shape.unit, levels=shape.num_levels) if hasattr(shape, "unit") else spec
+
+
+def kept_nbytes(
+    stage: EncoderStage, dtype: torch.dtype, memory: MemoryStrategy = MemoryStrategy.KEEP, first_layer: int = 0
+) -> int:
     """Bytes that stay alive after a forward, with what the stage got."""
     live, sizes = LiveStorages(), [(SIDE, SIDE)] * NUM_IMAGES
     with live:
@@ -63,7 +93,7 @@ def kept_nbytes(stage: VisionStage, dtype: torch.dtype, memory: MemoryStrategy =
             given: Any = [torch.randn(3, SIDE, SIDE, dtype=dtype) for _ in sizes]
         else:
             num_tokens = NUM_IMAGES * stage.shape.num_tokens(sizes[0])
-            given = torch.randn(num_tokens, stage.shape.width, dtype=dtype).requires_grad_()
+            given = torch.randn(num_tokens, stage.shape.width_after(first_layer), dtype=dtype).requires_grad_()
         result = stage(given, sizes, memory)
         if stage.is_first:
             del given  # of the batch, not of the stage
@@ -76,21 +106,21 @@ def kept_nbytes(stage: VisionStage, dtype: torch.dtype, memory: MemoryStrategy =
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_trained_tower_keeps_what_torch_keeps(name: str, dtype: torch.dtype) -> None:
     whole = make_stage(name, dtype)
-    spec = replace(from_hf_vision_config(whole.shape.config.to_dict()), num_layers=NUM_LAYERS)
-    num_tokens = NUM_IMAGES * whole.shape.num_tokens((SIDE, SIDE))
+    spec, num_tokens = spec_of(whole), NUM_IMAGES * whole.shape.num_tokens((SIDE, SIDE))
     size = MicrobatchSize(0, 0, NUM_IMAGES * whole.shape.num_rows((SIDE, SIDE)), num_tokens)
     for layers in (range(0, 4), range(0, 2), range(1, 3), range(2, 4)):
         chunk = EncoderChunk(len(layers), layers.start == 0, layers.stop == NUM_LAYERS, is_trained=True, sends=True)
         stage = whole.take(layers, is_first=chunk.is_first, is_last=chunk.is_last)
         predicted = encoder_chunk_activation_nbytes(spec, chunk, setup_of(dtype), size)
-        assert predicted == pytest.approx(kept_nbytes(stage, dtype), rel=0.05), layers
+        kept = kept_nbytes(stage, dtype, first_layer=layers.start)
+        assert predicted == pytest.approx(kept, rel=0.05), layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TOWERS)
 def test_a_layer_is_what_one_more_layer_keeps(name: str, dtype: torch.dtype) -> None:
     whole = make_stage(name, dtype)
-    spec = from_hf_vision_config(whole.shape.config.to_dict())
+    spec = spec_of(whole)
     two, three = (kept_nbytes(whole.take(range(count), is_first=True, is_last=True), dtype) for count in (2, 3))
     num_tokens = NUM_IMAGES * whole.shape.num_tokens((SIDE, SIDE))
     predicted = encoder_layer_activation_nbytes(spec, setup_of(dtype), num_tokens)
@@ -99,10 +129,10 @@ def test_a_layer_is_what_one_more_layer_keeps(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointing", STRATEGIES)
-@pytest.mark.parametrize("name", ["siglip", "dinov2, gated"])
+@pytest.mark.parametrize("name", ["siglip", "dinov2, gated", "qwen3_vl"])
 def test_recomputed_layers_keep_what_torch_keeps(name: str, checkpointing: str, dtype: torch.dtype) -> None:
     stage = make_stage(name, dtype)
-    spec = from_hf_vision_config(stage.shape.config.to_dict())
+    spec = spec_of(stage)
     size = (SIDE, SIDE)
     microbatch = MicrobatchSize(
         0, 0, NUM_IMAGES * stage.shape.num_rows(size), NUM_IMAGES * stage.shape.num_tokens(size)
@@ -116,7 +146,7 @@ def test_recomputed_layers_keep_what_torch_keeps(name: str, checkpointing: str, 
 @pytest.mark.parametrize("name", TOWERS)
 def test_parameters_are_those_that_features_need(name: str) -> None:
     stage = make_stage(name, torch.float32)
-    spec = replace(from_hf_vision_config(stage.shape.config.to_dict()), num_layers=NUM_LAYERS)
+    spec = spec_of(stage)
     expected = sum(parameter.numel() for parameter in stage.parameters())
     assert spec.num_computed_parameters == expected
     size = replace(MICROBATCH, num_tower_tokens=99)
@@ -135,7 +165,7 @@ def test_parameters_are_those_that_features_need(name: str) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
 def test_a_trained_embedding_without_layers_is_counted(checkpointing: Any) -> None:
-    spec = replace(from_hf_vision_config(make_stage("clip", torch.float32).shape.config.to_dict()), num_layers=0)
+    spec = replace(spec_of(make_stage("clip", torch.float32)), num_layers=0)
     setup = TrainingSetup(activation_checkpointing=checkpointing)
     share = EncoderShare(spec, (EncoderChunk(0, is_trained=True),))
     plain, found = (
@@ -147,8 +177,72 @@ def test_a_trained_embedding_without_layers_is_counted(checkpointing: Any) -> No
 
 
 def test_tensor_parallel_ranks_share_heads_and_widths() -> None:
-    spec = from_hf_vision_config(make_stage("siglip", torch.float32).shape.config.to_dict())
+    spec = spec_of(make_stage("siglip", torch.float32))
     one, two = (encoder_layer_activation_nbytes(spec, TrainingSetup(tp=tp), 100) for tp in (1, 2))
     assert 0.5 * one < two < one, "norms and residuals are whole"
     shares = [EncoderShare(spec, (EncoderChunk(1),)).layer_parameters(tp) for tp in (1, 2)]
     assert shares[0] == spec.layer_parameters and 0.5 * shares[0] < shares[1] < 0.6 * shares[0]
+
+
+def measured_on_a_rank(names: list[str]) -> list[tuple[int, int]]:
+    """Of one of two tensor parallel ranks: parameters of a layer that it holds, and what one more layer keeps."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
+    for name in names:
+        whole = make_stage(name, torch.float32)
+        distribute_tower(whole.tower, mesh)
+        two, three = (
+            kept_nbytes(whole.take(range(count), is_first=True, is_last=True), torch.float32) for count in (2, 3)
+        )
+        held = sum(local_shard(parameter).numel() for parameter in whole.layers[0].parameters())
+        found.append((held, three - two))
+    return found
+
+
+@pytest.mark.processes
+def test_a_tensor_parallel_rank_holds_and_keeps_its_share_of_a_layer() -> None:
+    """A fused matrix is whole on every rank, which computes with a copy of its own rows."""
+    names = ["siglip", "internvl", "qwen3_vl"]
+    for found in run_ranks(2, measured_on_a_rank, names):
+        for name, (held, kept) in zip(names, found, strict=True):
+            stage = make_stage(name, torch.float32)
+            spec, num_tokens = spec_of(stage), NUM_IMAGES * stage.shape.num_tokens((SIDE, SIDE))
+            assert EncoderShare(spec, (EncoderChunk(1),)).layer_parameters(2) == pytest.approx(held, rel=0.02), name
+            predicted = encoder_layer_activation_nbytes(spec, setup_of(torch.float32, tp=2), num_tokens)
+            assert predicted == pytest.approx(kept, rel=0.02), name
+
+
+class PeakStorages(LiveStorages):
+    """Records the most bytes that were alive at once, too."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, sum(nbytes for ref, nbytes in self._made.values() if not ref.expired()))
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_encoder_holds_the_levels_of_deepstack_until_its_end(dtype: torch.dtype) -> None:
+    peaks, predicted = [], []
+    for name in ("qwen3_vl, no deepstack", "qwen3_vl"):
+        stage, live = make_stage(name, dtype), PeakStorages()
+        images, sizes = (
+            [torch.randn(3, SIDE, SIDE, dtype=dtype) for _ in range(NUM_IMAGES)],
+            [(SIDE, SIDE)] * NUM_IMAGES,
+        )
+        stage(images, sizes)  # keeps the places of patches
+        with live:
+            stage(images, sizes)
+        peaks.append(live.peak)
+        patches = NUM_IMAGES * stage.shape.num_patches((SIDE, SIDE))
+        nbytes = {"max_batch_patches": patches, "dtype_nbytes": dtype.itemsize}
+        predicted.append(encoder_peak_nbytes(spec_of(stage), 1, **nbytes))
+    assert predicted[1] - predicted[0] == peaks[1] - peaks[0] > 0
+
+
+def test_joined_levels_are_the_peak_of_an_encoder_that_is_split() -> None:
+    """A rank has less of a layer, and all levels."""
+    spec = replace(spec_of(make_stage("qwen3_vl", torch.float32)), num_layers=0, outside_parameters=0, levels=4)
+    assert encoder_peak_nbytes(spec, 64, max_batch_patches=10, dtype_nbytes=2) == 2 * (2 * 4 * spec.hidden_size * 10)

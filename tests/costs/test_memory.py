@@ -22,6 +22,7 @@ from flowtrain.costs.training_setup import LOSS_CHUNK_TOKENS, Chunk, MicrobatchS
 from flowtrain.models.attention import implementation_name
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.connector import Connector
+from flowtrain.models.parallel_layers import local_shard
 from flowtrain.models.stage import take_stage
 from flowtrain.pipeline.actions import MemoryKind, MemoryStrategy
 from tests.allocator.worlds import VISION
@@ -69,7 +70,7 @@ class LiveStorages(TorchDispatchMode):
     def nbytes(self, module: torch.nn.Module) -> int:
         """Bytes alive now that do not belong to the module."""
         gc.collect()
-        own = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+        own = {local_shard(tensor).untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         return sum(nbytes for pointer, (ref, nbytes) in self._made.items() if not ref.expired() and pointer not in own)
 
 

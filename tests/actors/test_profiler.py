@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from flowtrain.training.profile_pieces import Pieces
 from flowtrain.types.plan import Degrees
 from flowtrain.types.profile import BackboneTimes, DeviceReport, EncoderTimes
 from tests.e2e.worlds import World, tiny_config
+from tests.training.test_qwen3_vl import CONNECTOR, Case
 
 
 @pytest.fixture
@@ -100,6 +102,18 @@ def test_modules_of_a_run_without_encoder_actors_are_measured_too(config: RunCon
     assert model_facts(apart.config, apart.model_spec) == model_facts(inside, prepare(inside).model_spec)
     several = override_config(config, ["mode=disaggregated", "encoders.vision.tensor_parallel_size=2"])
     assert modules_apart(several).encoders == several.encoders
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_profile_is_of_the_same_model_wherever_a_frozen_connector_runs(trained: bool) -> None:
+    inside = Case("monolithic", trained, freeze=CONNECTOR).config
+    specs = {config.mode: family_from_config(config).model_spec for config in (inside, modules_apart(inside))}
+    assert specs["monolithic"].connector != specs["decoupled"].connector, "it runs with the encoder"
+    assert specs["monolithic"].num_parameters == specs["decoupled"].num_parameters
+    facts = [model_facts(inside, spec) for spec in specs.values()]
+    assert facts[0] == facts[1]
+    other = replace(specs["monolithic"].connector, out_dim=1)
+    assert model_facts(inside, replace(specs["monolithic"], connector=other)) != facts[0]
 
 
 def test_all_layers_or_one_compute_and_the_model_stays_whole(profiler: Profiler, config: RunConfig) -> None:

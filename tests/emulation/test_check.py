@@ -83,3 +83,12 @@ def test_a_profile_is_of_the_emulated_model(tmp_path: Path) -> None:
         ConfigError, match=r"^emulated\.profile: .*model\.backbone\.num_layers is \d+ there and 77 in this"
     ):
         check_emulated_profile(config, replace(spec, backbone=replace(spec.backbone, num_layers=77)))
+
+
+def test_a_profile_fits_whatever_is_frozen(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_cpu_profile(profile, config_of(tmp_path))
+    config = config_of(tmp_path, f"emulated.profile={profile}", "model.freeze=[connector]")
+    spec = family_from_config(config).model_spec
+    assert spec.backbone.trained is not None
+    check_emulated_profile(config, spec)

@@ -514,3 +514,28 @@ def test_a_whole_checkpoint_of_another_family_is_named(make_config: Any, make: A
     llava.export(llava.load_backbone().state_dict(), tmp_path)
     with pytest.raises(ConfigError, match=r"model\.path: .* is a 'llava' model, not 'internvl'"):
         family_from_config(whole(make().config, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"feature_layer": 1},
+            r"encoders\.vision\.feature_layer \(1\) .* model\.path \('.*'\), .* trained with -1; leave",
+        ),
+        ({"feature_select": "full"}, r"encoders\.vision\.feature_select \(\"full\"\) .* were trained with \"default\""),
+        ({"hidden_act": "relu"}, r"connector\.hidden_act \(\"relu\"\) .* were trained with \"gelu\""),
+        ({"bias": False}, r"connector\.bias \(false\) .* were trained with true"),
+    ],
+)
+def test_keys_that_contradict_a_whole_checkpoint_are_refused(
+    make: Any, tmp_path: Path, keys: dict[str, Any], said: str
+) -> None:
+    family = make()
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    values = whole(family.config, tmp_path).model_dump()
+    assert values["encoders"]["vision"]["feature_layer"] == -1, "as the checkpoint has it"
+    family_from_config(RunConfig.model_validate(values))
+    (values["connector"] if keys.keys() <= values["connector"].keys() else values["encoders"]["vision"]).update(keys)
+    with pytest.raises(ConfigError, match=said):
+        family_from_config(RunConfig.model_validate(values))

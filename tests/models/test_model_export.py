@@ -272,3 +272,16 @@ def test_an_export_without_all_weights_is_refused(make_config, tmp_path):
     del state["connector.linear_1.weight"]
     with pytest.raises(CheckpointError, match=r"1 weights of .* are missing, 'model\.multi_modal_projector\.linear_1"):
         family.export(state, tmp_path)
+
+
+def test_wrong_weights_of_the_connector_are_named(make_config, tmp_path):
+    family = family_from_config(make_config())
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("linear_2.weight"))
+    weights[name] = weights[name][1:].contiguous()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = family_from_config(make_config(**whole(tmp_path)))
+    said = rf"^model\.path: {name} of .* has shape \[63, 64\], the model \[64, 64\]; is it the right kind"
+    with pytest.raises(ConfigError, match=said):
+        again.load_backbone()

@@ -17,6 +17,7 @@ from transformers import Qwen3VLMoeConfig
 
 from flowtrain.config.model import GRID_FAMILIES
 from flowtrain.config.run import RunConfig
+from flowtrain.controller.prepare import check_parameter_names
 from flowtrain.data.positions import grid_positions
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
@@ -279,6 +280,23 @@ def test_a_frozen_connector_merges_with_the_encoder(make: Any, noise: Any) -> No
     found = family.load_backbone().connector(rows)
     assert not list(family.load_backbone().connector.parameters())
     assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "llm_only", "monolithic"])
+def test_names_of_a_frozen_connector_are_known_wherever_it_runs(make_config: Any, mode: str) -> None:
+    def check(freeze: list[str], **rates: float) -> None:
+        training = {"max_steps": 3, "learning_rates": rates}
+        config = config_of(make_config, {"mode": mode, "model": {"freeze": freeze}, "training": training})
+        check_parameter_names(config, family_from_config(config))
+
+    check(["connector", "connector.merger.*", "connector.deepstack_merger_list.[01].*"])
+    check(["connector"], **{"*norm*": 0.1})
+    with pytest.raises(
+        ConfigError, match=r"'connector\.merger\.\*' \(0\.1\) has no effect: model\.freeze \(connector\)"
+    ):
+        check(["connector"], **{"connector.merger.*": 0.1})
+    with pytest.raises(ConfigError, match=r"'connector\.mergers\.\*' matches no .* nearest are connector\.merger"):
+        check(["connector", "connector.mergers.*"])
 
 
 def whole_stage(family: Qwen3VLFamily, **changes: Any) -> Qwen3VisionStage:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -190,6 +190,35 @@ def test_weights_come_tensor_by_tensor_from_a_checkpoint(make: Any, tmp_path: Pa
         index = tuple(slice(0, size) for size in parameter.shape)
         assert torch.equal(weights.read(name, index), parameter), name
     assert not list(stage.named_buffers())
+
+
+@pytest.mark.parametrize("freeze", [(), ("connector",)])
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("merger.linear_fc1.weight", lambda each: each[1:], r"has shape \[127, 128\], the model \[128, 128\]"),
+        ("deepstack_merger_list.1.norm.bias", None, r"'deepstack_merger_list\.1\.norm\.bias' first"),
+    ],
+)
+def test_wrong_weights_of_a_merger_are_named(
+    make: Any, tmp_path: Path, freeze: tuple[str, ...], name: str, change: Any, said: str
+) -> None:
+    family = make()
+    family.export(trained_state(family).state_dict(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    wrong = weights.pop(f"model.visual.{name}")
+    if change is not None:
+        weights[f"model.visual.{name}"] = change(wrong).contiguous()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = whole(family.config, tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"freeze": freeze})})
+    again = family_from_config(config)
+    for read in (
+        lambda: again.load_encoder("vision"),
+        lambda: again.load_backbone() if not freeze else dict(again.merged_connector()),
+    ):
+        with pytest.raises(ConfigError, match=rf"^model\.path: .*{said}; is it the right kind of model\?$"):
+            read()
 
 
 HUB = {

@@ -21,7 +21,7 @@ from flowtrain.costs.model_spec import VisionSpec
 from flowtrain.costs.training_setup import Chunk, EncoderChunk, MicrobatchSize, TrainingSetup
 from flowtrain.models.encoder_stage import EncoderStage
 from flowtrain.models.parallel_layers import local_shard
-from flowtrain.models.qwen3_vl_vision import Qwen3VisionStage
+from flowtrain.models.qwen3_vl_vision import Qwen3VisionShape, Qwen3VisionStage
 from flowtrain.models.tower_plans import distribute_tower
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weights import tower_class
@@ -80,7 +80,11 @@ def make_stage(name: str, dtype: torch.dtype) -> EncoderStage:
 def spec_of(stage: EncoderStage) -> VisionSpec:
     """Of the computed layers, as the tower's family has it."""
     spec, shape = replace(from_hf_vision_config(stage.tower.config.to_dict()), num_layers=NUM_LAYERS), stage.shape
-    return replace(spec, patches_per_row=shape.unit, levels=shape.num_levels) if hasattr(shape, "unit") else spec
+    return (
+        replace(spec, patches_per_row=shape.unit, levels=shape.num_levels)
+        if isinstance(shape, Qwen3VisionShape)
+        else spec
+    )
 
 
 def kept_nbytes(

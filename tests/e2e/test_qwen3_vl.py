@@ -138,8 +138,24 @@ def test_an_export_starts_a_new_run_with_the_same_weights(
     assert all(relative_difference(after[name], before[name]) == 0 for name in before)
 
 
-def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path) -> None:
-    config = config_of(directory, "profiled")
+@pytest.mark.parametrize(("before", "after"), [("monolithic", "decoupled"), ("decoupled", "monolithic")])
+def test_a_frozen_connector_moves_with_a_resume(
+    directory: Path, ray_cluster: None, caplog: pytest.LogCaptureFixture, before: str, after: str
+) -> None:
+    name = f"from-{before}"
+    first = config_of(directory, name, f"mode={before}", FROZEN, f"training.max_steps={NUM_STEPS - 1}")
+    assert run_training(first).step == NUM_STEPS - 1
+    config = config_of(directory, name, f"mode={after}", FROZEN)
+    assert run_training(config, resume=True).step == NUM_STEPS
+    assert f"written with mode {before}, now {after}: losses agree only closely" in caplog.text
+    loop = PlainLoop(config)
+    losses = [loop.step().loss for _ in range(NUM_STEPS)]
+    assert [line["loss"] for line in json_lines(run_dir(config).metrics)] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("keys", [(), ("mode=monolithic", FROZEN)])
+def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path: Path, keys: tuple[str, ...]) -> None:
+    config = config_of(directory, f"profiled-{len(keys)}", *keys)
     fewest, most = flowtrain.dry_run(config).image_tokens["vision"]
     assert 1 <= fewest < most
     profile = flowtrain.profile(config, devices=1).profile
@@ -147,6 +163,7 @@ def test_it_is_profiled_and_planned(directory: Path, ray_cluster: None, tmp_path
     assert len(table.num_patches) > 1, "images have sizes of their own"
     file = tmp_path / "profile.json"
     file.write_text(profile.to_json())
-    assert flowtrain.plan(config, devices=2, profile=file).plan.encoders["vision"].num_actors == 1
+    encoders = flowtrain.plan(config, devices=2, profile=file).plan.encoders
+    assert {name: each.num_actors for name, each in encoders.items()} == ({} if keys else {"vision": 1})
     planned = flowtrain.plan(config, ["mode=auto"], device="h200", devices=8)
     assert planned.plan.backbone.num_actors >= 1

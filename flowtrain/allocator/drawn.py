@@ -13,13 +13,14 @@ import numpy as np
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
-from flowtrain.allocator.drawn_flow import DrawnStep, EncodedStep, finishes
+from flowtrain.allocator.drawn_flow import DrawnStep, finishes
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_s
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.profiled_times import CPU
+from flowtrain.simulator.encoders import EncodedStep
 
 _STEPS = 24
 """Least number of steps that encoders and backbone run through; the second half counts."""

@@ -134,6 +134,7 @@ class Program:
     """First of ``members`` of each group, and their number, ``[G + 1]``."""
     members: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Ranks of the groups, one group after another."""
+    num_replicas: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -174,6 +175,7 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
         fetches=_joined(Fetches, [each.fetches for each in parts]),
         group_first=np.cumsum([0, *map(len, groups)]),
         members=np.array([rank for group in groups for rank in group], dtype=np.int64),
+        num_replicas=dp,
     )
 
 

@@ -165,7 +165,9 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
     shards = [[d * pp + r for d in range(s * shard_size, (s + 1) * shard_size)] for r in range(pp) for s in range(sets)]
     replicas = [[d * pp + r for d in range(dp)] for r in range(pp)]
     groups = shards + replicas
-    parts = [_shifted(each, programs, d, shard_size) for d, each in enumerate(programs)]
+    counts = [(len(each.op), len(each.computations), len(each.transfers), len(each.fetches)) for each in programs]
+    before = np.cumsum([(0, 0, 0, 0), *counts[:-1]], axis=0).tolist()
+    parts = [_shifted(each, d, dp, shard_size, *before[d]) for d, each in enumerate(programs)]
     return Program(
         first=np.concatenate([[0], *(each.first[1:] for each in parts)]),
         op=np.concatenate([each.op for each in parts]),
@@ -179,19 +181,11 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
     )
 
 
-def _shifted(program: Program, programs: Sequence[Program], replica: int, shard_size: int) -> Program:
-    """A replica's program with the numbers that it has among all."""
-    before = programs[:replica]
-    ops, computations, transfers, fetches = (
-        sum(count(each) for each in before)
-        for count in (
-            lambda each: len(each.op),
-            lambda each: len(each.computations),
-            lambda each: len(each.transfers),
-            lambda each: len(each.fetches),
-        )
-    )
-    pp, sets = program.num_ranks, len(programs) // shard_size
+def _shifted(
+    program: Program, replica: int, dp: int, shard_size: int, ops: int, computations: int, transfers: int, fetches: int
+) -> Program:
+    """A replica's program with the numbers that it has among all; the last four: of those of replicas before it."""
+    pp, sets = program.num_ranks, dp // shard_size
     ranks = replica * pp
     rank_of_op = np.repeat(np.arange(pp), np.diff(program.first))
     group = np.where(program.index == Group.SHARDS, rank_of_op * sets + replica // shard_size, pp * sets + rank_of_op)

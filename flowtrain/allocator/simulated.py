@@ -1,0 +1,112 @@
+"""Configurations timed by the simulator: the action lists of a run, over packed batches of the real lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from flowtrain.allocator import monolithic
+from flowtrain.allocator.drawn import encoded_steps, replicas_of
+from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
+from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.request import Request
+from flowtrain.allocator.surrogate import Surrogate
+from flowtrain.costs.action_times import ActionTimes, DeviceTimes
+from flowtrain.costs.flops import IntArray
+from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.pipeline.partition import Partition
+from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
+from flowtrain.simulator.run import SimulatedRun, StepWork, simulate
+from flowtrain.simulator.step import StepSimulator
+
+DeviceTimesOf = Callable[[Request, str], DeviceTimes]
+"""Times of any work on a type of device, with a request's settings."""
+
+_STEPS = 12
+"""Least number of steps that are simulated; the second half counts."""
+
+
+def simulated_run(
+    request: Request,
+    surrogate: Surrogate,
+    times_of: DeviceTimesOf,
+    candidate: ModeCandidate,
+    batches: DrawnBatches,
+    schedule: ScheduleName = "1f1b",
+) -> SimulatedRun:
+    """Return the times of one configuration.
+
+    request, surrogate: those of its settings. schedule: as configured; several chunks are interleaved anyway.
+    """
+    degrees = candidate.backbone.degrees
+    packed = batches.packed(request, degrees.dp)
+    simulator = _simulator(request, times_of, candidate, packed)
+    encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
+    if simulator.partition.num_segments > 1:
+        schedule = "interleaved_1f1b"
+    steps = []
+    for index, (first, last) in enumerate(zip([0, *packed.slot_ends[:-1]], packed.slot_ends, strict=True)):
+        lists = build_schedule(schedule, simulator.partition, num_microbatches=int(last - first), training=True)
+        works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
+        program = simulator.program([lists] * packed.dp)
+        steps.append(StepWork(program, works, tuple(each[index] for each in encoded)))
+    return simulate(
+        simulator,
+        steps,
+        num_steps=max(_STEPS, 2 * len(steps)),
+        replicas=[replicas_of(each, packed) for each in candidate.encoders.values()],
+        lookahead=batches.scheduler.lookahead_steps,
+        is_barrier=candidate.mode == "disaggregated",
+    )
+
+
+def _simulator(
+    request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate, packed: PackedBatches
+) -> StepSimulator:
+    backbone = candidate.backbone
+    shards = request.num_shards(backbone)
+    setup = replace(request.setup, shard_size=shards, gradient_reduction=backbone.gradient_reduction)
+    times = replace(times_of(request, backbone.device_type), setup=setup)
+    # Groups of shards as in the run, also where only a part of the ranks is packed for.
+    actions = ActionTimes(times, backbone.degrees, shards)
+    return StepSimulator(_partition(request, candidate), actions, _encoder(request, candidate))
+
+
+def _encoder(request: Request, candidate: ModeCandidate) -> str:
+    return monolithic.encoder_of(request.model)[0] if candidate.mode == "monolithic" else ""
+
+
+def _partition(request: Request, candidate: ModeCandidate) -> Partition:
+    pp = candidate.backbone.degrees.pp
+    if candidate.mode == "monolithic":
+        return monolithic.monolithic_partition(request, pp, candidate.encoder_layers or "first")
+    return request.slices.partition(request.model.backbone.num_layers, pp)
+
+
+def _works(
+    request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool
+) -> tuple[MicrobatchColumns, ...]:
+    """Microbatches of each rank in the slots from ``first`` to ``last``."""
+    workload = request.workload
+    lengths = workload.lengths.astype(np.float64)
+    columns = [lengths, lengths**2, workload.vision_lengths, workload.target_lengths]
+    sums = [packed.sums(each)[first:last] for each in columns]
+    none, works = (np.zeros(0, dtype=np.int64), np.zeros(last - first, dtype=np.int64)), []
+    for rank in range(packed.dp):
+        images = _images(request, packed, first, last, rank) if has_images else none
+        works.append(MicrobatchColumns(*(each[:, rank] for each in sums), *images))
+    return tuple(works)
+
+
+def _images(request: Request, packed: PackedBatches, first: int, last: int, rank: int) -> tuple[IntArray, IntArray]:
+    """Patches of each image of a rank's microbatches, and the number of each one's images."""
+    num_images, num_patches = request.workload.images[monolithic.encoder_of(request.model)[0]]
+    places = np.arange(first, last) * packed.dp + rank
+    starts, ends = np.searchsorted(packed.places, places), np.searchsorted(packed.places, places, side="right")
+    samples = np.concatenate([packed.samples[start:end] for start, end in zip(starts, ends, strict=True)])
+    each = num_images[samples]
+    patches = np.repeat(num_patches[samples] // np.maximum(each, 1), each)
+    slots = np.repeat(np.arange(last - first), ends - starts)
+    return patches, np.bincount(slots, each, last - first).astype(np.int64)

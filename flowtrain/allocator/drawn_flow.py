@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowtrain.costs.flops import FloatArray
-from flowtrain.simulator.encoders import EncodedStep
+from flowtrain.simulator.encoders import EncodedStep, shared_end_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,20 +56,6 @@ def finishes(
         works[index], encodes[index] = step.shared_s, step.shared_encode_s
         last = end + step.rest_s
         if step.shared_s:
-            last = max(last, _shared(ends, works, encodes, index, lookahead))
+            last = max(last, shared_end_s(ends, works, encodes, index, lookahead))
         ends[index] = last
     return ends
-
-
-def _shared(ends: FloatArray, works: FloatArray, encodes: FloatArray, index: int, lookahead: int) -> float:
-    """Return when a device can have done all work up to a step, of which none is done before it may be.
-
-    From any earlier step i on: what is encoded for it and later, and the backbone's work since its window opened.
-    """
-    first = np.arange(index + 1)
-    opens = first - lookahead - 1
-    opened = np.where(opens >= 0, ends[opens], 0.0)
-    work = np.concatenate([[0.0], np.cumsum(works[: index + 1])])
-    encode = np.concatenate([[0.0], np.cumsum(encodes[: index + 1])])
-    since = work[-1] - work[np.maximum(opens + 1, 0)]
-    return float((opened + since + encode[-1] - encode[first]).max())

@@ -24,9 +24,6 @@ from flowtrain.simulator.step import StepSimulator
 DeviceTimesOf = Callable[[Request, str], DeviceTimes]
 """Times of any work on a type of device, with a request's settings."""
 
-_STEPS = 12
-"""Least number of steps that are simulated; the second half counts."""
-
 
 def simulated_run(
     request: Request,
@@ -34,32 +31,48 @@ def simulated_run(
     times_of: DeviceTimesOf,
     candidate: ModeCandidate,
     batches: DrawnBatches,
-    schedule: ScheduleName = "1f1b",
+    *,
+    slowdown: float = 1.0,
+    num_steps: int = 12,
 ) -> SimulatedRun:
     """Return the times of one configuration.
 
-    request, surrogate: those of its settings. schedule: as configured; several chunks are interleaved anyway.
+    request, surrogate: those of its settings.
+    slowdown: in ``colocated``, the time of encoder and backbone at once on a device over the sum of both alone.
+    num_steps: least number of steps; the second half counts.
     """
     degrees = candidate.backbone.degrees
     packed = batches.packed(request, degrees.dp)
     simulator = _simulator(request, times_of, candidate, packed)
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
-    if simulator.partition.num_segments > 1:
-        schedule = "interleaved_1f1b"
+    schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
     steps = []
     for index, (first, last) in enumerate(zip([0, *packed.slot_ends[:-1]], packed.slot_ends, strict=True)):
         lists = build_schedule(schedule, simulator.partition, num_microbatches=int(last - first), training=True)
         works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
         program = simulator.program([lists] * packed.dp)
-        steps.append(StepWork(program, works, tuple(each[index] for each in encoded)))
+        step = StepWork(program, works, tuple(each[index] for each in encoded))
+        steps.append(_shared(step, simulator, candidate, packed, slowdown) if candidate.mode == "colocated" else step)
     return simulate(
         simulator,
         steps,
-        num_steps=max(_STEPS, 2 * len(steps)),
+        num_steps=max(num_steps, 2 * len(steps)),
         replicas=[replicas_of(each, packed) for each in candidate.encoders.values()],
         lookahead=batches.scheduler.lookahead_steps,
         is_barrier=candidate.mode == "disaggregated",
     )
+
+
+def _shared(
+    step: StepWork, simulator: StepSimulator, candidate: ModeCandidate, packed: PackedBatches, slowdown: float
+) -> StepWork:
+    """The step with what each device works for it, where it carries a rank and an encoder."""
+    seconds, _ = simulator.durations(step.program, step.works)
+    work, encode = float(seconds.sum()) / step.program.num_ranks + simulator.optimizer_s(), 0.0
+    for each, chosen in zip(step.encoded, candidate.encoders.values(), strict=True):
+        devices = candidate.backbone.devices / chosen.degrees.world_size
+        encode += sum(each.seconds) / replicas_of(chosen, packed) / devices
+    return replace(step, shared_s=slowdown * work, shared_encode_s=slowdown * encode)
 
 
 def _simulator(

@@ -33,3 +33,17 @@ class EncodedStep:
                 latest = finish
             done.append(latest)
         return np.array(done)[self.needed]
+
+
+def shared_end_s(ends: FloatArray, works: FloatArray, encodes: FloatArray, index: int, lookahead: int) -> float:
+    """Return when a device can have done all work up to a step, of which none is done before it may be.
+
+    From any earlier step i on: what is encoded for it and later, and the backbone's work since its window opened.
+    """
+    first = np.arange(index + 1)
+    opens = first - lookahead - 1
+    opened = np.where(opens >= 0, ends[opens], 0.0)
+    work = np.concatenate([[0.0], np.cumsum(works[: index + 1])])
+    encode = np.concatenate([[0.0], np.cumsum(encodes[: index + 1])])
+    since = work[-1] - work[np.maximum(opens + 1, 0)]
+    return float((opened + since + encode[-1] - encode[first]).max())

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowtrain.costs.flops import FloatArray
 from flowtrain.costs.microbatches import MicrobatchColumns
-from flowtrain.simulator.encoders import EncodedStep
+from flowtrain.simulator.encoders import EncodedStep, shared_end_s
 from flowtrain.simulator.engine import Timeline
 from flowtrain.simulator.program import Op, Program
 from flowtrain.simulator.step import StepSimulator
@@ -25,6 +25,10 @@ class StepWork:
     """Microbatches of each replica."""
     encoded: tuple[EncodedStep, ...] = ()
     """By encoder with actors of its own, as in ``replicas`` of ``simulate``."""
+    shared_s: float = 0.0
+    """Seconds that a device works for the step if it carries an encoder too: the backbone's part. 0: it does not."""
+    shared_encode_s: float = 0.0
+    """As before: the encoders' part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +94,7 @@ def simulate(
     free = [[0.0] * count for count in replicas]
     durations = [simulator.durations(step.program, step.works) for step in steps]
     optimizer_s, now, done = simulator.optimizer_s(), 0.0, []
+    ends, works, encodes = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
     for index in range(num_steps):
         step, (seconds, transfers) = steps[index % len(steps)], durations[index % len(steps)]
         opened = done[index - lookahead - 1].end_s if index > lookahead else 0.0
@@ -103,6 +108,10 @@ def simulate(
             buffered=simulator.buffered,
         )
         end = timeline.makespan_s + optimizer_s
+        if step.shared_s:
+            works[index], encodes[index] = step.shared_s, step.shared_encode_s
+            end = max(end, shared_end_s(ends, works, encodes, index, lookahead))
+        ends[index] = end
         done.append(SimulatedStep(now, end, timeline))
         now = end
     return SimulatedRun(tuple(done))

@@ -104,7 +104,7 @@ def _ratings(
             rate_formula=candidate.rate_formula,
             imbalance=each.imbalance,
             predicted=each.predicted,
-            plan=candidate.plan,
+            candidate=candidate,
             was_tried=each.was_tried,
         )
     yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))

@@ -84,14 +84,15 @@ def _simulator(
     times = replace(times_of(request, backbone.device_type), setup=setup)
     # Groups of shards as in the run, also where only a part of the ranks is packed for.
     actions = ActionTimes(times, backbone.degrees, shards)
-    return StepSimulator(_partition(request, candidate), actions, _encoder(request, candidate))
+    return StepSimulator(partition_of(request, candidate), actions, _encoder(request, candidate))
 
 
 def _encoder(request: Request, candidate: ModeCandidate) -> str:
     return monolithic.encoder_of(request.model)[0] if candidate.mode == "monolithic" else ""
 
 
-def _partition(request: Request, candidate: ModeCandidate) -> Partition:
+def partition_of(request: Request, candidate: ModeCandidate) -> Partition:
+    """Return which layers lie on which stage of the run."""
     pp = candidate.backbone.degrees.pp
     if candidate.mode == "monolithic":
         return monolithic.monolithic_partition(request, pp, candidate.encoder_layers or "first")

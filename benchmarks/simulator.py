@@ -25,7 +25,8 @@ import flowtrain
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.simulator.engine import Timeline
-from flowtrain.simulator.program import Program, program_of
+from flowtrain.simulator.lists import program_of
+from flowtrain.simulator.program import Program
 
 STAGES, MICROBATCHES, CHANGES = 16, 64, 3000
 MODEL, DEVICES, STEPS = ROOT / "configs" / "models" / "vlm_6b.yaml", 256, 1000

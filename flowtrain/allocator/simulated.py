@@ -105,12 +105,13 @@ def _works(
     """Microbatches of each rank in the slots from ``first`` to ``last``."""
     workload = request.workload
     lengths = workload.lengths.astype(np.float64)
-    columns = [lengths, lengths**2, workload.vision_lengths, workload.target_lengths]
-    sums = [packed.sums(each)[first:last] for each in columns]
+    columns = (lengths, np.square(lengths), workload.vision_lengths, workload.target_lengths)
+    tokens, squares, vision, targets = (packed.sums(each)[first:last] for each in columns)
     none, works = (np.zeros(0, dtype=np.int64), np.zeros(last - first, dtype=np.int64)), []
     for rank in range(packed.dp):
         images = _images(request, packed, first, last, rank) if has_images else none
-        works.append(MicrobatchColumns(*(each[:, rank] for each in sums), *images))
+        own = tokens[:, rank], squares[:, rank], vision[:, rank], targets[:, rank]
+        works.append(MicrobatchColumns(*own, *images))
     return tuple(works)
 
 

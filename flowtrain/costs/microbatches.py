@@ -55,7 +55,7 @@ class MicrobatchColumns:
 
     def of_images(self, values: FloatArray) -> FloatArray:
         """Return the sum over each microbatch's images, ``[M]``, of values ``[I]``."""
-        return np.bincount(np.repeat(np.arange(len(self)), self.num_images), values, len(self))
+        return np.bincount(np.repeat(np.arange(len(self)), self.num_images), values, len(self)).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ executor, gloo and emulated devices do.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.errors import ScheduleError
@@ -110,11 +111,19 @@ class Timeline:
     @property
     def busy_s(self) -> FloatArray:
         """Seconds that each rank computes, ``[R]``."""
-        return np.bincount(self.program.computations.rank, self._seconds, self.program.num_ranks)
+        return np.bincount(self.program.computations.rank, self._seconds, self.program.num_ranks).astype(np.float64)
 
 
 @compiled
-def _arrive(which, lane_start, transfer_s, sent, launched, arrived, buffered):  # type: ignore[no-untyped-def]
+def _arrive(
+    which: int,
+    lane_start: int,
+    transfer_s: FloatArray,
+    sent: FloatArray,
+    launched: FloatArray,
+    arrived: FloatArray,
+    buffered: bool,
+) -> None:
     """Set when a transfer arrives, and those before it between the same two ranks."""
     due = which
     while due > lane_start and np.isnan(arrived[due - 1]):
@@ -129,24 +138,24 @@ def _arrive(which, lane_start, transfer_s, sent, launched, arrived, buffered):  
 
 @compiled
 def _advance(
-    first,
-    op,
-    index,
-    seconds,
-    transfer_s,
-    ready_s,
-    lane_start,
-    group_first,
-    members,
-    buffered,
-    starts,
-    ends,
-    floats,
-    ints,
-    saved_floats,
-    saved_ints,
-    num_saved,
-):  # type: ignore[no-untyped-def]
+    first: IntArray,
+    op: NDArray[np.int8],
+    index: IntArray,
+    seconds: FloatArray,
+    transfer_s: FloatArray,
+    ready_s: FloatArray,
+    lane_start: IntArray,
+    group_first: IntArray,
+    members: IntArray,
+    buffered: bool,
+    starts: FloatArray,
+    ends: FloatArray,
+    floats: FloatArray,
+    ints: IntArray,
+    saved_floats: FloatArray,
+    saved_ints: IntArray,
+    num_saved: int,
+) -> int:
     """Run until no rank can go on, saving the state now and then; returns the number of saved states.
 
     A rank runs until it must wait; what it waits for puts it back on the stack. Times do not depend on that order.

@@ -93,7 +93,8 @@ def simulate(
     """
     free = [[0.0] * count for count in replicas]
     durations = [simulator.durations(step.program, step.works) for step in steps]
-    optimizer_s, now, done = simulator.optimizer_s(), 0.0, []
+    optimizer_s, now = simulator.optimizer_s(), 0.0
+    done: list[SimulatedStep] = []
     ends, works, encodes = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
     for index in range(num_steps):
         step, (seconds, transfers) = steps[index % len(steps)], durations[index % len(steps)]

@@ -17,7 +17,8 @@ from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.simulator.engine import Timeline
-from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, program_of, side_by_side
+from flowtrain.simulator.lists import program_of
+from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
 
 
 @dataclass(frozen=True)

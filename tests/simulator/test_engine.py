@@ -15,7 +15,8 @@ from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
 from flowtrain.simulator.engine import Timeline
-from flowtrain.simulator.program import Meets, Op, Program, program_of, side_by_side
+from flowtrain.simulator.lists import program_of
+from flowtrain.simulator.program import Meets, Op, Program, side_by_side
 from tests.pipeline.partitions import ANY_PARTITION, even, parse_actions
 from tests.pipeline.random_schedules import random_schedule
 from tests.simulator.reference import finish_times

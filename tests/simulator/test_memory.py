@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from flowtrain.pipeline.actions import ActionKind
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import in_flight_by_chunk, one_f_one_b
+from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.memory import held_nbytes, peak_nbytes
-from flowtrain.simulator.program import Op, program_of, side_by_side
+from flowtrain.simulator.program import Op, side_by_side
 from tests.pipeline.partitions import even
 from tests.simulator.test_engine import any_schedule
 

@@ -124,9 +124,8 @@ class _Builder:
     def _transfers(self) -> Transfers:
         rows: list[tuple[int, ...]] = []
         start = 0
-        for (source, destination), lane in self._lanes.items():
-            for is_gradient, place, microbatch, part in lane:
-                rows.append((source, destination, place, microbatch, part, is_gradient, start))
+        for ends, lane in self._lanes.items():
+            rows += [(*ends, *transfer[1:], transfer[0], start) for transfer in lane]
             start += len(lane)
         source, destination, place, microbatch, part, gradient, lane_start = _columns(rows, 7)
         return Transfers(source, destination, place, microbatch, part, gradient > 0, lane_start)

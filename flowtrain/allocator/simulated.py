@@ -67,8 +67,7 @@ def _shared(
     step: StepWork, simulator: StepSimulator, candidate: ModeCandidate, packed: PackedBatches, slowdown: float
 ) -> StepWork:
     """The step with what each device works for it, where it carries a rank and an encoder."""
-    seconds, _ = simulator.durations(step.program, step.works)
-    work, encode = float(seconds.sum()) / step.program.num_ranks + simulator.optimizer_s(), 0.0
+    work, encode = simulator.computing_s(step.program, step.works), 0.0
     for each, chosen in zip(step.encoded, candidate.encoders.values(), strict=True):
         devices = candidate.backbone.devices / chosen.degrees.world_size
         encode += sum(each.seconds) / replicas_of(chosen, packed) / devices

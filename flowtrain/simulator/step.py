@@ -62,7 +62,14 @@ class StepSimulator:
             self.times.optimizer_s([self._work(each) for each in self.partition.of_rank(rank)]) for rank in ranks
         )
 
-    def durations(self, program: Program, works: Sequence[MicrobatchColumns]) -> tuple[FloatArray, FloatArray]:
+    def computing_s(self, program: Program, works: Sequence[MicrobatchColumns]) -> float:
+        """Return the seconds of a step that a mean device computes, the update included."""
+        seconds, _ = self.durations(program, works, with_collectives=False)
+        return float(seconds.sum()) / program.num_ranks + self.optimizer_s()
+
+    def durations(
+        self, program: Program, works: Sequence[MicrobatchColumns], *, with_collectives: bool = True
+    ) -> tuple[FloatArray, FloatArray]:
         """Return seconds of each computation, with what it does not hide of collectives, and of each transfer."""
         columns, pp = program.computations, self.partition.pp_size
         first = np.cumsum([0, *map(len, works)])
@@ -71,7 +78,10 @@ class StepSimulator:
         seconds = np.zeros(len(columns))
         for places in self._alike():
             mine = np.isin(columns.place, places)
-            seconds[mine] = self._stage_s(self.partition.stages[places[0]], _only(columns, mine), joined, at[mine])
+            work, own = self._work(self.partition.stages[places[0]]), _only(columns, mine)
+            seconds[mine] = self._computing_s(work, own, joined, at[mine])
+            if with_collectives:
+                seconds[mine] += self._exposed_s(work, own, seconds[mine])
         transfers = program.transfers
         sent = first[transfers.source // pp] + transfers.microbatch
         return seconds, self._transfers_s(transfers, joined, sent)
@@ -83,14 +93,14 @@ class StepSimulator:
             groups.setdefault(self._work(stage), []).append(place)
         return list(groups.values())
 
-    def _stage_s(self, stage: Stage, columns: Computations, works: MicrobatchColumns, at: IntArray) -> FloatArray:
+    def _computing_s(
+        self, work: StageWork, columns: Computations, works: MicrobatchColumns, at: IntArray
+    ) -> FloatArray:
         """Seconds of the computations of stages that are alike; at: the number of each one's microbatch."""
-        work = self._work(stage)
         if work.encoder is not None and (columns.part != WHOLE).any():
             works, at = _cut(works, at, columns.part), np.arange(len(at))
         forward, backward = self.times.passes_s(work, works)
-        computing = np.where(columns.is_backward, backward[at], forward[at])
-        return computing + self._exposed_s(work, columns, computing)
+        return np.where(columns.is_backward, backward[at], forward[at])
 
     def _exposed_s(self, work: StageWork, columns: Computations, computing: FloatArray) -> FloatArray:
         """Seconds of collectives that the computations do not hide."""

@@ -17,12 +17,15 @@ from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
 from flowtrain.pipeline.partition import Partition
-from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
+from flowtrain.pipeline.schedules.build import ScheduleName
 from flowtrain.simulator.run import SimulatedRun, StepWork, simulate
 from flowtrain.simulator.step import StepSimulator
 
 DeviceTimesOf = Callable[[Request, str], DeviceTimes]
 """Times of any work on a type of device, with a request's settings."""
+
+_ENOUGH_OPS = 8192
+"""Operations of a replica after which no more batches are simulated: lists of long pipelines take time to build."""
 
 
 def simulated_run(
@@ -46,11 +49,14 @@ def simulated_run(
     simulator = _simulator(request, times_of, candidate, packed)
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
     schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
-    steps = []
+    steps: list[StepWork] = []
+    num_ops = 0
     for index, (first, last) in enumerate(zip([0, *packed.slot_ends[:-1]], packed.slot_ends, strict=True)):
-        lists = build_schedule(schedule, simulator.partition, num_microbatches=int(last - first), training=True)
+        if num_ops > _ENOUGH_OPS:
+            break
         works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
-        program = simulator.program([lists] * packed.dp)
+        program = simulator.named(schedule, int(last - first), packed.dp)
+        num_ops += len(program.op) // packed.dp
         step = StepWork(program, works, tuple(each[index] for each in encoded))
         steps.append(_shared(step, simulator, candidate, packed, slowdown) if candidate.mode == "colocated" else step)
     return simulate(
@@ -98,29 +104,25 @@ def partition_of(request: Request, candidate: ModeCandidate) -> Partition:
     return request.slices.partition(request.model.backbone.num_layers, pp)
 
 
-def _works(
-    request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool
-) -> tuple[MicrobatchColumns, ...]:
-    """Microbatches of each rank in the slots from ``first`` to ``last``."""
+def _works(request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool) -> MicrobatchColumns:
+    """Microbatches in the slots from ``first`` to ``last``, those of a rank after those of the one before."""
     workload = request.workload
     lengths = workload.lengths.astype(np.float64)
     columns = (lengths, np.square(lengths), workload.vision_lengths, workload.target_lengths)
-    tokens, squares, vision, targets = (packed.sums(each)[first:last] for each in columns)
-    none, works = (np.zeros(0, dtype=np.int64), np.zeros(last - first, dtype=np.int64)), []
-    for rank in range(packed.dp):
-        images = _images(request, packed, first, last, rank) if has_images else none
-        own = tokens[:, rank], squares[:, rank], vision[:, rank], targets[:, rank]
-        works.append(MicrobatchColumns(*own, *images))
-    return tuple(works)
+    tokens, squares, vision, targets = (packed.sums(each)[first:last].T.reshape(-1) for each in columns)
+    none = np.zeros(0, dtype=np.int64), np.zeros(len(tokens), dtype=np.int64)
+    images = _images(request, packed, first, last) if has_images else none
+    return MicrobatchColumns(tokens, squares, vision, targets, *images)
 
 
-def _images(request: Request, packed: PackedBatches, first: int, last: int, rank: int) -> tuple[IntArray, IntArray]:
-    """Patches of each image of a rank's microbatches, and the number of each one's images."""
+def _images(request: Request, packed: PackedBatches, first: int, last: int) -> tuple[IntArray, IntArray]:
+    """Patches of each image of the microbatches, and the number of each one's images."""
     num_images, num_patches = request.workload.images[monolithic.encoder_of(request.model)[0]]
-    places = np.arange(first, last) * packed.dp + rank
-    starts, ends = np.searchsorted(packed.places, places), np.searchsorted(packed.places, places, side="right")
-    samples = np.concatenate([packed.samples[start:end] for start, end in zip(starts, ends, strict=True)])
+    start, end = np.searchsorted(packed.places, [first * packed.dp, last * packed.dp])
+    slot, rank = np.divmod(packed.places[start:end] - first * packed.dp, packed.dp)
+    number = rank * (last - first) + slot
+    order = np.argsort(number, kind="stable")
+    samples = packed.samples[start:end][order]
     each = num_images[samples]
     patches = np.repeat(num_patches[samples] // np.maximum(each, 1), each)
-    slots = np.repeat(np.arange(last - first), ends - starts)
-    return patches, np.bincount(slots, each, last - first).astype(np.int64)
+    return patches, np.bincount(number[order], each, packed.dp * (last - first)).astype(np.int64)

@@ -63,8 +63,8 @@ def _modes(report: SimulationReport) -> Table:
             f"{mode.rating.rate:.4g}",
             f"{mode.run.step_s:.4g}",
             f"{mode.mfu:.1%}",
-            f"{mode.starved:.1%}",
-            f"{mode.bubble:.1%}",
+            f"{mode.run.starved:.1%}",
+            f"{mode.run.bubble:.1%}",
         )
     return table
 

@@ -64,18 +64,6 @@ class SimulatedMode:
         return modules[-1:] if self.rating.mode in ("colocated", "monolithic") else modules
 
     @property
-    def starved(self) -> float:
-        """Share of the second half's time in which replicas wait for data."""
-        steps = self.run.steps[len(self.run.steps) // 2 :]
-        return sum(step.starved_s for step in steps) / sum(step.end_s - step.begin_s for step in steps)
-
-    @property
-    def bubble(self) -> float:
-        """Share of the second half's time in which a mean rank of the backbone does not compute."""
-        steps = self.run.steps[len(self.run.steps) // 2 :]
-        return sum(step.bubble for step in steps) / len(steps)
-
-    @property
     def peak_nbytes(self) -> dict[str, int]:
         """Predicted peak of each module's fullest device."""
         return {module.name: module.peak_nbytes for module in self.rating.modules}
@@ -102,8 +90,8 @@ class SimulatedMode:
             "tokens_per_s": self.tokens_per_s,
             "step_s": self.run.step_s,
             "mfu": self.mfu,
-            "starved": self.starved,
-            "bubble": self.bubble,
+            "starved": self.run.starved,
+            "bubble": self.run.bubble,
             "peak_nbytes": self.peak_nbytes,
         }
 

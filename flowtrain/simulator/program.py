@@ -141,54 +141,70 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
     """
     pp, dp = programs[0].num_ranks, len(programs)
     assert all(each.num_ranks == pp for each in programs) and dp % shard_size == 0, (dp, shard_size)
-    sets = dp // shard_size
-    shards = [[d * pp + r for d in range(s * shard_size, (s + 1) * shard_size)] for r in range(pp) for s in range(sets)]
-    replicas = [[d * pp + r for d in range(dp)] for r in range(pp)]
-    groups = shards + replicas
-    counts = [(len(each.op), len(each.computations), len(each.transfers), len(each.fetches)) for each in programs]
-    before = np.cumsum([(0, 0, 0, 0), *counts[:-1]], axis=0).tolist()
-    parts = [_shifted(each, d, dp, shard_size, *before[d]) for d, each in enumerate(programs)]
+    sets, replica = dp // shard_size, np.arange(dp)
+    ranks = replica[None, :] * pp + np.arange(pp)[:, None]
+    # The replicas of a set of shards, set by set of each pipeline rank; then all replicas of each.
+    members = np.concatenate([ranks.reshape(-1), ranks.reshape(-1)])
+    sizes = [shard_size] * (pp * sets) + [dp] * pp
+    of_op, of_computation, of_transfer, of_fetch = (
+        _Numbering.of([count(each) for each in programs])
+        for count in (
+            lambda each: len(each.op),
+            lambda each: len(each.computations),
+            lambda each: len(each.transfers),
+            lambda each: len(each.fetches),
+        )
+    )
+    op = np.concatenate([each.op for each in programs])
+    rank_of_op = np.concatenate([np.repeat(np.arange(pp), np.diff(each.first)) for each in programs])
+    index = np.concatenate([each.index for each in programs])
+    group = np.where(index == Group.SHARDS, rank_of_op * sets + of_op.replica // shard_size, pp * sets + rank_of_op)
+    of_kinds = {Op.COMPUTE: of_computation, Op.FETCH: of_fetch}
+    kinds = [*(op == kind for kind in of_kinds), op == Op.MEET]
+    numbers = [*(index + each.before[of_op.replica] for each in of_kinds.values()), group]
+    computations = _joined(Computations, [each.computations for each in programs])
+    transfers = _joined(Transfers, [each.transfers for each in programs])
+    fetches = _joined(Fetches, [each.fetches for each in programs])
     return Program(
-        first=np.concatenate([[0], *(each.first[1:] for each in parts)]),
-        op=np.concatenate([each.op for each in parts]),
-        index=np.concatenate([each.index for each in parts]),
-        computations=_joined(Computations, [each.computations for each in parts]),
-        transfers=_joined(Transfers, [each.transfers for each in parts]),
-        fetches=_joined(Fetches, [each.fetches for each in parts]),
-        group_first=np.cumsum([0, *map(len, groups)]),
-        members=np.array([rank for group in groups for rank in group], dtype=np.int64),
+        first=np.concatenate([[0], *(each.first[1:] + at for each, at in zip(programs, of_op.before, strict=True))]),
+        op=op,
+        index=np.select(kinds, numbers, index + of_transfer.before[of_op.replica]),
+        computations=replace(
+            computations,
+            rank=computations.rank + pp * of_computation.replica,
+            op=computations.op + of_op.before[of_computation.replica],
+            forward=computations.forward + of_computation.moved,
+        ),
+        transfers=replace(
+            transfers,
+            source=transfers.source + pp * of_transfer.replica,
+            destination=transfers.destination + pp * of_transfer.replica,
+            lane_start=transfers.lane_start + of_transfer.moved,
+        ),
+        fetches=replace(fetches, rank=fetches.rank + pp * of_fetch.replica),
+        group_first=np.cumsum([0, *sizes]),
+        members=members,
         num_replicas=dp,
     )
 
 
-def _shifted(
-    program: Program, replica: int, dp: int, shard_size: int, ops: int, computations: int, transfers: int, fetches: int
-) -> Program:
-    """A replica's program with the numbers that it has among all; the last four: of those of replicas before it."""
-    pp, sets = program.num_ranks, dp // shard_size
-    ranks = replica * pp
-    rank_of_op = np.repeat(np.arange(pp), np.diff(program.first))
-    group = np.where(program.index == Group.SHARDS, rank_of_op * sets + replica // shard_size, pp * sets + rank_of_op)
-    kind = program.op
-    added = np.select(
-        [kind == Op.COMPUTE, kind == Op.FETCH, kind == Op.MEET],
-        [computations, fetches, group - program.index],
-        transfers,
-    )
-    own, moved = program.computations, program.transfers
-    return Program(
-        first=program.first + ops,
-        op=kind,
-        index=program.index + added,
-        computations=replace(own, rank=own.rank + ranks, op=own.op + ops, forward=own.forward + computations),
-        transfers=replace(
-            moved,
-            source=moved.source + ranks,
-            destination=moved.destination + ranks,
-            lane_start=moved.lane_start + transfers,
-        ),
-        fetches=replace(program.fetches, rank=program.fetches.rank + ranks),
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _Numbering:
+    """Things of which each replica has some, numbered replica after replica."""
+
+    before: IntArray
+    """Those of earlier replicas, by replica."""
+    replica: IntArray
+    """Replica of each."""
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> _Numbering:
+        return cls(np.cumsum([0, *counts[:-1]]), np.repeat(np.arange(len(counts)), counts))
+
+    @property
+    def moved(self) -> IntArray:
+        """What is added to the number of each."""
+        return self.before[self.replica]
 
 
 def _joined(kind: type[ColumnsT], columns: Sequence[ColumnsT]) -> ColumnsT:

@@ -21,8 +21,8 @@ class StepWork:
 
     program: Program
     """Operations of all replicas."""
-    works: tuple[MicrobatchColumns, ...]
-    """Microbatches of each replica."""
+    works: MicrobatchColumns
+    """Microbatches of all replicas, one replica after another."""
     encoded: tuple[EncodedStep, ...] = ()
     """By encoder with actors of its own, as in ``replicas`` of ``simulate``."""
     shared_s: float = 0.0
@@ -73,6 +73,21 @@ class SimulatedRun:
         half, ends = len(self.steps) // 2, self.ends_s
         before = float(ends[half - 1]) if half else 0.0
         return (float(ends[-1]) - before) / (len(ends) - half)
+
+    @property
+    def starved(self) -> float:
+        """Share of the second half's time in which replicas wait for data."""
+        counted = self._counted
+        return sum(step.starved_s for step in counted) / sum(step.end_s - step.begin_s for step in counted)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the second half's time in which a mean rank does not compute."""
+        return sum(step.bubble for step in self._counted) / len(self._counted)
+
+    @property
+    def _counted(self) -> tuple[SimulatedStep, ...]:
+        return self.steps[len(self.steps) // 2 :]
 
 
 def simulate(

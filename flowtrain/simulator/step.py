@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from flowtrain.pipeline.actions import Schedule, StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import Partition, Stage
-from flowtrain.simulator.engine import Timeline
+from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
 from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
 
@@ -35,6 +35,12 @@ class StepSimulator:
     encoder: str = ""
     buffered: bool = True
 
+    def named(self, schedule: ScheduleName, num_microbatches: int, num_replicas: int) -> Program:
+        """Return the operations of replicas that all train by a named schedule."""
+        meets = self._meets if num_replicas > 1 else None
+        program = _named_program(schedule, self.partition, num_microbatches, meets)
+        return program if num_replicas == 1 else side_by_side([program] * num_replicas, self.times.shard_size)
+
     def program(self, replicas: Sequence[Schedule]) -> Program:
         """Return the operations of all replicas, by their action lists; equal lists are read once."""
         meets = self._meets if len(replicas) > 1 else None
@@ -43,18 +49,6 @@ class StepSimulator:
         programs = [read[id(lists)] for lists in replicas]
         return programs[0] if len(programs) == 1 else side_by_side(programs, self.times.shard_size)
 
-    def run(
-        self,
-        program: Program,
-        works: Sequence[MicrobatchColumns],
-        *,
-        ready_s: FloatArray | None = None,
-        begin_s: FloatArray | None = None,
-    ) -> Timeline:
-        """Return the times of a step. works: microbatches of each replica, by their number in its lists."""
-        seconds, transfers = self.durations(program, works)
-        return Timeline(program, seconds, transfers, ready_s=ready_s, begin_s=begin_s, buffered=self.buffered)
-
     def optimizer_s(self) -> float:
         """Return seconds of the update after a step, on the rank with the most to update."""
         ranks = range(self.partition.pp_size)
@@ -62,29 +56,31 @@ class StepSimulator:
             self.times.optimizer_s([self._work(each) for each in self.partition.of_rank(rank)]) for rank in ranks
         )
 
-    def computing_s(self, program: Program, works: Sequence[MicrobatchColumns]) -> float:
+    def computing_s(self, program: Program, works: MicrobatchColumns) -> float:
         """Return the seconds of a step that a mean device computes, the update included."""
         seconds, _ = self.durations(program, works, with_collectives=False)
         return float(seconds.sum()) / program.num_ranks + self.optimizer_s()
 
     def durations(
-        self, program: Program, works: Sequence[MicrobatchColumns], *, with_collectives: bool = True
+        self, program: Program, works: MicrobatchColumns, *, with_collectives: bool = True
     ) -> tuple[FloatArray, FloatArray]:
-        """Return seconds of each computation, with what it does not hide of collectives, and of each transfer."""
+        """Return seconds of each computation, with what it does not hide of collectives, and of each transfer.
+
+        works: microbatches of all replicas, by their number in the lists, one replica after another.
+        """
         columns, pp = program.computations, self.partition.pp_size
-        first = np.cumsum([0, *map(len, works)])
-        joined = _joined(works)
-        at = first[columns.rank // pp] + columns.microbatch
+        each = len(works) // program.num_replicas
+        at = columns.rank // pp * each + columns.microbatch
         seconds = np.zeros(len(columns))
         for places in self._alike():
             mine = np.isin(columns.place, places)
             work, own = self._work(self.partition.stages[places[0]]), _only(columns, mine)
-            seconds[mine] = self._computing_s(work, own, joined, at[mine])
+            seconds[mine] = self._computing_s(work, own, works, at[mine])
             if with_collectives:
                 seconds[mine] += self._exposed_s(work, own, seconds[mine])
         transfers = program.transfers
-        sent = first[transfers.source // pp] + transfers.microbatch
-        return seconds, self._transfers_s(transfers, joined, sent)
+        sent = transfers.source // pp * each + transfers.microbatch
+        return seconds, self._transfers_s(transfers, works, sent)
 
     def _alike(self) -> list[list[int]]:
         """Places of stages that take the same time for the same microbatch, in groups."""
@@ -145,10 +141,11 @@ class StepSimulator:
         )
 
 
-def _joined(works: Sequence[MicrobatchColumns]) -> MicrobatchColumns:
-    """The microbatches of all replicas, one replica after another."""
-    names = [each.name for each in fields(MicrobatchColumns)]
-    return MicrobatchColumns(**{name: np.concatenate([getattr(each, name) for each in works]) for name in names})
+@lru_cache(maxsize=256)
+def _named_program(schedule: ScheduleName, partition: Partition, num_microbatches: int, meets: Meets | None) -> Program:
+    """One replica's operations; candidates of a plan share most of them."""
+    lists = build_schedule(schedule, partition, num_microbatches=num_microbatches, training=True)
+    return program_of(lists, partition, meets)
 
 
 def _only(columns: Computations, mask: BoolArray) -> Computations:

@@ -21,6 +21,8 @@ from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import EncoderSplit, Partition, build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
+from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.program import Program
 from flowtrain.simulator.step import StepSimulator
 from flowtrain.types.plan import Degrees
 from tests.allocator.worlds import MODEL, SETUP, cluster, request, roofline_surrogate, workload
@@ -34,6 +36,11 @@ def action_times(degrees: Degrees, sharding: str = "full", reduction: str = "ste
     setup = replace(SETUP, sharding=sharding, gradient_reduction=reduction)
     (device,) = cluster(h200=degrees.world_size).device_types
     return ActionTimes(DeviceTimes(device, MODEL, setup, FROZEN_ENCODERS), degrees, degrees.dp)
+
+
+def timeline_of(simulator: StepSimulator, program: Program, works: list[MicrobatchWork]) -> Timeline:
+    """Times of a step with these microbatches of all replicas."""
+    return Timeline(program, *simulator.durations(program, MicrobatchColumns.of(works)))
 
 
 def drawn_works(random: Random, count: int, *, images: bool = False) -> list[MicrobatchWork]:
@@ -70,7 +77,7 @@ def test_equal_microbatches_take_the_surrogates_step(
     work = MicrobatchWork((LENGTH,) * samples, VISION * samples, TARGETS * samples)
     simulator = StepSimulator(partition, times)
     program = simulator.program([one_f_one_b(partition, microbatches)] * dp)
-    timeline = simulator.run(program, [MicrobatchColumns.of([work] * microbatches)] * dp)
+    timeline = timeline_of(simulator, program, [work] * microbatches * dp)
     assert timeline.makespan_s + simulator.optimizer_s() == pytest.approx(float(expected.total[0]), rel=1e-6)
 
 
@@ -85,7 +92,7 @@ def test_every_action_takes_its_own_time(seed: int, dp: int, pp: int) -> None:
     works = [drawn_works(random, len(num_parts), images=True) for _ in range(dp)]
     simulator = StepSimulator(partition, times, encoder="vision")
     program = simulator.program([lists] * dp)
-    seconds, transfers = simulator.durations(program, [MicrobatchColumns.of(each) for each in works])
+    seconds, transfers = simulator.durations(program, MicrobatchColumns.of([work for each in works for work in each]))
     columns = program.computations
     for number in range(len(columns)):
         stage = partition.stages[columns.place[number]]
@@ -130,7 +137,7 @@ def test_replicas_with_less_to_do_wait_for_the_others() -> None:
     long, short = MicrobatchWork((4096,), 0, 512), MicrobatchWork((1024,), 0, 512)
     simulator = StepSimulator(partition, times)
     program = simulator.program([one_f_one_b(partition, 2)] * 2)
-    uneven = simulator.run(program, [MicrobatchColumns.of([long, short]), MicrobatchColumns.of([short, long])])
-    even = simulator.run(program, [MicrobatchColumns.of([long, short])] * 2)
+    uneven = timeline_of(simulator, program, [long, short, short, long])
+    even = timeline_of(simulator, program, [long, short, long, short])
     assert uneven.makespan_s > 1.2 * even.makespan_s  # each slot takes as long as its longer microbatch
     assert uneven.finish_s[0] == uneven.finish_s[1]

@@ -189,7 +189,8 @@ def make_report(
     config, efficiency = planned.config, Efficiency()
     cluster = cluster_of(asked, planned, profile)
     request = request_of(planned, cluster, profile)
-    surrogate_for = surrogates(device_times(config, efficiency, profile))
+    times_of = device_times(config, efficiency, profile)
+    surrogate_for = surrogates(times_of)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     trials, unused = () if profile is None else profile.trials, None
     if profile is not None and trials:
@@ -204,6 +205,7 @@ def make_report(
         method=config.allocator.method,
         batches=batches,
         trials=trials,
+        times_of=times_of,
     )
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup

@@ -24,10 +24,14 @@ if TYPE_CHECKING:
     from flowtrain.controller.dry_run import DryRunReport
     from flowtrain.controller.export import Exported
     from flowtrain.controller.pack import PackReport, Progress
+    from flowtrain.controller.planning.devices import AskedDevices
+    from flowtrain.controller.planning.planned import Planned
     from flowtrain.controller.planning.report import PlanReport
     from flowtrain.controller.profiling import ProfileReport
+    from flowtrain.controller.simulation import SimulationReport
     from flowtrain.controller.starting_config import StartingConfig
     from flowtrain.controller.summary import RunSummary
+    from flowtrain.costs.profile import Profile
 
 
 def init(
@@ -148,9 +152,52 @@ def plan(
 
     Starts nothing. Pass the report's ``plan`` to ``train``. Raises ConfigError, DataError.
     """
+    from flowtrain.controller.planning.report import make_report
+
+    planned, asked, measured = _to_plan(config, overrides, device, devices, nodes, profile)
+    return make_report(planned, asked, solver=solver, profile=measured)
+
+
+def simulate(
+    config: ConfigLike,
+    overrides: Sequence[str] = (),
+    *,
+    device: str | Sequence[str] = (),
+    devices: int | None = None,
+    nodes: int | None = None,
+    profile: str | PathLike[str] | None = None,
+    num_steps: int = 12,
+    compare: bool = False,
+) -> SimulationReport:
+    """Plan as ``plan`` does, then time the steps of the plan in virtual time (docs/simulator.md).
+
+    Other arguments are those of ``plan``.
+
+    num_steps: least number of steps; the second half counts.
+    compare: simulate the best plan of every mode, as with ``mode: auto``.
+
+    Starts nothing. Raises ConfigError, DataError.
+    """
+    if num_steps < 2:
+        raise ConfigError(f"num_steps (--steps) is {num_steps}; it must be at least 2, since the second half counts")
+    from flowtrain.controller.simulation import simulate_plan
+
+    changes = (*overrides, "mode=auto") if compare else tuple(overrides)
+    planned, asked, measured = _to_plan(config, changes, device, devices, nodes, profile)
+    return simulate_plan(planned, asked, profile=measured, num_steps=num_steps)
+
+
+def _to_plan(
+    config: ConfigLike,
+    overrides: Sequence[str],
+    device: str | Sequence[str],
+    devices: int | None,
+    nodes: int | None,
+    profile: str | PathLike[str] | None,
+) -> tuple[Planned, AskedDevices, Profile | None]:
+    """What is planned, for which devices, with which measured rates; arguments as of ``plan``."""
     from flowtrain.controller.planning.devices import AskedDevices
     from flowtrain.controller.planning.planned import is_model_file, planned_model
-    from flowtrain.controller.planning.report import make_report
     from flowtrain.costs.profile import configured_profile, read_profile
 
     for name, count in (("devices", devices), ("nodes", nodes)):
@@ -166,7 +213,7 @@ def plan(
 
         planned = planned_run(resolved)
     types = (device,) if isinstance(device, str) else tuple(device)
-    return make_report(planned, AskedDevices(types, devices, nodes), solver=solver, profile=measured)
+    return planned, AskedDevices(types, devices, nodes), measured
 
 
 def profile(

@@ -156,7 +156,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         files = [word for word in arguments if word.endswith(".yaml")]
         before = dict(zip(arguments[1:], arguments, strict=False))
         overrides = [word for word in arguments if "=" in word and before.get(word) not in valued]
-        if files and command == "plan" and is_model_file(ROOT / files[0]):
+        if files and command in ("plan", "simulate") and is_model_file(ROOT / files[0]):
             planned_model(ROOT / files[0], overrides)
         elif files:
             values = plain_values(load_config(ROOT / files[0], check_paths=False))

@@ -13,13 +13,14 @@ import numpy as np
 from flowtrain.allocator import monolithic
 from flowtrain.allocator.candidates import Candidate, CandidateColumns
 from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
-from flowtrain.allocator.drawn_flow import DrawnStep, EncodedStep, finishes
+from flowtrain.allocator.drawn_flow import DrawnStep, finishes
 from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.allocator.parameter_traffic import StageParameters
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import SlotTime, Surrogate, columns_of, fill_s
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.profiled_times import CPU
+from flowtrain.simulator.encoders import EncodedStep
 
 _STEPS = 24
 """Least number of steps that encoders and backbone run through; the second half counts."""
@@ -52,7 +53,7 @@ def drawn_rate(
     packed = batches.packed(request, candidate.backbone.degrees.dp)
     backbone = _Backbone.of(request, surrogate, candidate, packed)
     steps = _steps(request, surrogate, candidate, packed, backbone, slowdown)
-    replicas = [_replicas(each.degrees.dp, packed) for each in candidate.encoders.values()]
+    replicas = [replicas_of(each, packed) for each in candidate.encoders.values()]
     rounds = max(_ROUNDS, 2 * -(-_STEPS // (2 * len(steps))))
     num_steps = rounds * len(steps)
     ends = finishes(
@@ -76,7 +77,7 @@ def drawn_rate(
 
 def _idle_s(encoder: Candidate, steps: list[DrawnStep], index: int, step_s: float, packed: PackedBatches) -> float:
     """Device seconds of a step that an encoder leaves over. index: its place in each step's encoders."""
-    replicas = _replicas(encoder.degrees.dp, packed)
+    replicas = replicas_of(encoder, packed)
     busy_s = sum(sum(step.encoded[index].seconds) for step in steps) / len(steps) / replicas
     return encoder.degrees.world_size * max(0.0, step_s - busy_s)
 
@@ -181,7 +182,7 @@ def _steps(
     backbone: _Backbone,
     slowdown: float,
 ) -> list[DrawnStep]:
-    encoded = [_encoded(request, surrogate, candidate, packed, name) for name in candidate.encoders]
+    encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
     steps = []
     for index, (slots, rest, busy) in enumerate(zip(backbone.slots, backbone.rest_s, backbone.busy_s, strict=True)):
         own = tuple(each[index] for each in encoded)
@@ -189,20 +190,20 @@ def _steps(
         if candidate.mode == "colocated":
             work, encode = slowdown * float(busy), 0.0
             for each, chosen in zip(own, candidate.encoders.values(), strict=True):
-                replicas = _replicas(chosen.degrees.dp, packed)
+                replicas = replicas_of(chosen, packed)
                 devices = candidate.backbone.devices / chosen.degrees.world_size
                 encode += slowdown * sum(each.seconds) / replicas / devices
         steps.append(DrawnStep(slots, float(rest), own, work, encode))
     return steps
 
 
-def _encoded(
+def encoded_steps(
     request: Request, surrogate: Surrogate, candidate: ModeCandidate, packed: PackedBatches, name: str
 ) -> list[EncodedStep]:
-    """One encoder's batches of each step, cut from the order in which the backbone needs the samples."""
+    """Return one encoder's batches of each step, cut from the order in which the backbone needs the samples."""
     chosen = candidate.encoders[name]
     num_images, num_patches = request.workload.images[name]
-    replicas = _replicas(chosen.degrees.dp, packed)
+    replicas = replicas_of(chosen, packed)
     # So many replicas are as fast as the share of all that the packed share of the batch has.
     scale = replicas / (chosen.degrees.dp * packed.share)
     seconds = scale * surrogate.times[chosen.device_type].images_s(name, chosen.degrees.tp)
@@ -233,9 +234,9 @@ def _batch_numbers(patches: IntArray, limit: int) -> IntArray:
     return np.concatenate([[0], np.cumsum(np.diff(passed) > 0)]).astype(np.int64)
 
 
-def _replicas(replicas: int, packed: PackedBatches) -> int:
-    """Replicas of an encoder for the packed share of a batch."""
-    return max(1, round(replicas * packed.share))
+def replicas_of(encoder: Candidate, packed: PackedBatches) -> int:
+    """Return the replicas of an encoder for the packed share of a batch."""
+    return max(1, round(encoder.degrees.dp * packed.share))
 
 
 def _worth_tokens(request: Request) -> FloatArray:

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 
 import numpy as np
 
-from flowtrain.costs.flops import FloatArray, IntArray
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EncodedStep:
-    """One encoder's work for a step, in batches that its replicas lease in this order."""
-
-    seconds: tuple[float, ...]
-    """Of each encode batch."""
-    needed: IntArray
-    """Encode batches that each slot and those before it need, ``[K]``."""
+from flowtrain.costs.flops import FloatArray
+from flowtrain.simulator.encoders import EncodedStep, shared_end_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,39 +50,12 @@ def finishes(
         end = last + float(before[-1])
         for encoded, heap in zip(step.encoded, free, strict=True):
             if encoded.seconds:
-                ready = _ready(encoded, heap, opened)
+                ready = encoded.ready_s(heap, opened)
                 at = ready[-1] if is_barrier else ready
                 end = max(end, float((at + before[-1] - before[:-1]).max()))
         works[index], encodes[index] = step.shared_s, step.shared_encode_s
         last = end + step.rest_s
         if step.shared_s:
-            last = max(last, _shared(ends, works, encodes, index, lookahead))
+            last = max(last, shared_end_s(ends, works, encodes, index, lookahead))
         ends[index] = last
     return ends
-
-
-def _ready(encoded: EncodedStep, free: list[float], opened: float) -> FloatArray:
-    """Return when the images of each slot are encoded, ``[K]``. free: when each replica is, a heap that is changed."""
-    done, latest = [0.0], 0.0
-    for seconds in encoded.seconds:
-        first = free[0]
-        finish = (first if first > opened else opened) + seconds
-        heapreplace(free, finish)
-        if finish > latest:
-            latest = finish
-        done.append(latest)
-    return np.array(done)[encoded.needed]
-
-
-def _shared(ends: FloatArray, works: FloatArray, encodes: FloatArray, index: int, lookahead: int) -> float:
-    """Return when a device can have done all work up to a step, of which none is done before it may be.
-
-    From any earlier step i on: what is encoded for it and later, and the backbone's work since its window opened.
-    """
-    first = np.arange(index + 1)
-    opens = first - lookahead - 1
-    opened = np.where(opens >= 0, ends[opens], 0.0)
-    work = np.concatenate([[0.0], np.cumsum(works[: index + 1])])
-    encode = np.concatenate([[0.0], np.cumsum(encodes[: index + 1])])
-    since = work[-1] - work[np.maximum(opens + 1, 0)]
-    return float((opened + since + encode[-1] - encode[first]).max())

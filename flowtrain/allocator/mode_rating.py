@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowtrain.allocator.allocation import Allocation, ModuleAllocation
+from flowtrain.allocator.mode_candidate import ModeCandidate
 from flowtrain.costs.profile_trials import TriedPlan
 from flowtrain.types.run_plan import BackboneSettings, EncoderPlace, Mode
 
@@ -31,10 +32,15 @@ class ModeRating:
     """Time of a step's slowest replica over the mean, minus one."""
     predicted: float | None = None
     """Samples/s without the profile's trials; ``rate`` is corrected by them."""
-    plan: TriedPlan | None = None
-    """What a trial of it is known by."""
+    candidate: ModeCandidate | None = None
+    """What was rated; None if nothing fits."""
     was_tried: bool = False
     """Whether the profile has a trial of it, so that ``rate`` is measured."""
+
+    @property
+    def plan(self) -> TriedPlan | None:
+        """What a trial of it is known by; None if nothing fits."""
+        return self.candidate.plan if self.candidate is not None else None
 
 
 @dataclass(frozen=True, slots=True)

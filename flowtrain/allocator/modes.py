@@ -27,6 +27,7 @@ from flowtrain.allocator.mode_reasons import (
 from flowtrain.allocator.program.flow import Choice
 from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Memos, Request, SurrogateFactory, memos_of
+from flowtrain.allocator.simulated import DeviceTimesOf, simulated_run
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.allocator.whole import Found, slowdown_of, whole_candidates
 from flowtrain.config.allocator import AllocationMethod
@@ -36,6 +37,8 @@ from flowtrain.types.run_plan import Mode
 
 _EQUAL = 0.999
 """Of a mode's candidates with this share of its best rate, the one with the fewest devices is taken."""
+_MOST_SIMULATED = 4
+"""Candidates of a mode."""
 _APART: tuple[Mode, ...] = ("decoupled", "disaggregated")
 """Encoders and backbone have devices of their own."""
 
@@ -49,16 +52,18 @@ def compare_modes(
     method: AllocationMethod = "milp",
     batches: DrawnBatches | None = None,
     trials: Sequence[Trial] = (),
+    times_of: DeviceTimesOf | None = None,
 ) -> ModeComparison:
     """Return the best plan of each mode over all of the request's choices.
 
     method: of ``decoupled`` and ``disaggregated``. batches: drawn from the workload; None: by a fixed seed.
+    times_of: of single actions, by which a mode's last candidates are simulated; None: they are rated by formula.
     trials: plans that ran, by which predicted rates are corrected. ``llm_only`` is a bound, not a contestant, unless it
     is the only mode. Raises ConfigError if no mode fits.
     """
     started = time.perf_counter()
     batches = batches if batches is not None else DrawnBatches.draw(request.decided().workload)
-    search = _Search(request, surrogate_for, batches, memos_of(request), trials)
+    search = _Search(request, surrogate_for, batches, memos_of(request), trials, times_of)
     search.allocate(solver, modes, method)
     found = {mode: search.best(mode) for mode in modes}
     if all(isinstance(found[mode], str) for mode in _contestants(modes)):
@@ -104,7 +109,7 @@ def _ratings(
             rate_formula=candidate.rate_formula,
             imbalance=each.imbalance,
             predicted=each.predicted,
-            plan=candidate.plan,
+            candidate=candidate,
             was_tried=each.was_tried,
         )
     yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))
@@ -124,6 +129,7 @@ class _Search:
     batches: DrawnBatches
     memos: Memos
     trials: Sequence[Trial] = ()
+    times_of: DeviceTimesOf | None = None
     allocation: Allocation | None = None
     refused: ConfigError | None = None
     """Why there is no allocation."""
@@ -145,7 +151,7 @@ class _Search:
             found = self._apart(mode)
         else:
             found = whole_candidates(self.request, self.surrogate_for, mode, self.memos)
-        rated = [self._rated(candidate) for candidate in found.candidates]
+        rated = self._rated(found.candidates)
         if not rated:
             return f"does not fit: {found.lacking}"
         best = max(each.rate for each in rated)
@@ -155,6 +161,20 @@ class _Search:
             (each for each in rated if each.rate >= _EQUAL * best),
             key=lambda each: (each.candidate.devices, -each.rate),
         )
+
+    def _rated(self, candidates: Sequence[ModeCandidate]) -> list[Contestant]:
+        """Rate all by drawn batches; then simulate the fastest, one after the other, until no other promises more."""
+        drawn = [self._drawn(each) for each in candidates]
+        rated = [self._contestant(each, rate) for each, rate in zip(candidates, drawn, strict=True)]
+        if self.times_of is None:
+            return rated
+        found: list[Contestant] = []
+        for index in sorted(range(len(rated)), key=lambda index: -rated[index].rate)[:_MOST_SIMULATED]:
+            if found and rated[index].rate <= max(known.rate for known in found):
+                break
+            simulated = self._simulated(candidates[index], drawn[index], self.times_of)
+            found.append(self._contestant(candidates[index], simulated))
+        return found
 
     def refusal(self, found: dict[Mode, str]) -> ConfigError:
         """Return the error if nothing fits. found: why, by mode."""
@@ -190,16 +210,29 @@ class _Search:
             mode, choice.consumer, encoders, choice.consumer.settings, rate_formula=rate, devices=devices
         )
 
-    def _rated(self, candidate: ModeCandidate) -> Contestant:
+    def _drawn(self, candidate: ModeCandidate) -> DrawnRate:
         at = self.request.of(candidate.backbone)
-        surrogate, backbone = self.surrogate_for(at), candidate.backbone
-        slowdown, is_measured = slowdown_of(at, surrogate, backbone.device_type)
+        surrogate = self.surrogate_for(at)
+        slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
+        return drawn_rate(at, surrogate, self._as_run(candidate), self.batches, slowdown)
+
+    def _simulated(self, candidate: ModeCandidate, drawn: DrawnRate, times_of: DeviceTimesOf) -> DrawnRate:
+        at = self.request.of(candidate.backbone)
+        surrogate = self.surrogate_for(at)
+        slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
+        run = simulated_run(at, surrogate, times_of, self._as_run(candidate), self.batches, slowdown=slowdown)
+        return replace(drawn, rate=at.workload.global_batch_size / run.step_s, starved=run.starved)
+
+    def _as_run(self, candidate: ModeCandidate) -> ModeCandidate:
+        """The candidate; on an only device both sides share it, as each one does in mode colocated."""
         shared = candidate.mode in _APART and self.allocation is not None and self.allocation.shared
-        # The only device carries both sides, as each one does in mode colocated.
-        as_run = replace(candidate, mode="colocated") if shared else candidate
-        drawn = drawn_rate(at, surrogate, as_run, self.batches, slowdown)
+        return replace(candidate, mode="colocated") if shared else candidate
+
+    def _contestant(self, candidate: ModeCandidate, drawn: DrawnRate) -> Contestant:
+        at = self.request.of(candidate.backbone)
+        surrogate, plan = self.surrogate_for(at), candidate.plan
+        slowdown, is_measured = slowdown_of(at, surrogate, candidate.backbone.device_type)
         predicted = self._beside_host(at, surrogate, candidate, drawn)
-        plan = candidate.plan
         shares = {name: at.workload.share(name) for name in candidate.encoders}
         return Contestant(
             candidate,

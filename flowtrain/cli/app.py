@@ -158,6 +158,53 @@ def plan(
 
 
 @app.command()
+def simulate(
+    config: Annotated[
+        Path, typer.Argument(help="YAML file of a run, or a model file of configs/models.", metavar="CONFIG")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, help="Number of devices; by default as many as CONFIG's own degrees take."),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="Type of device, as for flowtrain plan.", metavar="TYPE[=COUNT]"),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Number of nodes; by default as many as it takes with 8 devices each."),
+    ] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="Short for mode=NAME.", metavar="NAME")] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Least number of steps to simulate.")] = 12,
+    compare: Annotated[bool, typer.Option("--compare", help="Simulate the best plan of every mode.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Use the times that flowtrain profile measured.", metavar="FILE")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a step of the fastest mode as a Chrome trace.", metavar="FILE.json"),
+    ] = None,
+) -> None:
+    """Time the steps of CONFIG's best plan in virtual time; it needs no cluster and starts nothing.
+
+    Packed batches of the real lengths run through the action lists that a run executes.
+    """
+    with errors_to_exit_codes():
+        from flowtrain.cli.simulate import simulate as show_simulation
+
+        asked = {"device": device or (), "devices": devices, "nodes": nodes, "profile": profile}
+        changes = [*(overrides or ()), *([f"mode={mode}"] if mode is not None else [])]
+        show_simulation(config, changes, asked, steps, compare, as_json, trace)
+
+
+@app.command()
 def profile(
     config: Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")],
     overrides: Annotated[

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from flowtrain.costs.activations import layer_activation_nbytes
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.collectives import BACKWARD_SHARE, group_link
 from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchWork
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
@@ -24,6 +27,8 @@ from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
 from flowtrain.costs.workload import Workload
 from flowtrain.types.plan import Degrees
+
+SecondsT = TypeVar("SecondsT", float, FloatArray)
 
 _MANY_TOKENS = 1 << 16
 """Bytes per token are taken from so many, since slices are whole tokens."""
@@ -56,41 +61,29 @@ class DeviceTimes:
 
     def slowdown(self, encoder: str) -> float:
         """Return the time of an encoder and the backbone at once on a device over the sum of both alone."""
-        return self.of(MicrobatchWork((1,), 0, 0).workload(self.freeze)).slowdown(encoder) or ASSUMED_INTERFERENCE
+        return self.of_any_data.slowdown(encoder) or ASSUMED_INTERFERENCE
 
     def images_s(self, encoder: str, patches: Sequence[int], tp: int, *, in_ranks: bool = False) -> float:
         """Return seconds of an encoder's group for images with these numbers of patches; with a backward if trained.
 
         in_ranks: as in ``ModuleTimes``.
         """
-        if not patches:
-            return 0.0
+        return float(self.each_image_s(encoder, np.array(patches, dtype=np.int64), tp, in_ranks=in_ranks).sum())
+
+    def each_image_s(self, encoder: str, patches: IntArray, tp: int, *, in_ranks: bool = False) -> FloatArray:
+        """Return seconds of an encoder's group for each image, ``[I]``; patches: of each. Otherwise as ``images_s``."""
+        if not len(patches):
+            return np.zeros(0)
         ones = np.ones(len(patches), dtype=np.int64)
-        images = {encoder: (ones, np.array(patches, dtype=np.int64))}
+        images = {encoder: (ones, patches)}
         workload = Workload(1, 1, ones, ones * 0, ones * 0, images, freeze=self.freeze)
-        return float(self.of(workload).images_s(encoder, tp, in_ranks=in_ranks).sum())
+        return self.of(workload).images_s(encoder, tp, in_ranks=in_ranks)
 
-
-@dataclass(frozen=True)
-class MicrobatchWork:
-    """What a stage's time depends on: tokens of each sequence, and over all of them; patches of each image."""
-
-    lengths: tuple[int, ...]
-    vision_tokens: int
-    target_tokens: int
-    patches: tuple[int, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(self.lengths)
-
-    def workload(self, freeze: tuple[str, ...]) -> Workload:
-        """Return it as a workload, whose sums alone matter for images' tokens and those that carry loss."""
-        lengths = np.array(self.lengths, dtype=np.int64)
-        vision, targets = np.zeros_like(lengths), np.zeros_like(lengths)
-        vision[0], targets[0] = self.vision_tokens, self.target_tokens
-        return Workload(1, self.num_tokens, lengths, vision, targets, {}, freeze=freeze)
+    @cached_property
+    def of_any_data(self) -> ModuleTimes:
+        """Times of what is asked with its data, or does not depend on them."""
+        one = np.ones(1, dtype=np.int64)
+        return self.of(Workload(1, 1, one, one * 0, one * 0, {}, freeze=self.freeze))
 
 
 @dataclass(frozen=True)
@@ -138,47 +131,54 @@ class ActionTimes:
 
     def forward_s(self, stage: StageWork, work: MicrobatchWork) -> float:
         """Return seconds of a stage's forward, copies of activations to the host included."""
-        total = self._total_s(stage, work)
-        forward = (1.0 - BACKWARD_SHARE) * total if stage.has_backward else total
-        return forward + self._copying_s(stage, work, forward)
+        return float(self.passes_s(stage, MicrobatchColumns.of([work]))[0][0])
 
     def backward_s(self, stage: StageWork, work: MicrobatchWork) -> float:
         """Return seconds of a stage's backward with recomputation and copies back."""
-        backward = BACKWARD_SHARE * self._total_s(stage, work)
-        return backward + self._copying_s(stage, work, backward)
+        return float(self.passes_s(stage, MicrobatchColumns.of([work]))[1][0])
 
-    def _total_s(self, stage: StageWork, work: MicrobatchWork) -> float:
-        """Seconds of forward and backward."""
+    def passes_s(self, stage: StageWork, works: MicrobatchColumns) -> tuple[FloatArray, FloatArray]:
+        """Return ``forward_s`` and ``backward_s`` of each microbatch, ``[M]``."""
+        total = self._total_s(stage, works)
+        backward = BACKWARD_SHARE * total
+        forward = (1.0 - BACKWARD_SHARE) * total if stage.has_backward else total
+        copying = (self._copying_s(stage, works, each) for each in (forward, backward))
+        return forward + next(copying), backward + next(copying)
+
+    def _total_s(self, stage: StageWork, works: MicrobatchColumns) -> FloatArray:
+        """Seconds of forward and backward, ``[M]``."""
         tp = self.degrees.tp
         if stage.encoder is not None:
             spec = self.times.model.encoders[stage.encoder]
-            images = self.times.images_s(stage.encoder, work.patches, tp, in_ranks=True)
-            return images * stage.num_layers / spec.num_layers
-        times = self.times.of(work.workload(self.times.freeze))
-        tokens = np.array([work.num_tokens], dtype=np.float64)
-        seconds = stage.num_layers * times.layer_s(tokens, tp)
+            images = self.times.each_image_s(stage.encoder, works.patches, tp, in_ranks=True)
+            return works.of_images(images) * stage.num_layers / spec.num_layers
+        times = self.times.of_any_data
+        seconds = times.microbatches_s(works, tp)
+        total = stage.num_layers * seconds.layer
         if stage.is_first:
-            seconds = seconds + times.connector_s(tokens, tp)
+            total = total + seconds.connector
         if stage.is_last:
-            seconds = seconds + times.head_s(tokens, tp)
-        return float(seconds[0]) + times.microbatch_s()
+            total = total + seconds.head
+        return total + times.microbatch_s()
 
-    def _copying_s(self, stage: StageWork, work: MicrobatchWork, computing: float) -> float:
-        """Seconds of copies between device and host that a pass does not hide (``offload``)."""
+    def _copying_s(self, stage: StageWork, works: MicrobatchColumns, computing: FloatArray) -> FloatArray:
+        """Seconds of copies between device and host that a pass does not hide (``offload``), ``[M]``."""
         setup = self.times.setup
         share = setup.share_of_layers("offload")
         if not share or stage.encoder is not None:
-            return 0.0
+            return np.zeros_like(computing)
         device = self.times.device
         sliced = TrainingSetup(dtype=setup.dtype, tp=self.degrees.tp, sequence_parallel=setup.sequence_parallel)
         per_token = layer_activation_nbytes(self.times.model.backbone, sliced, _MANY_TOKENS) / _MANY_TOKENS
         host = device.links.host * self.times.link_efficiency
-        return max(share * stage.num_layers * per_token * work.num_tokens / host - computing, 0.0)
+        return np.maximum(share * stage.num_layers * per_token * works.num_tokens / host - computing, 0.0)
 
     # --- communication --------------------------------------------------------------------------------------------
 
-    def gather_s(self, stage: StageWork, computing: float, *, of_backward: bool = False) -> float:
+    def gather_s(self, stage: StageWork, computing: SecondsT, *, of_backward: bool = False) -> SecondsT:
         """Return seconds of a pass's gather of parameters that its computation does not hide.
+
+        computing: of one pass, or of many.
 
         FSDP gathers a layer while the one before computes, so nothing hides a forward's first. What is outside of the
         layers is there until the backward. With ``sharding: gradients`` a step's first forward alone gathers.
@@ -188,19 +188,16 @@ class ActionTimes:
             return self._exposed(self._gathering_s(held.layers), computing, 0.0)
         every = self._gathering_s(held.total)
         first = self._gathering_s(held.unit + held.outer)
-        return (
-            min(self._exposed(every, computing, first), every)
-            if self._gathers_once
-            else self._exposed(every, computing, first)
-        )
+        exposed = self._exposed(every, computing, first)
+        return np.minimum(exposed, every) if self._gathers_once else exposed
 
-    def reduce_s(self, stage: StageWork, computing: float, *, is_last: bool) -> float:
+    def reduce_s(self, stage: StageWork, computing: SecondsT, *, is_last: bool) -> SecondsT:
         """Return seconds of the sum of a stage's gradients that its backward does not hide.
 
         Sets of shards sum with the last microbatch of a step, all in the time that gathers leave of the backward.
         """
         if not stage.has_backward:
-            return 0.0
+            return 0.0 * computing
         held, replica = self.parameters(stage), self.degrees.replica_size
         share = FLOAT32_NBYTES * (self.shard_size - 1) / self.shard_size / self._link(self.shard_size, replica)
         reduced = held.trained_share * held.total
@@ -209,27 +206,36 @@ class ActionTimes:
             shard_nbytes = FLOAT32_NBYTES * reduced / self.shard_size
             summing += 2.0 * (groups - 1) / groups * shard_nbytes / self._link(groups, self.shard_size * replica)
         gathering = 0.0 if self._gathers_once else self._gathering_s(held.layers)
-        return self._exposed(summing, max(computing - gathering, 0.0), share * min(held.unit + held.outer, reduced))
+        return self._exposed(
+            summing, np.maximum(computing - gathering, 0.0), share * min(held.unit + held.outer, reduced)
+        )
 
     def transfer_s(self, work: MicrobatchWork) -> float:
         """Return seconds in which hidden states of a microbatch, or their gradients, reach the next rank."""
+        return self.token_transfer_s * work.num_tokens
+
+    @cached_property
+    def token_transfer_s(self) -> float:
+        """Seconds of ``transfer_s`` for each token."""
         sliced = self.degrees.tp if self.times.setup.sequence_parallel else 1
         width = self.times.model.backbone.hidden_size
-        nbytes = self.times.setup.dtype_nbytes * width * work.num_tokens / sliced
-        return nbytes / self._sending()
+        return self.times.setup.dtype_nbytes * width / sliced / self._sending()
 
     def rows_s(self, encoder: str, work: MicrobatchWork) -> float:
         """Return seconds in which hidden states of an encoder, or feature rows, reach the next rank."""
+        return self.patch_transfer_s(encoder) * sum(work.patches)
+
+    def patch_transfer_s(self, encoder: str) -> float:
+        """Return seconds of ``rows_s`` for each patch."""
         spec = self.times.model.encoders[encoder]
         width = spec.hidden_size * spec.levels
-        nbytes = self.times.setup.dtype_nbytes * width * sum(work.patches)
-        return nbytes / self._sending()
+        return self.times.setup.dtype_nbytes * width / self._sending()
 
     def optimizer_s(self, stages: Sequence[StageWork]) -> float:
         """Return seconds of the update on a rank with these stages."""
         held = [self.parameters(stage) for stage in stages if stage.has_backward]
         parameters = sum(each.trained_share * each.total for each in held)
-        return float(self._of_steps.step_s(np.array([parameters / self.shard_size]))[0])
+        return float(self.times.of_any_data.step_s(np.array([parameters / self.shard_size]))[0])
 
     def parameters(self, stage: StageWork) -> StageParameters:
         """Return a stage's parameters on a device before data parallel sharding."""
@@ -254,13 +260,10 @@ class ActionTimes:
     def _gathers_once(self) -> bool:
         return self.times.setup.sharding == "gradients"
 
-    @cached_property
-    def _of_steps(self) -> ModuleTimes:
-        return self.times.of(MicrobatchWork((1,), 0, 0).workload(self.times.freeze))
-
-    def _exposed(self, seconds: float, computing: float, unhidden: float) -> float:
+    def _exposed(self, seconds: float, computing: SecondsT, unhidden: float) -> SecondsT:
         """What a computation does not hide of a collective; on a CPU nothing overlaps."""
-        return seconds if self.times.device.name == CPU else max(seconds - computing, 0.0) + unhidden
+        is_hidden = self.times.device.name != CPU
+        return np.maximum(seconds - computing, 0.0) + unhidden if is_hidden else 0.0 * computing + seconds
 
     def _gathering_s(self, parameters: float) -> float:
         share = (self.shard_size - 1) / self.shard_size

@@ -42,10 +42,10 @@ class TensorCommunication:
             num_reduces += 2.0 * _GATHER * self.setup.share_of_layers("selective")
         return self._factor(tp) * num_reduces * self.model.backbone.hidden_size * num_tokens
 
-    def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
+    def head_s(self, num_tokens: FloatArray, num_target_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds for the gradient of the hidden states that carry loss, ``[N]``."""
-        reduced = self._workload.target_share + (_GATHER if self.setup.sequence_parallel else 0.0)
-        return self._factor(tp) * reduced * self.model.backbone.hidden_size * num_tokens
+        reduced = num_target_tokens + (_GATHER if self.setup.sequence_parallel else 0.0) * num_tokens
+        return self._factor(tp) * self.model.backbone.hidden_size * reduced
 
     def images_s(self, encoder: str, tp: int) -> FloatArray:
         """Return seconds of the forward for each representative sample's images, ``[S]``."""

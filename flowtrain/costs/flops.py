@@ -97,6 +97,26 @@ def sample_flops(
     )
 
 
+def microbatch_flops(
+    spec: ModelSpec,
+    *,
+    num_tokens: FloatArray,
+    squares: FloatArray,
+    vision_tokens: FloatArray,
+    target_tokens: FloatArray,
+    freeze: Collection[str],
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the training FLOPs of microbatches in one decoder layer, the head and the connector, each ``[M]``.
+
+    squares: sums over sequences of their squared lengths. freeze: modules that are not trained, as in
+    ``config.frozen_modules``.
+    """
+    backbone = spec.backbone
+    layers = _backbone_training(backbone, num_tokens, squares, 0.0, freeze)
+    head = _backbone_training(backbone, 0.0, 0.0, target_tokens, freeze)
+    return layers / backbone.num_layers, head, _connector_training(spec.connector, vision_tokens, freeze)
+
+
 def backbone_layer_passes(spec: TransformerSpec, freeze: Collection[str]) -> float:
     """Return the mean of the forwards that matrix products of a decoder layer take in forward and backward."""
     return _Passes.of(spec, freeze).matrices / (spec.num_layers * spec.layer_matmul_parameters)
@@ -139,7 +159,7 @@ def _backbone_training(
     return linear + attention + 2.0 * num_head_tokens * (passes.head * spec.head_parameters)
 
 
-def _connector_training(spec: ConnectorSpec, num_rows: IntArray, freeze: Collection[str]) -> Any:
+def _connector_training(spec: ConnectorSpec, num_rows: Any, freeze: Collection[str]) -> Any:
     """Features of frozen encoders are constants, so they get no gradient."""
     features_are_constant = "encoders" in freeze
     if "connector" in freeze or spec.trained == 0:

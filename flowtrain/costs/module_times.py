@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 
 
 class ModuleTimes(Protocol):
@@ -24,6 +25,10 @@ class ModuleTimes(Protocol):
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """Return seconds of the connector over the microbatch's vision tokens, ``[N]``."""
+        ...
+
+    def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
+        """Return seconds of single microbatches' own work, where the methods above take the data's mix."""
         ...
 
     def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:

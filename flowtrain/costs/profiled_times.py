@@ -10,6 +10,7 @@ import numpy as np
 
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
 from flowtrain.costs.flops import FloatArray, backbone_layer_passes
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.profile import MAX_EXTRAPOLATION, MEASURE_AGAIN, OR_NO_PROFILE, LengthTable, Profile
@@ -70,7 +71,20 @@ class ProfileTimes:
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        return _scaled(self._profile.heads, num_tokens, tp, self._communication.head_s)
+        return self._heads_s(num_tokens, self._workload.target_share * num_tokens, tp)
+
+    def _heads_s(self, num_tokens: FloatArray, num_target_tokens: FloatArray, tp: int) -> FloatArray:
+        def reducing(tokens: FloatArray, degree: int) -> FloatArray:
+            return self._communication.head_s(tokens, num_target_tokens, degree)
+
+        return _scaled(self._profile.heads, num_tokens, tp, reducing)
+
+    def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
+        """As ``ModuleTimes``; the tables tell no microbatch from another of as many tokens."""
+        tokens = works.num_tokens
+        return MicrobatchSeconds(
+            self.layer_s(tokens, tp), self._heads_s(tokens, works.target_tokens, tp), self.connector_s(tokens, tp)
+        )
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""

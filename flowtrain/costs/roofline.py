@@ -8,7 +8,8 @@ import numpy as np
 
 from flowtrain.costs.cluster import DeviceType
 from flowtrain.costs.communication import TensorCommunication, encoder_passes, recomputed_share
-from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.flops import FloatArray, microbatch_flops
+from flowtrain.costs.microbatches import MicrobatchColumns, MicrobatchSeconds
 from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.costs.module_times import mean_with_images
 from flowtrain.costs.training_setup import FLOAT32_NBYTES, TrainingSetup
@@ -56,23 +57,47 @@ class Roofline:
 
     def layer_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
+        return self._layers_s(self._layer_flops * num_tokens, num_tokens, tp)
+
+    def _layers_s(self, flops: FloatArray, num_tokens: FloatArray, tp: int) -> FloatArray:
         backbone = self._model.backbone
         passes = 3.0 + recomputed_share(self._setup)
         weights = passes * self._setup.dtype_nbytes * backbone.layer_matmul_parameters
-        computing = self._computing(self._layer_flops * num_tokens, weights, tp)
+        computing = self._computing(flops, weights, tp)
         return computing + self._communication.layer_s(num_tokens, tp)
 
     def head_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        backbone = self._model.backbone
-        weights = 3.0 * self._setup.dtype_nbytes * backbone.head_parameters
-        computing = self._computing(self._head_flops * num_tokens, weights, tp)
-        return computing + self._communication.head_s(num_tokens, tp)
+        communication = self._communication.head_s(num_tokens, self._workload.target_share * num_tokens, tp)
+        return self._heads_s(self._head_flops * num_tokens, tp) + communication
+
+    def _heads_s(self, flops: FloatArray, tp: int) -> FloatArray:
+        return self._computing(flops, 3.0 * self._setup.dtype_nbytes * self._model.backbone.head_parameters, tp)
 
     def connector_s(self, num_tokens: FloatArray, tp: int) -> FloatArray:
         """As ``ModuleTimes``."""
-        weights = 3.0 * self._setup.dtype_nbytes * self._model.connector.num_parameters
-        return self._computing(self._connector_flops * num_tokens, weights, tp)
+        return self._connectors_s(self._connector_flops * num_tokens, tp)
+
+    def _connectors_s(self, flops: FloatArray, tp: int) -> FloatArray:
+        return self._computing(flops, 3.0 * self._setup.dtype_nbytes * self._model.connector.num_parameters, tp)
+
+    def microbatches_s(self, works: MicrobatchColumns, tp: int) -> MicrobatchSeconds:
+        """As ``ModuleTimes``."""
+        layer, head, connector = microbatch_flops(
+            self._model,
+            num_tokens=works.num_tokens,
+            squares=works.squares,
+            vision_tokens=works.vision_tokens,
+            target_tokens=works.target_tokens,
+            freeze=self._workload.freeze,
+        )
+        layer = layer * (1.0 + recomputed_share(self._setup) / 3.0)
+        communication = self._communication.head_s(works.num_tokens, works.target_tokens, tp)
+        return MicrobatchSeconds(
+            self._layers_s(layer, works.num_tokens, tp),
+            self._heads_s(head, tp) + communication,
+            self._connectors_s(connector, tp),
+        )
 
     def images_s(self, encoder: str, tp: int, *, in_ranks: bool = False) -> FloatArray:
         """As ``ModuleTimes``; sending the features out of the node overlaps with the computation."""

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from flowtrain.costs.action_times import ActionTimes, MicrobatchWork, StageWork
+from flowtrain.costs.action_times import ActionTimes, StageWork
+from flowtrain.costs.microbatches import MicrobatchWork
 from flowtrain.emulation.device import RankClock
 from flowtrain.emulation.meetings import Meeting, Meetings
 from flowtrain.models.encoder_stage import EncoderShape

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.allocator.drawn_flow import DrawnStep, EncodedStep, finishes
+from flowtrain.allocator.drawn_flow import DrawnStep, finishes
+from flowtrain.simulator.encoders import EncodedStep
 
 SECONDS = st.floats(0.0, 4.0)
 

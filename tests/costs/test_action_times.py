@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from flowtrain.allocator.candidates import Candidate
 from flowtrain.allocator.surrogate import BACKBONE
 from flowtrain.config.load import load_config
-from flowtrain.costs.action_times import ActionTimes, DeviceTimes, MicrobatchWork, StageWork
+from flowtrain.costs.action_times import ActionTimes, DeviceTimes, StageWork
+from flowtrain.costs.microbatches import MicrobatchWork
 from flowtrain.costs.model_spec import FROZEN_ENCODERS, ModelSpec
 from flowtrain.costs.roofline import Roofline
 from flowtrain.costs.trained import with_frozen_modules

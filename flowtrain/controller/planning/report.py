@@ -21,7 +21,7 @@ from flowtrain.controller.planning.nodes import network_note, nodes_needed, with
 from flowtrain.controller.planning.notes import notes, plan_faults
 from flowtrain.controller.planning.planned import Planned
 from flowtrain.controller.planning.pool import PoolNeed, pool_need, with_pool
-from flowtrain.controller.planning.request import request_of, surrogates
+from flowtrain.controller.planning.request import device_times, request_of, surrogates
 from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.profile import Profile
 from flowtrain.costs.profile_together import ASSUMED_INTERFERENCE
@@ -168,6 +168,8 @@ class PlanReport:
         for module, plain in zip(rating.modules, values["modules"], strict=True):
             plain["devices"] = module.devices
         values["tokens_per_s"] = None if rate is None else rate * self.planned.workload.tokens_per_sample
+        del values["candidate"]
+        values["plan"] = None if rating.plan is None else asdict(rating.plan)
         values["of_best"] = None if rate is None else rate / best
         return values
 
@@ -187,7 +189,8 @@ def make_report(
     config, efficiency = planned.config, Efficiency()
     cluster = cluster_of(asked, planned, profile)
     request = request_of(planned, cluster, profile)
-    surrogate_for = surrogates(config, efficiency, profile)
+    times_of = device_times(config, efficiency, profile)
+    surrogate_for = surrogates(times_of)
     batches = DrawnBatches.draw(request.decided().workload, scheduler=config.scheduler)
     trials, unused = () if profile is None else profile.trials, None
     if profile is not None and trials:
@@ -202,6 +205,7 @@ def make_report(
         method=config.allocator.method,
         batches=batches,
         trials=trials,
+        times_of=times_of,
     )
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup

@@ -5,17 +5,17 @@ from __future__ import annotations
 from flowtrain.allocator.choices import backbone_choices
 from flowtrain.allocator.memory import MemoryBudget
 from flowtrain.allocator.request import Request, SurrogateFactory
+from flowtrain.allocator.simulated import DeviceTimesOf
 from flowtrain.allocator.slices import Slices
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.planning.planned import Planned
-from flowtrain.costs.cluster import Cluster, DeviceType
-from flowtrain.costs.communication import TensorCommunication
+from flowtrain.costs.action_times import DeviceTimes
+from flowtrain.costs.cluster import Cluster
 from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.module_times import ModuleTimes
 from flowtrain.costs.profile import Profile
-from flowtrain.costs.profiled_times import CPU, ProfileTimes
-from flowtrain.costs.roofline import Efficiency, Roofline
+from flowtrain.costs.profiled_times import CPU
+from flowtrain.costs.roofline import Efficiency
 
 
 def request_of(planned: Planned, cluster: Cluster, profile: Profile | None) -> Request:
@@ -39,30 +39,31 @@ def request_of(planned: Planned, cluster: Cluster, profile: Profile | None) -> R
     )
 
 
-def surrogates(config: RunConfig, efficiency: Efficiency, profile: Profile | None) -> SurrogateFactory:
-    """Return the surrogate of each choice of settings, made once; profile: None for rates from data sheets."""
-    # A profile's links are measured, so they are reached in full.
-    links = efficiency.links if profile is None else 1.0
+def device_times(config: RunConfig, efficiency: Efficiency, profile: Profile | None) -> DeviceTimesOf:
+    """Return the times of any work with a request's settings; profile: None for rates from data sheets."""
+    threads = {name: encoder.decode_threads for name, encoder in config.encoders.items()}
+
+    def times_of(request: Request, device_type: str) -> DeviceTimes:
+        device, freeze = request.cluster[device_type], request.workload.freeze
+        return DeviceTimes(
+            device, request.model, request.setup, freeze, profile, request.max_batch_patches, threads, efficiency
+        )
+
+    return times_of
+
+
+def surrogates(times_of: DeviceTimesOf) -> SurrogateFactory:
+    """Return the surrogate of each choice of settings, made once."""
     made: dict[object, Surrogate] = {}
 
     def surrogate_for(request: Request) -> Surrogate:
         key = (request.workload.microbatch_tokens, request.setup, request.slices)
         if key not in made:
-            types = request.cluster.device_types
-            times = {each.name: _times(each, request, config, efficiency, profile) for each in types}
+            of = {each.name: times_of(request, each.name) for each in request.cluster.device_types}
+            times = {name: each.of(request.workload) for name, each in of.items()}
+            links = next(iter(of.values())).link_efficiency
             cluster, model, workload = request.cluster, request.model, request.workload
             made[key] = Surrogate(cluster, model, workload, request.setup, times, links, request.slices)
         return made[key]
 
     return surrogate_for
-
-
-def _times(
-    device_type: DeviceType, request: Request, config: RunConfig, efficiency: Efficiency, profile: Profile | None
-) -> ModuleTimes:
-    model, workload, setup = request.model, request.workload, request.setup
-    if profile is None:
-        return Roofline(device_type, model, workload, setup, efficiency)
-    communication = TensorCommunication(device_type, model, workload, setup, link_efficiency=1.0)
-    threads = {name: encoder.decode_threads for name, encoder in config.encoders.items()}
-    return ProfileTimes(profile, workload, communication, request.max_batch_patches, threads)

@@ -1,0 +1,128 @@
+"""Configurations timed by the simulator: the action lists of a run, over packed batches of the real lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from flowtrain.allocator import monolithic
+from flowtrain.allocator.drawn import encoded_steps, replicas_of
+from flowtrain.allocator.drawn_batches import DrawnBatches, PackedBatches
+from flowtrain.allocator.mode_candidate import ModeCandidate
+from flowtrain.allocator.request import Request
+from flowtrain.allocator.surrogate import Surrogate
+from flowtrain.costs.action_times import ActionTimes, DeviceTimes
+from flowtrain.costs.flops import IntArray
+from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.pipeline.partition import Partition
+from flowtrain.pipeline.schedules.build import ScheduleName
+from flowtrain.simulator.run import SimulatedRun, StepWork, simulate
+from flowtrain.simulator.step import StepSimulator
+
+DeviceTimesOf = Callable[[Request, str], DeviceTimes]
+"""Times of any work on a type of device, with a request's settings."""
+
+_ENOUGH_OPS = 8192
+"""Operations of a replica after which no more batches are simulated: lists of long pipelines take time to build."""
+
+
+def simulated_run(
+    request: Request,
+    surrogate: Surrogate,
+    times_of: DeviceTimesOf,
+    candidate: ModeCandidate,
+    batches: DrawnBatches,
+    *,
+    slowdown: float = 1.0,
+    num_steps: int = 12,
+) -> SimulatedRun:
+    """Return the times of one configuration.
+
+    request, surrogate: those of its settings.
+    slowdown: in ``colocated``, the time of encoder and backbone at once on a device over the sum of both alone.
+    num_steps: least number of steps; the second half counts.
+    """
+    degrees = candidate.backbone.degrees
+    packed = batches.packed(request, degrees.dp)
+    simulator = _simulator(request, times_of, candidate, packed)
+    encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
+    schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
+    steps: list[StepWork] = []
+    num_ops = 0
+    for index, (first, last) in enumerate(zip([0, *packed.slot_ends[:-1]], packed.slot_ends, strict=True)):
+        if num_ops > _ENOUGH_OPS:
+            break
+        works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
+        program = simulator.named(schedule, int(last - first), packed.dp)
+        num_ops += len(program.op) // packed.dp
+        step = StepWork(program, works, tuple(each[index] for each in encoded))
+        steps.append(_shared(step, simulator, candidate, packed, slowdown) if candidate.mode == "colocated" else step)
+    return simulate(
+        simulator,
+        steps,
+        num_steps=max(num_steps, 2 * len(steps)),
+        replicas=[replicas_of(each, packed) for each in candidate.encoders.values()],
+        lookahead=batches.scheduler.lookahead_steps,
+        is_barrier=candidate.mode == "disaggregated",
+    )
+
+
+def _shared(
+    step: StepWork, simulator: StepSimulator, candidate: ModeCandidate, packed: PackedBatches, slowdown: float
+) -> StepWork:
+    """The step with what each device works for it, where it carries a rank and an encoder."""
+    work, encode = simulator.computing_s(step.program, step.works), 0.0
+    for each, chosen in zip(step.encoded, candidate.encoders.values(), strict=True):
+        devices = candidate.backbone.devices / chosen.degrees.world_size
+        encode += sum(each.seconds) / replicas_of(chosen, packed) / devices
+    return replace(step, shared_s=slowdown * work, shared_encode_s=slowdown * encode)
+
+
+def _simulator(
+    request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate, packed: PackedBatches
+) -> StepSimulator:
+    backbone = candidate.backbone
+    shards = request.num_shards(backbone)
+    setup = replace(request.setup, shard_size=shards, gradient_reduction=backbone.gradient_reduction)
+    times = replace(times_of(request, backbone.device_type), setup=setup)
+    # Groups of shards as in the run, also where only a part of the ranks is packed for.
+    actions = ActionTimes(times, backbone.degrees, shards)
+    return StepSimulator(partition_of(request, candidate), actions, _encoder(request, candidate))
+
+
+def _encoder(request: Request, candidate: ModeCandidate) -> str:
+    return monolithic.encoder_of(request.model)[0] if candidate.mode == "monolithic" else ""
+
+
+def partition_of(request: Request, candidate: ModeCandidate) -> Partition:
+    """Return which layers lie on which stage of the run."""
+    pp = candidate.backbone.degrees.pp
+    if candidate.mode == "monolithic":
+        return monolithic.monolithic_partition(request, pp, candidate.encoder_layers or "first")
+    return request.slices.partition(request.model.backbone.num_layers, pp)
+
+
+def _works(request: Request, packed: PackedBatches, first: int, last: int, *, has_images: bool) -> MicrobatchColumns:
+    """Microbatches in the slots from ``first`` to ``last``, those of a rank after those of the one before."""
+    workload = request.workload
+    lengths = workload.lengths.astype(np.float64)
+    columns = (lengths, np.square(lengths), workload.vision_lengths, workload.target_lengths)
+    tokens, squares, vision, targets = (packed.sums(each)[first:last].T.reshape(-1) for each in columns)
+    none = np.zeros(0, dtype=np.int64), np.zeros(len(tokens), dtype=np.int64)
+    images = _images(request, packed, first, last) if has_images else none
+    return MicrobatchColumns(tokens, squares, vision, targets, *images)
+
+
+def _images(request: Request, packed: PackedBatches, first: int, last: int) -> tuple[IntArray, IntArray]:
+    """Patches of each image of the microbatches, and the number of each one's images."""
+    num_images, num_patches = request.workload.images[monolithic.encoder_of(request.model)[0]]
+    start, end = np.searchsorted(packed.places, [first * packed.dp, last * packed.dp])
+    slot, rank = np.divmod(packed.places[start:end] - first * packed.dp, packed.dp)
+    number = rank * (last - first) + slot
+    order = np.argsort(number, kind="stable")
+    samples = packed.samples[start:end][order]
+    each = num_images[samples]
+    patches = np.repeat(num_patches[samples] // np.maximum(each, 1), each)
+    return patches, np.bincount(number[order], each, packed.dp * (last - first)).astype(np.int64)

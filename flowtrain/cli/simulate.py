@@ -1,0 +1,96 @@
+"""``flowtrain simulate``: what a run would take, mode by mode, with a chart of one step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flowtrain import api
+from flowtrain.cli.mode_tables import plan_text
+from flowtrain.cli.output_path import check_output_path
+from flowtrain.cli.tables import facts_table
+from flowtrain.controller.simulation import MOST_ROWS, SimulatedMode, SimulationReport
+from flowtrain.errors import ConfigError
+from flowtrain.simulator.gantt import BACKWARD, FORWARD, STARVED
+
+_NARROWEST = 40
+
+
+def simulate(
+    config: Path,
+    overrides: Sequence[str],
+    asked: dict[str, Any],
+    num_steps: int,
+    compare: bool,
+    as_json: bool,
+    trace: Path | None,
+) -> None:
+    """Simulate as ``api.simulate`` does, show it, and write a trace; raises ConfigError."""
+    if trace is not None:
+        check_output_path("--trace", trace, (".json",))
+    report = api.simulate(config, overrides, num_steps=num_steps, compare=compare, **asked)
+    if trace is not None:
+        _write(trace, report.modes[0])
+    if as_json:
+        print(json.dumps(report.as_record(), allow_nan=False))
+        return
+    console = Console()
+    chart = _chart(report.modes[0], max(console.width - len("rank 00  ") - 1, _NARROWEST))
+    console.print(_modes(report), chart, facts_table(_facts(report)), sep="\n")
+    if trace is not None:
+        print(f"trace of a step of {report.modes[0].rating.mode}: {trace}", file=sys.stderr)
+
+
+def _modes(report: SimulationReport) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("mode", no_wrap=True)
+    table.add_column("degrees, settings", overflow="fold", min_width=13)
+    for heading in ("samples/s", "planned", "step, s", "MFU", "starved", "bubble"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mode in report.modes:
+        assert mode.rating.rate is not None
+        table.add_row(
+            mode.rating.mode,
+            plan_text(mode.rating),
+            f"{mode.rate:.4g}",
+            f"{mode.rating.rate:.4g}",
+            f"{mode.run.step_s:.4g}",
+            f"{mode.mfu:.1%}",
+            f"{mode.run.starved:.1%}",
+            f"{mode.run.bubble:.1%}",
+        )
+    return table
+
+
+def _chart(mode: SimulatedMode, width: int) -> Table:
+    """The last step of the first replica, a line for each pipeline rank."""
+    return facts_table([(f"rank {rank}", line) for rank, line in enumerate(mode.gantt(width))])
+
+
+def _facts(report: SimulationReport) -> list[tuple[str, str]]:
+    first, planning = report.modes[0], report.planning
+    rates = "data sheets" if planning.profile is None else planning.profile.source
+    devices = ", ".join(f"{each.count} {each.name}" for each in planning.cluster.device_types)
+    pp = first.partition.pp_size
+    shown = f"the first {MOST_ROWS} of {pp} ranks" if pp > MOST_ROWS else f"{pp} ranks" if pp > 1 else "the only rank"
+    signs = f"{FORWARD} forward, {BACKWARD} backward, {STARVED} waits for data, blank waits for other ranks"
+    return [
+        ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
+        ("devices", f"{devices}, times from {rates}"),
+        ("simulated", f"{report.num_steps} steps of packed batches in {report.seconds:.2f} s; the second half counts"),
+        *((each.mode, each.reason) for each in planning.comparison.ratings if each.rate is None),
+    ]
+
+
+def _write(path: Path, mode: SimulatedMode) -> None:
+    try:
+        path.write_text(json.dumps(mode.trace()), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: the trace cannot be written: {error.strerror}") from error

@@ -1,0 +1,68 @@
+"""The work of single microbatches, one or many at once: their tokens, sequences and images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain.costs.flops import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchWork:
+    """What a stage's time depends on: tokens of each sequence, and over all of them; patches of each image."""
+
+    lengths: tuple[int, ...]
+    vision_tokens: int
+    target_tokens: int
+    patches: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchColumns:
+    """Many microbatches; columns ``[M]`` except ``patches``."""
+
+    num_tokens: FloatArray
+    squares: FloatArray
+    """Sums over sequences of their squared lengths."""
+    vision_tokens: FloatArray
+    target_tokens: FloatArray
+    patches: IntArray
+    """Of each image, ``[I]``, those of a microbatch after those of the one before."""
+    num_images: IntArray
+
+    @classmethod
+    def of(cls, works: Sequence[MicrobatchWork]) -> MicrobatchColumns:
+        """Return the columns of single ones."""
+        return cls(
+            np.array([each.num_tokens for each in works], dtype=np.float64),
+            np.array([sum(length * length for length in each.lengths) for each in works], dtype=np.float64),
+            np.array([each.vision_tokens for each in works], dtype=np.float64),
+            np.array([each.target_tokens for each in works], dtype=np.float64),
+            np.array([patches for each in works for patches in each.patches], dtype=np.int64),
+            np.array([len(each.patches) for each in works], dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    def of_images(self, values: FloatArray) -> FloatArray:
+        """Return the sum over each microbatch's images, ``[M]``, of values ``[I]``."""
+        return np.bincount(np.repeat(np.arange(len(self)), self.num_images), values, len(self)).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchSeconds:
+    """Seconds of forward and backward with recomputation, ``[M]``."""
+
+    layer: FloatArray
+    """Of one decoder layer."""
+    head: FloatArray
+    connector: FloatArray

@@ -1,0 +1,70 @@
+"""What each rank does over a simulated step: as lines of text, and in Chrome's trace format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flowtrain.pipeline.partition import Partition
+from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.program import Op
+
+FORWARD, BACKWARD, STARVED, IDLE = "▀▄· "
+"""A rank runs a forward or a backward, waits for data, or for another rank."""
+_KINDS = (FORWARD, BACKWARD, STARVED, IDLE)
+_MICROSECONDS = 1e6
+
+
+def text_rows(timeline: Timeline, ranks: range, width: int) -> list[str]:
+    """Return a line of ``width`` characters for each rank; a character shows what takes most of its time."""
+    begin, end = float(timeline.starts.min()), timeline.makespan_s
+    edges = np.linspace(begin, end, width + 1)
+    rows = []
+    for rank in ranks:
+        shares = np.zeros((len(_KINDS), width))
+        for kind, start, stop in _spans(timeline, rank):
+            inside = np.minimum(edges[1:], stop) - np.maximum(edges[:-1], start)
+            shares[kind] += np.maximum(inside, 0.0)
+        shares[-1] = np.maximum(np.diff(edges) - shares[:-1].sum(axis=0), 0.0)
+        rows.append("".join(_KINDS[kind] for kind in shares.argmax(axis=0)))
+    return rows
+
+
+def _spans(timeline: Timeline, rank: int) -> Iterator[tuple[int, float, float]]:
+    """What a rank does: the index of its sign, start and end."""
+    program = timeline.program
+    for op in range(program.first[rank], program.first[rank + 1]):
+        start, end = float(timeline.starts[op]), float(timeline.ends[op])
+        if program.op[op] == Op.COMPUTE:
+            yield int(program.computations.is_backward[program.index[op]]), start, end
+        elif program.op[op] == Op.FETCH and end > start:
+            yield _KINDS.index(STARVED), start, end
+
+
+def trace_events(timeline: Timeline, partition: Partition) -> list[dict[str, Any]]:
+    """Return the events of a Chrome trace: a process for each replica, a thread for each of its pipeline ranks."""
+    program, columns = timeline.program, timeline.program.computations
+    pp = program.num_ranks // program.num_replicas
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica} (simulated)"}}
+        for replica in range(program.num_replicas)
+    ]
+    for number in range(len(columns)):
+        rank, op = int(columns.rank[number]), int(columns.op[number])
+        stage = partition.stages[int(columns.place[number])]
+        name = "backward" if columns.is_backward[number] else "forward"
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{name} {int(columns.microbatch[number])}",
+                "cat": stage.module.value,
+                "pid": rank // pp,
+                "tid": rank % pp,
+                "ts": _MICROSECONDS * float(timeline.starts[op]),
+                "dur": _MICROSECONDS * float(timeline.ends[op] - timeline.starts[op]),
+                "args": {"stage": stage.text, "microbatch": int(columns.microbatch[number])},
+            }
+        )
+    return events

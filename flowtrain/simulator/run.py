@@ -1,0 +1,144 @@
+"""Times of many steps in a row: encoders work ahead within the lookahead, the backbone runs its action lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowtrain.costs.flops import FloatArray
+from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.simulator.encoders import EncodedStep, shared_end_s
+from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.program import Op, Program
+from flowtrain.simulator.step import StepSimulator
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepWork:
+    """One step."""
+
+    program: Program
+    """Operations of all replicas."""
+    works: MicrobatchColumns
+    """Microbatches of all replicas, one replica after another."""
+    encoded: tuple[EncodedStep, ...] = ()
+    """By encoder with actors of its own, as in ``replicas`` of ``simulate``."""
+    shared_s: float = 0.0
+    """Seconds that a device works for the step if it carries an encoder too: the backbone's part. 0: it does not."""
+    shared_encode_s: float = 0.0
+    """As before: the encoders' part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedStep:
+    """Times of one step, in seconds since the run began."""
+
+    begin_s: float
+    end_s: float
+    """After the update."""
+    timeline: Timeline
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds that replicas wait for data: mean over replicas of each one's slowest rank, as in metrics."""
+        program = self.timeline.program
+        is_fetch = program.op == Op.FETCH
+        waited = np.zeros(program.num_ranks)
+        spans = self.timeline.ends[is_fetch] - self.timeline.starts[is_fetch]
+        np.add.at(waited, program.fetches.rank[program.index[is_fetch]], spans)
+        return float(waited.reshape(program.num_replicas, -1).max(axis=1).mean())
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a mean rank does not compute."""
+        return 1.0 - float(self.timeline.busy_s.mean()) / (self.end_s - self.begin_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedRun:
+    """Times of many steps."""
+
+    steps: tuple[SimulatedStep, ...]
+
+    @property
+    def ends_s(self) -> FloatArray:
+        """When each step ends."""
+        return np.array([step.end_s for step in self.steps])
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step in the second half, where encoders and backbone have found their pace."""
+        half, ends = len(self.steps) // 2, self.ends_s
+        before = float(ends[half - 1]) if half else 0.0
+        return (float(ends[-1]) - before) / (len(ends) - half)
+
+    @property
+    def starved(self) -> float:
+        """Share of the second half's time in which replicas wait for data."""
+        counted = self._counted
+        return sum(step.starved_s for step in counted) / sum(step.end_s - step.begin_s for step in counted)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the second half's time in which a mean rank does not compute."""
+        return sum(step.bubble for step in self._counted) / len(self._counted)
+
+    @property
+    def _counted(self) -> tuple[SimulatedStep, ...]:
+        return self.steps[len(self.steps) // 2 :]
+
+
+def simulate(
+    simulator: StepSimulator,
+    steps: Sequence[StepWork],
+    *,
+    num_steps: int,
+    replicas: Sequence[int] = (),
+    lookahead: int = 1,
+    is_barrier: bool = False,
+) -> SimulatedRun:
+    """Return the times of ``num_steps`` steps; ``steps`` follow each other again and again.
+
+    A step may be encoded once the one ``lookahead + 1`` before it is done. A microbatch may start when its images are
+    encoded, or with ``is_barrier`` when those of the whole step are.
+
+    replicas: of each encoder with actors of its own.
+    """
+    free = [[0.0] * count for count in replicas]
+    durations = [simulator.durations(step.program, step.works) for step in steps]
+    optimizer_s, now = simulator.optimizer_s(), 0.0
+    done: list[SimulatedStep] = []
+    ends, works, encodes = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
+    for index in range(num_steps):
+        step, (seconds, transfers) = steps[index % len(steps)], durations[index % len(steps)]
+        opened = done[index - lookahead - 1].end_s if index > lookahead else 0.0
+        program = step.program
+        timeline = Timeline(
+            program,
+            seconds,
+            transfers,
+            ready_s=_ready(step, free, opened, is_barrier=is_barrier),
+            begin_s=np.full(program.num_ranks, now),
+            buffered=simulator.buffered,
+        )
+        end = timeline.makespan_s + optimizer_s
+        if step.shared_s:
+            works[index], encodes[index] = step.shared_s, step.shared_encode_s
+            end = max(end, shared_end_s(ends, works, encodes, index, lookahead))
+        ends[index] = end
+        done.append(SimulatedStep(now, end, timeline))
+        now = end
+    return SimulatedRun(tuple(done))
+
+
+def _ready(step: StepWork, free: Sequence[list[float]], opened: float, *, is_barrier: bool) -> FloatArray:
+    """When the data of each fetch are there, ``[F]``."""
+    slots = step.program.fetches.microbatch
+    ready = np.zeros(len(slots))
+    for encoded, heap in zip(step.encoded, free, strict=True):
+        if encoded.seconds:
+            each = encoded.ready_s(heap, opened)
+            ready = np.maximum(ready, each[-1] if is_barrier else each[slots])
+    return ready

@@ -1,0 +1,173 @@
+"""Times of one training step of the backbone: its replicas' action lists with what each action takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from flowtrain.costs.action_times import ActionTimes, StageWork
+from flowtrain.costs.flops import FloatArray, IntArray
+from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.pipeline.actions import Schedule, StageModule
+from flowtrain.pipeline.dataflow import WHOLE
+from flowtrain.pipeline.image_parts import image_parts
+from flowtrain.pipeline.partition import Partition, Stage
+from flowtrain.pipeline.schedules.build import ScheduleName, build_schedule
+from flowtrain.simulator.lists import program_of
+from flowtrain.simulator.program import BoolArray, Computations, Meets, Program, Transfers, side_by_side
+
+
+@dataclass(frozen=True)
+class StepSimulator:
+    """Times steps of one backbone, whose data parallel ranks are symmetric in tensor parallelism.
+
+    times: of its actions; they know degrees and sharding.
+    encoder: its name in ``mode: monolithic``, where the partition has its stages; otherwise unused.
+    buffered: as in ``Timeline``.
+    """
+
+    partition: Partition
+    times: ActionTimes
+    encoder: str = ""
+    buffered: bool = True
+
+    def named(self, schedule: ScheduleName, num_microbatches: int, num_replicas: int) -> Program:
+        """Return the operations of replicas that all train by a named schedule."""
+        meets = self._meets if num_replicas > 1 else None
+        program = _named_program(schedule, self.partition, num_microbatches, meets)
+        return program if num_replicas == 1 else side_by_side([program] * num_replicas, self.times.shard_size)
+
+    def program(self, replicas: Sequence[Schedule]) -> Program:
+        """Return the operations of all replicas, by their action lists; equal lists are read once."""
+        meets = self._meets if len(replicas) > 1 else None
+        different = {id(lists): lists for lists in replicas}
+        read = {key: program_of(lists, self.partition, meets) for key, lists in different.items()}
+        programs = [read[id(lists)] for lists in replicas]
+        return programs[0] if len(programs) == 1 else side_by_side(programs, self.times.shard_size)
+
+    def optimizer_s(self) -> float:
+        """Return seconds of the update after a step, on the rank with the most to update."""
+        ranks = range(self.partition.pp_size)
+        return max(
+            self.times.optimizer_s([self._work(each) for each in self.partition.of_rank(rank)]) for rank in ranks
+        )
+
+    def computing_s(self, program: Program, works: MicrobatchColumns) -> float:
+        """Return the seconds of a step that a mean device computes, the update included."""
+        seconds, _ = self.durations(program, works, with_collectives=False)
+        return float(seconds.sum()) / program.num_ranks + self.optimizer_s()
+
+    def durations(
+        self, program: Program, works: MicrobatchColumns, *, with_collectives: bool = True
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return seconds of each computation, with what it does not hide of collectives, and of each transfer.
+
+        works: microbatches of all replicas, by their number in the lists, one replica after another.
+        """
+        columns, pp = program.computations, self.partition.pp_size
+        each = len(works) // program.num_replicas
+        at = columns.rank // pp * each + columns.microbatch
+        seconds = np.zeros(len(columns))
+        for places in self._alike():
+            mine = np.isin(columns.place, places)
+            work, own = self._work(self.partition.stages[places[0]]), _only(columns, mine)
+            seconds[mine] = self._computing_s(work, own, works, at[mine])
+            if with_collectives:
+                seconds[mine] += self._exposed_s(work, own, seconds[mine])
+        transfers = program.transfers
+        sent = transfers.source // pp * each + transfers.microbatch
+        return seconds, self._transfers_s(transfers, works, sent)
+
+    def _alike(self) -> list[list[int]]:
+        """Places of stages that take the same time for the same microbatch, in groups."""
+        groups: dict[StageWork, list[int]] = {}
+        for place, stage in enumerate(self.partition.stages):
+            groups.setdefault(self._work(stage), []).append(place)
+        return list(groups.values())
+
+    def _computing_s(
+        self, work: StageWork, columns: Computations, works: MicrobatchColumns, at: IntArray
+    ) -> FloatArray:
+        """Seconds of the computations of stages that are alike; at: the number of each one's microbatch."""
+        if work.encoder is not None and (columns.part != WHOLE).any():
+            works, at = _cut(works, at, columns.part), np.arange(len(at))
+        forward, backward = self.times.passes_s(work, works)
+        return np.where(columns.is_backward, backward[at], forward[at])
+
+    def _exposed_s(self, work: StageWork, columns: Computations, computing: FloatArray) -> FloatArray:
+        """Seconds of collectives that the computations do not hide."""
+        times, meets = self.times, self._meets
+        exposed = np.zeros_like(computing)
+        if times.degrees.dp == 1:
+            return exposed
+        if meets.gathers != "never":
+            forward = times.gather_s(work, computing)
+            backward = times.gather_s(work, computing, of_backward=True)
+            each = meets.gathers == "each"
+            exposed += np.where(columns.is_backward, backward if each else 0.0, forward * (each | columns.is_first))
+        reduced = columns.is_backward & (columns.is_last | meets.reduces_each)
+        last, other = (times.reduce_s(work, computing, is_last=is_last) for is_last in (True, False))
+        return exposed + reduced * np.where(columns.is_last, last, other)
+
+    def _transfers_s(self, transfers: Transfers, works: MicrobatchColumns, at: IntArray) -> FloatArray:
+        """Seconds of transfers: hidden states or their gradients, or rows of an encoder."""
+        producer = np.where(transfers.is_gradient, transfers.place - 1, transfers.place)  # of what it is the gradient
+        of_encoder = np.array([stage.module is StageModule.ENCODER for stage in self.partition.stages])[producer]
+        seconds = self.times.token_transfer_s * works.num_tokens[at]
+        if of_encoder.any():
+            sent = _cut(works, at[of_encoder], transfers.part[of_encoder])
+            patches = sent.of_images(sent.patches.astype(np.float64))
+            seconds[of_encoder] = self.times.patch_transfer_s(self.encoder) * patches
+        return seconds
+
+    @cached_property
+    def _meets(self) -> Meets:
+        setup = self.times.times.setup
+        gathers = "never" if not self.times.gathers else "once" if setup.sharding == "gradients" else "each"
+        return Meets(gathers, reduces_each=setup.gradient_reduction == "microbatch")
+
+    def _work(self, stage: Stage) -> StageWork:
+        of_module = self.partition.of_module(stage.module)
+        return StageWork(
+            num_layers=len(stage.layers),
+            is_first=stage.index == 0,
+            is_last=stage.index == len(of_module) - 1,
+            has_backward=stage.has_backward,
+            encoder=self.encoder if stage.module is StageModule.ENCODER else None,
+        )
+
+
+@lru_cache(maxsize=256)
+def _named_program(schedule: ScheduleName, partition: Partition, num_microbatches: int, meets: Meets | None) -> Program:
+    """One replica's operations; candidates of a plan share most of them."""
+    lists = build_schedule(schedule, partition, num_microbatches=num_microbatches, training=True)
+    return program_of(lists, partition, meets)
+
+
+def _only(columns: Computations, mask: BoolArray) -> Computations:
+    return Computations(**{each.name: getattr(columns, each.name)[mask] for each in fields(Computations)})
+
+
+def _cut(works: MicrobatchColumns, at: IntArray, part: IntArray) -> MicrobatchColumns:
+    """The work of microbatches ``at``, each with the images of one part of it alone; both ``[N]``."""
+    first = np.concatenate([[0], np.cumsum(works.num_images)])
+    num_parts: defaultdict[int, int] = defaultdict(int)
+    for number, each in zip(at.tolist(), part.tolist(), strict=True):
+        num_parts[number] = max(num_parts[number], each + 1)
+    patches: list[list[int]] = []
+    for number, each in zip(at.tolist(), part.tolist(), strict=True):
+        whole = works.patches[first[number] : first[number + 1]].tolist()
+        span = image_parts(whole, num_parts[number])[each] if each != WHOLE else range(len(whole))
+        patches.append(whole[span.start : span.stop])
+    return MicrobatchColumns(
+        works.num_tokens[at],
+        works.squares[at],
+        works.vision_tokens[at],
+        works.target_tokens[at],
+        np.array([each for images in patches for each in images], dtype=np.int64),
+        np.array([len(images) for images in patches], dtype=np.int64),
+    )

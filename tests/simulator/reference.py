@@ -1,0 +1,115 @@
+"""Times of action lists by rules as plain as possible: what the engine must give, slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flowtrain.pipeline.actions import Action, ActionKind, Payload, Schedule
+
+Times = Callable[[int, Action], float]
+"""Of a replica's action: seconds of a computation, or of the transfer of a launch."""
+
+
+def finish_times(
+    replicas: Sequence[Schedule],
+    times: Times,
+    *,
+    buffered: bool = True,
+    ready: Callable[[int, int], float] = lambda replica, microbatch: 0.0,
+    gathers: bool = False,
+) -> list[list[float]]:
+    """When each rank of each replica is done. gathers: ranks of a stage meet before each computation, and after the
+    last backward of each stage."""
+    ranks = [(d, r) for d, lists in enumerate(replicas) for r in range(len(lists))]
+    at, clock, fetched = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0)
+    launched: dict[tuple[int, Action], float] = {}
+    arrived: dict[tuple[int, Action], float] = {}
+    link: dict[tuple[int, int, int], float] = {}
+    met: dict[tuple[int, int, str], dict[int, float]] = {}
+    last = {(d, r): _last_backwards(lists[r]) for d, lists in enumerate(replicas) for r in range(len(lists))}
+
+    def meet(rank: tuple[int, int], what: str) -> float | None:
+        come = met.setdefault((rank[1], at[rank], what), {})
+        come.setdefault(rank[0], clock[rank])
+        return max(come.values()) if len(come) == len(replicas) else None
+
+    def arrival(d: int, send: Action, source: int, destination: int) -> float | None:
+        """Transfers of a link go one after the other, in the order of their launches."""
+        if (d, send) in arrived:
+            return arrived[d, send]
+        earlier = [each for each in replicas[d][source] if each.kind is ActionKind.ISEND and each.peer == destination]
+        for each in earlier[: earlier.index(send) + 1]:
+            if (d, each) in arrived:
+                continue
+            receive = _other_end(replicas[d][destination], each, earlier.index(each), source)
+            if (d, each) not in launched or (not buffered and (d, receive) not in launched):
+                return None
+            begins = launched[d, each] if buffered else max(launched[d, each], launched[d, receive])
+            begins = max(begins, link.get((d, source, destination), 0.0))
+            link[d, source, destination] = arrived[d, each] = begins + times(d, each)
+        return arrived[d, send]
+
+    def step(rank: tuple[int, int]) -> bool:
+        d, r = rank
+        action = replicas[d][r][at[rank]]
+        while fetched[rank] <= action.microbatch:
+            clock[rank] = max(clock[rank], ready(d, fetched[rank]))
+            fetched[rank] += 1
+        if action.kind.is_compute:
+            if gathers:
+                begins = meet(rank, "before")
+                if begins is None:
+                    return False
+                clock[rank] = begins
+            done = met.setdefault((-1 - r, at[rank], "done"), {})
+            if d not in done:
+                done[d] = clock[rank] + times(d, action)
+            clock[rank] = done[d]
+            if gathers and at[rank] in last[rank]:
+                ends = meet(rank, "after")
+                if ends is None:
+                    return False
+                clock[rank] = ends
+        elif action.kind.is_launch:
+            launched[d, action] = clock[rank]
+        elif action.kind is ActionKind.WAIT_IRECV or not buffered:
+            assert action.peer is not None
+            source, destination = (r, action.peer) if action.kind.is_sending else (action.peer, r)
+            send = action.launch if action.kind.is_sending else _send_of(replicas[d], r, action.launch)
+            at_s = arrival(d, send, source, destination)
+            if at_s is None:
+                return False
+            clock[rank] = max(clock[rank], at_s)
+        at[rank] += 1
+        return True
+
+    going = True
+    while going:
+        going = False
+        for rank in ranks:
+            while at[rank] < len(replicas[rank[0]][rank[1]]) and step(rank):
+                going = True
+    assert all(at[d, r] == len(replicas[d][r]) for d, r in ranks), "the lists hang"
+    return [[clock[d, r] for r in range(len(lists))] for d, lists in enumerate(replicas)]
+
+
+def _send_of(lists: Schedule, rank: int, receive: Action) -> Action:
+    """The send that a receive matches: of the same number between the two ranks."""
+    assert receive.peer is not None
+    mine = [each for each in lists[rank] if each.kind is ActionKind.IRECV and each.peer == receive.peer]
+    theirs = [each for each in lists[receive.peer] if each.kind is ActionKind.ISEND and each.peer == rank]
+    return theirs[mine.index(receive)]
+
+
+def _other_end(actions: Sequence[Action], send: Action, number: int, source: int) -> Action:
+    receives = [each for each in actions if each.kind is ActionKind.IRECV and each.peer == source]
+    assert receives[number].payload is send.payload and isinstance(send.payload, Payload)
+    return receives[number]
+
+
+def _last_backwards(actions: Sequence[Action]) -> set[int]:
+    last: dict[tuple[object, int], int] = {}
+    for index, action in enumerate(actions):
+        if action.kind is ActionKind.BACKWARD_STAGE:
+            last[action.module, action.stage] = index
+    return set(last.values())

@@ -6,6 +6,7 @@ Of the model only the configuration, the tokenizer and the processor are read.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from glob import has_magic
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flowtrain.config.commented_yaml import commented_yaml
+from flowtrain.config.commented_yaml import comment, commented_yaml
 from flowtrain.config.load import config_of_text
 from flowtrain.config.model import EncoderConfig, ModelConfig
 from flowtrain.config.run import RunConfig
@@ -149,11 +150,12 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
 
 def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], file: Path) -> str:
     what = "" if kind.family is not None else " as the backbone of a new llava model"
+    name = shlex.quote(file.name)
     head = (
-        f"# Starts from {kind.model}{what}.\n"
+        f"# Starts from {comment(kind.model)}{what}.\n"
         "# Written by `flowtrain init`. Keys that are left out have their defaults (flowtrain/config).\n"
-        f"#   flowtrain plan {file.name} --devices 8\n"
-        f"#   flowtrain train {file.name} --dry-run\n"
+        f"#   flowtrain plan {name} --devices 8\n"
+        f"#   flowtrain train {name} --dry-run\n"
     )
     hint = _IMAGE_HINTS.get(values["model"]["family"])
     hints = _HINTS if hint is None else {**_HINTS, f"encoders.{ENCODER}": [hint]}

@@ -120,7 +120,8 @@ def check(rows: Sequence[Sequence[Tensor]], name: str, tolerance: float) -> None
     """Raise WrongResult if the features of an image differ."""
     for index, (found, expected) in enumerate(zip(*rows, strict=True)):
         if found.shape != expected.shape:
-            raise WrongResult(f"{name}: features of image {index} are {tuple(found.shape)}, not {tuple(expected.shape)}")
+            shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
+            raise WrongResult(f"{name}: features of image {index} are {shapes}")
         difference = ((found - expected).float().norm() / expected.float().norm()).item()
         if not difference <= tolerance:
             raise WrongResult(f"{name}: features of image {index} differ by {difference:.2g}, above {tolerance:g}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ class ProcessorFiles:
     tokenizer: PreTrainedTokenizerBase
     video: Mapping[str, Any]
     """Settings of the video processor, its class among them."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The processor's own."""
 
     def save_pretrained(self, save_directory: Path) -> None:
         """Write processor and tokenizer into a directory."""
@@ -32,6 +34,7 @@ class ProcessorFiles:
             "image_processor": json.loads(self.image_processor.to_json_string()),
             "processor_class": self.processor_class,
             "video_processor": dict(self.video),
+            **self.settings,
         }
         text = json.dumps(processor, indent=2, sort_keys=True) + "\n"
         (save_directory / "processor_config.json").write_text(text, encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    ProcessorMixin,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
@@ -31,20 +28,6 @@ from tests.qwen3_vl import TEXT, stock_images, stock_inputs
 def make(make_config: Any) -> Any:
     """Build a tiny family; arguments as of ``config_of``."""
     return lambda sections=None, **encoder: family_from_config(config_of(make_config, sections, **encoder))
-
-
-@pytest.fixture
-def without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF's processor as it is, but for its video half, which cannot be loaded without torchvision."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    check = ProcessorMixin.check_argument_for_proper_class
-    monkeypatch.setattr(AutoVideoProcessor, "from_pretrained", lambda *args, **kwargs: None)
-    monkeypatch.setattr(
-        ProcessorMixin,
-        "check_argument_for_proper_class",
-        lambda self, name, argument: None if name == "video_processor" else check(self, name, argument),
-    )
 
 
 def trained_state(family: Qwen3VLFamily) -> Any:

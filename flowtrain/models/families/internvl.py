@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import GotOcr2ImageProcessorPil
@@ -19,6 +17,7 @@ from flowtrain.models.connector import Connector, NormedConnector
 from flowtrain.models.families.llava import LlavaFamily
 from flowtrain.models.image_processing import fixed_output_size, tile_values
 from flowtrain.models.internvl_config import read_internvl_config, shuffle_factor
+from flowtrain.models.processor_files import ProcessorFiles
 from flowtrain.models.tokenizer import load_named_tokenizer
 from flowtrain.models.towers import patch_grid
 from flowtrain.models.vision_stage import TowerShape
@@ -27,7 +26,7 @@ from flowtrain.types.samples import ImageLayout
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
-    from transformers import BaseImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _TOKENS = {
     "start_image_token": "<img>",
@@ -53,6 +52,7 @@ class InternVLFamily(LlavaFamily):
     """
 
     name: ClassVar[str] = "internvl"
+    image_hint: ClassVar[str | None] = "image_processor: {max_patches: 6} # the most tiles of an image"
 
     def _read_config(self) -> PreTrainedConfig:
         return read_internvl_config(self.config)
@@ -141,39 +141,13 @@ class InternVLFamily(LlavaFamily):
         return NormedConnector(feature_dim, self.text_config.hidden_size, hidden_act=act)
 
     def _processor(self) -> ProcessorFiles:
-        video = {} if self.config.model.path is None else get_video_processor_config(self.config.model.path)
-        return ProcessorFiles(self.image_processor, self.tokenizer, self._image_seq_length, video)
-
-
-@dataclass(frozen=True)
-class ProcessorFiles:
-    """Writes the files of HF's ``InternVLProcessor``.
-
-    That class cannot be built without torchvision, which its video processor needs. So the video processor's settings
-    are only passed on, or, where the start had none, made from the image processor's.
-    """
-
-    image_processor: BaseImageProcessor
-    tokenizer: PreTrainedTokenizerBase
-    image_seq_length: int
-    """Tokens of a tile."""
-    video: Mapping[str, Any]
-    """Settings of the start's video processor."""
-
-    def save_pretrained(self, save_directory: Path) -> None:
-        """Write processor and tokenizer into a directory, as HF's class does."""
-        images: dict[str, Any] = json.loads(self.image_processor.to_json_string())
-        video = dict(self.video)
+        """See ``HFFamily``; without a start's settings the video processor has the image processor's."""
+        path = self.config.model.path
+        video = {} if path is None else get_video_processor_config(path)
         if "video_processor_type" not in video:
             own = ("image_processor_type", "crop_to_patches", "min_patches", "max_patches")
+            images: dict[str, Any] = json.loads(self.image_processor.to_json_string())
             video = {name: value for name, value in images.items() if name not in own}
             video["video_processor_type"] = "InternVLVideoProcessor"
-        processor = {
-            "image_processor": images,
-            "image_seq_length": self.image_seq_length,
-            "processor_class": "InternVLProcessor",
-            "video_processor": video,
-        }
-        text = json.dumps(processor, indent=2, sort_keys=True) + "\n"
-        (save_directory / "processor_config.json").write_text(text, encoding="utf-8")
-        self.tokenizer.save_pretrained(save_directory)
+        settings = {"image_seq_length": self._image_seq_length}
+        return ProcessorFiles("InternVLProcessor", self.image_processor, self.tokenizer, video, settings)

@@ -15,6 +15,7 @@ from transformers import (
     AutoProcessor,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.utils import logging
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
@@ -160,6 +161,18 @@ def test_another_image_token_than_the_checkpoints_is_refused(make: Any, tmp_path
     said = r"'<picture>', and .* expands the tokenizer's '<\|image_pad\|>'; leave the key out"
     with pytest.raises(ConfigError, match=said):
         family_from_config(config)
+
+
+def test_weights_of_a_checkpoint_are_loaded_without_a_progress_bar(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = make()
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    capsys.readouterr()
+    family_from_config(whole(family.config, tmp_path)).load_encoder("vision")
+    assert "Loading" not in capsys.readouterr().err and logging.is_progress_bar_enabled()
+    AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert "Loading" in capsys.readouterr().err, "Hugging Face's own call has one"
 
 
 def test_weights_come_tensor_by_tensor_from_a_checkpoint(make: Any, tmp_path: Path) -> None:

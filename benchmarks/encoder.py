@@ -7,6 +7,8 @@ turns, and must give the same features; else the benchmark fails.
 
 - ``natural``: 480p to 1080p, not shrunk. For a Qwen3-VL tower against Hugging Face's own call with all patches of a
   batch; for the others against one forward for each shape of a batch, as ``variable_llava`` had it before.
+- ``fitted``: the same images, shrunk to the tower's own size, as ``variable_llava`` shrinks them unless it is told
+  otherwise; against one forward for each shape too.
 - ``small``: the same images shrunk to at most 16 patches a side, against one forward for each image.
 
 Then how many such images a core decodes, resizes and normalises in a second, by several decoders, each with its
@@ -53,7 +55,7 @@ class Case:
     target: float
 
 
-CASES = (Case("natural", "by_shape", 1.2), Case("small", "one_by_one", 1.5))
+CASES = (Case("natural", "by_shape", 1.2), Case("fitted", "by_shape", 1.2), Case("small", "one_by_one", 1.5))
 QWEN3_VL_CASES = (Case("natural", "hf_packed", 0.95),)
 
 
@@ -81,7 +83,9 @@ def contenders(case: Case, model: str, dtype: str, longest: int) -> tuple[Family
         qwen = qwen3_vl_family(dtype)
         theirs = PackedTower(qwen)
         return qwen, (Contender(qwen.load_encoder(VISION).encode), Contender(theirs.encode, theirs.prepare))
-    family = family_of(model, dtype, longest if case.name == "natural" else SIDE * MODELS[model]["patch_size"])
+    tower = MODELS[model]
+    sides = {"natural": longest, "fitted": tower["image_size"], "small": SIDE * tower["patch_size"]}
+    family = family_of(model, dtype, sides[case.name])
     plain = PlainTower(family)
     rival = plain.by_shape if case.rival == "by_shape" else plain.one_by_one
     return family, (Contender(family.load_encoder(VISION).encode), Contender(rival))

@@ -171,7 +171,7 @@ def decoding(args: argparse.Namespace, console: Console) -> Iterator[Figure]:
     if QWEN3_VL in args.model:
         for each in decoding_of_qwen3_vl(images, args.repeats):
             yield decoder_figure(QWEN3_VL, each, len(images))
-    for longest in (args.longest, 448):
+    for longest in sorted({args.longest, 448}, reverse=True):
         family = family_of("dinov2-s14", "float32", longest)
         for each in measure(decoders(family), images, args.repeats, llava_std(family)):
             yield decoder_figure(f"to_{longest}", each, len(images))

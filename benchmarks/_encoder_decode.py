@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -97,10 +97,22 @@ class Decoded:
     steps: tuple[float, float]
 
 
-def measure(family: VariableLlavaFamily, images: Sequence[bytes], rounds: int) -> Iterator[Decoded]:
-    """Time all decoders in turn, in processor seconds of one thread."""
-    ways = decoders(family)
-    std = np.asarray(family.image_processor.image_std, np.float32)[:, None, None]
+def llava_std(family: VariableLlavaFamily) -> np.ndarray:
+    """Deviation of each channel by which pixels were divided, to go with ``[C, H, W]``."""
+    return np.asarray(family.image_processor.image_std, np.float32)[:, None, None]
+
+
+def measure(
+    ways: Mapping[str, Decoder],
+    images: Sequence[bytes],
+    rounds: int,
+    std: np.ndarray,
+    aligned: Callable[[str, np.ndarray], np.ndarray] = lambda name, pixels: pixels,
+) -> Iterator[Decoded]:
+    """Time all decoders in turn, in processor seconds of one thread.
+
+    std: by which pixel values were divided. aligned: puts a decoder's pixels into the order of the reference's.
+    """
     expected = [ways[HF](data) for data in images]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
@@ -111,6 +123,8 @@ def measure(family: VariableLlavaFamily, images: Sequence[bytes], rounds: int) -
                 ways[name](data)
             seconds[name].append(time.thread_time() - started)
     for name, way in ways.items():
-        gaps = [255 * std * abs(way(data) - wanted) for data, wanted in zip(images, expected, strict=True)]
+        gaps = [
+            255 * std * abs(aligned(name, way(data)) - wanted) for data, wanted in zip(images, expected, strict=True)
+        ]
         mean = float(np.mean([gap.mean() for gap in gaps]))
         yield Decoded(name, seconds[name], (mean, float(max(gap.max() for gap in gaps))))

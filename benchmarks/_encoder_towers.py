@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowtrain.config.run import RunConfig
+from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.families.variable import VariableLlavaFamily
 from flowtrain.models.towers import TOWERS
@@ -92,19 +93,19 @@ def family_of(model: str, dtype: str, longest: int) -> VariableLlavaFamily:
     return family
 
 
-def pixels_of(family: VariableLlavaFamily, sizes: Sequence[tuple[int, int]], seed: int) -> list[np.ndarray]:
+def pixels_of(family: Family, sizes: Sequence[tuple[int, int]], seed: int) -> list[np.ndarray]:
     """Noise in the size at which each image enters the tower, float32 ``[C, H, W]``."""
     rng = np.random.default_rng(seed)
     entering = [family.entering_size(VISION, *size) for size in sizes]
     return [rng.standard_normal((3, *size), dtype=np.float32) for size in entering]
 
 
-def patches_of(family: VariableLlavaFamily, image: np.ndarray) -> int:
+def patches_of(family: Family, image: np.ndarray) -> int:
     """Patches of an image as it enters the tower."""
-    return family.image_layout(VISION, image.shape[2], image.shape[1]).num_patches
+    return family.tile_layout(VISION, image.shape[2], image.shape[1]).num_patches
 
 
-def batches(family: VariableLlavaFamily, images: Sequence[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
+def batches(family: Family, images: Sequence[np.ndarray], most: int) -> Iterator[list[np.ndarray]]:
     """Consecutive images of at most so many patches together, as encoder actors get them."""
     batch: list[np.ndarray] = []
     total = 0

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ def emit(benchmark: str, figures: Sequence[Figure], as_json: bool) -> None:
         report = {"benchmark": benchmark, "commit": commit(), "machine": machine()}
         print(json.dumps({**report, "figures": [asdict(figure) for figure in figures]}))
         return
-    table = Table("figure", "value", "unit", "target", "met", "note", title=f"{benchmark} ({commit()})")
+    table = Table(
+        Column("figure", overflow="fold"), "value", "unit", "target", "met", "note", title=f"{benchmark} ({commit()})"
+    )
     for figure in figures:
         met = "-" if figure.met is None else "yes" if figure.met else "no"
         target = "-" if figure.target is None else f"{figure.target:g}"

@@ -1,11 +1,14 @@
-"""A frozen encoder over images of natural sizes: one packed forward, against one forward a shape and image by image.
+"""A frozen encoder over images of natural sizes: one packed forward, against what one would use instead.
 
 python benchmarks/encoder.py [--model NAME ...] [--dtype float32 bfloat16] [--images N] [--repeats N] [--json]
 
 All contenders have the same weights, type, threads and batches (consecutive images up to ``--patches`` patches), take
-turns, and must give the same features.
+turns, and must give the same features; else the benchmark fails.
 
-- ``natural``: 480p to 1080p, not shrunk, against one forward for each shape of a batch.
+- ``natural``: 480p to 1080p, not shrunk. For a Qwen3-VL tower against Hugging Face's own call with all patches of a
+  batch; for the others against one forward for each shape of a batch, as ``variable_llava`` had it before.
+- ``fitted``: the same images, shrunk to the tower's own size, as ``variable_llava`` shrinks them unless it is told
+  otherwise; against one forward for each shape too.
 - ``small``: the same images shrunk to at most 16 patches a side, against one forward for each image.
 
 Then how many such images a core decodes, resizes and normalises in a second, by several decoders, each with its
@@ -18,21 +21,25 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from _encoder_decode import Decoded, measure, photo
-from _encoder_towers import MODELS, PlainTower, batches, family_of, natural_sizes, patches_of, pixels_of
+from _encoder_decode import HF, Decoded, decoders, llava_std, measure, photo
+from _encoder_qwen3_vl import TOWER, PackedTower, hf_patches, qwen3_vl_decoders, qwen3_vl_family
+from _encoder_towers import MODELS, VISION, PlainTower, batches, family_of, natural_sizes, patches_of, pixels_of
 from _report import Figure, at_least, commit, emit
 from rich.console import Console
 from torch import Tensor
 
+from flowtrain.models.families.base import Family
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+QWEN3_VL = "qwen3-vl"
 SIDE = 16
 """Patches of the longer side in case ``small``."""
-Encode = Callable[[Sequence[np.ndarray]], list[Tensor]]
 
 
 class WrongResult(Exception):
@@ -48,7 +55,16 @@ class Case:
     target: float
 
 
-CASES = (Case("natural", "by_shape", 1.2), Case("small", "one_by_one", 1.5))
+CASES = (Case("natural", "by_shape", 1.2), Case("fitted", "by_shape", 1.2), Case("small", "one_by_one", 1.5))
+QWEN3_VL_CASES = (Case("natural", "hf_packed", 0.95),)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An encoder. prepare: turns a batch of images into what ``encode`` takes, outside of the measured time."""
+
+    encode: Callable[[Any], list[Tensor]]
+    prepare: Callable[[Sequence[np.ndarray]], Any] = list
 
 
 @dataclass
@@ -61,15 +77,26 @@ class Measured:
     busy_s: list[tuple[float, float]] = field(default_factory=list)
 
 
+def contenders(case: Case, model: str, dtype: str, longest: int) -> tuple[Family, tuple[Contender, Contender]]:
+    """The family, its packed encoder, and the rival."""
+    if model == QWEN3_VL:
+        qwen = qwen3_vl_family(dtype)
+        theirs = PackedTower(qwen)
+        return qwen, (Contender(qwen.load_encoder(VISION).encode), Contender(theirs.encode, theirs.prepare))
+    tower = MODELS[model]
+    sides = {"natural": longest, "fitted": tower["image_size"], "small": SIDE * tower["patch_size"]}
+    family = family_of(model, dtype, sides[case.name])
+    plain = PlainTower(family)
+    rival = plain.by_shape if case.rival == "by_shape" else plain.one_by_one
+    return family, (Contender(family.load_encoder(VISION).encode), Contender(rival))
+
+
 def contest(case: Case, model: str, dtype: str, args: argparse.Namespace, console: Console) -> Measured:
     """Both contenders in turn; the first round only warms up."""
-    longest = args.longest if case.name == "natural" else SIDE * MODELS[model]["patch_size"]
-    family = family_of(model, dtype, longest)
+    family, pair = contenders(case, model, dtype, args.longest)
     images = pixels_of(family, natural_sizes(args.images, args.seed), args.seed)
-    work = list(batches(family, images, args.patches))
-    plain, packed = PlainTower(family), family.load_encoder("vision")
-    rivals: dict[str, Encode] = {"by_shape": plain.by_shape, "one_by_one": plain.one_by_one}
-    turns: list[Encode] = [packed.encode, rivals[case.rival]]
+    cut = list(batches(family, images, args.patches))
+    works = [[each.prepare(batch) for batch in cut] for each in pair]
     measured = Measured(len(images), sum(patches_of(family, image) for image in images))
     for number in range(args.repeats + 1):
         rows: list[list[Tensor]] = [[], []]
@@ -77,13 +104,13 @@ def contest(case: Case, model: str, dtype: str, args: argparse.Namespace, consol
         for index in (0, 1) if number % 2 else (1, 0):
             gc.collect()
             wall, busy = time.perf_counter(), time.process_time()
-            rows[index] = [features for batch in work for features in turns[index](batch)]
+            rows[index] = [features for batch in works[index] for features in pair[index].encode(batch)]
             wall_s[index], busy_s[index] = time.perf_counter() - wall, time.process_time() - busy
         check(rows, f"{model} {dtype} {case.name}", TOLERANCE[dtype])
         console.print(
-            f"{model} {dtype} {case.name}: {measured.num_patches} patches of {len(images)} images in {len(work)} "
+            f"{model} {dtype} {case.name}: {measured.num_patches} patches of {len(images)} images in {len(cut)} "
             f"batches; packed and {case.rival} {wall_s[0]:.2f} and {wall_s[1]:.2f} s by the clock, {busy_s[0]:.2f} "
-            f"and {busy_s[1]:.2f} s of the processor",
+            f"and {busy_s[1]:.2f} s of the processor" + ("" if number else " (warming up)"),
             highlight=False,
             soft_wrap=True,
         )
@@ -96,6 +123,9 @@ def contest(case: Case, model: str, dtype: str, args: argparse.Namespace, consol
 def check(rows: Sequence[Sequence[Tensor]], name: str, tolerance: float) -> None:
     """Raise WrongResult if the features of an image differ."""
     for index, (found, expected) in enumerate(zip(*rows, strict=True)):
+        if found.shape != expected.shape:
+            shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
+            raise WrongResult(f"{name}: features of image {index} are {shapes}")
         difference = ((found - expected).float().norm() / expected.float().norm()).item()
         if not difference <= tolerance:
             raise WrongResult(f"{name}: features of image {index} differ by {difference:.2g}, above {tolerance:g}")
@@ -115,7 +145,7 @@ def figures(label: str, case: Case, measured: Measured) -> list[Figure]:
     return found
 
 
-def decoder_figures(label: str, each: Decoded, num_images: int) -> Figure:
+def decoder_figure(label: str, each: Decoded, num_images: int) -> Figure:
     """Images a second of one core."""
     mean, largest = each.steps
     note = f"from HF's pixels, in 8-bit steps: {mean:.2g} on average, {largest:.3g} at most"
@@ -131,24 +161,38 @@ def figure(name: str, values: np.ndarray, unit: str, note: str, least: float | N
     return at_least(name, float(middle), unit, least, note)
 
 
-def decoding(args: argparse.Namespace, console: Console) -> list[Figure]:
+def decoding(args: argparse.Namespace, console: Console) -> Iterator[Figure]:
     """All decoders, for towers that see whole images and for one that sees small ones."""
     sizes = natural_sizes(args.decoded_images, args.seed)
     images = [photo(*size, seed) for seed, size in enumerate(sizes)]
     megapixels = sum(width * height for width, height in sizes) / len(sizes) / 1e6
     mean_nbytes = sum(map(len, images)) / len(images)
     console.print(f"{len(images)} JPEGs of {megapixels:.2f} megapixels and {mean_nbytes / 1e3:.0f} kB on average")
-    found = []
-    for longest in (args.longest, 448):
+    if QWEN3_VL in args.model:
+        for each in decoding_of_qwen3_vl(images, args.repeats):
+            yield decoder_figure(QWEN3_VL, each, len(images))
+    for longest in sorted({args.longest, 448}, reverse=True):
         family = family_of("dinov2-s14", "float32", longest)
-        for each in measure(family, images, args.repeats):
-            found.append(decoder_figures(f"to_{longest}", each, len(images)))
-    return found
+        for each in measure(decoders(family), images, args.repeats, llava_std(family)):
+            yield decoder_figure(f"to_{longest}", each, len(images))
+
+
+def decoding_of_qwen3_vl(images: Sequence[bytes], repeats: int) -> Iterator[Decoded]:
+    """Decoders of Qwen3-VL, whose processor also cuts the pixels into patches."""
+    family = qwen3_vl_family("float32")
+    sides = (TOWER["patch_size"], TOWER["spatial_merge_size"], TOWER["temporal_patch_size"])
+
+    def aligned(name: str, pixels: np.ndarray) -> np.ndarray:
+        return pixels if name == HF else hf_patches(pixels, *sides)
+
+    std = np.float32(family.image_processor.image_std[0])  # all channels have the same
+    return measure(qwen3_vl_decoders(family), images, repeats, std, aligned)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["dinov2-s14"], choices=sorted(MODELS))
+    models = sorted([*MODELS, QWEN3_VL])
+    parser.add_argument("--model", nargs="+", default=["dinov2-s14", QWEN3_VL], choices=models)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--images", type=int, default=6)
     parser.add_argument("--decoded-images", type=int, default=24)
@@ -170,12 +214,12 @@ def main() -> None:
     try:
         for model in args.model:
             for dtype in args.dtype:
-                for case in CASES:
+                for case in QWEN3_VL_CASES if model == QWEN3_VL else CASES:
                     measured = contest(case, model, dtype, args, console)
                     found += figures(f"{model}.{dtype}", case, measured)
     except WrongResult as error:
         sys.exit(f"wrong result: {error}")
-    emit("encoder", found + decoding(args, console), args.json)
+    emit("encoder", [*found, *decoding(args, console)], args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoints without weights: what ``flowtrain init`` and a dry run read of a model."""
+"""Checkpoints, at first without weights: what ``flowtrain init`` and a dry run read of a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GotOcr2ImageProcessorPil,
     InternVLConfig,
@@ -121,6 +123,13 @@ def qwen3_vl(folder: Path) -> Path:
     )
     config.save_pretrained(folder)
     tiny_qwen3_vl.stock_images().save_pretrained(folder)
+    return folder
+
+
+def with_weights(folder: Path) -> Path:
+    """A whole checkpoint with random weights too."""
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config, dtype=config.dtype).save_pretrained(folder)
     return folder
 
 

@@ -6,13 +6,15 @@ import shlex
 from pathlib import Path
 
 from flowtrain import api
+from flowtrain.cli.plain_text import plain
 
 
 def init(model: str, data: str | None, encoder: str | None, output: Path | None, force: bool) -> None:
     """Write as ``api.init`` does, and print the next commands."""
     started = api.init(model, data=data, encoder=encoder, output=output, force=force)
     settings, file = started.config.model, shlex.quote(str(started.file))
-    print(f"wrote {started.file}: family {settings.family}, {settings.dtype}, image token {settings.image_token}")
+    token = plain(settings.image_token)
+    print(f"wrote {started.file}: family {settings.family}, {settings.dtype}, image token {token}")
     if started.to_fill_in:
         print(f"first set {', '.join(started.to_fill_in)} in it, then")
     print(f"flowtrain plan {file} --devices 8")

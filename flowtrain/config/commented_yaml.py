@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import yaml
 
 from flowtrain.config.yaml_text import YamlError, parse_yaml
 
 _MANY = 10_000
 """From here on numbers have their thousands apart."""
+
+
+def comment(text: str) -> str:
+    """Return a text that stays in the line of its comment: itself, or quoted if it has characters that do not print."""
+    return text if text.isprintable() else json.dumps(text)
 
 
 def commented_yaml(values: Mapping[str, Any], remarks: Mapping[str, str], hints: Mapping[str, list[str]]) -> str:
@@ -37,7 +45,7 @@ def _lines(
     pad = "  " * depth
     for key, value in values.items():
         here = f"{path}.{key}" if path else key
-        remark = f" # {remarks[here]}" if here in remarks else ""
+        remark = f" # {comment(remarks[here])}" if here in remarks else ""
         if isinstance(value, Mapping) and value:
             yield f"{pad}{key}:{remark}"
             yield from _lines(value, here, depth + 1, remarks, hints)
@@ -46,10 +54,9 @@ def _lines(
             yield f"{pad}{key}:{remark}"
             for index, item in enumerate(value):
                 yield from _item(item, f"{here}.{index}", depth + 1, remarks, hints)
-        elif isinstance(value, str) and "\n" in value:
+        elif isinstance(value, str) and "\n" in value and _says("\n".join(_block("key", value, "")), value):
             yield from [f"{pad}#{remark.removeprefix(' #')}"] if remark else []
-            yield f"{pad}{key}: |-"
-            yield from (f"{pad}  {line}" for line in value.split("\n"))
+            yield from _block(key, value, pad)
         else:
             yield f"{pad}{key}: {_scalar(value)}{remark}"
 
@@ -64,6 +71,11 @@ def _item(
     yield from (f"{pad}  {line}" for line in lines[1:])
 
 
+def _block(key: str, text: str, pad: str) -> list[str]:
+    """A text line by line, as people write a template."""
+    return [f"{pad}{key}: |-", *(f"{pad}  {line}" for line in text.split("\n"))]
+
+
 def _scalar(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
@@ -71,8 +83,17 @@ def _scalar(value: Any) -> str:
         return f"{value:_}" if abs(value) >= _MANY else str(value)
     if isinstance(value, float):
         return json.dumps(value).replace("e-0", "e-")
+    if value and _says(f"key: {value} # remark", value):
+        return str(value)
+    quoted = json.dumps(value, ensure_ascii=False)
+    if not _says(f"key: {quoted}", value):  # YAML escapes more characters than JSON
+        quoted = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=sys.maxsize).strip()
+    return quoted
+
+
+def _says(text: str, value: str) -> bool:
+    """Whether a YAML text reads back to this value of ``key``."""
     try:
-        is_plain = bool(value) and parse_yaml(f"key: {value} # remark")[0] == {"key": value}
+        return bool(parse_yaml(text)[0] == {"key": value})
     except YamlError:
-        is_plain = False
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
+        return False

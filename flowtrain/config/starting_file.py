@@ -19,9 +19,12 @@ def run_name(model: str) -> str:
 def starting_file(model: str, output: str | PathLike[str] | None, force: bool) -> Path:
     """Return the file to write, by default one of the model's name here.
 
-    Raises ConfigError if it is there already and ``force`` is false, or if it cannot be a file.
+    Raises ConfigError if it is there already and ``force`` is false, if it cannot be a file, or if its name does not
+    print.
     """
     file = Path(output).expanduser() if output is not None else Path(f"{run_name(model)}.yaml")
+    if not file.name.isprintable():
+        raise ConfigError(f"--output {str(file)!r}: the name has characters that do not print; choose another one")
     if not file.parent.is_dir():
         raise ConfigError(f"--output {file}: there is no directory {file.parent}; create it or choose another place")
     if file.is_dir():

@@ -6,6 +6,7 @@ Of the model only the configuration, the tokenizer and the processor are read.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from glob import has_magic
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flowtrain.config.commented_yaml import commented_yaml
+from flowtrain.config.commented_yaml import comment, commented_yaml
 from flowtrain.config.load import config_of_text
 from flowtrain.config.model import EncoderConfig, ModelConfig
 from flowtrain.config.run import RunConfig
@@ -26,7 +27,7 @@ from flowtrain.errors import ConfigError
 from flowtrain.models.checkpoint_kind import CheckpointKind, checkpoint_kind
 from flowtrain.models.device import device_name
 from flowtrain.models.families.base import Family
-from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.families.registry import FAMILIES, family_from_config
 
 ENCODER = "vision"
 """Its name."""
@@ -51,12 +52,6 @@ _HINTS = {
     "data": ["eval: {path: /path/to/held/out/data, every_steps: 250, max_samples: 256}"],
 }
 """Keys that many set, as comments."""
-_IMAGE_HINTS = {
-    "variable_llava": "image_processor: {size: {longest_edge: 448}} # the most pixels of a side",
-    "qwen3_vl": "image_processor: {size: {shortest_edge: 65_536, longest_edge: 2_097_152}} # pixels of an image",
-    "internvl": "image_processor: {max_patches: 6} # the most tiles of an image",
-}
-"""By family, how to bound an image's tokens."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +144,14 @@ def _remarks(kind: CheckpointKind, encoder: str | None) -> dict[str, str]:
 
 def _text(kind: CheckpointKind, values: Mapping[str, Any], remarks: Mapping[str, str], file: Path) -> str:
     what = "" if kind.family is not None else " as the backbone of a new llava model"
+    name = shlex.quote(file.name)
     head = (
-        f"# Starts from {kind.model}{what}.\n"
+        f"# Starts from {comment(kind.model)}{what}.\n"
         "# Written by `flowtrain init`. Keys that are left out have their defaults (flowtrain/config).\n"
-        f"#   flowtrain plan {file.name} --devices 8\n"
-        f"#   flowtrain train {file.name} --dry-run\n"
+        f"#   flowtrain plan {name} --devices 8\n"
+        f"#   flowtrain train {name} --dry-run\n"
     )
-    hint = _IMAGE_HINTS.get(values["model"]["family"])
+    hint = FAMILIES[values["model"]["family"]].image_hint
     hints = _HINTS if hint is None else {**_HINTS, f"encoders.{ENCODER}": [hint]}
     return head + commented_yaml(values, remarks, hints)
 

@@ -58,9 +58,15 @@ class ChatTemplate:
         """Return the rendered conversation, and the spans of the assistant's text, in order.
 
         Without markers each span takes two more renderings, so take no more of them than needed. Both may raise
-        BadSample: MALFORMED_SAMPLE if the template refuses the messages, or renders earlier ones differently once later
-        ones follow; OVERSIZED_SAMPLE for a span after ``MAX_PREFIX_TURNS`` turns without markers.
+        BadSample: MALFORMED_SAMPLE if the template refuses the messages, leaves the text of a role out, or renders
+        earlier ones differently once later ones follow; OVERSIZED_SAMPLE for a span after ``MAX_PREFIX_TURNS`` turns
+        without markers.
         """
+        if lost := self._chat.lost & {message["role"] for message in messages}:
+            raise _malformed(
+                f"the chat template leaves out the text of role {', '.join(sorted(lost))}; set model.chat_template to "
+                f"one that renders it, with {self._chat.image_token} for an image"
+            )
         text = self._render(messages)
         if self._has_markers:
             text, spans = _without_edges(text)

@@ -2,17 +2,17 @@
 
 A message's content is a text with image tokens in it, or a list of parts: ``{"type": "image"}`` and ``{"type": "text",
 "text": ...}``. Some templates take texts only (SmolLM2, Llama-3), some lists only (LLaVA), some both (Qwen-VL, which
-encloses an image in tokens of its own if it is a part). Training renders one of the two forms; an export must render
-both to the same text.
+encloses an image in tokens of its own if it is a part), some a text for one role and a list for another. Training
+gives each role one form that is rendered whole; an export must render both to the same text.
 """
 
 from __future__ import annotations
 
-import enum
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, combinations, product
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ _SPLIT = """\
 {#- FlowTrain: a content that is a text becomes a list of parts. -#}
 {%- set split = namespace(messages=[], parts=[]) -%}
 {%- for message in messages -%}
-{%- if message['content'] is string -%}
+{%- if message['content'] is stringOF_SOME_ROLES -%}
 {%- set split.parts = [] -%}
 {%- for text in message['content'].split(PLACEHOLDER) -%}
 {%- if not loop.first -%}
@@ -68,21 +68,13 @@ _SPLIT = """\
 {%- endfor -%}
 {%- set messages = split.messages %}
 """
-
-
-class Lacking(enum.Enum):
-    """What a template cannot do alone: render texts and lists of parts to the same text."""
-
-    NOTHING = enum.auto()
-    LISTS = enum.auto()
-    """It takes texts only."""
-    TEXTS = enum.auto()
-    """It takes lists only, or renders parts otherwise than their text."""
+_ROLES = ("system", "user", "assistant")
+"""Roles of training data."""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """One tokenizer's chat template, and the form of content that training gives it."""
+    """One tokenizer's chat template, and the forms of content that training gives it."""
 
     template: str
     """As the tokenizer has it, without what an export put before it."""
@@ -92,25 +84,29 @@ class ChatFormat:
     """What the template writes for an image in a list of parts, perhaps between tokens that frame it."""
     image_text: str
     """Stands for an image in a text, and in what is rendered: the image token, perhaps between tokens that frame it."""
-    takes_parts: bool = False
-    """Training gives it lists of parts. Otherwise it gets texts."""
+    list_roles: frozenset[str] = frozenset()
+    """Roles whose contents training gives as lists of parts. Those of other roles are texts."""
     own_line: bool = False
     """The template itself writes a newline between an image and the text after it (InternVL's, LLaVA's), so that the
     first one of the text is left out: it is the end of the line ``<image>`` in texts."""
-    lacking: Lacking = Lacking.NOTHING
+    lost: frozenset[str] = frozenset()
+    """Roles whose contents the template leaves out, whatever form they have."""
 
     def exported(self, placeholder: str) -> str:
         """The template of an export; placeholder: what the export's processor takes for an image."""
-        return _prologue(self.lacking, placeholder, self.own_line) + self.template
+        takes_both = _takes_both(replace(self, image_text=placeholder))
+        return self.template if takes_both else _prologue(self.list_roles, placeholder, self.own_line) + self.template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Render messages whose contents are texts, in the form that the template takes.
+        """Render messages whose contents are texts, in the forms that the template takes.
 
         Raises what the template raises: jinja2.TemplateError if it refuses the messages, or any other exception.
         """
-        if self.takes_parts:
-            messages = [{**message, "content": self._parts(message["content"])} for message in messages]
-        text = _rendered(self.template, messages, self.variables, add_generation_prompt)
+        given = [
+            {**message, "content": self._parts(message["content"])} if message["role"] in self.list_roles else message
+            for message in messages
+        ]
+        text = _rendered(self.template, given, self.variables, add_generation_prompt)
         # A template may frame images itself; where it does not, Hugging Face's processor may.
         return self.unframed(text).replace(self.image_token, self.image_text)
 
@@ -137,16 +133,8 @@ def chat_format(tokenizer: PreTrainedTokenizerBase, image_token: str, image_text
     image_text = image_text or image_token
     template = _without_prologue(_template_of(tokenizer), (image_text, image_token))
     plain = ChatFormat(template, dict(tokenizer.special_tokens_map), image_token, image_text)
-    of_parts = _try_parts(plain)
-    if of_parts is None:
-        return replace(plain, lacking=Lacking.LISTS)
-    if of_parts == _try(plain, _trial(image_token, as_parts=False)):
-        return plain
-    of_words, of_word_parts = (_try(plain, _trial(None, as_parts)) for as_parts in (False, True))
-    own_line = f"{image_token}\n{_AFTER_AN_IMAGE}" in of_parts
-    takes_both = of_words == of_word_parts and not own_line
-    lacking = Lacking.NOTHING if takes_both else Lacking.TEXTS
-    return replace(plain, takes_parts=True, own_line=own_line, lacking=lacking)
+    chat = _for_system(_for_dialogues(plain))
+    return replace(chat, lost=_lost(chat))
 
 
 def exported_template(
@@ -163,57 +151,115 @@ def exported_template(
     return chat_format(tokenizer, image_token, placeholder).exported(placeholder)
 
 
-def _prologue(lacking: Lacking, placeholder: str, own_line: bool) -> str:
+def _prologue(list_roles: frozenset[str], placeholder: str, own_line: bool) -> str:
     """What makes a template take both forms, and render both as the one that training gives."""
-    text = {Lacking.NOTHING: "", Lacking.LISTS: _JOIN, Lacking.TEXTS: _JOIN + _SPLIT}[lacking]
+    text_roles = [role for role in _ROLES if role not in list_roles]
+    some = f" and message['role'] not in {json.dumps(text_roles)}" if text_roles else ""
+    text = _JOIN + (_SPLIT.replace("OF_SOME_ROLES", some) if list_roles else "")
     return text.replace("PLACEHOLDER", json.dumps(placeholder)).replace("OWN_LINE", str(own_line).lower())
 
 
 def _without_prologue(template: str, placeholders: Sequence[str]) -> str:
     """A template without what an export put before it."""
-    kinds = product((Lacking.TEXTS, Lacking.LISTS), placeholders, (False, True))  # the second is how the first begins
+    forms = chain.from_iterable(combinations(_ROLES, count) for count in range(len(_ROLES) + 1))
+    kinds = product(map(frozenset, forms), placeholders, (False, True))
     found = (prologue for kind in kinds if template.startswith(prologue := _prologue(*kind)))
-    return template.removeprefix(next(found, ""))
+    return template.removeprefix(max(found, key=len, default=""))  # some begin as others
 
 
+# --- trials ---------------------------------------------------------------------------------------------------------
+
+_Trial = Sequence[tuple[str, tuple[str | None, ...]]]
+"""Role and pieces of each message; None is an image."""
 _AFTER_AN_IMAGE = "part-six"
-# None is an image. White space at every edge, and texts side by side: where a template does more than write one after
-# the other, the forms differ.
-_TRIAL: tuple[tuple[str | None, ...], ...] = (
-    (" part-one\n", None, "\n part-two ", "part-three "),
-    (" part-four\n", "\tpart-five"),
-    (None, f"{_AFTER_AN_IMAGE}\t", " part-seven"),
-    ("part-eight",),
+# White space at every edge, and texts side by side: where a template does more than write one after the other, the
+# forms differ.
+_DIALOGUE: _Trial = (
+    ("user", (" part-one\n", None, "\n part-two ", "part-three ")),
+    ("assistant", (" part-four\n", "\tpart-five")),
+    ("user", (None, f"{_AFTER_AN_IMAGE}\t", " part-seven")),
+    ("assistant", ("part-eight",)),
 )
+_WITH_SYSTEM: _Trial = (("system", (" part-nine\n", "\tpart-ten ")), *_DIALOGUE)
+_LISTS_IN_DIALOGUES = (frozenset({"user", "assistant"}), frozenset({"user"}), frozenset({"assistant"}))
+_PRINTED_LIST = re.compile("""['"]text['"]""")
 
 
-def _trial(image_token: str | None, as_parts: bool) -> list[Message]:
-    """A conversation of user and assistant in one of the two forms; without an image token it has no images."""
+def _for_dialogues(plain: ChatFormat) -> ChatFormat:
+    """Choose the forms of what users and assistants say: texts, unless lists tell the template more."""
+    of_texts = _whole(plain, _DIALOGUE)
+    for roles in _LISTS_IN_DIALOGUES:
+        chat = replace(plain, list_roles=roles)
+        of_lists = _whole(chat, _DIALOGUE)
+        # Images are the users'.
+        if of_lists is not None and of_lists != of_texts and (of_texts is None or "user" in roles):
+            return replace(chat, own_line=f"{plain.image_token}\n{_AFTER_AN_IMAGE}" in of_lists)
+    return plain
+
+
+def _for_system(chat: ChatFormat) -> ChatFormat:
+    """Choose the form of the system's turn: as users' contents, if it is rendered whole, else the other one."""
+    text, parts = chat, replace(chat, list_roles=chat.list_roles | {"system"})
+    forms = (parts, text) if "user" in chat.list_roles else (text, parts)
+    return next((form for form in forms if _whole(form, _WITH_SYSTEM) is not None), text)
+
+
+def _lost(chat: ChatFormat) -> frozenset[str]:
+    """Roles of which a template leaves words out; a role that it refuses is not among them."""
+    for trial in (_WITH_SYSTEM, _DIALOGUE):
+        text = _try(chat, trial)
+        if text is not None:
+            return frozenset(role for role, pieces in trial if any(word not in text for word in _words(pieces)))
+    return frozenset()
+
+
+def _takes_both(chat: ChatFormat) -> bool:
+    """Whether the template alone renders texts and lists alike, as training does."""
+    trial = _DIALOGUE if _try(chat, _WITH_SYSTEM) is None else _WITH_SYSTEM
+    # Where training gives lists, a template need not know images in texts.
+    image = None if chat.list_roles else chat.image_text
+    texts, lists = (_try_raw(chat, _messages(trial, image, as_lists=as_lists)) for as_lists in (False, True))
+    return texts is not None and texts == lists and not chat.own_line
+
+
+def _whole(chat: ChatFormat, trial: _Trial) -> str | None:
+    """The trial as training renders it; None if the template fails, loses words or images, or prints a list as such."""
+    text = _try(chat, trial)
+    num_images = sum(pieces.count(None) for _, pieces in trial)
+    if text is None or text.count(chat.image_token) != num_images or _PRINTED_LIST.search(text):
+        return None
+    return text if all(word in text for _, pieces in trial for word in _words(pieces)) else None
+
+
+def _try(chat: ChatFormat, trial: _Trial) -> str | None:
+    """The trial as training renders it, with unframed images, or None if the template fails on it."""
+    try:
+        return chat.unframed(chat.render(_messages(trial, chat.image_text, as_lists=False)))
+    except Exception:  # a template is a program of somebody else
+        return None
+
+
+def _try_raw(chat: ChatFormat, messages: Sequence[Message]) -> str | None:
+    """Messages rendered as they are, or None if the template fails on them."""
+    try:
+        return _rendered(chat.template, messages, chat.variables)
+    except Exception:  # a template is a program of somebody else
+        return None
+
+
+def _messages(trial: _Trial, image: str | None, *, as_lists: bool) -> list[Message]:
+    """The trial in one of the two forms. image: what stands for one in texts; None leaves images out."""
     messages: list[Message] = []
-    for index, pieces in enumerate(_TRIAL):
-        said = [piece for piece in pieces if piece is not None or image_token is not None]
+    for role, pieces in trial:
+        said = [piece for piece in pieces if piece is not None or image is not None]
         parts = [{"type": "image"} if piece is None else {"type": "text", "text": piece} for piece in said]
-        text = "".join(image_token or "" if piece is None else piece for piece in said)
-        messages.append({"role": "assistant" if index % 2 else "user", "content": parts if as_parts else text})
+        text = "".join(image or "" if piece is None else piece for piece in said)
+        messages.append({"role": role, "content": parts if as_lists else text})
     return messages
 
 
-def _try_parts(chat: ChatFormat) -> str | None:
-    """The trial's parts as the template renders them; None if it loses some, or prints a list as such."""
-    text = _try(chat, _trial(chat.image_token, as_parts=True))
-    words = [piece.strip() for pieces in _TRIAL for piece in pieces if piece is not None]
-    num_images = sum(pieces.count(None) for pieces in _TRIAL)
-    if text is None or text.count(chat.image_token) != num_images or "'text'" in text:
-        return None
-    return text if all(text.count(word) == 1 for word in words) else None
-
-
-def _try(chat: ChatFormat, messages: Sequence[Message]) -> str | None:
-    """Render messages as they are, with unframed images, or return None if the template fails on them."""
-    try:
-        return chat.unframed(_rendered(chat.template, messages, chat.variables))
-    except Exception:  # a template is a program of somebody else
-        return None
+def _words(pieces: Sequence[str | None]) -> list[str]:
+    return [piece.strip() for piece in pieces if piece is not None]
 
 
 def _rendered(

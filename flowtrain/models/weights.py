@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from flowtrain.errors import ConfigError
 from flowtrain.models.weight_files import reading, safetensors_files
@@ -136,6 +137,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Turn off HF's bar over the weights of a module, which would be a line in the log of every actor."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
 def load_pretrained(
     model_class: type[Model],
     config: PreTrainedConfig,
@@ -151,15 +164,16 @@ def load_pretrained(
     """
     loaded: Any
     try:
-        loaded = model_class.from_pretrained(
-            source,
-            config=config,
-            state_dict=state,
-            dtype=torch.float32,
-            use_safetensors=True,
-            output_loading_info=True,
-            **kwargs,
-        )
+        with _without_progress_bar():
+            loaded = model_class.from_pretrained(
+                source,
+                config=config,
+                state_dict=state,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                **kwargs,
+            )
     except OSError as error:
         raise ConfigError(f"{key}: no weights can be read from {source!r}: {error}") from error
     model, report = loaded

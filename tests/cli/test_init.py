@@ -311,6 +311,18 @@ def test_a_whole_model_takes_no_other_encoder(llava_model: Path, tower: Path) ->
     assert result.exit_code == 2 and "with an encoder of its own" in result.output
 
 
+def test_a_path_that_does_not_print_stays_in_its_line(tmp_path: Path) -> None:
+    model = qwen3_vl(tmp_path / "two\nlines: 1\r\x85\u2028 # three\x1b[2J")
+    file = written(init(model, "--data", DATA, "--output", "a name.yaml"))
+    text = file.read_bytes().decode()
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+    assert text.startswith("# Starts from ") and text.split("\n")[1].startswith("# Written by")
+    assert "#   flowtrain train 'a name.yaml' --dry-run" in text
+    assert load_config(file).model.path == str(model)
+    refused = init(model, "--data", DATA, "--output", "two\nlines: 1.yaml")
+    assert refused.exit_code == 2 and "characters that do not print" in refused.output
+
+
 def test_in_python_it_returns_what_it_wrote(language_model: Path, tower: Path) -> None:
     started = flowtrain.init(language_model, encoder=str(tower), output="run.yaml")
     assert started.file.read_text() == started.text and started.to_fill_in == ("data.sources.0.path",)

@@ -17,7 +17,8 @@ from transformers import AutoProcessor, LlavaConfig, PreTrainedTokenizerFast, Pr
 
 from flowtrain.data.conversation import ConversationEncoder
 from flowtrain.data.sources.base import BadSample, Turn
-from flowtrain.models.chat_format import Lacking, chat_format, exported_template
+from flowtrain.errors import ConfigError
+from flowtrain.models.chat_format import chat_format, exported_template
 from flowtrain.models.export import build_processor, write_processor
 from flowtrain.types.samples import RejectReason
 from tests.data.conftest import CHATML, CHATML_MARKED
@@ -62,23 +63,80 @@ INTERNVL = QWEN_VL.replace("<|vision_start|>IMAGE<|vision_end|>", "IMAGE\n")
 TRIMMING = QWEN_VL.replace("part.text", "part.text | trim").replace(
     "{{ message.content }}", "{{ message.content | trim }}"
 )
-USERS_LIST = CHATML.replace(
+BARE = QWEN_VL.replace("<|vision_start|>IMAGE<|vision_end|>", "IMAGE")
+# The system's turn stands apart, and assistants give no images.
+QWEN3_VL = (
+    "{%- if messages and messages[0].role == 'system' %}{{- '<|im_start|>system\n' }}"
+    "{%- if messages[0].content is string %}{{- messages[0].content }}{%- else %}"
+    "{%- for part in messages[0].content %}{%- if 'text' in part %}{{- part.text }}{%- endif %}{%- endfor %}"
+    "{%- endif %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}{%- if message.role != 'system' %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
+    "{%- if message.role == 'user' and (part.type == 'image' or 'image' in part) %}"
+    "{{- '<|vision_start|>IMAGE<|vision_end|>' }}{%- elif 'text' in part %}{{- part.text }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# It writes the system's first part, and then all of them, as in every turn.
+VICUNA_LLAVA = LLAVA.replace(
+    "{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}",
+    "{% if message['role'] == 'system' %}{{ message['content'][0]['text'] }}"
+    "{% else %}{{ message['role'].upper() + ': ' }}{% endif %}",
+)
+# What the system says goes before the first question; of a list only the first part.
+GEMMA3 = (
+    "{% if messages and messages[0].role == 'system' %}{% if messages[0].content is string %}"
+    "{% set prefix = messages[0].content + '\n\n' %}{% else %}{% set prefix = messages[0].content[0].text + '\n\n' %}"
+    "{% endif %}{% set messages = messages[1:] %}{% else %}{% set prefix = '' %}{% endif %}"
+    "{% for message in messages %}{{ '<start_of_turn>' + message.role + '\n' + (prefix if loop.first else '') }}"
+    "{% if message.content is string %}{{ message.content | trim }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}{{ 'IMAGE' }}{% elif part.type == 'text' %}{{ part.text | trim }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>assistant\n' }}{% endif %}"
+)
+USERS_LISTS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'user' %}"
+    "{% for part in message['content'] %}{{ 'IMAGE' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As a text it loses what users say, as a list their images.
+USERS_LOST = CHATML.replace(
     "message['content']",
     "(message['content'] if message['role'] == 'assistant' else message['content'] | map(attribute='text') | join)",
 )
+
+
+def with_own_system(template: str, shown: str) -> str:
+    """A template that renders the system's turn by itself. shown: an expression of ``content``."""
+    return (
+        "{% if messages and messages[0].role == 'system' %}{% set content = messages[0].content %}"
+        "{{ '<|im_start|>system\n' }}{{ " + shown + " }}{{ '<|im_end|>\n' }}"
+        "{% set messages = messages[1:] %}{% endif %}" + template
+    )
+
+
+PRINTED, ADDED, FIRST_PART = "content", "'be ' + content", "content[0].text"
+AS_JSON = "content if content is string else content | tojson"
+ALL = frozenset({"system", "user", "assistant"})
+DIALOGUE, OF_USERS, OF_SYSTEM = (frozenset(roles) for roles in (("user", "assistant"), ("user",), ("system",)))
 
 
 @dataclass(frozen=True)
 class Template:
     text: str
     """``IMAGE`` stands for the image token."""
-    lacking: Lacking = Lacking.NOTHING
-    takes_parts: bool = False
+    list_roles: frozenset[str] = frozenset()
+    """Whose contents are lists in training."""
+    is_changed: bool = False
+    """An export has another one."""
     image_token: str = "<image>"
     framed: str = "IMAGE"
     """What an image becomes, by template or processor."""
     processor_frames: bool = False
     """Not the template, but the processor adds the frame, when it expands the image token."""
+    takes_system: bool = True
+    """It does not refuse a turn of the system."""
 
     @property
     def image_text(self) -> str:
@@ -92,24 +150,36 @@ class Template:
 PAD = {"image_token": "<|image_pad|>", "framed": "<|vision_start|>IMAGE<|vision_end|>"}
 CONTEXT = {"image_token": "<IMG_CONTEXT>", "framed": "<img>IMAGE</img>", "processor_frames": True}
 TEMPLATES = {
-    "chatml": Template(CHATML, Lacking.LISTS),
-    "chatml with markers": Template(CHATML_MARKED, Lacking.LISTS),
-    "smollm2": Template(OWN_SYSTEM_PROMPT, Lacking.LISTS),
-    "llama3": Template(LLAMA3, Lacking.LISTS),
-    "system first": Template(SYSTEM_FIRST, Lacking.LISTS),
-    "mistral": Template(STRICT, Lacking.LISTS),
+    "chatml": Template(CHATML, is_changed=True),
+    "chatml with markers": Template(CHATML_MARKED, is_changed=True),
+    "smollm2": Template(OWN_SYSTEM_PROMPT, is_changed=True),
+    "llama3": Template(LLAMA3, is_changed=True),
+    "system first": Template(SYSTEM_FIRST, is_changed=True),
+    "mistral": Template(STRICT, is_changed=True, takes_system=False),
     "ours": Template((ROOT / "assets" / "tokenizer" / "chat_template.jinja").read_text()),
-    "llava": Template(LLAVA, Lacking.TEXTS, takes_parts=True),
-    "trimming": Template(TRIMMING, Lacking.TEXTS, takes_parts=True),
+    "llava": Template(LLAVA, ALL, is_changed=True),
+    "trimming": Template(TRIMMING, ALL, is_changed=True),
     "qwen-vl": Template(QWEN_VL, **PAD),
+    "qwen3-vl": Template(QWEN3_VL, **PAD),
     # The run does not know that the template frames images.
-    "qwen-vl unframed": Template(QWEN_VL, takes_parts=True, image_token="<|image_pad|>"),
+    "qwen-vl unframed": Template(QWEN_VL, ALL, image_token="<|image_pad|>"),
     # The template writes another image token than the run has, so texts are the only way.
-    "qwen-vl for llava": Template(QWEN_VL.replace("IMAGE", "<|image_pad|>"), Lacking.LISTS),
-    "chatml for qwen-vl": Template(CHATML_MARKED, Lacking.LISTS, **PAD),
-    "internvl": Template(INTERNVL, Lacking.TEXTS, takes_parts=True, **CONTEXT),
-    "chatml for internvl": Template(CHATML, Lacking.LISTS, **CONTEXT),
-    "llava for internvl": Template(LLAVA, Lacking.TEXTS, takes_parts=True, **CONTEXT),
+    "qwen-vl for llava": Template(QWEN_VL.replace("IMAGE", "<|image_pad|>"), is_changed=True),
+    "chatml for qwen-vl": Template(CHATML_MARKED, is_changed=True, **PAD),
+    "bare for qwen-vl": Template(BARE, is_changed=True, **PAD),
+    "bare for internvl": Template(BARE, **CONTEXT),
+    "internvl": Template(INTERNVL, ALL, is_changed=True, **CONTEXT),
+    "chatml for internvl": Template(CHATML, is_changed=True, **CONTEXT),
+    "llava for internvl": Template(LLAVA, ALL, is_changed=True, **CONTEXT),
+    "vicuna's llava": Template(VICUNA_LLAVA, ALL, is_changed=True),
+    "gemma3": Template(GEMMA3, ALL, is_changed=True),
+    "lists of users": Template(USERS_LISTS, OF_USERS, is_changed=True),
+    "qwen-vl, prints a system's list": Template(with_own_system(QWEN_VL, PRINTED), is_changed=True, **PAD),
+    "qwen-vl, prints a system's json": Template(with_own_system(QWEN_VL, AS_JSON), is_changed=True, **PAD),
+    "internvl, prints a system's list": Template(with_own_system(INTERNVL, PRINTED), DIALOGUE, True, **CONTEXT),
+    "llava, fails on a system's list": Template(with_own_system(LLAVA, ADDED), DIALOGUE, is_changed=True),
+    "llava, a system's first part": Template(with_own_system(LLAVA, FIRST_PART), ALL, is_changed=True),
+    "chatml, a system's first part": Template(with_own_system(CHATML, FIRST_PART), OF_SYSTEM, is_changed=True),
 }
 
 
@@ -172,10 +242,10 @@ def exported(
 def test_the_form_is_found_and_only_what_is_needed_is_added(exported: Exported) -> None:
     template = exported.template
     chat = chat_format(exported.tokenizer, template.image_token, template.image_text)
-    assert (chat.takes_parts, chat.lacking) == (template.takes_parts, template.lacking)
+    assert chat.list_roles == template.list_roles and not chat.lost
     own = template.text.replace("IMAGE", template.image_token)
     assert exported.processor.chat_template == chat.exported(template.placeholder)
-    assert (exported.processor.chat_template == own) == (template.lacking is Lacking.NOTHING)
+    assert (exported.processor.chat_template != own) == template.is_changed
     assert exported.processor.chat_template.endswith(own)
 
 
@@ -185,14 +255,21 @@ _TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1\u
 _IMAGE = None
 _PARTS = st.lists(_TEXTS | st.just(_IMAGE), max_size=5)
 _ANSWERS = st.lists(_TEXTS, max_size=3).map(lambda texts: ["a", *texts])
-_ROUNDS = st.lists(st.tuples(_PARTS, _ANSWERS), min_size=1, max_size=3)
+_SYSTEM = st.none() | st.lists(_TEXTS, max_size=2).map(lambda texts: ["s", *texts])
+_ROUNDS = st.tuples(_SYSTEM, st.lists(st.tuples(_PARTS, _ANSWERS), min_size=1, max_size=3))
+Said = list[tuple[str, list[str | None]]]
+"""Role and pieces of each turn; None is an image."""
+Rounds = tuple[list[str] | None, list[tuple[list[str | None], list[str]]]]
+"""What the system says, and the questions with their answers."""
 
 
-def conversation(rounds: Sequence[tuple[list[str | None], list[str]]]) -> list[tuple[str, list[str | None]]]:
-    return [turn for asked, said in rounds for turn in (("user", asked), ("assistant", list(said)))]
+def conversation(rounds: Rounds, template: Template) -> Said:
+    system, dialogue = rounds
+    said: Said = [turn for asked, answer in dialogue for turn in (("user", asked), ("assistant", list(answer)))]
+    return said if system is None or not template.takes_system else [("system", list(system)), *said]
 
 
-def turns_of(said: Sequence[tuple[str, list[str | None]]]) -> list[Turn]:
+def turns_of(said: Said) -> list[Turn]:
     return [Turn(role, joined(parts, "<image>")) for role, parts in said]
 
 
@@ -200,7 +277,7 @@ def joined(parts: Sequence[str | None], image: str) -> str:
     return "".join(image if part is _IMAGE else part for part in parts)
 
 
-def as_parts(said: Sequence[tuple[str, list[str | None]]]) -> list[Message]:
+def as_parts(said: Said) -> list[Message]:
     return [
         {
             "role": role,
@@ -210,25 +287,21 @@ def as_parts(said: Sequence[tuple[str, list[str | None]]]) -> list[Message]:
     ]
 
 
-def as_texts(said: Sequence[tuple[str, list[str | None]]], image: str) -> list[Message]:
+def as_texts(said: Said, image: str) -> list[Message]:
     return [{"role": role, "content": joined(parts, image)} for role, parts in said]
 
 
 @given(rounds=_ROUNDS)
-def test_lists_of_parts_are_rendered_as_they_were_trained(
-    exported: Exported, rounds: list[tuple[list[str | None], list[str]]]
-) -> None:
-    said = conversation(rounds)
+def test_lists_of_parts_are_rendered_as_they_were_trained(exported: Exported, rounds: Rounds) -> None:
+    said = conversation(rounds, exported.template)
     assert exported.rendered(as_parts(said)) == exported.trained(turns_of(said))
 
 
 @given(rounds=_ROUNDS)
-def test_texts_are_rendered_as_they_were_trained(
-    exported: Exported, rounds: list[tuple[list[str | None], list[str]]]
-) -> None:
+def test_texts_are_rendered_as_they_were_trained(exported: Exported, rounds: Rounds) -> None:
     template = exported.template
-    said = conversation(rounds)
-    if template.takes_parts and template.lacking is Lacking.NOTHING:
+    said = conversation(rounds, template)
+    if template.list_roles and not template.is_changed:
         # A stock template stays as it is: in a text its people write what it writes for a part.
         said = [(role, [part for part in parts if part is not _IMAGE]) for role, parts in said]
     messages = as_texts(said, template.placeholder)
@@ -238,12 +311,20 @@ def test_texts_are_rendered_as_they_were_trained(
 
 
 @given(rounds=_ROUNDS)
-def test_a_prompt_is_the_beginning_of_what_was_trained(
-    exported: Exported, rounds: list[tuple[list[str | None], list[str]]]
-) -> None:
-    said = conversation(rounds)
+def test_a_prompt_is_the_beginning_of_what_was_trained(exported: Exported, rounds: Rounds) -> None:
+    said = conversation(rounds, exported.template)
     prompt = exported.rendered(as_parts(said)[:-1], add_generation_prompt=True)
     assert prompt == exported.trained(turns_of(said))[: len(prompt)]
+
+
+def test_what_each_role_says_is_trained_as_a_text(exported: Exported) -> None:
+    """Neither left out nor printed as a list."""
+    system = [Turn("system", "be brief")] if exported.template.takes_system else []
+    text = exported.tokenizer.decode(
+        exported.trained([*system, Turn("user", "What is <image>?"), Turn("assistant", "a cat")])
+    )
+    assert all(said in text for said in ("What is", "a cat", *[turn.text for turn in system]))
+    assert not any(mark in text for mark in ("'text'", '"text"', "'type'", '"type"', "[{"))
 
 
 def test_the_readmes_messages_are_rendered_as_a_row_without_places_is_trained(exported: Exported) -> None:
@@ -290,9 +371,20 @@ def test_a_template_that_takes_lists_alone_can_be_trained(byte_tokenizer: MakeTo
     assert tokenizer.decode(encoded.ids[encoded.labels != -100]) == "A cat. "
 
 
-def test_a_template_that_takes_lists_of_users_alone_gets_texts(byte_tokenizer: MakeTokenizer) -> None:
-    """As lists it would print the assistant's list as such."""
-    assert not chat_format(tokenizer_of(byte_tokenizer, Template(USERS_LIST)), "<image>").takes_parts
+def test_what_a_template_loses_is_refused(byte_tokenizer: MakeTokenizer) -> None:
+    users = tokenizer_of(byte_tokenizer, Template(USERS_LOST))
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .*leaves out the text of role user.*<image>"):
+        ConversationEncoder(users)
+    without_system = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
+    tokenizer = tokenizer_of(byte_tokenizer, Template(without_system))
+    with pytest.raises(ConfigError, match=r"data\.system_prompt.*leaves out the text of role system"):
+        ConversationEncoder(tokenizer, "Be brief.")
+    encoder = ConversationEncoder(tokenizer)
+    dialogue = [Turn("user", "q"), Turn("assistant", "a")]
+    encoder.encode(dialogue)
+    with pytest.raises(BadSample, match="leaves out the text of role system") as caught:
+        encoder.encode([Turn("system", "s"), *dialogue])
+    assert caught.value.reason is RejectReason.MALFORMED_SAMPLE
 
 
 def test_an_image_that_a_template_loses_is_the_samples_fault(byte_tokenizer: MakeTokenizer) -> None:
@@ -314,7 +406,7 @@ def test_an_export_of_an_export_has_the_same_template(byte_tokenizer: MakeTokeni
     assert chat_format(tokenizer, template.image_token, template.image_text) == first
     # What was exported takes both forms only with the image token that it was exported for.
     renamed = chat_format(tokenizer, "<|eot_id|>")
-    assert renamed.lacking is Lacking.LISTS and renamed.template == tokenizer.chat_template
+    assert not renamed.list_roles and renamed.template == tokenizer.chat_template != renamed.exported("<|eot_id|>")
 
 
 def test_the_other_templates_of_a_tokenizer_stay(byte_tokenizer: MakeTokenizer, tmp_path: Path) -> None:

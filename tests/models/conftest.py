@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import tiles_of
 from flowtrain.models.families.base import Family
+from tests.processors import leave_out_videos
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }} {{ message['content'] }}</s>{% endfor %}"
@@ -76,6 +77,12 @@ MakeConfig = Callable[..., RunConfig]
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See ``leave_out_videos``."""
+    leave_out_videos(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -21,9 +20,7 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     InternVLForConditionalGeneration,
-    ProcessorMixin,
 )
-from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.dataset.images import ImageViewer
@@ -326,20 +323,6 @@ def test_the_specs_parameters_are_those_of_the_modules(make: Any) -> None:
 
 
 # --- exports ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF's processor as it is, but for its video half, which cannot be loaded without torchvision."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    check = ProcessorMixin.check_argument_for_proper_class
-    monkeypatch.setattr(AutoVideoProcessor, "from_pretrained", lambda *args, **kwargs: None)
-    monkeypatch.setattr(
-        ProcessorMixin,
-        "check_argument_for_proper_class",
-        lambda self, name, argument: None if name == "video_processor" else check(self, name, argument),
-    )
 
 
 def trained_state(family: InternVLFamily) -> Any:

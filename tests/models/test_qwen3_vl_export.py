@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    ProcessorMixin,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.models.auto.video_processing_auto import AutoVideoProcessor
+from transformers.utils import logging
 
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import ConfigError
@@ -31,20 +29,6 @@ from tests.qwen3_vl import TEXT, stock_images, stock_inputs
 def make(make_config: Any) -> Any:
     """Build a tiny family; arguments as of ``config_of``."""
     return lambda sections=None, **encoder: family_from_config(config_of(make_config, sections, **encoder))
-
-
-@pytest.fixture
-def without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HF's processor as it is, but for its video half, which cannot be loaded without torchvision."""
-    if importlib.util.find_spec("torchvision") is not None:
-        return
-    check = ProcessorMixin.check_argument_for_proper_class
-    monkeypatch.setattr(AutoVideoProcessor, "from_pretrained", lambda *args, **kwargs: None)
-    monkeypatch.setattr(
-        ProcessorMixin,
-        "check_argument_for_proper_class",
-        lambda self, name, argument: None if name == "video_processor" else check(self, name, argument),
-    )
 
 
 def trained_state(family: Qwen3VLFamily) -> Any:
@@ -174,10 +158,21 @@ def test_another_image_token_than_the_checkpoints_is_refused(make: Any, tmp_path
     family.export(family.load_backbone().state_dict(), tmp_path)
     config = whole(family.config, tmp_path)
     config = config.model_copy(update={"model": config.model.model_copy(update={"image_token": "<picture>"})})
-    with pytest.raises(
-        ConfigError, match=r"model.image_token is '<picture>', and .* expands the tokenizer's '<.image_pad.>'; leave"
-    ):
+    said = r"'<picture>', and .* expands the tokenizer's '<\|image_pad\|>'; leave the key out"
+    with pytest.raises(ConfigError, match=said):
         family_from_config(config)
+
+
+def test_weights_of_a_checkpoint_are_loaded_without_a_progress_bar(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = make()
+    family.export(family.load_backbone().state_dict(), tmp_path)
+    capsys.readouterr()
+    family_from_config(whole(family.config, tmp_path)).load_encoder("vision")
+    assert "Loading" not in capsys.readouterr().err and logging.is_progress_bar_enabled()
+    AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert "Loading" in capsys.readouterr().err, "Hugging Face's own call has one"
 
 
 def test_weights_come_tensor_by_tensor_from_a_checkpoint(make: Any, tmp_path: Path) -> None:

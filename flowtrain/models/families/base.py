@@ -43,6 +43,8 @@ class Family(ABC):
     """
 
     name: ClassVar[str]
+    image_hint: ClassVar[str | None] = None
+    """What bounds an image's tokens: a key of an encoder with a value and a comment, for a starting configuration."""
     encoder_names: tuple[str, ...]
     """Names of the run's encoders."""
     tokenizer: PreTrainedTokenizerBase

@@ -50,6 +50,7 @@ class InternVLFamily(LlavaFamily):
     """
 
     name: ClassVar[str] = "internvl"
+    image_hint: ClassVar[str | None] = "image_processor: {max_patches: 6} # the most tiles of an image"
 
     def _read_config(self) -> PreTrainedConfig:
         return read_internvl_config(self.config)
@@ -138,6 +139,7 @@ class InternVLFamily(LlavaFamily):
         return NormedConnector(feature_dim, self.text_config.hidden_size, hidden_act=act)
 
     def _processor(self) -> ProcessorFiles:
+        """See ``HFFamily``; without a start's settings the video processor has the image processor's."""
         own = ("image_processor_type", "crop_to_patches", "min_patches", "max_patches")
         usual = {name: value for name, value in image_settings(self.image_processor).items() if name not in own}
         usual["video_processor_type"] = "InternVLVideoProcessor"

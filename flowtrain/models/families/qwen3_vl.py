@@ -52,6 +52,9 @@ class Qwen3VLFamily(HFFamily):
     """
 
     name: ClassVar[str] = "qwen3_vl"
+    image_hint: ClassVar[str | None] = (
+        "image_processor: {size: {shortest_edge: 65_536, longest_edge: 2_097_152}} # pixels of an image"
+    )
     part_names: ClassVar[PartNames] = QWEN3_VL_NAMES
 
     def _read_config(self) -> PreTrainedConfig:

@@ -32,6 +32,7 @@ class VariableLlavaFamily(LlavaFamily):
     """
 
     name: ClassVar[str] = "variable_llava"
+    image_hint: ClassVar[str | None] = "image_processor: {size: {longest_edge: 448}} # the most pixels of a side"
 
     @cached_property
     def _longest_edge(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -16,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
@@ -374,14 +377,20 @@ def _receive(end: Connection, rank: int) -> Any:
 # --- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def run_oracle(job: Job) -> Outcome:
-    """The same steps on plain parameters: one sample at a time, the loss written out, clipping and AdamW by torch."""
+def run_oracle(job: Job, *, exactly: bool = False) -> Outcome:
+    """The same steps on plain parameters: one sample at a time, the loss written out, clipping and AdamW by torch.
+
+    exactly: all in float64.
+    """
     torch.set_num_threads(1)
     training, model, outcome = job.config.training, job.family.load_backbone().train(), Outcome()
     tower = make_tower(job.family.tower).train().requires_grad_(job.family.trains_tower)
     named = dict(model.named_parameters())
     if job.family.trains_tower:
         named |= {f"encoders.vision.tower.{name}": tower.get_parameter(name) for name in computed_names(tower)}
+    if exactly:
+        _compute_in_float64(model)
+        tower.double()
     parameters = [parameter for parameter in named.values() if parameter.requires_grad]
     groups = [{"params": [each], "lr": _rate_of(each, model, job.config)} for each in parameters]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=training.learning_rate)
@@ -397,7 +406,8 @@ def run_oracle(job: Job) -> Outcome:
         arguments = [batch.forward_kwargs() for batch in batches]
         for kwargs, batch in zip(arguments, batches, strict=True):
             if batch.images is not None and batch.images.pixels:
-                kwargs["features"] = torch.cat([plain_features(tower, image) for image in batch.images.pixels])
+                images = [image.to(tower.dtype) for image in batch.images.pixels]
+                kwargs["features"] = torch.cat([plain_features(tower, image) for image in images])
         loss = torch.stack([model(**kwargs) for kwargs in arguments]).sum() / denominator
         loss.backward()
         for parameter in tower.parameters() if job.family.trains_tower else ():
@@ -412,6 +422,14 @@ def run_oracle(job: Job) -> Outcome:
         outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals))
     outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
     return outcome
+
+
+def _compute_in_float64(model: Backbone) -> None:
+    """Also in HF's norms, which compute in float32 whatever the type."""
+    for module in model.double().modules():
+        if isinstance(module, Qwen3RMSNorm):
+            shape, eps = module.weight.shape, module.variance_epsilon
+            module.forward = partial(rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
 
 
 def _rate_of(parameter: torch.nn.Parameter, model: Backbone, config: RunConfig) -> float:

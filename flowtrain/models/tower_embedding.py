@@ -115,6 +115,8 @@ def _frame(embedding: nn.Module, forward: Callable[..., Tensor], size: tuple[int
 class _ZeroPatches(nn.Module):
     """In the place of a convolution: all patches come out as zeros."""
 
+    weight: Tensor
+
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
         self.__dict__["weight"] = conv.weight  # no parameter: it may be a rank's part of one

@@ -70,7 +70,7 @@ def test_any_legal_order_and_any_parts_give_the_same_gradients() -> None:
 
     With SGD: parts round differently, which AdamW's first updates enlarge to 1e-5 in a few of the gradients after. The
     loop computes in float64, because one in float32 rounds as much as the runs that it checks. The samples are further
-    ones: in the third of the usual steps, the tower's gradients cancel to a fourteenth, of which rounding is up to 1e-5.
+    ones: in the third of the usual steps, the tower's gradients cancel to a fourteenth, and rounding is up to 1e-5.
     """
     steps = tuple(
         tuple(tuple(tuple(position + 80 for position in held) for held in row) for row in step) for step in steps_for(1)

@@ -289,7 +289,7 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     if job.schedule_seed is not None and plan.unit.kind is UnitKind.TRAIN:
-        lists = schedule_text(_random_lists(trainer.model.partition, job, plan))
+        lists = schedule_text(random_lists(trainer.model.partition, job.config, job.schedule_seed, plan))
         plan = replace(plan, schedules=(lists,) * plan.dp_size).for_replica(trainer.group.dp_rank)
     actions = trainer.begin_unit(plan)
     with_pixels = trainer.group.pp_rank == trainer.model.partition.entry_rank
@@ -297,18 +297,17 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     return trainer.finish_unit()
 
 
-def _random_lists(partition: Partition, job: Job, plan: StepPlan) -> Schedule:
+def random_lists(partition: Partition, config: RunConfig, seed: int, plan: StepPlan) -> Schedule:
     """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged.
 
     In the first, encoder stages run microbatches in up to three parts, which join in any of them or after them.
     """
-    assert job.schedule_seed is not None
-    random, size = Random(job.schedule_seed * 1000 + plan.unit.step), plan.num_slots
+    random, size = Random(seed * 1000 + plan.unit.step), plan.num_slots
     if plan.unit.step % 2:
         num_encoder = len(partition.of_module(StageModule.ENCODER))
         parts = [random.randint(1, 3) if num_encoder else 1 for _ in range(size)]
         return random_schedule(random, partition, parts, join_at=random.randint(0, num_encoder))
-    lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=size, training=True)
+    lists = build_schedule(config.pipeline.schedule, partition, num_microbatches=size, training=True)
     return shuffle_legally(random, lists, partition, size, num_tries=60)
 
 

@@ -99,7 +99,7 @@ class CheckpointedWeights:
         self._frozen = whole_tensors(family.backbone_weights(), family.weight_shapes())
         self._stored_frozen = stored_frozen(checkpoint)
         self._digests: dict[str, dict[str, int]] = {}
-        of_backbone = self._frozen if self._stored_frozen or config.model.freeze else ()
+        of_backbone = self._frozen if self._stored_frozen else ()
         self.state = LazyTensors(dict.fromkeys([*of_backbone, *self._trained]), self._read)
         """As ``Family.export`` takes it; each tensor is read when it is looked up."""
 
@@ -114,4 +114,4 @@ class CheckpointedWeights:
         """Raise CheckpointError if the frozen weights that were read are not those of the training."""
         found = frozen_entries(add_digests(self._digests.values()), self._config)
         stored = {module: entry for module, entry in self._stored_frozen.items() if module != ENCODERS}
-        check_frozen(stored, found, self._config, self._checkpoint)
+        check_frozen(stored, found, self._checkpoint)

@@ -56,7 +56,7 @@ def load(
         raise CheckpointError(f"checkpoint {directory} could not be read by rank {group.rank}: {error}") from error
     known = {module: entry for module, entry in stored_frozen(directory).items() if module in _held(config)}
     if known:
-        check_frozen(known, describe_frozen(frozen_parts(model, group), config, group), config, directory)
+        check_frozen(known, describe_frozen(frozen_parts(model, group), config, group), directory)
     _read_random_state(directory, group)
 
 

@@ -72,16 +72,13 @@ def frozen_entries(digests: Mapping[str, int], config: RunConfig) -> dict[str, d
     return {module: {"origin": _origin(module, config), "digest": f"{digests[module]:016x}"} for module in digests}
 
 
-def check_frozen(stored: Mapping[str, Any], found: Mapping[str, Any], config: RunConfig, directory: object) -> None:
+def check_frozen(stored: Mapping[str, Any], found: Mapping[str, Any], directory: object) -> None:
     """Raise CheckpointError if a frozen module is not the one that the checkpoint's other weights were trained with.
 
-    stored: without encoders, if the backbone's ranks do not hold them. A connector that is frozen as a whole may run
-    with the encoders now, so nothing of it need be found.
+    stored: without encoders, if the backbone's ranks do not hold them.
     """
     for module, then in stored.items():
         now = found.get(module)
-        if now is None and module == CONNECTOR and CONNECTOR in config.model.freeze:
-            continue
         if now is None or now["digest"] != then["digest"]:
             is_now = "is not frozen" if now is None else f"has digest {now['digest']} (from {now['origin']})"
             raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.export import CheckpointedWeights
 from flowtrain.data.positions import grid_positions
 from flowtrain.models.families.qwen3_vl import Qwen3VLFamily
 from flowtrain.models.families.registry import family_from_config
@@ -264,33 +263,3 @@ def test_training_equals_a_plain_loop(degrees: Degrees) -> None:
             check(outcomes, case)
         except AssertionError as error:
             raise AssertionError(f"under {case}") from error
-
-
-@pytest.fixture
-def group() -> Iterator[BackboneGroup]:
-    group = init_backbone_group(0, Degrees(), CPU)
-    yield group
-    group.close()
-
-
-@pytest.mark.parametrize(("before", "after"), [("decoupled", "monolithic"), ("monolithic", "decoupled")])
-def test_a_frozen_connector_moves_between_encoders_and_ranks(
-    tmp_path: Path, group: BackboneGroup, before: str, after: str
-) -> None:
-    """With the mode, which a resume may change. An export has its weights, also before the next checkpoint."""
-    old, new = (family_of(Case(mode, freeze=CONNECTOR)) for mode in (before, after))
-    trainer = Trainer(old.config, old, group, num_steps=10)
-    for _, parameter in trainer.model.named_parameters():
-        parameter.data.mul_(1.5 if parameter.requires_grad else 1.0)
-    trainer.save_checkpoint(tmp_path / "checkpoint")
-    loaded = Trainer(new.config, new, group, num_steps=10, resume_from=tmp_path / "checkpoint")
-    expected, found = (
-        {name: each.full_tensor() for name, each in one.model.named_parameters() if each.requires_grad}
-        for one in (trainer, loaded)
-    )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    weights = CheckpointedWeights(new, new.config, tmp_path / "checkpoint")
-    exported = new.load_joined(weights.state).model.visual.state_dict()
-    weights.check_frozen()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in old._load_mergers().state_dict().items())

@@ -1,4 +1,4 @@
-"""Float32 products of frozen towers on a CPU: by oneDNN, as torch runs those in bfloat16.
+"""Float32 products of frozen towers, and of connectors that run with them, on a CPU: by oneDNN, as torch's in bfloat16.
 
 torch's float32 products are MKL's, which leaves AVX-512 unused on AMD's processors: one core of an EPYC multiplied at
 96 GFLOP/s by MKL, at 227 by oneDNN (torch 2.13).

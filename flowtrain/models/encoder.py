@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flowtrain.models.connector import ConnectorModule
+from flowtrain.models.cpu_products import fast_products
 from flowtrain.models.encoder_stage import EncoderStage
 
 
@@ -64,5 +65,6 @@ class VisionEncoder(nn.Module):
         rows = cast(Tensor, self.stage(images, [(shape[1], shape[2]) for shape in shapes]))
         if self.connector is None:
             return rows
-        merged = self.connector(rows)
+        with fast_products(rows):
+            merged = self.connector(rows)
         return torch.cat(merged, dim=1) if isinstance(merged, tuple) else cast(Tensor, merged)

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import Segments
+from flowtrain.models.cpu_products import fast_products
 from flowtrain.models.encoder_stage import EncoderShape, EncoderStage, ImageSize
 from flowtrain.models.parallel_layers import local_shard
 from flowtrain.models.qwen3_vl_config import deepstack_layers
@@ -137,7 +138,9 @@ class Qwen3VisionStage(EncoderStage):
         segments = Segments([rows * columns for rows, columns in grids])
         angles, taken = _angles(self.shape.config, grids, hidden.device), deepstack_layers(self.shape.config)
         turns = angles.cos(), angles.sin()
-        with applied(memory, layers) if memory is not None and layers else nullcontext():
+        keeping = applied(memory, layers) if memory is not None and layers else nullcontext()
+        products = nullcontext() if self.is_trained else fast_products(hidden)
+        with keeping, products:
             for number, layer in zip(map(int, blocks._modules), layers, strict=True):
                 hidden = layer(hidden, None, position_embeddings=turns, segments=segments)
                 if number in taken:

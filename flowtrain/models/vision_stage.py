@@ -135,10 +135,11 @@ class VisionStage(EncoderStage):
         given, run_sizes = (inputs, sizes) if sizes else self._blank(inputs)
         lengths = [self.shape.num_tokens(size) for size in run_sizes]
         hidden = self._run(self._embed(given) if self.is_first else cast(Tensor, given), Segments(lengths), memory)
-        if self.is_last:
+        if not sizes:  # the blank image need not be one that pixel shuffle can join
+            width = self.shape.feature_width if self.is_last else self.shape.width
+            hidden = hidden[:0].repeat(1, width // self.shape.width)
+        elif self.is_last:
             hidden = self._rows(hidden, lengths)
-        if not sizes:
-            hidden = hidden[:0]
         return hidden.clone() if self.is_trained else hidden  # FSDP warns of views
 
     def _run(self, hidden: Tensor, segments: Segments, memory: StageMemory | None) -> Tensor:

@@ -30,6 +30,7 @@ from flowtrain.data.sources.base import RawImage, RawSample, Turn
 from flowtrain.errors import ConfigError
 from flowtrain.models.families.internvl import InternVLFamily
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.models.initial_weights import materialize
 from flowtrain.models.vision_stage import pixel_shuffle
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
@@ -310,6 +311,19 @@ def test_a_trained_tower_has_huggingfaces_gradients(
             continue  # it changes no attention: what there is is rounding
         difference = (gradient - reference).norm()
         assert difference <= TOLERANCE * max(reference.norm().item(), 1e-3), (name, difference, reference.norm())
+
+
+def test_a_trained_tower_without_images_may_have_any_size_of_its_own(make: Any) -> None:
+    """Pixel shuffle could not join its 5 x 5 patches."""
+    sections = {"mode": "monolithic", "training": {"max_steps": 10}}
+    config, processor = {**VISION, "image_size": [35, 35]}, {**PROCESSOR, "size": {"height": TILE, "width": TILE}}
+    family = make(config=config, image_processor=processor, trainable=True, sections=sections)
+    stage = family.encoder_skeleton("vision")
+    materialize(stage, CPU, family.encoder_weights("vision"), from_checkpoint=False)
+    rows = stage([], [])
+    assert rows.shape == (0, family.feature_dim("vision"))
+    rows.backward(torch.empty_like(rows))
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in stage.parameters())
 
 
 def test_the_specs_parameters_are_those_of_the_modules(make: Any) -> None:

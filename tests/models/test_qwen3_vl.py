@@ -22,6 +22,7 @@ from flowtrain.data.positions import grid_positions
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.base import RawImage, RawSample, Turn
 from flowtrain.errors import ConfigError
+from flowtrain.models import cpu_products
 from flowtrain.models.backbone import Backbone
 from flowtrain.models.export import joined_name
 from flowtrain.models.families.qwen3_vl import Qwen3VLFamily
@@ -335,6 +336,21 @@ def test_images_do_not_see_each_other(make: Any, noise: Any) -> None:
     together = encoder.encode(pixels)
     for image, rows in zip(pixels, together, strict=True):
         assert torch.allclose(encoder.encode([image])[0], rows, atol=1e-6)
+
+
+def test_products_of_what_is_frozen_are_the_fast_ones(make: Any, noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained tower keeps torch's, in an evaluation too."""
+    plain, calls = torch.nn.functional.linear, []
+    monkeypatch.setattr(cpu_products, "_FEWEST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(cpu_products, "_one_dnn", lambda: lambda *given: calls.append(given) or plain(*given[:3]))
+    family = make({"model": {"freeze": ["connector"]}})
+    pixels = family.preprocess("vision", noise(50, 20))
+    family.load_encoder("vision").encode([pixels])
+    assert len(calls) == 4 * 4 + 3 * 2, "four in each layer, two in each merger"
+    calls.clear()
+    with torch.no_grad():
+        whole_stage(make({"mode": "monolithic"}, trainable=True))([torch.from_numpy(pixels)], [pixels.shape[1:]])
+    assert not calls
 
 
 @pytest.mark.parametrize("memory", [None, MemoryKind.RECOMPUTE, MemoryKind.SELECTIVE, MemoryKind.OFFLOAD])

@@ -12,11 +12,14 @@ from transformers import AutoConfig
 from flowtrain.errors import ConfigError
 from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.parallel_layers import ColwiseLinear, RowwiseLinear
+from flowtrain.models.qwen3_vl_vision import Qwen3VisionStage
 from flowtrain.models.tower_plans import TOWER_PLANS, parallelize_tower
 from flowtrain.models.towers import TOWERS
 from flowtrain.models.vision_stage import VisionStage
 from flowtrain.models.weights import tower_class
 from tests.models.ranks import run_ranks
+from tests.qwen3_vl import UNIT
+from tests.qwen3_vl import VISION as QWEN3_VL
 
 pytestmark = pytest.mark.processes
 
@@ -122,3 +125,28 @@ def test_heads_that_do_not_divide_are_refused():
     values = {**CLIP, "hidden_size": 30, "num_attention_heads": 3}
     for said in run_ranks(2, refusal, values):
         assert said == "encoders.vision.tensor_parallel_size (2) does not divide the tower's num_attention_heads (3)"
+
+
+def unit_features(tower, mesh=None):
+    """Of images of two sizes, of Qwen3-VL's tower; split over the ranks of a mesh."""
+    encoder = VisionEncoder(Qwen3VisionStage(tower))
+    if mesh is not None:
+        parallelize_tower(encoder.tower, mesh, "encoders.vision")
+    rng = np.random.default_rng(0)
+    shapes = [(3, rows * UNIT, columns * UNIT) for rows, columns in ((2, 3), (1, 4))]
+    images = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    return torch.cat(encoder.encode(images)).numpy(), sum(each.numel() for each in encoder.tower.blocks.parameters())
+
+
+def split_unit_features():
+    """As ``unit_features``, over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return unit_features(make_tower(QWEN3_VL), mesh)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_fused_queries_keys_and_values_are_split_by_heads(num_ranks):
+    expected, whole = unit_features(make_tower(QWEN3_VL))
+    for found, held in run_ranks(num_ranks, split_unit_features):
+        assert np.linalg.norm(found - expected) < 1e-5 * np.linalg.norm(expected)
+        assert held < 1.2 * whole / num_ranks, "biases and norms are whole"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -16,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from flowtrain.config.run import RunConfig
 from flowtrain.costs.hf_config import from_hf_text_config, from_hf_vision_config
@@ -286,7 +289,7 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     microbatches = [slot[trainer.group.dp_rank] for slot in plan.slots]
     kept = [[s.position for s in m.samples if s.position not in job.rejected] for m in microbatches]
     if job.schedule_seed is not None and plan.unit.kind is UnitKind.TRAIN:
-        lists = schedule_text(_random_lists(trainer.model.partition, job, plan))
+        lists = schedule_text(random_lists(trainer.model.partition, job.config, job.schedule_seed, plan))
         plan = replace(plan, schedules=(lists,) * plan.dp_size).for_replica(trainer.group.dp_rank)
     actions = trainer.begin_unit(plan)
     with_pixels = trainer.group.pp_rank == trainer.model.partition.entry_rank
@@ -294,18 +297,17 @@ def _run_unit(trainer: Trainer, job: Job, plan: StepPlan) -> StepResult:
     return trainer.finish_unit()
 
 
-def _random_lists(partition: Partition, job: Job, plan: StepPlan) -> Schedule:
+def random_lists(partition: Partition, config: RunConfig, seed: int, plan: StepPlan) -> Schedule:
     """Of every other step any order that can run, of the others the named schedule's with neighbours exchanged.
 
     In the first, encoder stages run microbatches in up to three parts, which join in any of them or after them.
     """
-    assert job.schedule_seed is not None
-    random, size = Random(job.schedule_seed * 1000 + plan.unit.step), plan.num_slots
+    random, size = Random(seed * 1000 + plan.unit.step), plan.num_slots
     if plan.unit.step % 2:
         num_encoder = len(partition.of_module(StageModule.ENCODER))
         parts = [random.randint(1, 3) if num_encoder else 1 for _ in range(size)]
         return random_schedule(random, partition, parts, join_at=random.randint(0, num_encoder))
-    lists = build_schedule(job.config.pipeline.schedule, partition, num_microbatches=size, training=True)
+    lists = build_schedule(config.pipeline.schedule, partition, num_microbatches=size, training=True)
     return shuffle_legally(random, lists, partition, size, num_tries=60)
 
 
@@ -374,14 +376,20 @@ def _receive(end: Connection, rank: int) -> Any:
 # --- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def run_oracle(job: Job) -> Outcome:
-    """The same steps on plain parameters: one sample at a time, the loss written out, clipping and AdamW by torch."""
+def run_oracle(job: Job, *, exactly: bool = False) -> Outcome:
+    """The same steps on plain parameters: one sample at a time, the loss written out, clipping and AdamW by torch.
+
+    exactly: all in float64.
+    """
     torch.set_num_threads(1)
     training, model, outcome = job.config.training, job.family.load_backbone().train(), Outcome()
     tower = make_tower(job.family.tower).train().requires_grad_(job.family.trains_tower)
     named = dict(model.named_parameters())
     if job.family.trains_tower:
         named |= {f"encoders.vision.tower.{name}": tower.get_parameter(name) for name in computed_names(tower)}
+    if exactly:
+        _compute_in_float64(model)
+        tower.double()
     parameters = [parameter for parameter in named.values() if parameter.requires_grad]
     groups = [{"params": [each], "lr": _rate_of(each, model, job.config)} for each in parameters]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=training.learning_rate)
@@ -397,7 +405,8 @@ def run_oracle(job: Job) -> Outcome:
         arguments = [batch.forward_kwargs() for batch in batches]
         for kwargs, batch in zip(arguments, batches, strict=True):
             if batch.images is not None and batch.images.pixels:
-                kwargs["features"] = torch.cat([plain_features(tower, image) for image in batch.images.pixels])
+                images = [image.to(tower.dtype) for image in batch.images.pixels]
+                kwargs["features"] = torch.cat([plain_features(tower, image) for image in images])
         loss = torch.stack([model(**kwargs) for kwargs in arguments]).sum() / denominator
         loss.backward()
         for parameter in tower.parameters() if job.family.trains_tower else ():
@@ -412,6 +421,14 @@ def run_oracle(job: Job) -> Outcome:
         outcome.results.append(StepResult(loss.item(), float(norm), training.learning_rate, *totals))
     outcome.weights = {name: parameter.detach().numpy().copy() for name, parameter in named.items()}
     return outcome
+
+
+def _compute_in_float64(model: Backbone) -> None:
+    """Also in HF's norms, which compute in float32 whatever the type."""
+    for module in model.double().modules():
+        if isinstance(module, Qwen3RMSNorm):
+            shape, eps = module.weight.shape, module.variance_epsilon
+            module.forward = partial(rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
 
 
 def _rate_of(parameter: torch.nn.Parameter, model: Backbone, config: RunConfig) -> float:

@@ -48,8 +48,8 @@ def config_of(
 
 
 @cache
-def oracle_of(family: TinyFamily, num_steps: int = 4, optimizer: str = "adamw") -> Outcome:
-    return run_oracle(Job(config_of(family, optimizer=optimizer), steps_for(1)[:num_steps], family))
+def oracle_of(family: TinyFamily, num_steps: int = 4) -> Outcome:
+    return run_oracle(Job(config_of(family), steps_for(1)[:num_steps], family))
 
 
 @pytest.mark.parametrize("degrees", [Degrees(), Degrees(dp=2), Degrees(pp=2), Degrees(dp=2, pp=2)], ids=shape)
@@ -68,20 +68,28 @@ def test_the_encoder_in_each_place_equals_a_plain_loop(degrees: Degrees) -> None
 def test_any_legal_order_and_any_parts_give_the_same_gradients() -> None:
     """Plans carry random lists whose microbatches come in parts that join, with every memory strategy.
 
-    With SGD: parts round differently, which AdamW's first updates enlarge to 1e-5 in a few of the gradients after.
+    With SGD: parts round differently, which AdamW's first updates enlarge to 1e-5 in a few of the gradients after. The
+    loop computes in float64, because one in float32 rounds as much as the runs that it checks. The samples are further
+    ones: in the third of the usual steps, the tower's gradients cancel to a fourteenth, and rounding is up to 1e-5.
     """
-    degrees = Degrees(pp=2)
+    steps = tuple(
+        tuple(tuple(tuple(position + 80 for position in held) for held in row) for row in step) for step in steps_for(1)
+    )
+    oracles = {
+        family: run_oracle(Job(config_of(family, optimizer="sgd"), steps, family), exactly=True)
+        for family in (FROZEN, TRAINED)
+    }
     cases = [
         (family, {"encoder_layers": place} | chunks, seed)
         for seed, (place, family, chunks) in enumerate(product(PLACES, (FROZEN, TRAINED), ({}, INTERLEAVED)))
     ]
     jobs = [
-        Job(config_of(family, optimizer="sgd", **keys), steps_for(1), family, schedule_seed=seed)
+        Job(config_of(family, optimizer="sgd", **keys), steps, family, schedule_seed=seed)
         for family, keys, seed in cases
     ]
-    for case, outcomes in zip(cases, run_jobs_on_ranks(degrees, jobs), strict=True):
+    for case, outcomes in zip(cases, run_jobs_on_ranks(Degrees(pp=2), jobs), strict=True):
         try:
-            assert_equal_training(merged(outcomes), oracle_of(case[0], optimizer="sgd"), 1e-5)
+            assert_equal_training(merged(outcomes), oracles[case[0]], 1e-5)
         except AssertionError as error:
             raise AssertionError(f"under {case}") from error
 

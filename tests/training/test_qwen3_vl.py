@@ -18,6 +18,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.data.positions import grid_positions
 from flowtrain.models.families.qwen3_vl import Qwen3VLFamily
 from flowtrain.models.families.registry import family_from_config
+from flowtrain.pipeline.actions import schedule_text
 from flowtrain.pipeline.executor import execute
 from flowtrain.training.batch import ImageBatch, PackedBatch, SampleArrays, SampleText, build_batch, pack_texts
 from flowtrain.training.mesh import BackboneGroup, init_backbone_group
@@ -25,7 +26,7 @@ from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Degrees
 from tests.e2e.oracle import backbone_name, is_of_tower
 from tests.qwen3_vl import PROCESSOR, TEXT, VISION, stock_inputs
-from tests.training.ranks import CPU, relative_difference, run_ranks
+from tests.training.ranks import CPU, random_lists, relative_difference, run_ranks
 from tests.training.test_internvl import STEPS, Found, plan_of, slots_of
 from tests.training.test_parallel import shape
 
@@ -36,13 +37,14 @@ TOKENIZER = Path(__file__).parents[2] / "assets" / "tokenizer"
 
 @dataclass(frozen=True)
 class Case:
-    """How Qwen3-VL is trained; trains_tower: in the monolithic mode."""
+    """How Qwen3-VL is trained; trains_tower: in the monolithic mode. seed: of random action lists, with parts."""
 
     mode: str = "decoupled"
     trains_tower: bool = False
     place: str = "first"
     freeze: tuple[str, ...] = ()
     backbone: tuple[tuple[str, Any], ...] = ()
+    seed: int | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -153,7 +155,11 @@ def train_case(group: BackboneGroup, case: Case) -> Found:
     with_pixels = group.pp_rank == trainer.model.partition.entry_rank
     for number, step in enumerate(STEPS, start=1):
         slots = slots_of(step, group.degrees.dp)
-        actions = trainer.begin_unit(plan_of(slots, samples, family.image_token_id, number))
+        plan = plan_of(slots, samples, family.image_token_id, number)
+        if case.seed is not None:
+            lists = random_lists(trainer.model.partition, family.config, case.seed, plan)
+            plan = replace(plan, schedules=(schedule_text(lists),) * plan.dp_size).for_replica(group.dp_rank)
+        actions = trainer.begin_unit(plan)
         batches = [batch_of(family, samples, row[group.dp_rank], with_pixels) for row in slots]
         execute(actions, trainer.stages, batches.__getitem__)
         found.results.append(trainer.finish_unit())
@@ -238,6 +244,7 @@ CASES: dict[Degrees, list[Case]] = {
         Case(),
         Case(freeze=CONNECTOR),
         *(Case("monolithic", trained, place) for trained in (False, True) for place in ("first", "mixed", "own")),
+        *(Case("monolithic", True, place, seed=seed) for seed, place in enumerate(("first", "mixed", "own"))),
     ],
     Degrees(pp=3): [Case(), Case("monolithic", True, "mixed"), Case("monolithic", True, "own")],
     Degrees(tp=2): [

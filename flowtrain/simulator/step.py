@@ -39,7 +39,7 @@ class StepSimulator:
         """Return the operations of replicas that all train by a named schedule."""
         meets = self._meets if num_replicas > 1 else None
         program = _named_program(schedule, self.partition, num_microbatches, meets)
-        return program if num_replicas == 1 else side_by_side([program] * num_replicas, self.times.shard_size)
+        return program if num_replicas == 1 else side_by_side([program] * num_replicas, self._sharing(num_replicas))
 
     def program(self, replicas: Sequence[Schedule]) -> Program:
         """Return the operations of all replicas, by their action lists; equal lists are read once."""
@@ -47,7 +47,12 @@ class StepSimulator:
         different = {id(lists): lists for lists in replicas}
         read = {key: program_of(lists, self.partition, meets) for key, lists in different.items()}
         programs = [read[id(lists)] for lists in replicas]
-        return programs[0] if len(programs) == 1 else side_by_side(programs, self.times.shard_size)
+        return programs[0] if len(programs) == 1 else side_by_side(programs, self._sharing(len(programs)))
+
+    def _sharing(self, num_replicas: int) -> int:
+        """Replicas that share one set of shards; all, where only some of the run's replicas are timed."""
+        size = self.times.shard_size
+        return size if num_replicas % size == 0 else num_replicas
 
     def optimizer_s(self) -> float:
         """Return seconds of the update after a step, on the rank with the most to update."""

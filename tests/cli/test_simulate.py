@@ -82,3 +82,11 @@ def test_python_gets_what_the_command_prints() -> None:
     (first, *_) = report.modes
     assert first.rate == pytest.approx(256 / first.run.step_s)
     assert len(first.run.steps) >= 4
+
+
+def test_large_batches_are_simulated_by_a_part_of_the_replicas() -> None:
+    # Packed in parts, which need not hold whole groups of shards.
+    changes = ("training.global_batch_size=5000", "backbone.sharding=hybrid", "allocator.choose=[chunks]")
+    record = record_of(str(MODELS / "vlm_6b.yaml"), *changes, "--devices", "80", "--mode", "decoupled")
+    (mode,) = record["modes"]
+    assert mode["rate"] == pytest.approx(mode["rate_planned"], rel=0.1)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flowtrain.controller.profiling import ProfileReport
     from flowtrain.controller.starting_config import StartingConfig
     from flowtrain.controller.summary import RunSummary
+    from flowtrain.observability.report.status import RunStatus
 
 
 def init(
@@ -91,14 +92,17 @@ def train(
     with loading(start.config):
         from flowtrain.controller.auto_mode import planned_on_cluster
         from flowtrain.controller.run import run_training
+        from flowtrain.controller.run_report import report_at_end
 
-    if not start.is_open:
-        return run_training(start.config, resume, plan=start.plan)
-    with planned_on_cluster(start.config, devices) as report:
-        decided = start.decided(report.plan)
-        planned(report)
-        summary = run_training(decided, resume, plan=report.plan)
-        return replace(summary, planned_tokens_per_s=report.tokens_per_s)
+    with report_at_end(start.config) as ending:
+        if not start.is_open:
+            return run_training(start.config, resume, plan=start.plan)
+        with planned_on_cluster(start.config, devices) as report:
+            decided = start.decided(report.plan)
+            planned(report)
+            ending.planning = report.as_record()
+            summary = run_training(decided, resume, plan=report.plan)
+            return replace(summary, planned_tokens_per_s=report.tokens_per_s)
 
 
 def dry_run(
@@ -324,3 +328,34 @@ def export(
     from flowtrain.controller.export import export_run
 
     return export_run(Path(run), None if to is None else Path(to), dtype)
+
+
+def report(
+    *runs: str | PathLike[str],
+    output: str | PathLike[str] | None = None,
+    steps: tuple[int, int] | None = None,
+    thumbnails: bool = True,
+) -> Path:
+    """Write a page about a run, or about several side by side, and return its path. Needs no cluster and no network.
+
+    runs: directories, or names under ``./runs``; also of runs that go on, were killed, or are of earlier versions.
+    output: by default ``report.html`` in the run's directory; of several runs ``comparison.html`` in this one.
+    steps: the first and the last step of the timeline; by default three from the middle of the trace.
+    thumbnails: show pictures of rejected and generated samples; a process of its own makes them.
+
+    Raises ConfigError for what is no run, for steps that the trace has not, and if the file cannot be written.
+    """
+    from flowtrain.controller.run_report import find_run, write_report
+
+    return write_report([find_run(run) for run in runs], None if output is None else Path(output), steps, thumbnails)
+
+
+def status(run: str | PathLike[str]) -> RunStatus:
+    """Return how a run stands, also while it runs elsewhere; it reads the run's files alone.
+
+    run: a directory, or a name under ``./runs``. Raises ConfigError if it is no run.
+    """
+    from flowtrain.controller.run_report import find_run
+    from flowtrain.observability.report.status import status_of
+
+    return status_of(find_run(run))

@@ -273,6 +273,46 @@ def export(
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 
 
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Directories of runs, or names under ./runs.", metavar="RUN...")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            help="File to write; by default RUN/report.html, of several runs comparison.html.",
+            metavar="FILE.html",
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps", help="Steps of the timeline; by default three from the middle of the trace.", metavar="N[-M]"
+        ),
+    ] = None,
+    thumbnails: Annotated[
+        bool, typer.Option("--thumbnails/--no-thumbnails", help="Show pictures of rejected and generated samples.")
+    ] = True,
+) -> None:
+    """Write a page about RUN, or about several side by side: one HTML file without scripts, to be read offline."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.report import report as write
+
+        write(runs, output, steps, thumbnails)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+) -> None:
+    """Show how RUN stands, also from another shell while it runs."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.status import status as show_status
+
+        show_status(run, as_json)
+
+
 def main() -> None:
     """Entry point of the ``flowtrain`` command."""
     app()

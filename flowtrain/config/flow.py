@@ -91,5 +91,9 @@ class ObservabilityConfig(ConfigModel):
     """Steps that ``trace.json`` covers, from the start or a resume; 0 turns it off."""
     ray_metrics: bool = True
     """Export gauges to Ray's metrics."""
+    report: bool = True
+    """Write ``report.html`` at the end of the run (docs/report.md)."""
+    report_thumbnails: bool = True
+    """Show pictures of rejected and generated samples in it."""
     dashboard: bool = True
     """Start the Ray dashboard on localhost when the run starts its own Ray."""

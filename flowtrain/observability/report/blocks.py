@@ -47,7 +47,7 @@ class Cell:
     is_text: bool = False
     """Text from data, as long as it may be."""
     tone: str = ""
-    """``better`` or ``worse``."""
+    """``better``, ``worse``, or ``when`` for a time."""
 
 
 def number_cell(text: str, tone: str = "") -> Cell:
@@ -116,8 +116,12 @@ def _cell(cell: Cell, place: int) -> Markup:
 
 def charts(shown: Iterable[Chart], x_name: str = "step") -> Markup | None:
     """Return charts side by side; None if there are none."""
-    found = [figure for chart in shown if (figure := chart_figure(chart, x_name))]
-    return element("div", found, class_="charts") if found else None
+    drawn = [chart for chart in shown if any(np.isfinite(line.y).any() for line in chart.lines)]
+    found = [chart_figure(chart, x_name) for chart in drawn]
+    if not found:
+        return None
+    num_small = sum(not chart.is_tall for chart in drawn)
+    return element("div", found, class_="charts pairs" if num_small % 3 == 1 else "charts")  # none alone in a row
 
 
 def chart_figure(chart: Chart, x_name: str = "step") -> Markup | None:

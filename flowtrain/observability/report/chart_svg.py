@@ -1,7 +1,7 @@
 """Draws a chart as SVG: lines stretch with the page, texts and marks keep their size.
 
-Places are percentages of the plot, whose own place the style sheet sets; the lines are in an inner picture that is
-stretched to the plot. So a chart needs neither a script nor a second version for narrow pages.
+The picture is the plot; labels are in the margins that the style sheet gives it. Places are percentages, and the lines
+are in an inner picture that is stretched. So a chart needs neither a script nor a second version for narrow pages.
 """
 
 from __future__ import annotations
@@ -79,28 +79,17 @@ def draw_chart(chart: Chart, x_name: str = "step") -> Markup:
     if axes is None:
         return Markup("")
     samples = [sample(line.x, line.y) for line in chart.lines]
-    plot = element(
-        "svg",
-        _grid(axes, x_name),
-        _lines(axes, chart, samples),
-        _hovers(axes, chart, x_name),
-        _marks(axes, chart),  # over the columns, so that the pointer finds them
-        class_="plot",
-        x=56,
-        y=18,
-        width="84%",
-        height=218 if chart.is_tall else 154,
-    )
     return element(
         "svg",
         element("title", chart.title, id=f"{chart.key}-title"),
         element("desc", description(chart, x_name), id=f"{chart.key}-desc"),
-        plot,
+        _grid(axes, x_name),
+        _lines(axes, chart, samples),
+        _hovers(axes, chart, x_name),
+        _marks(axes, chart),  # over the columns, so that the pointer finds them
         class_="chart tall" if chart.is_tall else "chart",
         role="img",
         aria_labelledby=f"{chart.key}-title {chart.key}-desc",
-        width="100%",
-        height=270 if chart.is_tall else 206,
     )
 
 

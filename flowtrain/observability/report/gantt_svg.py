@@ -25,20 +25,17 @@ def kind_of(name: str) -> str:
 
 def draw_gantt(gantt: Gantt, key: str) -> Markup:
     """Return the picture, with a name and a description."""
-    height = TOP + ROW_HEIGHT * len(gantt.rows) + 24
     title = steps_text(gantt)
     said = f"{title}: {duration(gantt.duration_s)}, {counted(len({row.actor for row in gantt.rows}), 'actor')}."
-    plot = element("svg", _content(gantt), class_="lanes", x=168, y=TOP, width="78%", height=height - TOP - 24)
     return element(
         "svg",
         element("title", title, id=f"{key}-title"),
         element("desc", said, id=f"{key}-desc"),
-        plot,
+        _content(gantt),
         class_="gantt",
         role="img",
         aria_labelledby=f"{key}-title {key}-desc",
-        width="100%",
-        height=height,
+        height=ROW_HEIGHT * len(gantt.rows),
     )
 
 

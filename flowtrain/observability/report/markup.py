@@ -41,7 +41,7 @@ def join(children: Iterable[Content]) -> Markup:
     return Markup("".join(parts))
 
 
-def element(name: str, *children: Content, **attributes: Attribute) -> Markup:
+def element(name: str, /, *children: Content, **attributes: Attribute) -> Markup:
     """Return an element. ``class_`` stands for ``class``, ``aria_label`` for ``aria-label``."""
     shown = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in _VOID:

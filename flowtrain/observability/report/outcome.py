@@ -218,12 +218,16 @@ def verdict_of(run: RunData, figures: KeyFigures) -> Verdict:
     if figures.num_steady < MIN_STEPS or figures.starved_share is None:
         return Verdict("Too few steps to tell what limits the speed.")
     starved, blocked = figures.starved_share, figures.blocked_share
+    if starved <= STARVED_SHARE:
+        limit, waits = "the backbone", f"it waited for data in {percent(starved)} of its time"
+        if blocked is None:
+            limit, waits = "the ranks", f"they waited for data in {percent(starved)} of their time"
+        elif blocked > 0:
+            waits += f", and encoders for it in {percent(blocked)} of theirs"
+        return Verdict(f"The limit is {limit}: {waits}.", tuple(_backbone_advice(figures)))
     waits = f"the backbone waited for data in {percent(starved)} of its time"
     if blocked is not None:
         waits += f", encoders for the backbone in {percent(blocked)} of theirs"
-    if starved <= STARVED_SHARE:
-        limit = "the ranks that run encoder and backbone" if blocked is None else "the backbone"
-        return Verdict(f"The limit is {limit}: {waits}.", tuple(_backbone_advice(figures)))
     if blocked is None:
         return Verdict(
             f"Data limits the speed: {waits}.", ("Raise data.num_feeders, or data.read_ahead_blocks on slow storage.",)

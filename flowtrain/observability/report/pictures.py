@@ -75,7 +75,7 @@ class Pictures:
         if not data:
             return None
         source = f"data:image/jpeg;base64,{base64.b64encode(data).decode('ascii')}"
-        return element("img", src=source, alt=text, loading="lazy")
+        return element("img", src=source, alt=text)
 
 
 def small_pictures(images: Sequence[bytes], timeout_s: float = TIMEOUT_S) -> list[bytes]:

@@ -106,7 +106,7 @@ def flow_charts(run: RunData) -> list[Chart]:
         Chart(
             "lookahead",
             "Steps ready ahead",
-            (Line("whole steps that are ready", steps.step, steps["lookahead_steps"]),),
+            tuple(smoothed("whole steps that are ready", steps.step, steps["lookahead_steps"])),
             from_zero=True,
         ),
         Chart(

@@ -89,8 +89,8 @@ def _tiles(run: RunData, figures: KeyFigures) -> Iterator[Tile]:
         sub = f"{scaled(each, 'si')} a device, " if each is not None else ""
         yield Tile(
             "Throughput",
-            scaled(figures.tokens_per_s, "si", "tokens/s"),
-            f"{sub}{scaled(figures.samples_per_s, 'si', 'samples/s')}",
+            scaled(figures.tokens_per_s, "si"),
+            f"tokens/s; {sub}{scaled(figures.samples_per_s, 'si', 'samples/s')}",
         )
     if figures.step_time_s is not None:
         yield Tile("Step time", duration(figures.step_time_s), "median")
@@ -123,7 +123,7 @@ def packing_table(run: RunData) -> Markup | None:
         ("imbalance of ranks in a step", "dp_imbalance", percent),
         ("imbalance of slots, mean of a step", "slot_imbalance_mean", percent),
         ("imbalance of slots, worst of a step", "slot_imbalance_max", percent),
-        ("microbatches of a step", "num_microbatches", lambda value: number(value)),
+        ("microbatches of a step", "num_microbatches", lambda value: f"{value:,.4g}"),
         ("tokens of a step", "num_tokens", lambda value: f"{value:,.0f}"),
         ("planning time of a step", "plan_time_s", duration),
     )
@@ -217,7 +217,7 @@ def faults_table(run: RunData) -> Markup | None:
     more = f" (the last {MAX_ROWS} of {len(found):,})" if len(found) > MAX_ROWS else ""
     rows = [
         [
-            moment(time_s if math.isfinite(time_s) else None),
+            Cell(moment(time_s if math.isfinite(time_s) else None), tone="when"),
             number_cell(f"{step:,.0f}" if math.isfinite(step) else MISSING),
             what,
             text_cell(text),
@@ -258,7 +258,7 @@ def checkpoints_table(run: RunData) -> Markup | None:
     rows = [
         [
             Cell(f"{as_number(event.get('step')):,.0f}", is_number=True),
-            moment(event_time(event)),
+            Cell(moment(event_time(event)), tone="when"),
             number_cell(duration(as_number(event.get("duration_s")))),
             number_cell(scaled(as_number(event.get("nbytes")), "nbytes")),
             as_text(event.get("best_of")),

@@ -66,6 +66,7 @@ nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; pa
 .verdict.warn { border-left-color: var(--warn); }
 .muted { color: var(--muted); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: .9rem; }
+.charts.pairs { grid-template-columns: repeat(auto-fit, minmax(min(28rem, 100%), 1fr)); }
 figure { margin: 0; background: var(--panel); border: 1px solid var(--rule); border-radius: .5rem;
   padding: .8rem .9rem .7rem; min-width: 0; }
 figure.wide { grid-column: 1 / -1; }
@@ -78,13 +79,10 @@ figure .note { color: var(--muted); font-size: .82rem; margin: .3rem 0 0; }
 .swatch { width: 1.1rem; height: 0; border-top: 3px solid var(--c0); flex: none; }
 .swatch.bound { border-top-style: dashed; }
 .swatch.points { width: .55rem; height: .55rem; border: 0; border-radius: 50%; background: var(--c0); }
-.swatch.block { height: .7rem; border: 0; border-radius: .12rem; background: var(--other); }
+.swatch.block { height: .7rem; border: 0; border-radius: .12rem; }
 svg { display: block; overflow: visible; font-size: 11px; }
-svg.chart { height: 206px; }
-svg.chart.tall { height: 270px; }
-svg .plot { x: 56px; y: 18px; width: calc(100% - 68px); height: 154px; overflow: visible; }
-svg.tall .plot { height: 218px; }
-svg .in { overflow: hidden; }
+svg.chart { margin: 20px 12px 36px 52px; width: calc(100% - 64px); height: 154px; }
+svg.chart.tall { height: 218px; }
 svg text { fill: var(--muted); }
 .tick-y { text-anchor: end; }
 .tick-x { text-anchor: middle; }
@@ -106,8 +104,7 @@ svg text { fill: var(--muted); }
 .swatch.points.c0, .swatch.points.c1, .swatch.points.c2, .swatch.points.c3, .swatch.points.c4, .swatch.points.c5 {
   background: currentColor; }
 .scroll { overflow-x: auto; max-width: 100%; }
-.scroll > svg.gantt { min-width: 44rem; }
-svg .lanes { x: 168px; width: calc(100% - 190px); overflow: visible; }
+svg.gantt { margin: 28px 20px 26px 168px; width: calc(100% - 188px); min-width: 34rem; }
 .lane-name { text-anchor: end; fill: var(--ink); }
 .lane-name.side { fill: var(--muted); }
 .lane-top { stroke: var(--grid); }
@@ -134,7 +131,8 @@ thead th { color: var(--muted); font-weight: 550; }
 tbody th { font-weight: 500; }
 .number { text-align: right; white-space: nowrap; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; }
-td.text, th.text { min-width: 10rem; max-width: 46rem; }
+td.text, th.text { min-width: 8rem; max-width: 46rem; }
+.when { white-space: nowrap; }
 td img, .sample img { display: block; max-width: 100%; height: auto; border-radius: .25rem;
   border: 1px solid var(--rule); }
 td img { max-width: 7rem; max-height: 7rem; width: auto; }

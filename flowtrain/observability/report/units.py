@@ -108,7 +108,7 @@ def counted(count: int, noun: str) -> str:
 def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> list[float]:
     """Return round numbers from ``low`` to ``high``, ascending, about ``most`` at the most; whole: no fractions."""
     span = high - low
-    if not math.isfinite(span) or span <= 0:
+    if not math.isfinite(span) or span <= max(1e-12 * max(abs(low), abs(high)), 1e-300):
         return [low] if math.isfinite(low) else []
     raw = span / max(most, 1)
     magnitude = 10.0 ** math.floor(math.log10(raw))

@@ -63,7 +63,7 @@ class QuarantinedImages:
         block = index.block_of(row)
         if max(int(index.block_nbytes[block]), int(index.image_nbytes[block])) > MAX_BLOCK_NBYTES:
             return None
-        key = (file, block)
+        key = (alone, block)
         if self._block is None or self._block[0] != key:
             self._block = None  # frees the one before
             self._block = key, list(open_source(alone, index).read_block(block))
@@ -75,7 +75,8 @@ def _sources(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
     data = config.get("data")
     if not isinstance(data, Mapping):
         return
-    for source in data.get("sources") or ():
+    sources = data.get("sources")
+    for source in sources if isinstance(sources, list) else ():
         if isinstance(source, Mapping):
             yield str(source.get("name") or source.get("path")), source
     held_out = data.get("eval")

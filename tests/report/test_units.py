@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -73,7 +74,7 @@ def test_ticks_of_steps_are_whole(low: int, span: int, most: int) -> None:
 @given(st.floats(0, 1e6), st.floats(1e-3, 1e6), st.integers(2, 8))
 def test_labels_of_ticks_differ_and_are_close_to_them(low: float, span: float, most: int) -> None:
     ticks = nice_ticks(low, low + span, most)
-    gaps = [later - earlier for earlier, later in zip(ticks, ticks[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(ticks)]
     if not gaps or min(gaps) < 1e-5 * max(ticks):
         return
     labels = tick_labels(ticks)

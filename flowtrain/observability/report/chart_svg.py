@@ -123,7 +123,7 @@ def _grid(axes: Axes, x_name: str) -> Iterator[Markup]:
         yield element("line", class_="grid", x1="0%", x2="100%", y1=y, y2=y)
         yield element("text", label, class_="tick-y", x=0, y=y, dx=-8, dy="0.32em")
     if axes.scale.unit:
-        yield element("text", axes.scale.unit, class_="unit", x=0, y=0, dy=-5)
+        yield element("text", axes.scale.unit, x=0, y=0, dy=-5)
     steps = nice_ticks(axes.left, axes.right, 5, whole=True)
     for tick, label in zip(steps, tick_labels(steps), strict=True):
         yield element("text", label, class_="tick-x", x=_percent(axes.x(tick)), y="100%", dy="1.4em")
@@ -142,15 +142,7 @@ def _lines(axes: Axes, chart: Chart, samples: Sequence[Sampled]) -> Iterator[Mar
         faint = " faint" if line.is_faint else ""
         form = " bound" if line.form == "bound" else ""
         shapes.append(element("path", class_=f"line {name}{faint}{form}", d=_path(axes, points.x, points.mean)))
-    yield element(
-        "svg",
-        shapes,
-        viewBox=f"0 0 {SIZE} {SIZE}",
-        preserveAspectRatio="none",
-        width="100%",
-        height="100%",
-        class_="in",
-    )
+    yield element("svg", shapes, viewBox=f"0 0 {SIZE} {SIZE}", preserveAspectRatio="none", width="100%", height="100%")
     for line, points in zip(chart.lines, samples, strict=True):
         if line.form == "points" or (len(points.x) == 1 and not line.is_faint):
             name = f"dot c{line.color % NUM_COLORS}"

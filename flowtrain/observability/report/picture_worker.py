@@ -62,13 +62,21 @@ def _on_white(image: Image.Image) -> Image.Image:
     return picture
 
 
+def import_all() -> None:
+    """Read a picture of each format, since decoders import modules late, and no file can be opened under limits."""
+    Image.init()
+    for name in FORMATS:
+        with contextlib.suppress(Exception):  # this Pillow cannot write the format
+            example = io.BytesIO()
+            Image.new("P" if name == "GIF" else "RGB", (8, 8)).save(example, name)
+            small_picture(example.getvalue())
+
+
 def main() -> None:
     """Answer every frame of standard input."""
     warnings.simplefilter("error", Image.DecompressionBombWarning)
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-    Image.init()
-    small_picture(b"")  # whatever is imported late is there before files can no longer be opened
-    _on_white(Image.new("P", (1, 1))).save(io.BytesIO(), "JPEG")
+    import_all()
     limit_process()
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(head := source.read(LENGTH.size)) == LENGTH.size:

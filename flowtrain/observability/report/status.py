@@ -42,7 +42,7 @@ class RunStatus:
     """Until the last step, at the recent pace; None unless it runs."""
     loss: float | None
     eval_losses: dict[str, float]
-    """The last loss of each held-out set."""
+    """The last loss of each held-out set; NaN if it was not finite."""
     tokens_per_s: float | None
     step_time_s: float | None
     mfu: float | None
@@ -64,8 +64,10 @@ class RunStatus:
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
-        values = asdict(self) | {"directory": str(self.directory), "state": self.state.name.lower()}
-        return {"schema": STATUS_SCHEMA, **values}
+        losses = {name: loss if math.isfinite(loss) else None for name, loss in self.eval_losses.items()}
+        changed = {"directory": str(self.directory), "state": self.state.name.lower(), "eval_losses": losses}
+        lists = {"warnings": list(self.warnings), "notes": list(self.notes)}
+        return {"schema": STATUS_SCHEMA, **asdict(self), **changed, **lists}
 
 
 def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStatus:

@@ -59,6 +59,7 @@ def check_rules(page: Node) -> None:
     assert all(after <= before + 1 for before, after in pairwise(levels)), levels
     for table in page.all("table"):
         assert table.all("caption") and all(head.attributes.get("scope") in ("col", "row") for head in table.all("th"))
+        assert all(head.text for head in table.all("th")), "a heading without a text"
         widths = {len([cell for cell in row.all() if cell.name in ("th", "td")]) for row in table.all("tr")}
         assert len(widths) == 1, widths
     for drawn in [node for node in page.all("svg") if node.attributes.get("role") == "img"]:

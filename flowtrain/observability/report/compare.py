@@ -79,7 +79,7 @@ def figures_table(runs: Sequence[Compared]) -> Markup:
         if any(text != MISSING for text in texts):
             rows.append([name, *map(number_cell, texts)])
     rows.append(["rejected samples", *(number_cell(f"{each.run.quarantine.num_samples:,}") for each in runs)])
-    return table("Runs side by side", ("", *(each.label for each in runs)), rows)
+    return table("Runs side by side", ("value", *(each.label for each in runs)), rows)
 
 
 def paired_table(runs: Sequence[Compared]) -> Markup | None:

@@ -133,7 +133,7 @@ def packing_table(run: RunData) -> Markup | None:
         if len(values):
             points = np.percentile(values, (5, 50, 95))
             rows.append([name, *(number_cell(shown(float(value))) for value in (*points, values.max()))])
-    return table("Packing over all steps", ("", "5 %", "median", "95 %", "largest"), rows) if rows else None
+    return table("Packing over all steps", ("value", "5 %", "median", "95 %", "largest"), rows) if rows else None
 
 
 def plan_content(run: RunData, figures: KeyFigures) -> list[Markup | None]:
@@ -165,7 +165,7 @@ def _modules_table(run: RunData) -> Markup | None:
 
 def _predicted_table(run: RunData, figures: KeyFigures) -> Markup | None:
     rows = [row for row in _predictions(run, figures) if row]
-    return table("Plan and reality", ("", "planned", "measured", "measured over planned"), rows) if rows else None
+    return table("Plan and reality", ("value", "planned", "measured", "measured over planned"), rows) if rows else None
 
 
 def _predictions(run: RunData, figures: KeyFigures) -> Iterator[list[Cell | str]]:

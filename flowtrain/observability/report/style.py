@@ -40,7 +40,7 @@ header, main, footer, nav { max-width: 78rem; margin: 0 auto; padding: 0 1.25rem
 header { padding-top: 2.25rem; }
 .kicker { margin: 0; color: var(--muted); font-size: .8rem; letter-spacing: .06em; text-transform: uppercase; }
 h1 { margin: .15rem 0 .35rem; font-size: 1.9rem; line-height: 1.2; font-weight: 650; letter-spacing: -.01em;
-  display: flex; flex-wrap: wrap; gap: .3rem .9rem; align-items: center; }
+  display: flex; flex-wrap: wrap; gap: .3rem .9rem; align-items: center; overflow-wrap: anywhere; }
 h2 { margin: 2.75rem 0 .9rem; font-size: 1.25rem; font-weight: 650; letter-spacing: -.005em; }
 h3 { margin: 0; font-size: .95rem; font-weight: 600; }
 p { margin: .4rem 0; max-width: 72ch; }

@@ -128,7 +128,7 @@ FIGURES: dict[str, Any] = {
         ({}, "The limit is the backbone: it waited for data in 2.0 % of its time, and encoders for it in 80 %", ""),
         ({"fill": 0.5}, "The limit is the backbone", "Microbatches are 50 % full"),
         ({"imbalance": 0.3}, "The limit is the backbone", "The costliest rank has 30 % more work"),
-        ({"blocked_share": None}, "The limit is the ranks: they waited for data in 2.0 % of their time", ""),
+        ({"blocked_share": None}, "Computation is the limit: the ranks waited for data in 2.0 % of their time", ""),
         ({"starved_share": 0.4, "blocked_share": 0.0}, "Encoders limit the speed", "Add encoders"),
         (
             {"starved_share": 0.4, "blocked_share": 0.3},

@@ -121,7 +121,8 @@ def charts(shown: Iterable[Chart], x_name: str = "step") -> Markup | None:
     if not found:
         return None
     num_small = sum(not chart.is_tall for chart in drawn)
-    return element("div", found, class_="charts pairs" if num_small % 3 == 1 else "charts")  # none alone in a row
+    in_pairs = num_small == 2 or num_small % 3 == 1  # so that rows are full
+    return element("div", found, class_="charts pairs" if in_pairs else "charts")
 
 
 def chart_figure(chart: Chart, x_name: str = "step") -> Markup | None:

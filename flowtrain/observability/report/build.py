@@ -107,7 +107,7 @@ def _sections(run: RunData, options: ReportOptions, now: float, prefix: str, pic
     steady = element("p", steady_note(run), class_="muted") if len(run.steps) else None
     at_once: list[Content] = [verdict_box(outcome, verdict_of(run, figures)), glance(run, figures), steady]
     found: list[tuple[str, str, list[Content]]] = [
-        ("glance", "At a glance", [notes_box((*run.notes, *trace_notes.texts)), *at_once]),
+        ("glance", "At a glance", [*at_once, notes_box((*run.notes, *trace_notes.texts))]),
         ("learning", "Learning", [_charts(learning_charts(run), prefix)]),
         ("samples", "Generated samples", [generated_content(samples, pictures, prefix)]),
         ("speed", "Speed", [_charts(speed_charts(run), prefix)]),
@@ -152,7 +152,7 @@ def _comparison(runs: Sequence[RunData], options: ReportOptions, now: float) -> 
     ]
     notes = [f"{each.label}: {note}" for each in compared for note in each.run.notes]
     sections = [
-        Section("glance", "At a glance", join([notes_box(notes), figures_table(compared)])),
+        Section("glance", "At a glance", join([figures_table(compared), notes_box(notes)])),
         Section(
             "differences",
             "Paired differences",

@@ -223,7 +223,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         items = list(value.items())
     elif isinstance(value, list):
         items = list(enumerate(value))
-    if not items:
+    if not items and prefix:
         yield prefix, value
     for key, item in items:
         yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))

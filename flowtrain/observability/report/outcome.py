@@ -118,6 +118,7 @@ class KeyFigures:
     """None without encoder actors."""
     fill: float | None
     imbalance: float | None
+    """None with one replica."""
     pool_peak_nbytes: float | None
     num_steady: int
     """Steps that rates and shares are over."""
@@ -151,7 +152,7 @@ def key_figures(run: RunData) -> KeyFigures:
         starved_share=rate("starved_s"),
         blocked_share=None if blocked is None else min(1.0, blocked / run.num_encoders),
         fill=_mean(steps["packing_fill"]),
-        imbalance=_mean(steps["dp_imbalance"]),
+        imbalance=_mean(steps["dp_imbalance"]) if run.has_replicas else None,
         pool_peak_nbytes=float(pool.max()) if len(pool) and pool.max() > 0 else None,
         num_steady=int(steady.sum()),
     )
@@ -219,12 +220,12 @@ def verdict_of(run: RunData, figures: KeyFigures) -> Verdict:
         return Verdict("Too few steps to tell what limits the speed.")
     starved, blocked = figures.starved_share, figures.blocked_share
     if starved <= STARVED_SHARE:
-        limit, waits = "the backbone", f"it waited for data in {percent(starved)} of its time"
+        text = f"The limit is the backbone: it waited for data in {percent(starved)} of its time"
         if blocked is None:
-            limit, waits = "the ranks", f"they waited for data in {percent(starved)} of their time"
+            text = f"Computation is the limit: the ranks waited for data in {percent(starved)} of their time"
         elif blocked > 0:
-            waits += f", and encoders for it in {percent(blocked)} of theirs"
-        return Verdict(f"The limit is {limit}: {waits}.", tuple(_backbone_advice(figures)))
+            text += f", and encoders for it in {percent(blocked)} of theirs"
+        return Verdict(f"{text}.", tuple(_backbone_advice(figures)))
     waits = f"the backbone waited for data in {percent(starved)} of its time"
     if blocked is not None:
         waits += f", encoders for the backbone in {percent(blocked)} of theirs"

@@ -139,7 +139,7 @@ def packing_charts(run: RunData) -> list[Chart]:
             "balance",
             "Imbalance",
             (
-                *smoothed("ranks in a step", steps.step, steps["dp_imbalance"]),
+                *(smoothed("ranks in a step", steps.step, steps["dp_imbalance"]) if run.has_replicas else ()),
                 *smoothed("slots, mean", steps.step, steps["slot_imbalance_mean"], 1),
                 *smoothed("slots, worst", steps.step, steps["slot_imbalance_max"], 2),
             ),

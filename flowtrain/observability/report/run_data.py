@@ -106,6 +106,11 @@ class RunData:
         return sum(as_count(dig(module, "data_parallel_size")) or 1 for module in encoders.values())
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether the backbone has several data-parallel replicas, or may have: only these can be uneven."""
+        return as_count(dig(self.plan, "backbone", "data_parallel_size")) != 1
+
+    @property
     def planned_pool_nbytes(self) -> int:
         """DRAM that the plan gives to the pool; a feeder's share is missing if it follows from the data."""
         modules = [dig(self.plan, "backbone"), dig(self.plan, "feeder")]

@@ -129,6 +129,8 @@ def packing_table(run: RunData) -> Markup | None:
     )
     rows = []
     for name, key, shown in columns:
+        if key == "dp_imbalance" and not run.has_replicas:
+            continue
         values = run.steps[key][np.isfinite(run.steps[key])]
         if len(values):
             points = np.percentile(values, (5, 50, 95))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flowtrain.observability.report.lines import TAIL_NBYTES, as_number, as_text
-from flowtrain.observability.report.outcome import State, eval_points, outcome_of
+from flowtrain.observability.report.outcome import State, eval_points, outcome_of, steady_steps
 from flowtrain.observability.report.run_data import RunData, event_time, read_run
 from flowtrain.observability.report.sampling import FloatArray
 
@@ -25,7 +25,7 @@ RECENT_STEPS = 20
 class RunStatus:
     """How a run stands; numbers are None where they are not known.
 
-    Rates and shares are over its last ``RECENT_STEPS`` steps.
+    Rates and shares are over its last ``RECENT_STEPS`` steps without the first of a start.
     """
 
     name: str
@@ -78,8 +78,8 @@ def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStat
     now = time.time() if now is None else now
     run = read_run(root, last_nbytes=TAIL_NBYTES)
     outcome = outcome_of(run, now)
-    recent = slice(-RECENT_STEPS, None)
     steps = run.steps
+    recent = np.flatnonzero(steady_steps(run))[-RECENT_STEPS:]
     time_s = steps["step_time_s"][recent]
     blocked = _share(steps["blocked_s"][recent], time_s) if run.num_encoders else None
     seconds_a_step = _pace(run)

@@ -60,6 +60,7 @@ nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; pa
 .tile .sub { color: var(--muted); font-size: .8rem; }
 .verdict { background: var(--panel); border: 1px solid var(--rule); border-left: 4px solid var(--c0);
   border-radius: .35rem; padding: .8rem 1.1rem; margin: 0 0 .9rem; }
+.tiles ~ .verdict, .panel ~ .verdict { margin-top: .9rem; }
 .verdict p { margin: .15rem 0; }
 .verdict .first { font-size: 1.08rem; font-weight: 550; }
 .verdict.bad { border-left-color: var(--bad); }

@@ -96,9 +96,7 @@ class Committer:
     def _complete(self, written: CheckpointWritten) -> None:
         started_s = time.monotonic()
         self._recorder.flush(written.step)
-        final = checkpoint_store.commit(
-            Path(written.directory), self._meta(written.step), self._config.checkpoint.keep
-        )
+        final = checkpoint_store.commit(Path(written.directory), self._meta(written.step), self._config.checkpoint.keep)
         self._recorder.forget_before(written.step)
         self._incomplete = None
         duration_s = written.duration_s + time.monotonic() - started_s

@@ -40,9 +40,7 @@ class Recorder:
     consumed: positions of the steps that were done before this start.
     """
 
-    def __init__(
-        self, run_spec: RunSpec, audit: AuditTrail, stream: EventStream, consumed: ConsumedPositions
-    ) -> None:
+    def __init__(self, run_spec: RunSpec, audit: AuditTrail, stream: EventStream, consumed: ConsumedPositions) -> None:
         self._eval_every = run_spec.eval_every
         self._audit = audit
         self._stream = stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from flowtrain.types.run_events import (
     EVENTS_SCHEMA,
     CheckpointFinished,
     EvaluationFinished,
-    GeneratedSample,
     Noted,
     Quarantined,
     Restarted,
@@ -83,7 +82,7 @@ def event_record(event: RunEvent) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Records as mappings, and texts cut to their longest length."""
-    if isinstance(value, RunEvent | GeneratedSample):
+    if is_dataclass(value):
         return {
             field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.name not in NOT_WRITTEN
         }

@@ -211,16 +211,6 @@ def test_tables_name_what_there_is() -> None:
     assert reasons == {reason.value for reason in RejectReason}
 
 
-def test_the_table_of_packs_json_names_what_it_prints(tmp_path: Path) -> None:
-    file = tmp_path / "lengths.csv"
-    file.write_text("num_image_tiles,num_tokens\n" + "1,20\n" * 8)
-    record = flowtrain.pack(file, ["training.global_batch_size=8"]).as_record()
-    documented = [name for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])]
-    assert sorted(documented) == sorted([*record, *record["methods"][0]])
-    cells = {name: code(row[1]) for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])}
-    assert set(record["settings"]) <= set(cells["settings"]) and set(record["steps"][0]) <= set(cells["steps"])
-
-
 def test_the_table_of_events_names_what_is_written() -> None:
     classes = (*get_args(RunEvent), GeneratedSample)
     written = {field.name for each in classes for field in dataclasses.fields(each)} - NOT_WRITTEN
@@ -229,6 +219,16 @@ def test_the_table_of_events_names_what_is_written() -> None:
     named = {name for row in rows for name in code(row[1])} | {"step", "timestamp"}
     values = {"info", "warning", "done", "stopped", "failed"}
     assert written - {"metrics"} == named - values
+
+
+def test_the_table_of_packs_json_names_what_it_prints(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.csv"
+    file.write_text("num_image_tiles,num_tokens\n" + "1,20\n" * 8)
+    record = flowtrain.pack(file, ["training.global_batch_size=8"]).as_record()
+    documented = [name for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])]
+    assert sorted(documented) == sorted([*record, *record["methods"][0]])
+    cells = {name: code(row[1]) for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])}
+    assert set(record["settings"]) <= set(cells["settings"]) and set(record["steps"][0]) <= set(cells["steps"])
 
 
 def test_the_picture_is_well_formed() -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.config.secrets import HIDDEN, redacted
 from flowtrain.errors import ConfigError
 from flowtrain.observability.report.lines import Notes, records, yaml_mapping
-from flowtrain.observability.report.redact import REDACTED, redacted
 from flowtrain.observability.report.run_data import read_run
 from flowtrain.observability.report.steps import steps_of
 from tests.report.runs import event, started, step_record, write_lines, write_run
@@ -131,6 +131,6 @@ def test_secrets_are_left_out_of_a_configuration() -> None:
     assert "hunter2" not in repr(shown)
     assert shown["model"] == values["model"] and shown["scheduler"] == values["scheduler"]
     assert shown["extra"] == {
-        "hf_token": REDACTED, "password": REDACTED, "AWS_SECRET_ACCESS_KEY": REDACTED, "token": None
+        "hf_token": HIDDEN, "password": HIDDEN, "AWS_SECRET_ACCESS_KEY": HIDDEN, "token": None
     }  # fmt: skip
-    assert shown["data"]["sources"][0]["path"] == REDACTED
+    assert shown["data"]["sources"][0]["path"] == HIDDEN

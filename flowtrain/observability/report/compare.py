@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from flowtrain.config.secrets import redacted
 from flowtrain.observability.report.blocks import Cell, number_cell, table, text_cell
 from flowtrain.observability.report.figures import NUM_COLORS, Chart, Line, smoothed
 from flowtrain.observability.report.outcome import KeyFigures, Outcome, eval_points, steady_steps
-from flowtrain.observability.report.redact import redacted
 from flowtrain.observability.report.run_data import RunData
 from flowtrain.observability.report.sampling import Difference, FloatArray, moving_mean, paired_difference
 from flowtrain.observability.report.units import MISSING, NBSP, Kind, duration, number, percent, scaled

@@ -23,7 +23,7 @@ from flowtrain.observability.report.lines import (
 from flowtrain.observability.report.steps import Steps, steps_of
 from flowtrain.observability.run_dir import RunDir
 
-EVENTS, PLANNING = "events.jsonl", "planning.json"
+PLANNING = "planning.json"
 MAX_EVENTS = 20_000
 MAX_QUARANTINED = 200
 """Rejected samples that a report knows one by one; it counts the others."""
@@ -135,10 +135,10 @@ def read_run(root: str | os.PathLike[str], last_nbytes: int | None = None) -> Ru
     steps = steps_of(records(files.metrics, notes, last_nbytes))
     if not len(steps):
         notes.add("the run has not finished a step")
-    events = _events(files.root / EVENTS, notes)
+    events = _events(files.events, notes)
     if len(steps) and not events:
         notes.add(
-            f"there is no {EVENTS}: the run is of an earlier version, so that restarts, checkpoints and how it ended "
+            f"there is no {files.events.name}: the run is of an earlier version, so that restarts, checkpoints and how it ended "
             "are not known"
         )
     return RunData(

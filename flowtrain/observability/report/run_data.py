@@ -138,8 +138,8 @@ def read_run(root: str | os.PathLike[str], last_nbytes: int | None = None) -> Ru
     events = _events(files.events, notes)
     if len(steps) and not events:
         notes.add(
-            f"there is no {files.events.name}: the run is of an earlier version, so that restarts, checkpoints and how it ended "
-            "are not known"
+            f"there is no {files.events.name}: the run is of an earlier version, so that restarts, checkpoints and how "
+            "it ended are not known"
         )
     return RunData(
         files=files,

@@ -26,7 +26,7 @@ def steps(*timestamps: float) -> Steps:
 
 
 def work(name: str, start_s: float, end_s: float, actor: str = "a", **args: int | str) -> Work:
-    return Work(actor, actor, name, start_s, end_s, args)
+    return Work(actor, actor, "1", name, start_s, end_s, args)
 
 
 def shown(directory: Path, first: int | None = None, last: int | None = None) -> Gantt:
@@ -75,6 +75,15 @@ def test_many_short_pieces_in_a_row_are_one_bar(directory: Path) -> None:
     assert found is not None
     (row,) = found.rows
     assert [(bar.name, bar.count) for bar in row.bars] == [("put", 500), ("forward", 1), ("optimizer", 1)]
+
+
+def test_lanes_of_one_name_stay_apart() -> None:
+    spans = [work("optimizer", 0.0, 0.0, step=1), work("optimizer", 9.0, 10.0, step=2)]
+    spans += [Work("a", "a fetch", lane, "fetch", 1.0, 5.0, {}) for lane in ("2", "3")]
+    found = gantt_of(spans, steps(0.0, 10.0))
+    assert found is not None and [(row.label, len(row.bars)) for row in found.rows] == [
+        *(("a", 1), ("fetch", 1), ("fetch", 1))
+    ]
 
 
 def test_of_too_many_actors_some_of_each_role_are_shown() -> None:

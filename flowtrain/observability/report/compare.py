@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup
 
 from flowtrain.config.secrets import redacted
@@ -22,6 +23,7 @@ ABSENT = "(not given)"
 MAX_CHANGES = 200
 
 Shown = Callable[[KeyFigures], str]
+Places = npt.NDArray[np.intp]
 _FIGURES: tuple[tuple[str, Shown], ...] = (
     ("training loss, last twentieth", lambda figures: number(figures.last_loss, 4)),
     ("tokens/s", lambda figures: scaled(figures.tokens_per_s, "si")),
@@ -107,7 +109,7 @@ def _paired_rows(base: Compared, other: Compared) -> Iterator[list[Cell | str]]:
             yield _row(other.label, name, rates, _as_percent, is_better, plans_text)
 
 
-def common_places(base: RunData, other: RunData) -> tuple[FloatArray, FloatArray]:
+def common_places(base: RunData, other: RunData) -> tuple[Places, Places]:
     """Return where the steps that two runs share are in each."""
     _, ours, theirs = np.intersect1d(base.steps.step, other.steps.step, assume_unique=True, return_indices=True)
     return ours, theirs

@@ -30,7 +30,9 @@ class Work:
 
     actor: str
     lane: str
-    """What tells its row from the actor's others; viewers show it."""
+    """The name of its row; rows of one actor may share a name."""
+    lane_id: str
+    """What tells its row from the actor's others."""
     name: str
     start_s: float
     end_s: float
@@ -122,7 +124,7 @@ def _work(events: Iterable[Mapping[str, Any]]) -> Iterator[Work]:
             if math.isfinite(start) and math.isfinite(length) and length >= 0:
                 actor = actors.get(pid) or pid
                 lane = lanes.get((pid, tid)) or tid
-                yield Work(actor, lane, as_text(event.get("name")), start, start + length, args)
+                yield Work(actor, lane, tid, as_text(event.get("name")), start, start + length, args)
 
 
 def step_ends(work: Sequence[Work], steps: Steps) -> dict[int, float]:
@@ -196,17 +198,17 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _rows(work: Sequence[Work], actors: Sequence[str], start_s: float, end_s: float) -> tuple[Row, ...]:
-    lanes: dict[tuple[str, str], list[Work]] = defaultdict(list)
+    lanes: dict[tuple[str, str, str], list[Work]] = defaultdict(list)
     for each in work:
-        lanes[each.actor, each.lane].append(each)
+        lanes[each.actor, each.lane, each.lane_id].append(each)
     shortest = (end_s - start_s) * max(len(work) / MAX_BARS, 1.0) / 1000
     rows: list[Row] = []
     for actor in actors:
-        of_actor = sorted(lane for owner, lane in lanes if owner == actor)
-        of_actor.sort(key=lambda lane: lane != actor)  # its own work first, then that of its side threads
-        for number, lane in enumerate(of_actor):
-            label = actor if not number else lane.removeprefix(actor).strip()
-            rows.append(Row(actor, label, tuple(_bars(lanes[actor, lane], start_s, end_s, shortest))))
+        of_actor = sorted(key for key in lanes if key[0] == actor)
+        of_actor.sort(key=lambda key: key[1] != actor)  # its own work first, then that of its side threads
+        for number, key in enumerate(of_actor):
+            label = actor if not number else key[1].removeprefix(actor).strip()
+            rows.append(Row(actor, label, tuple(_bars(lanes[key], start_s, end_s, shortest))))
     return tuple(rows)
 
 

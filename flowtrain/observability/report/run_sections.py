@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from markupsafe import Markup
@@ -118,7 +117,7 @@ def _tiles(run: RunData, figures: KeyFigures) -> Iterator[Tile]:
 
 def packing_table(run: RunData) -> Markup | None:
     """Return how even and how full microbatches were, over all steps."""
-    columns = (
+    columns: tuple[tuple[str, str, Callable[[float], str]], ...] = (
         ("packing fill", "packing_fill", percent),
         ("imbalance of ranks in a step", "dp_imbalance", percent),
         ("imbalance of slots, mean of a step", "slot_imbalance_mean", percent),
@@ -127,7 +126,7 @@ def packing_table(run: RunData) -> Markup | None:
         ("tokens of a step", "num_tokens", lambda value: f"{value:,.0f}"),
         ("planning time of a step", "plan_time_s", duration),
     )
-    rows = []
+    rows: list[list[Cell | str]] = []
     for name, key, shown in columns:
         if key == "dp_imbalance" and not run.has_replicas:
             continue
@@ -147,7 +146,7 @@ def _modules_table(run: RunData) -> Markup | None:
     encoders = run.plan.get("encoders")
     modules = dict(encoders) if isinstance(encoders, Mapping) else {}
     modules |= {name: run.plan[name] for name in ("backbone", "feeder") if isinstance(run.plan.get(name), Mapping)}
-    rows = []
+    rows: list[list[Cell | str]] = []
     for name, module in modules.items():
         degrees = [as_count(dig(module, f"{axis}_parallel_size")) or 1 for axis in ("data", "pipeline", "tensor")]
         segment = as_count(dig(module, "segment_nbytes")) or 0
@@ -166,7 +165,7 @@ def _modules_table(run: RunData) -> Markup | None:
 
 
 def _predicted_table(run: RunData, figures: KeyFigures) -> Markup | None:
-    rows = [row for row in _predictions(run, figures) if row]
+    rows = list(_predictions(run, figures))
     return table("Plan and reality", ("value", "planned", "measured", "measured over planned"), rows) if rows else None
 
 
@@ -190,14 +189,16 @@ def _predictions(run: RunData, figures: KeyFigures) -> Iterator[list[Cell | str]
         yield ["cost of microbatches, fitted to measured ones", number_cell("R\u00b2 1"), number_cell(shown), ""]
 
 
-def _compared(name: str, planned: float, measured: float | None, shown: Any) -> list[Cell | str]:
+def _compared(
+    name: str, planned: float, measured: float | None, shown: Callable[[float | None], str]
+) -> list[Cell | str]:
     over = percent(measured / planned) if measured is not None and planned > 0 else MISSING
     return [name, number_cell(shown(planned)), number_cell(shown(measured)), number_cell(over)]
 
 
 def modes_table(run: RunData) -> Markup | None:
     """Return the modes that ``mode: auto`` compared; None if no plan was made."""
-    rows = []
+    rows: list[list[Cell | str]] = []
     for mode in as_list(run.planning.get("modes")):
         rate = as_number(dig(mode, "tokens_per_s"))
         rows.append(
@@ -217,7 +218,7 @@ def faults_table(run: RunData) -> Markup | None:
     if not found:
         return None
     more = f" (the last {MAX_ROWS} of {len(found):,})" if len(found) > MAX_ROWS else ""
-    rows = [
+    rows: list[list[Cell | str]] = [
         [
             Cell(moment(time_s if math.isfinite(time_s) else None), tone="when"),
             number_cell(f"{step:,.0f}" if math.isfinite(step) else MISSING),
@@ -257,7 +258,7 @@ def checkpoints_table(run: RunData) -> Markup | None:
     found = run.of_kind("checkpoint")
     if not found:
         return None
-    rows = [
+    rows: list[list[Cell | str]] = [
         [
             Cell(f"{as_number(event.get('step')):,.0f}", is_number=True),
             Cell(moment(event_time(event)), tone="when"),

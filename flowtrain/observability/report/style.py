@@ -121,6 +121,7 @@ svg.gantt { margin: 28px 20px 26px 168px; width: calc(100% - 188px); min-width: 
 .k-optimizer { fill: var(--optimizer); background: var(--optimizer); }
 .k-checkpoint { fill: var(--checkpoint); background: var(--checkpoint); }
 .k-evaluate { fill: var(--evaluate); background: var(--evaluate); }
+.k-restart { fill: var(--bad); background: var(--bad); }
 .k-other { fill: var(--other); background: var(--other); }
 table { border-collapse: collapse; background: var(--panel); font-size: .88rem; min-width: min(100%, 28rem); }
 .panel { background: var(--panel); border: 1px solid var(--rule); border-radius: .5rem; padding: .7rem .9rem;

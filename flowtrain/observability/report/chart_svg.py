@@ -22,6 +22,8 @@ SIZE = 1000
 """Side of the inner picture."""
 HOVER_COLUMNS = 48
 MAX_MARKS = 60
+MAX_LOG_RATIO = 1e12
+"""Values further apart have no logarithmic axis: some of them are 0, but for rounding."""
 _ROOM = 0.05
 
 
@@ -59,7 +61,7 @@ def axes_of(chart: Chart) -> Axes | None:
     low, high = min(float(y.min()) for _, y in known), max(float(y.max()) for _, y in known)
     if right <= left:
         left, right = left - 0.5, right + 0.5
-    is_log = chart.is_log and low > 0 and high > 10 * low
+    is_log = chart.is_log and high > 10 * low > high / MAX_LOG_RATIO
     scale = scale_for(chart.kind, max(abs(low), abs(high)), chart.unit)
     if is_log:
         return Axes(left, right, low / 1.2, high * 1.2, True, scale)

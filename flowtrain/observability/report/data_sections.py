@@ -24,6 +24,8 @@ MAX_SAMPLES = 24
 """Generated samples that the page shows, of all held-out sets."""
 MAX_IMAGES = 4
 """Of one sample."""
+MAX_EARLIER = 20
+"""Earlier texts of one sample."""
 MAX_LEDGER_NBYTES = 256 << 20
 
 ImageOf = Callable[[Mapping[str, Any], Record], bytes | None]
@@ -191,7 +193,7 @@ def _card(sample: Generated, pictures: Pictures, key: str) -> Markup:
     step, text = sample.texts[-1]
     earlier = [
         [element("dt", f"after step {before:,}"), element("dd", cut(words), class_="text")]
-        for before, words in reversed(sample.texts[:-1])
+        for before, words in reversed(sample.texts[-1 - MAX_EARLIER : -1])
     ]
     return element(
         "article",

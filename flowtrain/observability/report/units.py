@@ -134,7 +134,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     largest = max(abs(tick) for tick in ticks)
     gaps = [later - earlier for earlier, later in pairwise(ticks)]
     step = min((gap for gap in gaps if gap > 0), default=largest or 1.0)
-    if largest >= 1e7 or step < 1e-4:
+    if largest >= 1e12 or step < 1e-4:
         return [f"{tick:.4g}" for tick in ticks]
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     if digits < 6 and abs(round(step, digits) - step) > 1e-9 * step:  # as 2.5, or 0.25

@@ -4,7 +4,19 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-_FUNCTIONS = ("data_check", "data_show", "doctor", "dry_run", "export", "init", "pack", "plan", "profile", "train")
+_FUNCTIONS = (
+    "data_check",
+    "data_show",
+    "doctor",
+    "dry_run",
+    "export",
+    "init",
+    "pack",
+    "plan",
+    "profile",
+    "trace",
+    "train",
+)
 __all__ = ["__version__", *_FUNCTIONS]
 
 

@@ -14,7 +14,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
 from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import check_run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir
+from flowtrain.observability.trace_request import TraceAnswer, TraceWindow, request_trace
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
@@ -306,6 +307,26 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike 
 
     with planned_on_cluster(start.config) as report:
         return examine(start.decided(report.plan), report)
+
+
+def trace(
+    run: str | PathLike[str],
+    steps: int = 10,
+    *,
+    profiler: bool = False,
+    memory: bool = False,
+    progress: Callable[[TraceAnswer], None] = lambda answer: None,
+) -> TraceWindow:
+    """Trace the next steps of a run that trains now in another process, and wait until they are done.
+
+    The request goes through a file of the run's directory, ``run``, which only its owner can open.
+
+    profiler, memory: the run also writes what torch's profiler, or the history of device memory, has of these steps.
+    progress: called once when recording begins.
+
+    Raises ConfigError if nothing trains there, FlowTrainError if the run ends before the trace is complete.
+    """
+    return request_trace(RunDir(Path(run).expanduser().absolute()), steps, profiler, memory, progress)
 
 
 def export(

@@ -20,6 +20,7 @@ from flowtrain.actors.reading import Fetched, MicrobatchReader
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
+from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
@@ -37,6 +38,7 @@ from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
+from flowtrain.types.tracing import TraceOrder
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class BackboneRank:
         self._run_id = run_id
         self._listener: socket.socket | None = None
         self._spans = SpanLog(name)
+        self._windows = Windows(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
         self._read_nbytes = 0
@@ -130,6 +133,10 @@ class BackboneRank:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
+    def trace(self, order: TraceOrder) -> tuple[str, ...]:
+        """Trace as the order says, from the next unit on, and wait for the end; returns what failed, and why."""
+        return self._windows.ask(order).result()
+
     def run(self, link: CoordinatorLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
         """Run units until the coordinator sends stop; write checkpoints into temporaries under ``checkpoint_dir``.
 
@@ -144,7 +151,8 @@ class BackboneRank:
         self._link = link
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
-        self._last_traced_step = first_step + self._config.observability.trace_steps
+        self._spans.follow(link)
+        self._windows.last_step = first_step + self._config.observability.trace.steps
         pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
@@ -157,6 +165,7 @@ class BackboneRank:
             if self._config.checkpoint.at_end:
                 self._last_checkpoint(step, checkpoint_dir)
         finally:
+            self._windows.close()
             prefetcher.close(failed=True)
             if pool is not None:
                 pool.close()
@@ -189,8 +198,8 @@ class BackboneRank:
         """Run a unit; returns its step, and whether another unit follows."""
         started = time.time()
         plan = self._starving(prefetcher.next_plan)
-        if plan.unit.step > self._last_traced_step:
-            self.trainer.stages.record = None  # on an accelerator each span waits for the device
+        is_traced = self._windows.begin(self._group.device, plan.unit.step)
+        self._spans.is_on = self.trainer.stages.spans.is_on = is_traced
         actions = self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
         clock = self._make_clock() if is_training else None
@@ -205,6 +214,7 @@ class BackboneRank:
         verdict = self._health.after_step(step, result) if is_training else Verdict()
         microbatch_s = clock.times() if clock is not None else ()
         goes_on = self._report(plan, result, started, microbatch_s, verdict.rewound_to)
+        self._windows.end(step)
         self._health.raise_together(verdict.error)
         if is_training:
             self._saver.prepare()
@@ -272,6 +282,7 @@ class BackboneRank:
         )
         self._starved_s = self._fetch_s = 0.0
         self._read_nbytes = 0
+        self.trainer.stages.spans.collect()
         members = self._replica.collect((report, self._spans.take()))
 
         def finish() -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.run_clock import RunClock
 from flowtrain.types.messages import Span
 
 
@@ -12,12 +15,39 @@ class SpanLog:
 
     def __init__(self, actor: str) -> None:
         self._actor = actor
+        self._clock = RunClock()
         self._spans: deque[Span] = deque()
+        self.is_on = True
+        """Whether spans are kept; any thread may read it."""
 
-    def add(self, name: str, start_s: float, end_s: float, **args: int | float | str) -> None:
-        """Add a span. Times are seconds since the Unix epoch; ``args`` go into the trace."""
-        self._spans.append(Span(self._actor, name, start_s, end_s, args))
+    def follow(self, link: CoordinatorLink) -> None:
+        """Report times on the coordinator's clock from now on."""
+        self._clock.follow(link)
+
+    def add(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        *,
+        produces: Sequence[int] = (),
+        consumes: Sequence[int] = (),
+        **args: int | float | str,
+    ) -> None:
+        """Add a span, unless the log is off. Times are on this process's monotonic clock; ``args`` go into the trace.
+
+        produces, consumes: as of ``Span``.
+        """
+        if not self.is_on:
+            return
+        self._spans.append(Span(self._actor, name, start_s, end_s, args, tuple(produces), tuple(consumes)))
 
     def take(self) -> tuple[Span, ...]:
-        """Return the spans added since the last call, each once."""
-        return tuple(self._spans.popleft() for _ in range(len(self._spans)))
+        """Return the spans added since the last call, each once, with times on the run's clock."""
+        self._clock.refresh()
+        taken = [self._spans.popleft() for _ in range(len(self._spans))]
+        return tuple([self._reported(span) for span in taken])
+
+    def _reported(self, span: Span) -> Span:
+        at = self._clock.of
+        return Span(span.actor, span.name, at(span.start_s), at(span.end_s), span.args, span.produces, span.consumes)

@@ -250,6 +250,22 @@ def doctor(
 
 
 @app.command()
+def trace(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps, from the next one on.")] = 10,
+    profiler: Annotated[bool, typer.Option("--profiler", help="Also run torch's profiler in these steps.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also keep the history of device memory, and write a snapshot.")
+    ] = False,
+) -> None:
+    """Trace the next steps of a run that trains now, from another shell; no port is opened for it."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.trace import trace as trace_run
+
+        trace_run(_find_run(run), steps, profiler, memory)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
     to: Annotated[

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 from flowtrain.controller.audit import AuditFiles
@@ -21,7 +20,6 @@ from flowtrain.observability.metrics import MetricsWriter, StepMetrics, read_met
 from flowtrain.observability.progress import ProgressDisplay, ProgressState
 from flowtrain.observability.quarantine import QuarantineWriter
 from flowtrain.observability.run_dir import RunDir
-from flowtrain.observability.trace import TraceWriter
 from flowtrain.types.events import (
     CheckpointFailed,
     CheckpointWritten,
@@ -44,7 +42,7 @@ MAX_BUFFERED_ROWS = 1 << 16
 
 
 class Recorder:
-    """Writes metrics, ledger, quarantine and trace of one run, and keeps the totals that a checkpoint needs.
+    """Writes metrics, ledger and quarantine of one run, and keeps the totals that a checkpoint needs.
 
     first_step, consumed: steps done before this start, and their positions; files are cut back to them.
     sink: receives each step's metrics (Ray's gauges), or None.
@@ -69,9 +67,7 @@ class Recorder:
         self._ledger = LedgerWriter(files.ledger)
         self._quarantine = QuarantineWriter(files.quarantine, run_spec.source_names, run_spec.indexes)
         self._audit = AuditFiles(display.note)
-        self._traced, self._shown_by_ray = Diagnostic("trace.json"), Diagnostic("Ray's metrics")
-        self._trace: TraceWriter | None = None
-        self._traced.attempt(self._open_trace, files.trace)
+        self._shown_by_ray = Diagnostic("Ray's metrics")
         self._held: StepMetrics | None = None
         self._held_bound_nbytes = 0
         self._num_buffered_rows = 0
@@ -108,20 +104,14 @@ class Recorder:
             lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
         )
 
-    def _open_trace(self, path: Path) -> None:
-        self._trace = TraceWriter(path)
-
     def take(self, event: Event) -> None:
         """Record one event."""
         if isinstance(event, UnitDone):
             self._take_unit(event)
         elif isinstance(event, Rejected):
             self._take_rejections(event)
-        elif isinstance(event, SpansRecorded):
-            if self._trace is not None:
-                self._traced.attempt(self._trace.write, event.spans)
-        else:
-            assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted), event  # the controller's own
+        else:  # the controller's own
+            assert isinstance(event, CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded), event
 
     def flush(self, step: int) -> None:
         """Make ledger, metrics and quarantine durable up to ``step``; called before its checkpoint becomes complete.
@@ -154,8 +144,6 @@ class Recorder:
             logger.warning("%s", error)
         for writer in (self._metrics, self._quarantine):
             self._audit.close(writer, writer.close)
-        if self._trace is not None:
-            self._traced.close(self._trace.close)
 
     def _take_unit(self, done: UnitDone) -> None:
         step = done.unit.step

@@ -32,9 +32,11 @@ from flowtrain.controller.resume import (
     find_resume_point,
     other_reduction,
 )
+from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
+from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
@@ -103,9 +105,11 @@ def run_training(
         consumed = ConsumedPositions.at(start.sampler_state) if start.sampler_state else ConsumedPositions()
         recorder = Recorder(run_spec, files, start.step, consumed, display, sink)
         stack.callback(recorder.close)
+        traces = RunTraces(files, start.step, config.observability.trace.steps)
+        stack.callback(traces.close)
         if start.step:
             display.note(f"resuming {files.root} after step {start.step} of {run_spec.num_steps}")
-        controller = Controller(run_spec, files, recorder, costs, display, start, stop)
+        controller = Controller(run_spec, files, recorder, traces, costs, display, start, stop)
         stopped = controller.run(specs, group, classes or actor_classes(config))
     checkpoint = checkpoint_store.latest_complete(files.checkpoints)
     last = recorder.last
@@ -136,6 +140,7 @@ class Controller:
         run_spec: RunSpec,
         files: RunDir,
         recorder: Recorder,
+        traces: RunTraces,
         costs: CostKeeper,
         display: ProgressDisplay,
         start: ResumePoint,
@@ -145,6 +150,7 @@ class Controller:
         self._config = run_spec.config
         self._files = files
         self._recorder = recorder
+        self._traces = traces
         self._costs = costs
         self._display = display
         self._start = start
@@ -180,7 +186,7 @@ class Controller:
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in specs})
                 self._start_loops(actors, watcher)
-                stopped = watcher.until_end()
+                stopped = self._watch(actors, watcher)
                 self._committer.finish()
                 if not self._config.saves_at_end and self._recorder.last is not None:
                     self._recorder.flush(self._recorder.last.step)  # otherwise a checkpoint does
@@ -189,6 +195,14 @@ class Controller:
                 return True
             finally:
                 actors.kill()
+
+    def _watch(self, actors: WorkerGroup, watcher: Watcher) -> bool:
+        desk = TraceDesk(self._files, self._traces, actors, self._display.note)
+        watcher.on_turn = desk.poll
+        try:
+            return watcher.until_end()
+        finally:
+            desk.close()
 
     def _watcher(self, actors: WorkerGroup, modules: dict[str, str]) -> Watcher:
         limits = self._config.limits
@@ -248,6 +262,7 @@ class Controller:
 
     def _take(self, event: Event) -> None:
         self._recorder.take(event)
+        self._traces.take(event)
         if isinstance(event, CostFitted):
             self._costs.take(event)
         elif isinstance(event, CheckpointWritten):

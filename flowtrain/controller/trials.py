@@ -41,7 +41,7 @@ _OVERRIDES = (
     "checkpoint.at_end=false",
     "observability.progress=off",
     "observability.dashboard=false",
-    "observability.trace_steps=0",
+    "observability.trace.steps=0",
 )
 
 

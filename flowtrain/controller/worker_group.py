@@ -198,7 +198,7 @@ def _options(
     config: RunConfig, specs: list[ActorSpec], group: PlacementGroup | None
 ) -> Iterator[tuple[ActorSpec, dict[str, Any]]]:
     for spec, index in zip(specs, bundle_indices(specs), strict=True):
-        options: dict[str, Any] = {"name": spec.name, "namespace": namespace_of(config), "max_concurrency": 2}
+        options: dict[str, Any] = {"name": spec.name, "namespace": namespace_of(config), "max_concurrency": 3}
         options["num_cpus"] = spec.plan.num_cpus
         if spec.plan.num_devices:
             options["num_gpus"] = spec.plan.num_devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -21,6 +22,7 @@ from flowtrain.types.events import (
 from flowtrain.types.memory import PoolStats
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
+from flowtrain.types.tracing import Counter
 
 
 class EventLog:
@@ -28,7 +30,7 @@ class EventLog:
 
     num_replicas: data parallel replicas of the backbone; each reports for all its ranks.
     refitter: fits the cost of microbatches to the reports.
-    last_traced_step: spans are kept until this step is done.
+    last_traced_step: spans and counters are kept until this step is done.
     num_rejected: training samples rejected so far.
     num_seen: training samples sized or rejected so far.
     """
@@ -45,9 +47,12 @@ class EventLog:
         self.has_news = False
         """Whether the driver must get the events now; spans alone can wait."""
         self._reports: dict[int, list[RankReport]] = {}
-        self._stats: dict[int, PoolStats] = {}
+        self.segments: dict[int, PoolStats] = {}
+        """The last reported occupancy of each living process's DRAM segment."""
         self._blocked_s = 0.0
         self._produced_mark = 0
+        self.epoch_s = time.time() - time.monotonic()
+        """What turns the monotonic time of this process into the run's clock."""
 
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call."""
@@ -56,19 +61,36 @@ class EventLog:
         self.has_news = False
         return events
 
+    @property
+    def now_s(self) -> float:
+        """The run's clock now."""
+        return time.monotonic() + self.epoch_s
+
+    def trace_until(self, step: int) -> None:
+        """Keep spans and counters until this step is done, if not longer."""
+        self._last_traced_step = max(self._last_traced_step, step)
+
+    def is_tracing(self, num_done: int) -> bool:
+        """Whether spans and counters are kept now. num_done: steps done so far."""
+        return num_done < self._last_traced_step
+
     def spans(self, spans: tuple[Span, ...], num_done: int) -> None:
         """Keep spans for the trace. num_done: steps done so far."""
-        if spans and num_done < self._last_traced_step:
+        if spans and self.is_tracing(num_done):
             self._events.append(SpansRecorded(spans))
+
+    def counters(self, counters: tuple[Counter, ...]) -> None:
+        """Keep values for the trace; call it only while it is on."""
+        self._events.append(SpansRecorded((), counters))
 
     def stats(self, owner: int, stats: PoolStats | None) -> None:
         """Note the occupancy of a process's segment; None: no new values."""
         if stats is not None:
-            self._stats[owner] = stats
+            self.segments[owner] = stats
 
     def forget(self, owner: int) -> None:
         """Note that a process is gone, with its segment."""
-        self._stats.pop(owner, None)
+        self.segments.pop(owner, None)
 
     def blocked(self, seconds: float) -> None:
         """Add seconds in which an encoder had nothing to encode."""
@@ -138,8 +160,8 @@ class EventLog:
                 blocked_s=self._blocked_s,
                 produced_samples=num_produced - self._produced_mark,
                 num_rejected=self._num_rejected,
-                pool_dram_nbytes=sum(stats.used_nbytes for stats in self._stats.values()),
-                pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self._stats.values()),
+                pool_dram_nbytes=sum(stats.used_nbytes for stats in self.segments.values()),
+                pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self.segments.values()),
                 ledger=rows,
                 sampler_state=sampler_state,
                 pool_hbm_nbytes=hbm_nbytes,

@@ -58,8 +58,13 @@ class RunDir:
 
     @property
     def trace(self) -> Path:
-        """Spans of all actors, for Perfetto or Chrome."""
+        """Spans of all actors over the first steps, for Perfetto or Chrome."""
         return self.root / "trace.json"
+
+    @property
+    def windows(self) -> Path:
+        """Traces of steps that were asked for while the run trained, one directory each."""
+        return self.root / "traces"
 
     @property
     def cost_profile(self) -> Path:

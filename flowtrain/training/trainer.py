@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +35,9 @@ from flowtrain.training.optimizer import (
     sum_of_squares,
 )
 from flowtrain.training.snapshot import HostBuffers, Snapshot, copy_nbytes, take_snapshot
-from flowtrain.training.stages import SpanRecorder, Stages
+from flowtrain.training.stages import Stages
 from flowtrain.training.tied import TiedEmbeddings
+from flowtrain.training.work_spans import SpanRecorder
 from flowtrain.types.plan import StepPlan, UnitKind
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ class Trainer:
 
     group: the process groups, with degrees, rank and device.
     num_steps: training steps of the run, for the learning rate schedule.
-    record: gets the spans ``forward``, ``backward``, ``optimizer``. On an accelerator each span waits for the device,
-        so set `record` to None once the trace is complete.
+    record: gets the spans ``forward``, ``backward``, ``optimizer``; on an accelerator once the device has passed them
+        and ``stages.spans.collect`` is called.
     before_optimizer: gets the model with its full, corrected gradients before clipping (for tests).
     resume_from: a checkpoint's directory; of the model's first weights only frozen ones are then read.
     """
@@ -154,18 +154,15 @@ class Trainer:
         if plan.unit.kind is UnitKind.EVAL:
             self.model.reshard()  # an evaluation has no backward that does it
             return _result(totals, actual, None, None)
-        start_s = time.time()
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
         grad_norm = 0.0
-        if actual:
-            correction = planned_denominator(plan, self.config.loss_normalization) / actual
-            grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
-        else:
-            logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.stages.record is not None:
-            self.stages.synchronize()
-            self.stages.record("optimizer", start_s, time.time())
+        with self.stages.spans.span("optimizer"):
+            if actual:
+                correction = planned_denominator(plan, self.config.loss_normalization) / actual
+                grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
+            else:
+                logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
+            self.optimizer.zero_grad(set_to_none=True)
         return _result(totals, actual, grad_norm, self.config.learning_rate * factor)
 
     def _update(self, correction: float, lr_factor: float, loss_is_finite: bool) -> float:
@@ -177,6 +174,7 @@ class Trainer:
         if self._before_optimizer is not None:
             self._before_optimizer(self.model)
         norm = self._gradient_norm()
+        self.stages.spans.caught_up()  # the host has waited for the norm
         if not (loss_is_finite and math.isfinite(norm)):
             return norm  # see training/health.py
         if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:

@@ -8,6 +8,7 @@ from typing import Literal
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import CostModel, Flops, Unit
 from flowtrain.types.samples import Rejection, SamplerState
+from flowtrain.types.tracing import Counter
 from flowtrain.types.wire import message
 
 METRICS_SCHEMA = 1
@@ -123,9 +124,10 @@ class CostFitted:
 
 @dataclass(frozen=True, slots=True)
 class SpansRecorded:
-    """Spans for the trace."""
+    """Spans and counters for the trace."""
 
     spans: tuple[Span, ...]
+    counters: tuple[Counter, ...] = ()
 
 
 Event = UnitDone | Rejected | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded

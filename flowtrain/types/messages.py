@@ -103,11 +103,15 @@ class Span:
     name: str
     """Kind of work."""
     start_s: float
-    """Since the Unix epoch."""
+    """On the run's clock: seconds since the Unix epoch, by the coordinator's node."""
     end_s: float
-    """Since the Unix epoch."""
+    """As ``start_s``."""
     args: dict[str, int | float | str] = field(default_factory=dict)
     """Details that the trace shows."""
+    produces: tuple[int, ...] = ()
+    """Positions whose features it produced: arrows lead from it to the spans that consume them."""
+    consumes: tuple[int, ...] = ()
+    """Positions whose features it consumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.metrics import StepMetrics
 from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import RunDir
-from flowtrain.observability.trace import read_spans
 from flowtrain.scheduler.cost import eq3
-from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
-from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, UnitDone
+from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
 from flowtrain.types.run_plan import Mode
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
@@ -309,11 +308,6 @@ def test_a_line_of_the_quarantine_has_the_file_and_the_row_in_it(world: World) -
     ]
 
 
-def test_spans_go_into_the_trace(world: World) -> None:
-    world.record(SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))).close()
-    assert [(span.actor, span.name) for span in read_spans(world.files.trace)] == [("encoder-0", "encode")]
-
-
 def test_without_evaluation_no_line_is_held(world: World) -> None:
     world.record(*(done(train_unit(step)) for step in (1, 2)), run_spec=make_prepared(eval_every=None))
     assert world.steps() == [1, 2]
@@ -326,7 +320,7 @@ def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
     recorder = world.record(done(train_unit(1)), run_spec=make_prepared(eval_every=None))
     recorder.flush(99)
     with full_from(100):
-        for event in (done(train_unit(2)), rejected(5), SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))):
+        for event in (done(train_unit(2)), rejected(5)):
             recorder.take(event)
         with pytest.raises(RunFileError, match=r"ledger.parquet cannot be written: File too large; \d+ bytes wait"):
             recorder.flush(99)
@@ -336,7 +330,6 @@ def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
     recorder.take(done(train_unit(4)))
     recorder.flush(99)
     assert world.steps() == world.ledger_steps() == [1, 2, 3, 4] and world.quarantined() == [5]
-    assert read_spans(world.files.trace) == [], "the trace is off"
     recorder.close()
 
 

@@ -605,7 +605,7 @@ def test_the_trace_covers_its_steps_and_no_more(start_step: int, trace_steps: in
     feeder, encoder = joined(flow)
     recorded = []
     for step in itertools.count(start_step + 1):
-        flow.record((Span("x", f"before {step}", 0.0, 1.0),))
+        flow.trace.record((Span("x", f"before {step}", 0.0, 1.0),))
         order = flow.feed_order(feeder.index)
         if order is None or order.unit is None:
             break
@@ -733,7 +733,7 @@ def test_an_encoder_whose_room_grew_meanwhile_is_asked_again() -> None:
 
 def test_spans_wait_for_news() -> None:
     flow = build_flow(trace_steps=3)
-    flow.record((Span("x", "work", 0.0, 1.0),))
+    flow.trace.record((Span("x", "work", 0.0, 1.0),))
     assert not flow.log.has_news
     flow._reject((rejection_of(2),))
     assert flow.log.has_news

@@ -52,6 +52,8 @@ class Profiles:
         def end() -> None:
             profile.stop()
             profile.export_chrome_trace(str(path))
+            if not _is_whole(path):  # torch only logs that it could not write
+                raise OSError(f"{path} is missing or incomplete; its disk may be full")
 
         self._ends.append((path.name, end))
 
@@ -68,3 +70,12 @@ class Profiles:
                 memory._record_memory_history(enabled=None)
 
         self._ends.append((path.name, end))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a JSON object was written to its end."""
+    if not path.is_file() or path.stat().st_size < 2:
+        return False
+    with path.open("rb") as file:
+        file.seek(-2, 2)
+        return file.read().strip().endswith(b"}")

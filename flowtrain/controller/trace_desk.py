@@ -65,17 +65,19 @@ class TraceDesk:
         if request is not None and self._window is not None:
             self._refuse(request, "another trace is under way; ask again when it is complete")
         elif request is not None:
-            self._begin(request)
+            try:
+                self._begin(request)
+            except Exception as error:
+                self._window = None
+                self._traces.close_window()
+                self._refuse(request, f"the trace could not be begun: {error}")
+                raise
         elif self._window is not None and not self._traces.has_window:
             self._go_on(self._window)
 
     def _begin(self, request: TraceRequest) -> None:
         steps = self._actors.link.ask(CoordinatorApi.trace, request.steps)
-        try:
-            directory = self._traces.open_window(steps)
-        except OSError as error:
-            self._refuse(request, f"the trace cannot be written: {error}")
-            return
+        directory = self._traces.open_window(steps)
         where = str(directory.relative_to(self._files.root))
         answer = TraceAnswer(request.id, TraceState.RECORDING, where, steps.first, steps.last)
         self._window = _Window(answer, request.profiler or request.memory)

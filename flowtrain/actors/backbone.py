@@ -196,7 +196,7 @@ class BackboneRank:
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""
-        started = time.time()
+        started = self._spans.now_s()
         plan = self._starving(prefetcher.next_plan)
         is_traced = self._windows.begin(self._group.device, plan.unit.step)
         self._spans.is_on = self.trainer.stages.spans.is_on = is_traced
@@ -272,7 +272,7 @@ class BackboneRank:
             num_tokens=result.num_tokens,
             num_target_tokens=result.num_target_tokens,
             started_s=started,
-            finished_s=time.time(),
+            finished_s=self._spans.now_s(),
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
             read_nbytes=self._read_nbytes,

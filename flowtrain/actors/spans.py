@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,6 +24,10 @@ class SpanLog:
     def follow(self, link: CoordinatorLink) -> None:
         """Report times on the coordinator's clock from now on."""
         self._clock.follow(link)
+
+    def now_s(self) -> float:
+        """Return the run's clock now."""
+        return self._clock.of(time.monotonic())
 
     def add(
         self,

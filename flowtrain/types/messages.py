@@ -138,9 +138,9 @@ class RankReport:
     num_target_tokens: int
     """Tokens that carry loss, over all ranks."""
     started_s: float
-    """Since the Unix epoch."""
+    """On the run's clock, as of ``Span``."""
     finished_s: float
-    """Since the Unix epoch."""
+    """On the run's clock."""
     starved_s: float
     """Seconds that this rank waited for plans and microbatches since its last report."""
     fetch_s: float

@@ -163,10 +163,9 @@ def take_request(run: RunDir) -> TraceRequest | None:
         path.unlink()
     except OSError:  # mostly that there is none
         return None
-    try:
+    request: TraceRequest | None = None
+    with suppress(TypeError, ValueError):
         request = TraceRequest(**json.loads(text))
-    except (TypeError, ValueError):
-        request = None
     if request is None or type(request.steps) is not int or not 1 <= request.steps <= MAX_STEPS:
         logger.warning("%s was no request for a trace, and is removed", path)
         return None

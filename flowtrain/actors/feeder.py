@@ -15,6 +15,7 @@ from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed, FeederPlace
 from flowtrain.data.sources.base import Buffer
+from flowtrain.data.sources.retries import RETRIES
 from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent
@@ -116,6 +117,7 @@ class Feeder:
             sampler_state=feed.state(),
             stats=member.pool.stats(),
             spans=self._spans.take(),
+            num_retries=RETRIES.take(),
         )
 
 

@@ -17,7 +17,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import PlannedUnit, Steps
-from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.memory import Extent, SegmentUse, Tier
 from flowtrain.types.messages import (
     EncoderReport,
     FeedOrder,
@@ -118,6 +118,7 @@ class Flow:
         if not self.members.is_living(owner):
             return ()
         self.log.stats(owner, report.stats)
+        self.log.retried(report.num_retries)
         self.trace.occupied(owner)
         refused: list[Extent] = []
         for ready in report.remade:
@@ -173,12 +174,14 @@ class Flow:
             self.log.stats(owner, report.stats)
             self.trace.occupied(owner)
         self.log.blocked(report.blocked_s)
+        self.log.read(report.read_by_transport)
         self.trace.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
         if report.returned is not None:
             self.parts.give_back(owner, report.returned)
+            self.log.retried(1)
             has_grown = True
         for ready in report.ready:
             try:
@@ -256,7 +259,8 @@ class Flow:
         rows = self.parts.consume(self.microbatches.end(unit))
         planned, sampler_state = self.steps.finish(unit)
         self.trace.ahead()
-        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.holdings.hbm_nbytes)
+        lookahead = self.microbatches.num_ready_units
+        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, lookahead, self._segments())
         return True
 
     def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
@@ -266,6 +270,20 @@ class Flow:
         return self.microbatches.describe_wait(unit_index, slot, dp_rank)
 
     # --- the driver's view --------------------------------------------------------------------------------------
+
+    def _segments(self) -> tuple[SegmentUse, ...]:
+        """Return the use of all segments: in DRAM as their owners reported it, in HBM by the parts that lie there."""
+        name_of, hbm_nbytes_of = self.members.name_of, self.parts.holdings.hbm_nbytes_of
+        dram = [
+            SegmentUse(name_of(owner), Tier.DRAM, stats.used_nbytes, stats.bound_nbytes)
+            for owner, stats in self.log.segments.items()
+        ]
+        hbm = [
+            SegmentUse(name_of(each.process_index), Tier.HBM, hbm_nbytes_of(each.process_index), each.bound_nbytes)
+            for each in self.members.exports()
+            if each.tier is Tier.HBM
+        ]
+        return (*dram, *hbm)
 
     def _reject(self, rejections: Iterable[Rejection]) -> None:
         # A batch that is encoded again has the same bad image again; it counts once.

@@ -49,7 +49,7 @@ class ClockOffset:
         low_s, high_s = there_s - received_s, there_s - sent_s
         narrowed = max(low_s, self._low_s - moved_s), min(high_s, self._high_s + moved_s)
         self._low_s, self._high_s = narrowed if narrowed[0] <= narrowed[1] else (low_s, high_s)
-        self._at_s = received_s
+        self._at_s = sent_s  # the offset was measured then, or up to ``received_s``
 
     @property
     def value_s(self) -> float:
@@ -58,5 +58,5 @@ class ClockOffset:
 
     @property
     def error_s(self) -> float:
-        """Half of the interval: ``value_s`` was wrong by at most this at the last round trip."""
+        """Half of the interval: ``value_s`` was wrong by at most this when the other clock answered last."""
         return (self._high_s - self._low_s) / 2

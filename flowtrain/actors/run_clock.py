@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.observability.clocks import ClockOffset, monotonic_clock_name
-
-logger = logging.getLogger(__name__)
 
 ROUND_TRIPS = 8
 """Of them the fastest decides: the others waited somewhere."""
@@ -29,32 +26,36 @@ class RunClock:
         self._offset = ClockOffset()
         self._measured_s = 0.0
 
-    def follow(self, link: CoordinatorLink) -> None:
-        """Take over the coordinator's clock."""
+    def follow(self, link: CoordinatorLink) -> bool:
+        """Take over the coordinator's clock; returns whether its offset had to be measured."""
         reading = link.ask(CoordinatorApi.clock)
         self._epoch_s = reading.epoch_s
         if reading.clock == monotonic_clock_name():
-            return
-        self._link = link
+            return False
         self._measure(link)
-        logger.info(
-            "the clock of the coordinator's node is %.6f s ahead, within %.6f s",
-            self._offset.value_s,
-            self._offset.error_s,
-        )
+        self._link = link
+        return True
 
-    def refresh(self) -> None:
-        """Measure again if that is due; asks the coordinator then."""
-        if self._link is not None and time.monotonic() - self._measured_s >= MEASURE_EVERY_S:
-            self._measure(self._link)
+    def refresh(self) -> bool:
+        """Measure again if that is due; returns whether it was, and so the coordinator was asked."""
+        if self._link is None or time.monotonic() - self._measured_s < MEASURE_EVERY_S:
+            return False
+        self._measure(self._link)
+        return True
 
     def of(self, monotonic_s: float) -> float:
         """Return the run's time of a moment on this process's monotonic clock."""
-        return monotonic_s + self._offset_s + self._epoch_s
+        return monotonic_s + self.offset_s + self._epoch_s
 
     @property
-    def _offset_s(self) -> float:
+    def offset_s(self) -> float:
+        """How far the coordinator's monotonic clock is ahead of this process's; 0 if they are one."""
         return 0.0 if self._link is None else self._offset.value_s
+
+    @property
+    def error_s(self) -> float:
+        """By how much ``offset_s`` may be wrong."""
+        return 0.0 if self._link is None else self._offset.error_s
 
     def _measure(self, link: CoordinatorLink) -> None:
         for _ in range(ROUND_TRIPS):

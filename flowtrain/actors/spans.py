@@ -23,7 +23,8 @@ class SpanLog:
 
     def follow(self, link: CoordinatorLink) -> None:
         """Report times on the coordinator's clock from now on."""
-        self._clock.follow(link)
+        if self._clock.follow(link):
+            self._note_offset()
 
     def now_s(self) -> float:
         """Return the run's clock now."""
@@ -49,9 +50,14 @@ class SpanLog:
 
     def take(self) -> tuple[Span, ...]:
         """Return the spans added since the last call, each once, with times on the run's clock."""
-        self._clock.refresh()
+        if self._clock.refresh():
+            self._note_offset()
         taken = [self._spans.popleft() for _ in range(len(self._spans))]
         return tuple([self._reported(span) for span in taken])
+
+    def _note_offset(self) -> None:
+        now_s, clock = time.monotonic(), self._clock
+        self.add("clock_offset", now_s, now_s, offset_s=clock.offset_s, error_s=clock.error_s)
 
     def _reported(self, span: Span) -> Span:
         at = self._clock.of

@@ -79,7 +79,9 @@ def test_spans_are_reported_on_the_runs_clock(elsewhere: Coordinator) -> None:
     spans = SpanLog("encoder-0")
     spans.follow(elsewhere)
     spans.add("encode", 51.0, 52.0, produces=[3, 4], images=2)
-    (span,) = spans.take()
+    offset, span = spans.take()
+    assert offset.name == "clock_offset"
+    assert offset.args["offset_s"] == pytest.approx(700.0, abs=0.003) and 0 < offset.args["error_s"] <= 0.003  # type: ignore[operator]
     assert (span.produces, span.consumes, span.args) == ((3, 4), (), {"images": 2})
     assert span.start_s == pytest.approx(EPOCH_S + 751.0, abs=0.003)
     assert span.end_s - span.start_s == pytest.approx(1.0)

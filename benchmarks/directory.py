@@ -163,8 +163,6 @@ def actor_rate(run_spec: RunSpec, num_units: int) -> tuple[float, float]:
         dp_size=1,
         num_steps=num_units,
         total_positions=None,
-        eval_every=None,
-        num_eval=0,
         start_step=0,
         sampler_state=SamplerState(0),
         cost=run_spec.cost,

@@ -275,13 +275,11 @@ def data_show(
     """Return samples as the model gets them: turns, tokens that bear loss, images, or why they are quarantined.
 
     rows: of one source, from 0.
-    source: its name or its number from 0; None: the only one, or with ``evaluation`` the evaluation's.
+    source: its name or its number from 0; None: the only one. With ``evaluation`` it is a held-out set.
     save_images: a directory to write each image to, as decoded and as the tower gets it.
 
     Raises ConfigError for a row or a source that is not there; DataError or SourceReadError if it cannot be read.
     """
-    if evaluation and source is not None:
-        raise ConfigError(f"source (--source {source}) and evaluation (--eval) name two sources; give one of them")
     resolved = resolve(config, overrides)
     if evaluation and resolved.data.eval is None:
         raise ConfigError("evaluation (--eval): data.eval is not configured; leave --eval out, or set data.eval")

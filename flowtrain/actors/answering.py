@@ -40,9 +40,9 @@ class Answering:
     def keep(self, plan: StepPlan, fetched: Fetched) -> None:
         """Keep the prompts of a microbatch of an evaluation that has run."""
         wanted = self._wanted(plan)
-        for index, position in enumerate(fetched.positions):
+        for index, position in enumerate(fetched.batch.positions):
             if position in wanted:
-                prompt = prompt_of(fetched.batch, index, position, self._family.image_token_id, self._rows_of)
+                prompt = prompt_of(fetched.batch, index, self._family.image_token_id, self._rows_of)
                 self._prompts[position] = prompt
 
     def answers(self, plan: StepPlan) -> tuple[GeneratedAnswer, ...]:

@@ -43,8 +43,6 @@ class Fetched:
     """On an accelerator, an event after the copies that brought it there."""
     read_nbytes: int = 0
     """Bytes of features or encoded images that this rank read for it."""
-    positions: tuple[int, ...] = ()
-    """Of its samples, in the order of the batch."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of it."""
@@ -149,7 +147,7 @@ class MicrobatchReader:
         finished = time.time()
         self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
         read_nbytes = self._read_nbytes(location, rejected)
-        return Fetched(location.slot, batch, finished - started, features, ready, read_nbytes, tuple(positions))
+        return Fetched(location.slot, batch, finished - started, features, ready, read_nbytes)
 
     def complete(self, fetched: Fetched) -> Fetched:
         """Return a microbatch with its features; for the training thread, in the same order on all ranks."""

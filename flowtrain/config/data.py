@@ -80,8 +80,7 @@ def _eval_form(value: Any) -> str:
 
 
 EvalSets = Annotated[
-    Annotated[EvalConfig, Tag(_ONE_SET)]
-    | Annotated[dict[str, EvalConfig], Field(min_length=1), Tag(_NAMED_SETS)],
+    Annotated[EvalConfig, Tag(_ONE_SET)] | Annotated[dict[str, EvalConfig], Field(min_length=1), Tag(_NAMED_SETS)],
     Discriminator(_eval_form),
 ]
 

@@ -52,13 +52,13 @@ def best_is_known(config: RunConfig) -> Iterator[Fault]:
     if len(intervals) > 1:
         yield _fault(
             f"{_KEY} ({metric!r}) is the loss over all held-out sets, and their every_steps differ "
-            f"({', '.join(map(str, intervals))}), so that it would compare different sets; make them equal, or name one "
-            f"set ({eval_loss_of(next(iter(sets)))})"
+            f"({', '.join(map(str, intervals))}), so that it would compare different sets; make them equal, or name "
+            f"one set ({eval_loss_of(next(iter(sets)))})"
         )
     elif config.checkpoint.every_steps % intervals[0]:
         yield _fault(
-            f"checkpoint.every_steps ({config.checkpoint.every_steps}) is no multiple of the every_steps of the held-out "
-            f"set ({intervals[0]}), so that {_KEY} ({metric!r}) would know no loss of some checkpoints; change one of them"
+            f"checkpoint.every_steps ({config.checkpoint.every_steps}) is no multiple of the held-out set's every_steps "
+            f"({intervals[0]}), so that {_KEY} ({metric!r}) would know no loss of some checkpoints; change one of them"
         )
 
 

@@ -17,7 +17,6 @@ from flowtrain.observability.files import PRIVATE_DIRECTORY, replace_bytes, repl
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.types.evaluation import GeneratedAnswer
 from flowtrain.types.events import UnitDone
-from flowtrain.types.messages import RankReport
 from flowtrain.types.run_events import EvaluationFinished, GeneratedSample
 
 MAX_TEXT = 10_000
@@ -62,7 +61,6 @@ class Evaluations:
         self._files = files
         self._names = tuple(config.data.eval_sets)
         self._by_token = config.training.loss_normalization == "token"
-        self._time_scale = config.emulation.time_scale if config.emulation is not None else 1.0
         counts = [
             0 if config.emulation is not None else min(each.num_generated, rounds.num_samples)
             for each, rounds in zip(config.data.eval_sets.values(), run_spec.evaluations, strict=True)
@@ -79,8 +77,8 @@ class Evaluations:
                 if path.name.isdecimal() and int(path.name) > step:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def take(self, done: UnitDone) -> EvaluationFinished:
-        """Take in a round of one set."""
+    def take(self, done: UnitDone, duration_s: float) -> EvaluationFinished:
+        """Take in a round of one set, which took so long."""
         unit, report = done.unit, done.reports[0]
         name = self._names[unit.eval_set]
         weight = report.num_target_tokens if self._by_token else report.num_samples
@@ -94,7 +92,7 @@ class Evaluations:
             loss=report.loss,
             num_samples=report.num_samples,
             num_target_tokens=report.num_target_tokens,
-            duration_s=_duration_s(done.reports) / self._time_scale,
+            duration_s=duration_s,
             generated=generated,
         )
 
@@ -143,9 +141,6 @@ class Evaluations:
 def _answers(done: UnitDone) -> list[tuple[int, GeneratedAnswer]]:
     """The answers of all replicas with the rows they are to, in the order of the rows."""
     answers = [answer for report in done.reports for answer in report.generated]
-    return sorted(((answer.position - done.unit.first_position, answer) for answer in answers), key=lambda pair: pair[0])
-
-
-def _duration_s(reports: Iterable[RankReport]) -> float:
-    reports = list(reports)
-    return max(report.finished_s for report in reports) - min(report.started_s for report in reports)
+    return sorted(
+        ((answer.position - done.unit.first_position, answer) for answer in answers), key=lambda pair: pair[0]
+    )

@@ -78,7 +78,9 @@ class HeldOutSamples:
             raw = sources.read(SampleRef(row, source, row, 0))
             self._found[eval_set, row] = shown_sample(raw, self._config)
         except Exception as error:
-            logger.warning("row %d of %s is shown without its texts and pictures: %s", row, sources.names[source], error)
+            logger.warning(
+                "row %d of %s is shown without its texts and pictures: %s", row, sources.names[source], error
+            )
 
 
 def shown_sample(raw: RawSample, config: DataConfig) -> HeldOutSample:

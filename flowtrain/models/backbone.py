@@ -88,6 +88,7 @@ class Backbone(nn.Module):
         next_index: Tensor | None = None,
         hidden: Tensor | None = None,
         memory: StageMemory | None = None,
+        row_losses: Tensor | None = None,
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 
@@ -110,6 +111,7 @@ class Backbone(nn.Module):
             ``[n]``, instead of the loss.
         hidden: what the stage before returned; None for a first stage.
         memory: what the decoder layers keep for the backward pass; None for the default.
+        row_losses: float32 ``[n]``, filled with ``weights * nll`` of each token of ``target_index``; needs the last stage.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
         offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]
@@ -143,7 +145,7 @@ class Backbone(nn.Module):
         head = self.language_model.get_output_embeddings()
         if next_index is not None:
             return greedy_tokens(hidden[0].index_select(0, next_index), head)
-        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index)
+        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index, row_losses=row_losses)
 
     def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens.

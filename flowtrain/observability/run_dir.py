@@ -47,6 +47,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        """One JSON object for each thing that the run told, steps excepted."""
+        return self.root / "events.jsonl"
+
+    @property
     def ledger(self) -> Path:
         """The outcome of every position."""
         return self.root / "ledger.parquet"
@@ -65,6 +70,11 @@ class RunDir:
     def cost_profile(self) -> Path:
         """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
         return self.root / "cost_profile.json"
+
+    @property
+    def generated(self) -> Path:
+        """What the model answered to held-out samples, with their pictures; a directory for each step."""
+        return self.root / "generated"
 
     @property
     def checkpoints(self) -> Path:

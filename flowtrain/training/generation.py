@@ -1,6 +1,6 @@
 """The model's answers to held-out samples, by the ranks of a run at any parallel sizes.
 
-Each token is a forward pass over prompt and answer so far, with the same stages, tensor parallel layers and shards as an
+Each token is a forward pass over prompt and answer so far, with the stages, tensor parallel layers and shards of an
 evaluation: there is no cache that each of them would have to split. The likeliest token is always taken, so nothing is
 drawn, and training goes on as if there had been no answers.
 """
@@ -59,9 +59,7 @@ class Prompt:
         )
 
 
-def prompt_of(
-    batch: PackedBatch, index: int, position: int, image_token_id: int, rows_of: RowsOf | None = None
-) -> Prompt:
+def prompt_of(batch: PackedBatch, index: int, image_token_id: int, rows_of: RowsOf | None = None) -> Prompt:
     """Cut the prompt of a sample out of its microbatch; it keeps no other sample in memory.
 
     index: the sample's place in the microbatch. rows_of: needed where the pipeline has the encoder.
@@ -87,9 +85,11 @@ def prompt_of(
         num_samples=0,
         num_target_tokens=0,
         images=images,
+        positions=(),
+        targets_per_sample=(),
     )
     answer = takewhile(lambda target: target != IGNORED_LABEL, targets[first:])
-    return Prompt(position, whole, tuple(answer))
+    return Prompt(batch.positions[index], whole, tuple(answer))
 
 
 def _images_of_rows(images: ImageBatch, start: int, stop: int, rows_of: RowsOf) -> ImageBatch:

@@ -57,7 +57,7 @@ def best_is_known(config: RunConfig) -> Iterator[Fault]:
         )
     elif config.checkpoint.every_steps % intervals[0]:
         yield _fault(
-            f"checkpoint.every_steps ({config.checkpoint.every_steps}) is no multiple of the held-out set's every_steps "
+            f"checkpoint.every_steps ({config.checkpoint.every_steps}) is no multiple of the set's every_steps "
             f"({intervals[0]}), so that {_KEY} ({metric!r}) would know no loss of some checkpoints; change one of them"
         )
 

@@ -15,6 +15,7 @@ from flowtrain.actors.signals import Signal
 from flowtrain.errors import PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.events import UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import (
@@ -323,7 +324,7 @@ def test_a_unit_begun_while_stopping_is_handed_to_the_feeder() -> None:
         order = await soon(feed)
         assert order.unit.kind == "eval" and order.released
 
-    play(scenario, eval_every=1, num_eval=2)
+    play(scenario, evaluations=(EvalRounds(1, 2),))
 
 
 def test_waits_end_with_nothing_when_their_time_is_up() -> None:

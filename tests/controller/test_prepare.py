@@ -47,7 +47,7 @@ def test_a_run_by_steps(data: Path) -> None:
     run_spec = prepare(config_of(data))
     assert (run_spec.num_steps, run_spec.total_positions) == (4, None)
     assert run_spec.source_sizes == (NUM_ROWS,) and run_spec.epoch_positions == NUM_ROWS
-    assert run_spec.eval_every is None and run_spec.num_eval == 0
+    assert run_spec.evaluations == () and run_spec.num_eval == 0
     assert run_spec.plan.encoders["vision"].num_actors == 2
 
 
@@ -103,7 +103,7 @@ def test_a_run_by_epochs_with_evaluation(data: Path) -> None:
         )
     )
     assert (run_spec.num_steps, run_spec.total_positions) == (4, 30)
-    assert run_spec.num_eval == NUM_EVAL_ROWS and run_spec.eval_every == 2
+    assert run_spec.evaluations == (EvalRounds(2, NUM_EVAL_ROWS),) and run_spec.num_eval == NUM_EVAL_ROWS
     assert run_spec.source_names == ("clips",)
 
 

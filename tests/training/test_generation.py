@@ -36,7 +36,7 @@ from tests.training.test_parallel import FAMILY, INTERLEAVED, shape
 from tests.training.towers import FEATURE_DIM, make_images, make_tower, plain_features
 
 FAMILY = replace(FAMILY, tied=False)
-LIMIT, STOPS = 6, (5, 9, 17)
+LIMIT, STOPS = 6, (3, 29)
 """The most tokens of an answer but for one prompt, and the tokens that end one."""
 
 
@@ -187,6 +187,15 @@ def check(outcomes: Sequence[Answered], config: RunConfig, wanted: Sequence[int]
             assert found.setdefault(position, tokens) == tokens, "all ranks of a replica have the same"
         assert outcome.is_random_state_kept
     assert found == {position: answers[position] for position in wanted}
+
+
+@pytest.mark.processes
+def test_the_answers_compared_here_differ_and_some_end_early() -> None:
+    answers = expected(CONFIG.mode)
+    ends = {position: tokens[-1] in STOPS for position, tokens in answers.items()}
+    assert len({tuple(tokens) for tokens in answers.values()}) >= 6
+    assert any(len(answers[p]) < limit_of(p) for p in POSITIONS if ends[p]) and not all(ends.values())
+    assert len(answers[SHORT]) == 2
 
 
 @pytest.mark.processes

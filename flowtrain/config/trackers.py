@@ -39,6 +39,6 @@ def tracker_faults(trackers: Sequence[str], options: Mapping[str, Mapping[str, A
             yield Fault(
                 f"{at}.{option}",
                 FaultCode.VALUE,
-                f"{at}.{option} looks like a secret, and the configuration is written into the run; remove it: trackers "
-                "take credentials from the environment alone (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN)",
+                f"{at}.{option} looks like a secret, and the run writes its configuration down; remove it: "
+                "trackers take credentials from the environment alone (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN)",
             )

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from flowtrain.config.evaluation import EVAL_LOSS, eval_loss_of
-from flowtrain.controller.held_out import HeldOutSample, HeldOutSamples
+from flowtrain.controller.held_out import HeldOutSamples
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.observability.diagnostics import Diagnostic
 from flowtrain.observability.files import PRIVATE_DIRECTORY, replace_bytes, replace_text
@@ -106,7 +106,9 @@ class Evaluations:
 
     def _shown(self, step: int, eval_set: int, row: int, answer: GeneratedAnswer) -> GeneratedSample:
         name = self._names[eval_set]
-        sample = self._samples.get(eval_set, row) or HeldOutSample("", "")
+        sample = self._samples.get(eval_set, row)
+        if sample is None:
+            return GeneratedSample(name, row, "", "", answer.text[:MAX_TEXT])
         if (name, row) not in self._pictures:
             self._writing.attempt(self._save_pictures, step, name, row, sample.pictures)
         return GeneratedSample(

@@ -58,9 +58,7 @@ def following(
         yield stream, Recorder(run_spec, audit, evaluations, stream, consumed)
 
 
-def run_started(
-    run_spec: RunSpec, files: RunDir, start: ResumePoint, device: str, roles: Iterable[Role]
-) -> RunStarted:
+def run_started(run_spec: RunSpec, files: RunDir, start: ResumePoint, device: str, roles: Iterable[Role]) -> RunStarted:
     """Return the event of a run whose actors have started. roles: of each actor except the coordinator."""
     config = run_spec.config
     return RunStarted(

@@ -133,7 +133,9 @@ class StepMeter:
 
 def pool_uses(segments: Iterable[SegmentUse]) -> tuple[PoolUse, ...]:
     """Return the pool's use by process; by role and tier alone where there are many processes."""
-    uses = [PoolUse(*role_and_rank(each.name), each.tier.value, each.used_nbytes, each.bound_nbytes) for each in segments]
+    uses = [
+        PoolUse(*role_and_rank(each.name), each.tier.value, each.used_nbytes, each.bound_nbytes) for each in segments
+    ]
     if len(uses) <= MAX_SHOWN_SEGMENTS:
         return tuple(sorted(uses, key=lambda use: (use.role, use.tier, len(use.rank or ""), use.rank)))
     sums: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))

@@ -111,7 +111,7 @@ class Backbone(nn.Module):
             ``[n]``, instead of the loss.
         hidden: what the stage before returned; None for a first stage.
         memory: what the decoder layers keep for the backward pass; None for the default.
-        row_losses: float32 ``[n]``, filled with ``weights * nll`` of each token of ``target_index``; needs the last stage.
+        row_losses: float32 ``[n]``, filled with ``weights * nll`` of each token of ``target_index``, for a last stage.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
         offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]

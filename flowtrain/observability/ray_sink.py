@@ -72,7 +72,9 @@ class RayMetricsSink(Callback):
 
     def __init__(self) -> None:
         self._gauges = {name: Gauge(PREFIX + name, text, RUN_TAGS + tags) for name, (text, tags) in GAUGES.items()}
-        self._counters = {name: Counter(PREFIX + name, text, RUN_TAGS + tags) for name, (text, tags) in COUNTERS.items()}
+        self._counters = {
+            name: Counter(PREFIX + name, text, RUN_TAGS + tags) for name, (text, tags) in COUNTERS.items()
+        }
         self._histograms = {
             name: Histogram(PREFIX + name, text, list(bounds), RUN_TAGS) for name, (text, bounds) in HISTOGRAMS.items()
         }
@@ -143,9 +145,8 @@ class RayMetricsSink(Callback):
             self._counters[name].inc(count, self._tags | tags)
 
     def _show(self, name: str, **tags: str) -> None:
-        """Show a counter as 0, which ``inc`` refuses: Prometheus sees an increase only from a value that it has read."""
+        """Show a counter as 0, which ``inc`` refuses: Prometheus only sees an increase from a value that it read."""
         self._counters[name]._record(0.0, self._tags | tags)
-
 
 
 def _values(metrics: StepMetrics) -> dict[str, float | None]:

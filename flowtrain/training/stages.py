@@ -52,8 +52,8 @@ class Stages:
     of the microbatch; between encoder stages ``[tokens of all its images, D]``; between the two feature rows,
     ``[rows, D]``. Encoder stages may run parts of a microbatch's images; the stage after them joins the parts.
     reduces_each: sum gradients over the data parallel ranks with every microbatch; else with a unit's last one.
-    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient, and with
-        the losses of its tokens that have a target, float32 ``[n]``; None in evaluations and without ``row_losses``.
+    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient, and
+        with ``row_losses`` in training the losses of its tokens that have a target, float32 ``[n]``; else None.
     row_losses: keep these losses.
     record: gets the spans ``forward`` and ``backward``; on an accelerator each span waits for the device.
     """

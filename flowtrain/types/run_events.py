@@ -162,12 +162,5 @@ class RunEnded:
 
 
 RunEvent = (
-    RunStarted
-    | StepFinished
-    | EvaluationFinished
-    | CheckpointFinished
-    | Restarted
-    | Quarantined
-    | Noted
-    | RunEnded
+    RunStarted | StepFinished | EvaluationFinished | CheckpointFinished | Restarted | Quarantined | Noted | RunEnded
 )

@@ -21,6 +21,7 @@ from flowtrain.errors import ConfigError, DataError
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 from tests.e2e.worlds import World, tiny_config
 

@@ -17,6 +17,7 @@ from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.flow.units import unit_sequence
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import Remake
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import (
@@ -174,7 +175,7 @@ def test_a_restored_feed_continues_also_with_others_beside_it(make_feed: MakeFee
 
 @pytest.mark.parametrize("shuffle", ["blocks", "rows", "none"])
 def test_what_was_consumed_is_drawn_and_not_sized(make_feed: MakeFeed, shuffle: str) -> None:
-    units = list(unit_sequence(4, 4, 16, None, 0))
+    units = list(unit_sequence(4, 4, 16))
     plain = make_feed(shuffle=shuffle)
     whole = [plain.next_unit(unit) for unit in units]
     feed = make_feed(shuffle=shuffle)

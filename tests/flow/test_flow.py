@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -14,10 +15,12 @@ from flowtrain.errors import PoolError
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.flow import ASK_AGAIN, Flow
+from flowtrain.flow.report import _source_losses
 from flowtrain.flow.units import ends_step, unit_sequence
 from flowtrain.types.evaluation import EvalRounds
-from flowtrain.types.events import CheckpointFailed, CheckpointWritten, Rejected, SpansRecorded, UnitDone
-from flowtrain.types.messages import EncoderReport, Lease, MicrobatchLocation, Span
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.memory import Tier
+from flowtrain.types.messages import EncoderReport, FeedReport, Lease, MicrobatchLocation, SampleLoss, Span
 from flowtrain.types.plan import Flops, Unit, UnitKind
 from flowtrain.types.run_plan import ENCODER_MODES, Mode
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
@@ -582,6 +585,51 @@ def test_reports_add_up_over_a_unit() -> None:
     for done, positions in ((first, range(BATCH)), (second, range(BATCH, 2 * BATCH))):
         num_ran = sum(p in good for p in positions)
         assert done.flops == Flops(encoders=num_ran, connector=num_ran, backbone=num_ran)
+
+
+def test_a_step_says_what_was_read_and_tried_again_until_its_end() -> None:
+    flow = build_flow(num_steps=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    flow.feed(feeder.index, FeedReport(num_retries=2))
+    flow.hand_in(encoder.index, EncoderReport(read_by_transport={"shared_memory": 5}))
+    run_unit(flow, 0)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    run_unit(flow, 1)
+    first, second = (event for event in flow.log.take() if isinstance(event, UnitDone))
+    assert (first.retries, first.read_by_transport) == (2, {"shared_memory": 5})
+    assert (second.retries, second.read_by_transport) == (0, {})
+
+
+def test_a_step_says_how_many_are_ready_after_it_and_whose_memory_is_in_use() -> None:
+    flow = build_flow(num_steps=4, lookahead=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    for _ in range(3):
+        feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    for unit in range(3):
+        run_unit(flow, unit)
+    done = [event for event in flow.log.take() if isinstance(event, UnitDone)]
+    assert [event.lookahead for event in done] == [2, 1, 0]
+    for event in done:
+        assert [(use.name, use.tier) for use in event.pool] == [("feeder-0", Tier.DRAM), ("encoder-0", Tier.DRAM)]
+        assert event.pool_dram_nbytes == sum(use.used_nbytes for use in event.pool)
+        assert [use.bound_nbytes for use in event.pool] == [feeder.arena.bound_nbytes, encoder.arena.bound_nbytes]
+        assert len(event.slot_imbalance) == event.num_microbatches, "one rank"
+        assert set(event.slot_imbalance) == {0.0}
+
+
+def test_losses_of_sources_are_those_of_their_samples_over_all_ranks() -> None:
+    rows = tuple(LedgerRow(position, position % 3, position, 0, 1, 0, 0, "consumed") for position in range(6))
+    unit = Unit(0, UnitKind.TRAIN, 1, 0, 6)
+    first, second = (
+        replace(report_of(unit, rank), sample_losses=tuple(SampleLoss(*sample) for sample in samples))
+        for rank, samples in enumerate([[(0, 2.0, 4), (1, 9.0, 1)], [(3, 4.0, 2), (4, float("nan"), 1), (5, 0.0, 0)]])
+    )
+    losses = _source_losses((first, second), rows)
+    assert losses[0] == 1.0 and math.isnan(losses[1]) and 2 not in losses, "of source 2 no token carried loss"
 
 
 def test_rejections_count_training_samples_alone() -> None:

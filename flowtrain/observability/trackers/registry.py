@@ -39,9 +39,7 @@ def check_trackers(settings: ObservabilityConfig) -> None:
 
 def make_trackers(settings: ObservabilityConfig, callbacks: Sequence[object] = ()) -> list[Tracker]:
     """Start the trackers of a configuration, then those of callbacks."""
-    named = [
-        Tracker(name, partial(_build, name, settings.tracker_options.get(name, {}))) for name in settings.trackers
-    ]
+    named = [Tracker(name, partial(_build, name, settings.tracker_options.get(name, {}))) for name in settings.trackers]
     return named + [Tracker(type(callback).__name__, _giving(callback)) for callback in callbacks]
 
 

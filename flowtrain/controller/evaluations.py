@@ -60,6 +60,7 @@ class Evaluations:
         config = run_spec.config
         self._files = files
         self._names = tuple(config.data.eval_sets)
+        self._first_steps = [rounds.every for rounds in run_spec.evaluations]
         self._by_token = config.training.loss_normalization == "token"
         counts = [
             0 if config.emulation is not None else min(each.num_generated, rounds.num_samples)
@@ -83,7 +84,7 @@ class Evaluations:
         name = self._names[unit.eval_set]
         weight = report.num_target_tokens if self._by_token else report.num_samples
         self._losses.setdefault(unit.step, StepLosses()).add(name, report.loss, weight)
-        generated = tuple(self._shown(unit.step, unit.eval_set, row, answer) for row, answer in _answers(done))
+        generated = tuple(self._shown(unit.eval_set, row, answer) for row, answer in _answers(done))
         if generated:
             self._writing.attempt(self._write, unit.step, name, generated)
         return EvaluationFinished(
@@ -104,13 +105,13 @@ class Evaluations:
         """Drop the losses of steps up to ``step``; no later checkpoint needs them."""
         self._losses = {known: losses for known, losses in self._losses.items() if known > step}
 
-    def _shown(self, step: int, eval_set: int, row: int, answer: GeneratedAnswer) -> GeneratedSample:
+    def _shown(self, eval_set: int, row: int, answer: GeneratedAnswer) -> GeneratedSample:
         name = self._names[eval_set]
         sample = self._samples.get(eval_set, row)
         if sample is None:
             return GeneratedSample(name, row, "", "", answer.text[:MAX_TEXT])
         if (name, row) not in self._pictures:
-            self._writing.attempt(self._save_pictures, step, name, row, sample.pictures)
+            self._writing.attempt(self._save_pictures, self._first_steps[eval_set], name, row, sample.pictures)
         return GeneratedSample(
             source=name,
             row=row,
@@ -121,7 +122,7 @@ class Evaluations:
         )
 
     def _save_pictures(self, step: int, name: str, row: int, pictures: tuple[bytes, ...]) -> None:
-        """Write the pictures of a row, once in a run: later steps name the same files."""
+        """Write the pictures of a row beside the first answers to it; later ones, also after a resume, name these."""
         paths = [self._directory(step) / f"{name}-{row}-{number}.png" for number in range(len(pictures))]
         for path, picture in zip(paths, pictures, strict=True):
             replace_bytes(path, picture)

@@ -38,7 +38,7 @@ class HeldOutSample:
 class HeldOutSamples:
     """The rows that a run's model answers, read in a thread of its own, so that slow storage holds nothing up.
 
-    Rows that cannot be read are missing, with a line in the log.
+    Rows that cannot be read are missing, with a line in the log for those that are asked for.
 
     indexes: of all sources. num_rows: of each held-out set, how many of its first rows are read.
     """
@@ -48,6 +48,7 @@ class HeldOutSamples:
         self._indexes = indexes
         self._num_rows = num_rows
         self._found: dict[tuple[int, int], HeldOutSample] = {}
+        self._faults: dict[tuple[int, int], str] = {}
         self._is_read = threading.Event()
         self._limit_s = READ_LIMIT_S
         if any(num_rows):
@@ -59,6 +60,8 @@ class HeldOutSamples:
         """Return a row of a held-out set; None if it could not be read, or not yet."""
         if not self._is_read.wait(self._limit_s):
             self._limit_s = 0.0
+        if (fault := self._faults.pop((eval_set, row), None)) is not None:
+            logger.warning("%s", fault)
         return self._found.get((eval_set, row))
 
     def _read(self) -> None:
@@ -78,9 +81,8 @@ class HeldOutSamples:
             raw = sources.read(SampleRef(row, source, row, 0))
             self._found[eval_set, row] = shown_sample(raw, self._config)
         except Exception as error:
-            logger.warning(
-                "row %d of %s is shown without its texts and pictures: %s", row, sources.names[source], error
-            )
+            name = sources.names[source]
+            self._faults[eval_set, row] = f"row {row} of {name} is shown without its texts and pictures: {error}"
 
 
 def shown_sample(raw: RawSample, config: DataConfig) -> HeldOutSample:

@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from flowtrain.actors.pooling import hbm_offer
+from flowtrain.config.run import RunConfig
 from flowtrain.controller import cluster
 from flowtrain.controller.actor_specs import ActorSpec, actor_specs_of, bundles_of
 from flowtrain.controller.mps import nodes_without_mps, without_mps_text
@@ -60,13 +61,13 @@ def place(run_spec: RunSpec, display: ProgressDisplay, stack: ExitStack) -> Plac
     return PlacedRun(replace(run_spec, config=cluster.with_network(config, group)), specs, group)
 
 
-def open_run(placed: PlacedRun, resume: bool, display: ProgressDisplay, stack: ExitStack) -> OpenRun:
+def open_run(config: RunConfig, placed: PlacedRun, resume: bool, display: ProgressDisplay, stack: ExitStack) -> OpenRun:
     """Open the run's directory, which ``stack`` gives back, and find where the run begins.
 
     Call it after ``place``, so that a run for which the cluster has no room leaves no directory.
+    config: as the user gave it, which the directory keeps; what this cluster decided is not part of it.
     """
     run_spec = placed.run_spec
-    config = run_spec.config
     stack.enter_context(held_run_dir(config))
     changed = changed_since(run_dir(config), config)
     files = open_run_dir(config, resume)

@@ -73,7 +73,7 @@ class Recorder:
         return self._meter.peak
 
     @peak.setter
-    def peak(self, peak: DevicePeak) -> None:
+    def peak(self, peak: DevicePeak | None) -> None:
         self._meter.peak = peak
 
     def take(self, event: Event) -> None:

@@ -68,7 +68,7 @@ def run_training(
             return done
         if resume:
             check_goes_on(run_dir(config), run_spec)
-        run = open_run(place(run_spec, display, stack), resume, display, stack)
+        run = open_run(config, place(run_spec, display, stack), resume, display, stack)
         trace = TraceFile(run.files.trace)
         stack.callback(trace.close)
         stream, recorder = stack.enter_context(following(run.run_spec, run.files, run.start, display, callbacks))

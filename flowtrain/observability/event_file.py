@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from flowtrain.types.run_events import (
     EVENTS_SCHEMA,
     CheckpointFinished,
     EvaluationFinished,
-    GeneratedSample,
     Noted,
     Quarantined,
     Restarted,
@@ -28,7 +27,7 @@ MAX_TEXT_LENGTH = 10_000
 MAX_WAITING_NBYTES = 8 << 20
 """Lines that memory holds while they cannot be written; later ones are lost."""
 
-_NAMES: dict[type, str] = {
+NAMES: dict[type, str] = {
     RunStarted: "run_started",
     EvaluationFinished: "evaluation",
     CheckpointFinished: "checkpoint",
@@ -37,8 +36,9 @@ _NAMES: dict[type, str] = {
     Noted: "note",
     RunEnded: "run_ended",
 }
-_NOT_WRITTEN = frozenset({"config", "directory", "emulated"})
-"""The run's other files have them."""
+"""What each kind of event is called in the file."""
+NOT_WRITTEN = frozenset({"config", "directory", "emulated"})
+"""Fields that the run's other files have."""
 
 
 class EventFile:
@@ -75,16 +75,16 @@ class EventFile:
 def event_record(event: RunEvent) -> dict[str, Any]:
     """Return an event's JSON object."""
     values = _plain(event)
-    record = {"schema": EVENTS_SCHEMA, "timestamp": values.pop("timestamp"), "event": _NAMES[type(event)]}
+    record = {"schema": EVENTS_SCHEMA, "timestamp": values.pop("timestamp"), "event": NAMES[type(event)]}
     written: dict[str, Any] = finite(record | {"step": values.pop("step")} | values)
     return written
 
 
 def _plain(value: Any) -> Any:
     """Records as mappings, and texts cut to their longest length."""
-    if isinstance(value, RunEvent | GeneratedSample):
+    if is_dataclass(value):
         return {
-            field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.name not in _NOT_WRITTEN
+            field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.name not in NOT_WRITTEN
         }
     if isinstance(value, str):
         return value[:MAX_TEXT_LENGTH]

@@ -275,6 +275,7 @@ def export(
         Literal["float32", "bfloat16"],
         typer.Option("--dtype", help="Type of the weights; float32 is what was trained."),
     ] = "float32",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by checkpoint.keep_best.")] = False,
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with errors_to_exit_codes():
@@ -284,7 +285,7 @@ def export(
         from flowtrain import api
 
         transformers_logging.disable_progress_bar()
-        exported = api.export(run_path, to, dtype=dtype)
+        exported = api.export(run_path, to, dtype=dtype, best=best)
         later = "; the run is still training: export again for later steps" if exported.is_training else ""
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 

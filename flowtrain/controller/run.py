@@ -193,8 +193,8 @@ class Controller:
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        settings, eval_every = self._config.backbone, self._run_spec.eval_every
-        started = worker_group.start_backbone(actors, settings, checkpoint, eval_every, results)
+        settings, evaluations = self._config.backbone, self._run_spec.evaluations
+        started = worker_group.start_backbone(actors, settings, checkpoint, evaluations, results)
         peak = self._recorder.peak = started.peak
         self._stream.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._note_reduction(started.reduction)

@@ -38,6 +38,7 @@ _OVERRIDES = (
     "training.warmup_steps=0",
     "data.eval=null",
     "checkpoint.every_steps=1000000",
+    "checkpoint.keep_best=null",
     "checkpoint.at_end=false",
     "observability.progress=off",
     "observability.dashboard=false",

@@ -130,7 +130,8 @@ def _flops_of(spec: ModelSpec, config: RunConfig, sizes: SampleSizes) -> SampleF
 def _order(config: RunConfig, settings: FlowSettings, parts: Parts) -> Order:
     if config.data.order == "deterministic":
         return InOrder()
-    window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, settings.eval_every)
+    closing = {each.every for each in settings.evaluations if each.num_samples}
+    window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, closing)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     make_batches = partial(make_encode_batches, max_batch_patches=limits, alignment=config.pool.alignment)
     return ByArrival(window, parts, make_batches if config.has_encoder_actors else no_batches, settings.sampler_state)

@@ -77,6 +77,11 @@ class RunDir:
         return self.root / "cost_profile.json"
 
     @property
+    def generated(self) -> Path:
+        """What the model answered to held-out samples, with their pictures; a directory for each step."""
+        return self.root / "generated"
+
+    @property
     def checkpoints(self) -> Path:
         """Resumable checkpoints."""
         return self.root / "checkpoints"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flowtrain.types.evaluation import EvalRounds, GeneratedAnswer
 from flowtrain.types.memory import Extent, PoolStats
 from flowtrain.types.plan import CostModel, EncodeBatch, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SampleRef, SamplerState, SizedSample
@@ -164,6 +165,8 @@ class RankReport:
     """Bytes of features or encoded images that this rank read for the unit."""
     host_s: float | None = None
     """On an emulated device: seconds of the unit in which it neither computed nor waited for data or another rank."""
+    generated: tuple[GeneratedAnswer, ...] = ()
+    """Of an evaluation, from the first rank of the replica: what the model answered to some of its samples."""
     read_by_transport: dict[str, int] = field(default_factory=dict)
     """Bytes that this rank read from the pool since its last report, texts included, by transport."""
     sample_losses: tuple[SampleLoss, ...] = ()
@@ -182,10 +185,6 @@ class FlowSettings:
     """Steps of the whole run."""
     total_positions: int | None
     """Training positions of the whole run; None if ``num_steps`` alone ends it."""
-    eval_every: int | None
-    """Steps between evaluation rounds; None: no evaluation."""
-    num_eval: int
-    """Samples of an evaluation round."""
     start_step: int
     """Steps that earlier runs have done."""
     sampler_state: SamplerState
@@ -198,6 +197,8 @@ class FlowSettings:
     """Training samples sized or rejected so far."""
     num_feeders: int = 1
     """Processes that read and size the samples."""
+    evaluations: tuple[EvalRounds, ...] = ()
+    """Of each held-out set, in the order of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)

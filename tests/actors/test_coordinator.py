@@ -17,6 +17,7 @@ from flowtrain.errors import PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
 from flowtrain.observability.clocks import monotonic_clock_name
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.events import SpansRecorded, UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import (
@@ -326,7 +327,7 @@ def test_a_unit_begun_while_stopping_is_handed_to_the_feeder() -> None:
         order = await soon(feed)
         assert order.unit.kind == "eval" and order.released
 
-    play(scenario, eval_every=1, num_eval=2)
+    play(scenario, evaluations=(EvalRounds(1, 2),))
 
 
 def test_waits_end_with_nothing_when_their_time_is_up() -> None:

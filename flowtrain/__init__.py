@@ -5,8 +5,19 @@ from typing import Any
 
 __version__ = "0.1.0"
 _FUNCTIONS = (
-    *("data_check", "data_show", "doctor", "dry_run", "export", "init", "pack", "plan", "profile"),
-    *("report", "status", "train"),
+    "data_check",
+    "data_show",
+    "doctor",
+    "dry_run",
+    "export",
+    "init",
+    "pack",
+    "plan",
+    "profile",
+    "report",
+    "status",
+    "trace",
+    "train",
 )
 _PLACES = {"Callback": "flowtrain.observability.callback", **dict.fromkeys(_FUNCTIONS, "flowtrain.api")}
 __all__ = ["__version__", *_PLACES]

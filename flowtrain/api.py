@@ -14,7 +14,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
 from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import check_run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir
+from flowtrain.observability.trace_request import TraceAnswer, TraceWindow, request_trace
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
@@ -281,13 +282,11 @@ def data_show(
     """Return samples as the model gets them: turns, tokens that bear loss, images, or why they are quarantined.
 
     rows: of one source, from 0.
-    source: its name or its number from 0; None: the only one, or with ``evaluation`` the evaluation's.
+    source: its name or its number from 0; None: the only one. With ``evaluation`` it is a held-out set.
     save_images: a directory to write each image to, as decoded and as the tower gets it.
 
     Raises ConfigError for a row or a source that is not there; DataError or SourceReadError if it cannot be read.
     """
-    if evaluation and source is not None:
-        raise ConfigError(f"source (--source {source}) and evaluation (--eval) name two sources; give one of them")
     resolved = resolve(config, overrides)
     if evaluation and resolved.data.eval is None:
         raise ConfigError("evaluation (--eval): data.eval is not configured; leave --eval out, or set data.eval")
@@ -314,22 +313,44 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike 
         return examine(start.decided(report.plan), report)
 
 
+def trace(
+    run: str | PathLike[str],
+    steps: int = 10,
+    *,
+    profiler: bool = False,
+    memory: bool = False,
+    progress: Callable[[TraceAnswer], None] = lambda answer: None,
+) -> TraceWindow:
+    """Trace the next steps of a run that trains now in another process, and wait until they are done.
+
+    The request goes through a file of the run's directory, ``run``, which only its owner can open.
+
+    profiler, memory: the run also writes what torch's profiler, or the history of device memory, has of these steps.
+    progress: called once when recording begins.
+
+    Raises ConfigError if nothing trains there, FlowTrainError if the run ends before the trace is complete.
+    """
+    return request_trace(RunDir(Path(run).expanduser().absolute()), steps, profiler, memory, progress)
+
+
 def export(
     run: str | PathLike[str],
     to: str | PathLike[str] | None = None,
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    best: bool = False,
 ) -> Exported:
     """Write the last intact checkpoint of a run's directory as a Hugging Face directory, shard by shard.
 
     to: an empty or absent directory; by default ``export`` in the run's, which is replaced.
     dtype: of the weights; float32 is what was trained.
+    best: write the best checkpoint by ``checkpoint.keep_best`` instead.
 
     Raises ConfigError, or CheckpointError if there is nothing to export.
     """
     from flowtrain.controller.export import export_run
 
-    return export_run(Path(run), None if to is None else Path(to), dtype)
+    return export_run(Path(run), None if to is None else Path(to), dtype, best=best)
 
 
 def report(

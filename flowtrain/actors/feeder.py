@@ -11,6 +11,7 @@ import numpy as np
 from flowtrain.actors.garbage import expect_many_objects
 from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.pooling import PoolMember, join_pool
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed, FeederPlace
 from flowtrain.data.sources.base import Buffer
@@ -18,7 +19,7 @@ from flowtrain.data.sources.retries import RETRIES
 from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent
-from flowtrain.types.messages import FeedReport, PartReady, Remake, Span
+from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
 from flowtrain.types.sources import SourceIndex
 
@@ -57,10 +58,12 @@ class Feeder:
         self._place = FeederPlace(feeder, num_feeders)
         self._name = feeder_name(feeder)
         self._segment_nbytes = segment_nbytes
+        self._spans = SpanLog(self._name)
 
     def run(self, link: CoordinatorLink) -> None:
         """Feed until the coordinator sends stop."""
         expect_many_objects()
+        self._spans.follow(link)
         config = self._config
         member = join_pool(
             link,
@@ -101,9 +104,10 @@ class Feeder:
         return tuple([part for order in orders for part in feed.remake(order)])
 
     def _size(self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int]) -> FeedReport:
-        started = time.time()
+        started = time.monotonic()
         share = feed.next_unit(unit, consumed)
         num_samples = len(share.sized) + len(share.rejections)
+        self._spans.add("size", started, time.monotonic(), step=unit.step, samples=num_samples)
         return FeedReport(
             unit=unit,
             sized=tuple(share.sized),
@@ -112,7 +116,7 @@ class Feeder:
             rejections=tuple(share.rejections),
             sampler_state=feed.state(),
             stats=member.pool.stats(),
-            spans=(Span(self._name, "size", started, time.time(), {"step": unit.step, "samples": num_samples}),),
+            spans=self._spans.take(),
             num_retries=RETRIES.take(),
         )
 

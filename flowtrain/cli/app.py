@@ -250,6 +250,22 @@ def doctor(
 
 
 @app.command()
+def trace(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps, from the next one on.")] = 10,
+    profiler: Annotated[bool, typer.Option("--profiler", help="Also run torch's profiler in these steps.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also keep the history of device memory, and write a snapshot.")
+    ] = False,
+) -> None:
+    """Trace the next steps of a run that trains now, from another shell; no port is opened for it."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.trace import trace as trace_run
+
+        trace_run(_find_run(run), steps, profiler, memory)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
     to: Annotated[
@@ -259,6 +275,7 @@ def export(
         Literal["float32", "bfloat16"],
         typer.Option("--dtype", help="Type of the weights; float32 is what was trained."),
     ] = "float32",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by checkpoint.keep_best.")] = False,
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with errors_to_exit_codes():
@@ -268,7 +285,7 @@ def export(
         from flowtrain import api
 
         transformers_logging.disable_progress_bar()
-        exported = api.export(run_path, to, dtype=dtype)
+        exported = api.export(run_path, to, dtype=dtype, best=best)
         later = "; the run is still training: export again for later steps" if exported.is_training else ""
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
 

@@ -84,13 +84,19 @@ class LimitsConfig(ConfigModel):
         return START_BASE_S if self.start_timeout_s is None else self.start_timeout_s
 
 
+class TraceConfig(ConfigModel):
+    """What ``trace.json`` covers; ``flowtrain trace`` traces other steps while the run trains."""
+
+    steps: int = Field(100, ge=0)
+    """Steps from the start or a resume; 0 turns it off."""
+
+
 class ObservabilityConfig(ConfigModel):
     """What a run shows."""
 
     progress: Literal["auto", "plain", "off"] = "auto"
     """``auto``: a live display on a terminal, elsewhere one line every few seconds; ``plain``: always these lines."""
-    trace_steps: int = Field(100, ge=0)
-    """Steps that ``trace.json`` covers, from the start or a resume; 0 turns it off."""
+    trace: TraceConfig = TraceConfig()
     ray_metrics: bool = True
     """Export the run's metrics to Ray's (docs/trackers.md)."""
     trackers: tuple[str, ...] = ()

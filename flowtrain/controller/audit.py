@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.units import eval_position_after
 from flowtrain.observability.files import read_json_lines
 from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
 from flowtrain.observability.metrics import MetricsWriter, read_metrics
@@ -108,16 +109,15 @@ class AuditTrail:
         consumed: ConsumedPositions,
         note: Callable[[str], None],
     ) -> None:
-        self._source_names = run_spec.source_names
+        self._source_names = (*run_spec.source_names, *run_spec.config.data.eval_names)
         self._metrics = MetricsWriter(files.metrics)
         self._ledger = LedgerWriter(files.ledger)
-        self._quarantine = QuarantineWriter(files.quarantine, run_spec.source_names, run_spec.indexes)
+        self._quarantine = QuarantineWriter(files.quarantine, self._source_names, run_spec.indexes)
         self._files = AuditFiles(note)
         self._num_buffered_rows = 0
         self._metrics.truncate_after(first_step)
         self._ledger.truncate_after(first_step)
-        every = run_spec.eval_every
-        first_eval = EVAL_POSITION_BASE + (first_step // every if every else 0) * run_spec.num_eval
+        first_eval = eval_position_after(run_spec.evaluations, first_step)
         self.num_rejected = self._quarantine.keep(
             lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
         )
@@ -125,7 +125,9 @@ class AuditTrail:
         self.num_skipped = sum(record.get("skipped", False) for record in read_metrics(files.metrics))
         """Steps before this start that were skipped."""
         self._known_eval_rows = {
-            record["row"] for record in read_json_lines(files.quarantine) if record["position"] >= EVAL_POSITION_BASE
+            (record["source"], record["row"])
+            for record in read_json_lines(files.quarantine)
+            if record["position"] >= EVAL_POSITION_BASE
         }
 
     def take(self, event: RunEvent) -> None:
@@ -143,16 +145,16 @@ class AuditTrail:
     def quarantine(self, rejection: Rejection) -> bool:
         """Write a rejected sample; returns False for one of an evaluation that an earlier round has rejected too."""
         if rejection.ref.position >= EVAL_POSITION_BASE:
-            if rejection.ref.row in self._known_eval_rows:
+            place = self.source_of(rejection), rejection.ref.row
+            if place in self._known_eval_rows:
                 return False
-            self._known_eval_rows.add(rejection.ref.row)
+            self._known_eval_rows.add(place)
         self._files.attempt(self._quarantine, self._quarantine.write, rejection)
         return True
 
     def source_of(self, rejection: Rejection) -> str:
         """Return the name of a rejected sample's source, as the quarantine has it."""
-        is_evaluated = rejection.ref.position >= EVAL_POSITION_BASE
-        return "eval" if is_evaluated else self._source_names[rejection.ref.source]
+        return self._source_names[rejection.ref.source]
 
     def flush(self) -> None:
         """Make all files durable. Raises RunFileError if one cannot be written now; its lines then stay in memory."""

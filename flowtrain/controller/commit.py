@@ -96,11 +96,23 @@ class Committer:
     def _complete(self, written: CheckpointWritten) -> None:
         started_s = time.monotonic()
         self._recorder.flush(written.step)
-        final = checkpoint_store.commit(Path(written.directory), self._meta(written.step), self._config.checkpoint.keep)
+        settings = self._config.checkpoint
+        final = checkpoint_store.commit(
+            Path(written.directory), self._meta(written.step), settings.keep, settings.keep_best
+        )
         self._recorder.forget_before(written.step)
         self._incomplete = None
         duration_s = written.duration_s + time.monotonic() - started_s
-        self._completed(CheckpointFinished(step=written.step, duration_s=duration_s, nbytes=_nbytes(final)))
+        event = CheckpointFinished(
+            step=written.step, duration_s=duration_s, nbytes=_nbytes(final), best_of=self._best_of(final)
+        )
+        self._completed(event)
+
+    def _best_of(self, final: Path) -> str | None:
+        """Return the metric by which a checkpoint is the best of those that are there."""
+        metric = self._config.checkpoint.keep_best
+        best = checkpoint_store.best_first(self._files.checkpoints, metric) if metric is not None else []
+        return metric if best[:1] == [final] else None
 
     def _meta(self, step: int) -> CheckpointMeta:
         degrees = self._run_spec.plan.backbone.degrees
@@ -118,6 +130,7 @@ class Committer:
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
             gradient_reduction=self.gradient_reduction,
+            metrics=self._recorder.eval_metrics(step),
         )
 
 

@@ -15,6 +15,7 @@ from flowtrain import __version__
 from flowtrain.config.load import plain_values
 from flowtrain.config.secrets import redacted
 from flowtrain.controller.audit import AuditTrail
+from flowtrain.controller.evaluations import Evaluations
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import ResumePoint
@@ -53,7 +54,8 @@ def following(
         if settings.ray_metrics:
             stream.add(partial(deliver, RayMetricsSink()), diagnostic="Ray's metrics")
         stream.add_trackers(make_trackers(settings, callbacks))
-        yield stream, Recorder(run_spec, audit, stream, consumed)
+        evaluations = Evaluations(run_spec, files, start.step)
+        yield stream, Recorder(run_spec, audit, evaluations, stream, consumed)
 
 
 def run_started(run_spec: RunSpec, files: RunDir, start: ResumePoint, device: str, roles: Iterable[Role]) -> RunStarted:

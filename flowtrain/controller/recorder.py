@@ -6,12 +6,14 @@ import logging
 from dataclasses import replace
 
 from flowtrain.controller.audit import AuditTrail
+from flowtrain.controller.evaluations import Evaluations, StepLosses
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.run_rates import RunRates
 from flowtrain.controller.state import Role
 from flowtrain.controller.step_meter import StepMeter
 from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.units import ends_step
 from flowtrain.observability.stream import EventStream
 from flowtrain.types.events import (
     CheckpointFailed,
@@ -29,23 +31,30 @@ from flowtrain.types.samples import SamplerState
 
 logger = logging.getLogger(__name__)
 
-EVAL_SET = "eval"
-"""Name of the held-out set of ``data.eval``."""
-
 
 class Recorder:
     """Tells the stream of steps, evaluations, rejections and restarts.
 
     audit: gets what a step's line does not have; it is closed with the recorder.
+    evaluations: takes in evaluation rounds.
     consumed: positions of the steps that were done before this start.
     """
 
-    def __init__(self, run_spec: RunSpec, audit: AuditTrail, stream: EventStream, consumed: ConsumedPositions) -> None:
-        self._eval_every = run_spec.eval_every
+    def __init__(
+        self,
+        run_spec: RunSpec,
+        audit: AuditTrail,
+        evaluations: Evaluations,
+        stream: EventStream,
+        consumed: ConsumedPositions,
+    ) -> None:
+        self._run_spec = run_spec
         self._audit = audit
+        self._evaluations = evaluations
         self._stream = stream
         self._meter = StepMeter(run_spec, audit.num_skipped)
         self._held: StepMetrics | None = None
+        self._evaluated: list[EvaluationFinished] = []  # of the held step
         self.rates = RunRates(self._meter.time_scale)
         self.last: StepMetrics | None = None
         self.last_eval_loss: float | None = None
@@ -91,8 +100,13 @@ class Recorder:
         self._audit.flush()
 
     def forget_before(self, step: int) -> None:
-        """Drop the sampler states of steps up to ``step``; no later checkpoint needs them."""
+        """Drop the sampler states and losses of steps up to ``step``; no later checkpoint needs them."""
+        self._evaluations.forget_before(step)
         self.sampler_states = {known: state for known, state in self.sampler_states.items() if known > step}
+
+    def eval_metrics(self, step: int) -> dict[str, float]:
+        """Return the held-out losses after a step, by the names that ``checkpoint.keep_best`` has for them."""
+        return self._evaluations.of_step(step).as_metrics()
 
     def close(self) -> None:
         """Tell of the held step and close the audit's files; ledger rows after the last flush are dropped.
@@ -114,29 +128,23 @@ class Recorder:
         self.sampler_states[step] = done.sampler_state
         self._release_held(None)
         self._held = self._meter.measured(done)
-        if self._eval_every is None or step % self._eval_every != 0:
+        if ends_step(self._run_spec.evaluations, done.unit):
             self._release_held(None)
 
     def _take_evaluation(self, done: UnitDone) -> None:
-        duration_s, report = self._meter.evaluated(done), done.reports[0]
-        self._release_held(report.loss)
-        self.last_eval_loss = report.loss
-        self._stream.emit(
-            EvaluationFinished(
-                step=done.unit.step,
-                name=EVAL_SET,
-                loss=report.loss,
-                num_samples=report.num_samples,
-                num_target_tokens=report.num_target_tokens,
-                duration_s=duration_s,
-            )
-        )
+        self._evaluated.append(self._evaluations.take(done, self._meter.evaluated(done)))
+        if ends_step(self._run_spec.evaluations, done.unit):
+            losses = self._evaluations.of_step(done.unit.step)
+            self._release_held(losses)
+            self.last_eval_loss = losses.mean
 
-    def _release_held(self, eval_loss: float | None) -> None:
-        """Tell of the last step, which is held while an evaluation may still add its loss."""
+    def _release_held(self, losses: StepLosses | None) -> None:
+        """Tell of the last step and its evaluations; it is held while one may still add its loss."""
         if self._held is None:
             return
-        metrics, self._held = replace(self._held, eval_loss=eval_loss), None
+        metrics, self._held = self._held, None
+        if losses is not None:
+            metrics = replace(metrics, eval_loss=losses.mean, eval_losses=losses.by_set)
         self.last = metrics
         self.rates.take(metrics)
         self._stream.emit(StepFinished(metrics=metrics))
@@ -144,6 +152,9 @@ class Recorder:
             self._stream.warn(
                 f"step {metrics.step}: weights and optimizer went back to the checkpoint of step {metrics.rewound_to}"
             )
+        evaluated, self._evaluated = self._evaluated, []
+        for event in evaluated:
+            self._stream.emit(event)
 
     def _take_rejections(self, event: Rejected) -> None:
         self.num_rejected, self.num_seen = event.num_rejected, event.num_seen

@@ -22,10 +22,11 @@ from flowtrain.controller.opening import OpenRun, note_start, open_run, place
 from flowtrain.controller.prepare import RunSpec, first_flow_settings, memory_shortage, prepare
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import check_goes_on, other_reduction
+from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.signals import stop_on_signals
 from flowtrain.controller.state import Restart, Role, RunState
 from flowtrain.controller.summary import RunSummary, summary_if_done
-from flowtrain.controller.trace_file import TraceFile
+from flowtrain.controller.trace_desk import TraceDesk
 from flowtrain.controller.watch import StopRequested, Watcher
 from flowtrain.controller.weights import fetch_weights
 from flowtrain.controller.worker_group import ActorClasses, WorkerGroup
@@ -35,7 +36,7 @@ from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.observability.stream import EventStream
 from flowtrain.training import checkpoint_store
-from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event, SpansRecorded
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, CostFitted, Event
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import GradientReduction
 from flowtrain.types.run_plan import Plan
@@ -69,13 +70,13 @@ def run_training(
         if resume:
             check_goes_on(run_dir(config), run_spec)
         run = open_run(config, place(run_spec, display, stack), resume, display, stack)
-        trace = TraceFile(run.files.trace)
-        stack.callback(trace.close)
+        traces = RunTraces(run.files, run.start.step, config.observability.trace.steps)
+        stack.callback(traces.close)
         stream, recorder = stack.enter_context(following(run.run_spec, run.files, run.start, display, callbacks))
         stack.enter_context(telling_the_end(stream, recorder, run_spec.num_steps, started))
         costs = CostKeeper(run.run_spec, run.files, run.start.cost, stream.note)
         note_start(run, stream)
-        controller = Controller(run, recorder, costs, trace, stream, display, stop)
+        controller = Controller(run, recorder, costs, traces, stream, display, stop)
         stopped = controller.run(classes or actor_classes(config))
     return _summary(run, recorder, costs, stopped, started)
 
@@ -109,7 +110,7 @@ class Controller:
         run: OpenRun,
         recorder: Recorder,
         costs: CostKeeper,
-        trace: TraceFile,
+        traces: RunTraces,
         stream: EventStream,
         display: ProgressDisplay,
         stop: threading.Event,
@@ -121,7 +122,7 @@ class Controller:
         self._start = run.start
         self._recorder = recorder
         self._costs = costs
-        self._trace = trace
+        self._traces = traces
         self._stream = stream
         self._display = display
         self._stop = stop
@@ -156,7 +157,7 @@ class Controller:
             try:
                 watcher = self._watcher(actors, {spec.name: spec.module for spec in self._run.specs})
                 self._start_loops(actors, watcher)
-                stopped = watcher.until_end()
+                stopped = self._watch(actors, watcher)
                 self._committer.finish()
                 if not self._config.saves_at_end and self._recorder.last is not None:
                     self._recorder.flush(self._recorder.last.step)  # otherwise a checkpoint does
@@ -165,6 +166,14 @@ class Controller:
                 return True
             finally:
                 actors.kill()
+
+    def _watch(self, actors: WorkerGroup, watcher: Watcher) -> bool:
+        desk = TraceDesk(self._files, self._traces, actors, self._stream.note)
+        watcher.on_turn = desk.poll
+        try:
+            return watcher.until_end()
+        finally:
+            desk.close()
 
     def _watcher(self, actors: WorkerGroup, modules: dict[str, str]) -> Watcher:
         limits = self._config.limits
@@ -184,8 +193,8 @@ class Controller:
         deadline_s = time.monotonic() + self._config.limits.start_limit_s
         results = partial(watcher.results, deadline_s=deadline_s, what="starting the backbone")
         checkpoint = str(self._start.checkpoint) if self._start.checkpoint else None
-        settings, eval_every = self._config.backbone, self._run_spec.eval_every
-        started = worker_group.start_backbone(actors, settings, checkpoint, eval_every, results)
+        settings, evaluations = self._config.backbone, self._run_spec.evaluations
+        started = worker_group.start_backbone(actors, settings, checkpoint, evaluations, results)
         peak = self._recorder.peak = started.peak
         self._stream.note(f"mfu: over {peak.flops / 1e12:.4g} TFLOP/s of a device ({peak.device}; {peak.source})")
         self._note_reduction(started.reduction)
@@ -228,9 +237,8 @@ class Controller:
 
     def _take(self, event: Event) -> None:
         self._recorder.take(event)
-        if isinstance(event, SpansRecorded):
-            self._trace.take(event)
-        elif isinstance(event, CostFitted):
+        self._traces.take(event)
+        if isinstance(event, CostFitted):
             self._costs.take(event)
         elif isinstance(event, CheckpointWritten):
             self._committer.commit(event)

@@ -55,6 +55,8 @@ class Watcher:
         self._restarted = restarted
         self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called after every wait, a second apart at most; it may not raise."""
 
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
@@ -111,6 +113,7 @@ class Watcher:
             done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if self._events in done:
             self._take_events()
+        self.on_turn()
         for ref, outcome in _outcomes(done, runs).items():
             # ``replace`` has removed the calls of a dead encoder's ranks: their end says nothing about the new ones.
             name = self._actors.runs.pop(ref, None)

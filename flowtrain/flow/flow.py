@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from flowtrain.errors import StaleLeaseError
 from flowtrain.flow.eviction import make_room, may_evict
 from flowtrain.flow.feeding import Feeding
+from flowtrain.flow.flow_trace import FlowTrace
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
@@ -46,6 +47,7 @@ class Flow:
     microbatches: what replicas read.
     steps: units.
     log: events for the driver.
+    trace: what the trace gets.
     feeding: what each feeder has sized.
     in_turn: a unit is encoded only when the backbone has read all units before it (``pool.exchange: point_to_point``).
     """
@@ -67,6 +69,7 @@ class Flow:
         self.steps = steps
         self.log = log
         self.feeding = feeding
+        self.trace = FlowTrace(log, members, steps, parts.holdings)
         self._in_turn = in_turn
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
 
@@ -80,6 +83,7 @@ class Flow:
         index, previous = self.members.join(name, node_id)
         if previous is not None:
             self._owner_lost(previous, for_good=False)
+        self.trace.joined(name)
         if feeder is None:
             return Joined(index)
         self.feeding.join(index, feeder)
@@ -96,6 +100,8 @@ class Flow:
             self._owner_lost(index, for_good)
 
     def _owner_lost(self, owner: int, for_good: bool) -> None:
+        if self.members.is_living(owner):
+            self.trace.lost(owner, for_good)
         self.members.withdraw(owner)
         self.log.forget(owner)
         self._grown.discard(owner)
@@ -113,13 +119,14 @@ class Flow:
             return ()
         self.log.stats(owner, report.stats)
         self.log.retried(report.num_retries)
+        self.trace.occupied(owner)
         refused: list[Extent] = []
         for ready in report.remade:
             try:
                 self.parts.remade(owner, ready)
             except StaleLeaseError:  # meanwhile it was rejected or released
                 refused.extend(ready.extents)
-        self.record(report.spans)
+        self.trace.record(report.spans)
         if report.unit is not None:
             self._take_sized(owner, report.unit, report)
         return tuple(refused)
@@ -165,9 +172,10 @@ class Flow:
         """Take in what an encoder finished. Returns the extents of parts whose lease it no longer holds, to free."""
         if self.members.is_living(owner):
             self.log.stats(owner, report.stats)
+            self.trace.occupied(owner)
         self.log.blocked(report.blocked_s)
         self.log.read(report.read_by_transport)
-        self.record(report.spans)
+        self.trace.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
@@ -180,6 +188,7 @@ class Flow:
                 has_grown |= self.parts.ready(owner, ready) is Tier.HBM
             except StaleLeaseError:
                 refused.extend(ready.extents)
+        self.trace.ahead()
         if (has_grown or refused) and self.members.is_living(owner):
             self._grown.add(owner)
         return tuple(refused)
@@ -243,12 +252,13 @@ class Flow:
 
         reports: of the replica's ranks.
         """
-        self.record(spans)
+        self.trace.record(spans)
         if not self.log.finished(reports):
             return False
         unit = reports[0].unit
         rows = self.parts.consume(self.microbatches.end(unit))
         planned, sampler_state = self.steps.finish(unit)
+        self.trace.ahead()
         lookahead = self.microbatches.num_ready_units
         self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, lookahead, self._segments())
         return True
@@ -260,10 +270,6 @@ class Flow:
         return self.microbatches.describe_wait(unit_index, slot, dp_rank)
 
     # --- the driver's view --------------------------------------------------------------------------------------
-
-    def record(self, spans: tuple[Span, ...]) -> None:
-        """Keep spans for the trace until its last step is done."""
-        self.log.spans(spans, self.steps.num_done)
 
     def _segments(self) -> tuple[SegmentUse, ...]:
         """Return the use of all segments: in DRAM as their owners reported it, in HBM by the parts that lie there."""
@@ -285,5 +291,5 @@ class Flow:
 
     def _note_plan(self, planned: PlannedUnit | None) -> None:
         if planned is not None:
-            args: dict[str, int | float | str] = {"step": planned.plan.unit.step}
-            self.record((Span("coordinator", "pack", planned.started_s, planned.finished_s, args),))
+            self.trace.planned(planned)
+            self.trace.ahead()

@@ -151,6 +151,11 @@ class Microbatches:
         record = self._units.get(unit)
         return record is not None and not record.num_unread
 
+    def is_complete(self, unit: int) -> bool:
+        """Whether a planned unit misses no part."""
+        record = self._units.get(unit)
+        return record is not None and record.is_complete
+
     def reject(self, dp_rank: int, rejection: Rejection) -> bool:
         """Quarantine a sample of a microbatch that a replica is reading; its ranks all leave it out.
 

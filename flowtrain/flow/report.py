@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from flowtrain.types.events import (
 from flowtrain.types.memory import PoolStats, SegmentUse, Tier
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
+from flowtrain.types.tracing import Counter as TraceCounter
 
 
 class EventLog:
@@ -29,7 +31,7 @@ class EventLog:
 
     num_replicas: data parallel replicas of the backbone; each reports for all its ranks.
     refitter: fits the cost of microbatches to the reports.
-    last_traced_step: spans are kept until this step is done.
+    last_traced_step: spans and counters are kept until this step is done.
     num_rejected: training samples rejected so far.
     num_seen: training samples sized or rejected so far.
     """
@@ -52,6 +54,8 @@ class EventLog:
         self._read_by_transport: Counter[str] = Counter()
         self._num_retries = 0
         self._produced_mark = 0
+        self.epoch_s = time.time() - time.monotonic()
+        """What turns the monotonic time of this process into the run's clock."""
 
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call."""
@@ -60,10 +64,27 @@ class EventLog:
         self.has_news = False
         return events
 
+    @property
+    def now_s(self) -> float:
+        """The run's clock now."""
+        return time.monotonic() + self.epoch_s
+
+    def trace_until(self, step: int) -> None:
+        """Keep spans and counters until this step is done, if not longer."""
+        self._last_traced_step = max(self._last_traced_step, step)
+
+    def is_tracing(self, num_done: int) -> bool:
+        """Whether spans and counters are kept now. num_done: steps done so far."""
+        return num_done < self._last_traced_step
+
     def spans(self, spans: tuple[Span, ...], num_done: int) -> None:
         """Keep spans for the trace. num_done: steps done so far."""
-        if spans and num_done < self._last_traced_step:
+        if spans and self.is_tracing(num_done):
             self._events.append(SpansRecorded(spans))
+
+    def counters(self, counters: tuple[TraceCounter, ...]) -> None:
+        """Keep values for the trace; call it only while it is on."""
+        self._events.append(SpansRecorded((), counters))
 
     def stats(self, owner: int, stats: PoolStats | None) -> None:
         """Note the occupancy of a process's segment; None: no new values."""

@@ -63,13 +63,23 @@ class RunDir:
 
     @property
     def trace(self) -> Path:
-        """Spans of all actors, for Perfetto or Chrome."""
+        """Spans of all actors over the first steps, for Perfetto or Chrome."""
         return self.root / "trace.json"
+
+    @property
+    def windows(self) -> Path:
+        """Traces of steps that were asked for while the run trained, one directory each."""
+        return self.root / "traces"
 
     @property
     def cost_profile(self) -> Path:
         """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
         return self.root / "cost_profile.json"
+
+    @property
+    def generated(self) -> Path:
+        """What the model answered to held-out samples, with their pictures; a directory for each step."""
+        return self.root / "generated"
 
     @property
     def checkpoints(self) -> Path:

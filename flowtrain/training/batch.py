@@ -83,6 +83,8 @@ class PackedBatch:
     num_target_tokens: int
     images: ImageBatch | None = None
     """What the pipeline's encoder stages take; None without them. ``features`` is empty then, [0, D]."""
+    next_index: torch.Tensor | None = None
+    """int64 [n], the tokens after which the likeliest ones are asked for instead of the loss; None: the loss is."""
     positions: tuple[int, ...] = ()
     """Of its samples, in the order of their sequences; empty for the weightless microbatch."""
     targets_per_sample: tuple[int, ...] = ()
@@ -158,7 +160,7 @@ def pack_texts(
     ``sample``).
     """
     if not samples:
-        return _weightless(feature_dim, dtype, device, pad_token_id)
+        return weightless(feature_dim, dtype, device, pad_token_id)
     texts = [np.asarray(sample.text, dtype=np.int64) for sample in samples]
     targets = [_shift(text[1]) for text in texts]
     num_targets = [int(np.count_nonzero(target != IGNORED_LABEL)) for target in targets]
@@ -233,7 +235,9 @@ def _check_loss(sample: SampleText, num_targets: int, loss_normalization: LossNo
         )
 
 
-def _weightless(feature_dim: int, dtype: torch.dtype, device: torch.device, pad_token_id: int) -> PackedBatch:
+def weightless(feature_dim: int, dtype: torch.dtype, device: torch.device, pad_token_id: int = 0) -> PackedBatch:
+    """Return the microbatch of a rank that has nothing to run while others do: one token of zero weight."""
+
     def tensor(values: list[int], tensor_dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=tensor_dtype, device=device)
 

@@ -9,6 +9,7 @@ from flowtrain.types.memory import SegmentUse
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import CostModel, Flops, Unit
 from flowtrain.types.samples import Rejection, SamplerState
+from flowtrain.types.tracing import Counter
 from flowtrain.types.wire import message
 
 LEDGER_SCHEMA = 1
@@ -137,9 +138,10 @@ class CostFitted:
 
 @dataclass(frozen=True, slots=True)
 class SpansRecorded:
-    """Spans for the trace."""
+    """Spans and counters for the trace."""
 
     spans: tuple[Span, ...]
+    counters: tuple[Counter, ...] = ()
 
 
 Event = UnitDone | Rejected | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded

@@ -77,7 +77,7 @@ class StepMetrics:
     pool_dram_nbytes: int
     pool_hbm_nbytes: int
     eval_loss: float | None
-    """None unless an evaluation followed the step."""
+    """Over all held-out sets that were evaluated after the step, as if they were one; None if there was none."""
     rejected: int
     """Samples rejected so far."""
     skipped: bool = False
@@ -91,6 +91,8 @@ class StepMetrics:
     rank: mean over replicas of each replica's slowest rank."""
     rewound_to: int | None = None
     """Weights and optimizer went back, after the step, to the checkpoint of this step; None: they did not."""
+    eval_losses: dict[str, float] = field(default_factory=dict)
+    """Loss of each held-out set that was evaluated after the step."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Loss of each source with samples in the step, normalised like ``loss``. Empty on emulated devices."""
     slot_imbalance: tuple[float, ...] = ()

@@ -132,7 +132,7 @@ class Quarantined:
     """Training samples rejected so far in the run, with those that were reported together with this one."""
     position: int
     source: str
-    """Name of its source; ``eval`` for an evaluation sample."""
+    """Name of its source, as the quarantine file has it."""
     row: int
     reason: str
     timestamp: float = field(default_factory=time.time)

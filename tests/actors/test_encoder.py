@@ -154,7 +154,7 @@ def test_batches_are_forwarded_as_they_were_planned(world: World) -> None:
     assert [part.part for part in second.ready] == [VISION]
     assert world.link.said["join"] == [(NAME, "node-0", None)]
     names = {span.name for report in (first, second) for span in report.spans}
-    assert names == {"decode", "encode", "put"}
+    assert names == {"fetch", "decode", "encode", "put"}
 
 
 def test_a_batch_of_which_little_is_needed_is_forwarded_whole(world: World) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+import flowtrain
 from flowtrain.config.run import RunConfig
 from flowtrain.controller.following import following, run_started, telling_the_end
 from flowtrain.controller.recorder import Recorder
 from flowtrain.controller.resume import ResumePoint
 from flowtrain.controller.state import Role
-from flowtrain.errors import DataError
+from flowtrain.errors import ConfigError, DataError
 from flowtrain.observability import stream as stream_module
 from flowtrain.observability import tracker as tracker_module
 from flowtrain.observability.callback import Callback
@@ -30,6 +31,7 @@ from tests.disk import full_from
 from tests.training.ranks import make_config
 
 NUM_STEPS = 10
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def prepared() -> Any:
@@ -158,6 +160,21 @@ def test_the_callback_gets_a_configuration_without_secrets(tmp_path: Path) -> No
     assert start.directory == str(files.root) and start.run == "test" and start.num_steps == NUM_STEPS
     assert start.config["data"]["sources"][0]["name"] == "cats"
     assert start.config["observability"]["tracker_options"] == "(hidden)"
+
+
+def test_callbacks_of_train_follow_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr("flowtrain.controller.run.run_training", lambda config, *_, **named: given.append(named))
+    mine = Callback()
+    flowtrain.train(QUICKSTART, [f"runs_dir={tmp_path}"], callbacks=[mine])
+    assert given == [{"plan": None, "callbacks": [mine]}]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    overrides = [f"runs_dir={tmp_path}", "observability.trackers=[absent.board:Board]"]
+    with pytest.raises(ConfigError, match=r"no module absent.board here; put its directory on PYTHONPATH"):
+        flowtrain.dry_run(QUICKSTART, overrides)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

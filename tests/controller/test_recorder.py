@@ -15,18 +15,21 @@ from flowtrain.config.run import RunConfig
 from flowtrain.controller import audit as audit_module
 from flowtrain.controller import step_meter
 from flowtrain.controller.audit import AuditTrail
+from flowtrain.controller.evaluations import Evaluations
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
+from flowtrain.controller.run_traces import RunTraces
 from flowtrain.controller.state import Role
 from flowtrain.controller.step_meter import pool_uses
-from flowtrain.controller.trace_file import TraceFile
 from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.units import unit_sequence
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.observability.stream import EventStream
 from flowtrain.observability.trace import read_spans
 from flowtrain.scheduler.cost import eq3
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
 from flowtrain.types.memory import SegmentUse, Tier
 from flowtrain.types.messages import RankReport, Span
@@ -63,7 +66,7 @@ def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
         model_spec=None,  # type: ignore[arg-type]  # the recorder does not look at it
         source_names=("cats", "dogs"),
         indexes=(index_of(12), index_of(8), *([index_of(NUM_EVAL)] if eval_every else [])),
-        num_eval=NUM_EVAL if eval_every else 0,
+        evaluations=(EvalRounds(eval_every, NUM_EVAL),) if eval_every else (),
         num_steps=10,
         total_positions=None,
         cost=eq3(512),
@@ -150,7 +153,7 @@ class World:
         audit = AuditTrail(run_spec, self.files, first_step, consumed, self.stream.warn)
         self.stream.add(audit.take)
         self.stream.add(self.told.append)
-        return Recorder(run_spec, audit, self.stream, consumed)
+        return Recorder(run_spec, audit, Evaluations(run_spec, self.files, first_step), self.stream, consumed)
 
     @property
     def shown(self) -> list[StepMetrics]:
@@ -324,7 +327,7 @@ def test_a_line_of_the_quarantine_has_the_file_and_the_row_in_it(world: World) -
 
 
 def test_spans_go_into_the_trace(world: World) -> None:
-    trace = TraceFile(world.files.trace)
+    trace = RunTraces(world.files, num_done=0, num_steps=100)
     trace.take(SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),)))
     trace.close()
     assert [(span.actor, span.name) for span in read_spans(world.files.trace)] == [("encoder-0", "encode")]
@@ -340,7 +343,7 @@ def test_without_evaluation_no_line_is_held(world: World) -> None:
 
 def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
     recorder = world.record(done(train_unit(1)), run_spec=make_prepared(eval_every=None))
-    trace = TraceFile(world.files.trace)
+    trace = RunTraces(world.files, num_done=0, num_steps=100)
     recorder.flush(99)
     with full_from(100):
         for event in (done(train_unit(2)), rejected(5)):
@@ -410,6 +413,64 @@ def test_an_evaluation_is_told_after_its_step(world: World) -> None:
     assert isinstance(evaluation, EvaluationFinished)
     assert (evaluation.step, evaluation.name, evaluation.loss) == (2, "eval", 7.0)
     assert (evaluation.num_samples, evaluation.num_target_tokens, evaluation.duration_s) == (4, 8, 0.5)
+
+
+TWO_SETS = (EvalRounds(EVAL_EVERY, NUM_EVAL), EvalRounds(EVAL_EVERY, 2))
+
+
+def two_sets() -> RunSpec:
+    """Held-out sets ``near`` and ``far``."""
+    held_out = {"path": "unused", "every_steps": EVAL_EVERY}
+    spec = make_prepared()
+    config = make_config(data={"sources": [{"path": "unused"}], "eval": {"near": held_out, "far": held_out}})
+    config = spec.config.model_copy(update={"data": spec.config.data.model_copy(update={"eval": config.data.eval})})
+    return replace(spec, config=config, evaluations=TWO_SETS, indexes=(*spec.indexes, index_of(2)))
+
+
+def eval_units(step: int) -> list[Unit]:
+    return [unit for unit in unit_sequence(step, BATCH, None, TWO_SETS, step - 1) if unit.kind is UnitKind.EVAL]
+
+
+def of_targets(unit: Unit, loss: float, num_target_tokens: int) -> UnitDone:
+    event = done(unit, loss=loss)
+    return replace(event, reports=tuple(replace(each, num_target_tokens=num_target_tokens) for each in event.reports))
+
+
+def test_a_step_waits_for_all_its_held_out_sets(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)), run_spec=two_sets())
+    near, far = eval_units(2)
+    recorder.take(of_targets(near, 2.0, 30))
+    assert world.steps() == [1] and len(world.told) == 1, "another set follows"
+    recorder.take(of_targets(far, 4.0, 10))
+    line = world.metrics()[-1]
+    assert line["eval_losses"] == {"near": 2.0, "far": 4.0} and line["eval_loss"] == 2.5, "by target tokens"
+    assert recorder.last_eval_loss == 2.5
+    assert recorder.eval_metrics(2) == {"eval_loss": 2.5, "eval_loss/near": 2.0, "eval_loss/far": 4.0}
+    step, *evaluated = world.told[1:]
+    assert isinstance(step, StepFinished) and step.metrics.eval_losses == {"near": 2.0, "far": 4.0}
+    assert [(each.step, each.name, each.loss) for each in evaluated if isinstance(each, EvaluationFinished)] == [
+        (2, "near", 2.0),
+        (2, "far", 4.0),
+    ]
+    recorder.forget_before(2)
+    assert recorder.eval_metrics(2) == {}
+
+
+def test_rejected_rows_of_several_held_out_sets_are_told_apart(world: World) -> None:
+    def bad(unit: Unit, source: int) -> Rejected:
+        ref = SampleRef(unit.first_position + 1, source, 1, 0)
+        return Rejected((Rejection(ref, RejectReason.EMPTY_ANSWER, ""),), 0, 8)
+
+    spec = two_sets()
+    units = [*eval_units(2), *eval_units(4)]
+    recorder = world.record(*(bad(unit, 2 + unit.eval_set) for unit in units), run_spec=spec)
+    recorder.close()
+    lines = [json.loads(line) for line in world.files.quarantine.read_text().splitlines()]
+    assert [(line["source"], line["row"]) for line in lines] == [("eval/near", 1), ("eval/far", 1)]
+    world.open(EVAL_EVERY, run_spec=spec).take(bad(units[3], 3))
+    assert len(world.quarantined()) == 2, "both are known after a resume"
+    world.open(0, run_spec=spec)
+    assert world.quarantined() == []
 
 
 def test_a_rejection_is_told_once_with_the_name_of_its_source(world: World) -> None:

@@ -17,7 +17,17 @@ from flowtrain.errors import ConfigError
 from flowtrain.observability.report.build import MAX_RUNS, ReportOptions, build_report
 from flowtrain.observability.report.data_sections import MAX_REJECTED
 from tests.report.parsed import Node, parsed
-from tests.report.runs import HOSTILE, START_S, event, picture, started, step_record, write_lines, write_run
+from tests.report.runs import (
+    HOSTILE,
+    START_S,
+    event,
+    picture,
+    started,
+    step_record,
+    write_lines,
+    write_run,
+    write_trace,
+)
 
 NOW = START_S + 1000.0
 NO_PICTURES = ReportOptions(thumbnails=False)
@@ -307,6 +317,11 @@ def test_steps_of_the_timeline_that_the_trace_has_not_are_refused(directory: Pat
     assert page.by_id("gantt-title").text == "Steps 5 to 6"
     with pytest.raises(ConfigError, match=r"steps 90 to 91 \(--steps\) are not in .*trace.json: it has steps 1 to 20"):
         build_report([directory], ReportOptions((90, 91)))
+    window = directory / "traces" / "steps-29-32"
+    window.mkdir(parents=True)
+    write_trace(window / "trace.json", range(29, 33))
+    page = page_of(directory, options=ReportOptions((30, 31), thumbnails=False))
+    assert page.by_id("gantt-title").text == "Steps 30 to 31"
     (directory / "trace.json").unlink()
     with pytest.raises(ConfigError, match="it has no whole step"):
         build_report([directory], ReportOptions((1, 1)))

@@ -88,6 +88,19 @@ def test_losses_of_samples_make_up_that_of_the_step_and_change_no_bit(normalizat
         assert np.array_equal(weight, plain[0].weights[name]), name
 
 
+@pytest.mark.parametrize("degrees", [Degrees(pp=2), Degrees(tp=2)])
+def test_ranks_of_one_replica_count_each_sample_once(degrees):
+    sources = [{"path": "unused", "name": name} for name in ("cats", "dogs")]
+    job = Job(make_config(data={"sources": sources}), STEPS_DP1, TinyFamily(num_kv_heads=2))
+    outcomes = run_ranks(degrees, job)
+    for number, slots in enumerate(STEPS_DP1):
+        results = [outcome.results[number] for outcome in outcomes]
+        samples = [sample for result in results for sample in result.sample_losses]
+        assert sorted(sample.position for sample in samples) == sorted(p for row in slots for held in row for p in held)
+        total = sum(sample.loss for sample in samples) / sum(sample.weight for sample in samples)
+        assert total == pytest.approx(results[0].loss, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "family",
     [TinyFamily(tied=False), TinyFamily(freeze=("connector",)), TinyFamily(freeze=("backbone",))],

@@ -139,6 +139,9 @@ def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -
     if gantt is not None:
         return gantt_figure(gantt, f"{prefix}gantt")
     if options.steps is not None:
+        for window in sorted(run.files.root.glob("traces/steps-*/trace.json")):  # of flowtrain trace
+            if (gantt := gantt_of(read_trace(window, notes), run.steps, first, last)) is not None:
+                return gantt_figure(gantt, f"{prefix}gantt")
         traced = sorted(step_ends(work, run.steps))
         has = f"it has steps {traced[0]} to {traced[-1]}" if traced else "it has no whole step"
         raise ConfigError(f"steps {first} to {last} (--steps) are not in {run.files.trace}: {has}")

@@ -82,4 +82,4 @@ def _sources(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
     held_out = data.get("eval")
     if isinstance(held_out, Mapping):
         yield "eval", held_out
-        yield from ((str(name), each) for name, each in held_out.items() if isinstance(each, Mapping))
+        yield from ((f"eval/{name}", each) for name, each in held_out.items() if isinstance(each, Mapping))

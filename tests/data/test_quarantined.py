@@ -54,7 +54,7 @@ def test_columns_and_roots_are_those_of_the_source(tmp_path: Path) -> None:
     held_out = {"data": {"sources": [], "eval": rooted["data"]["sources"][0]}}
     assert images.image_of(held_out, line(file, 0, source="eval")) == b"cat"
     several = {"data": {"sources": [], "eval": {"cats": rooted["data"]["sources"][0]}}}
-    assert images.image_of(several, line(file, 0, source="cats")) == b"cat"
+    assert images.image_of(several, line(file, 0, source="eval/cats")) == b"cat"
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ class Answering:
 
     def _stops(self, prompt: Prompt) -> set[int]:
         """Tokens that end an answer: the tokenizer's, and the one that ends answers in the data."""
+        ends = {prompt.reference[-1]} & self._special
         end = self._family.tokenizer.eos_token_id
-        return {end} | ({prompt.reference[-1]} & self._special)
+        return ends if end is None else {*ends, int(end)}
 
     def _text(self, tokens: list[int]) -> str:
         return str(self._family.tokenizer.decode(tokens, skip_special_tokens=True)).strip()

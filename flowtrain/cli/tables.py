@@ -49,7 +49,7 @@ def plan_tables(
         run.add_row(f"data {name}", f"{size:,} samples")
     for (name, held_out), rounds in zip(config.data.eval_sets.items(), run_spec.evaluations, strict=True):
         label = "evaluation" if config.data.eval is held_out else f"evaluation {name}"
-        count = min(held_out.num_generated, rounds.num_samples)
+        count = 0 if config.emulation is not None else min(held_out.num_generated, rounds.num_samples)
         answered = f", {count:,} of them answered by the model" if count else ""
         run.add_row(label, f"{rounds.num_samples:,} samples every {rounds.every} steps{answered}")
     run.add_row("order", _order(config))

@@ -140,7 +140,7 @@ class Generated:
 def generated_of(run: RunData) -> list[Generated]:
     """Return the generated samples of a run, the same sample of several evaluations together."""
     found: dict[tuple[str, str, int | None, str], dict[int, str]] = {}
-    first: dict[tuple[str, str, int | None, str], Record] = {}
+    shown: dict[tuple[str, str, int | None, str], Record] = {}
     for event in run.of_kind("evaluation"):
         step, name = as_count(event.get("step")) or 0, as_text(event.get("name"))
         for sample in as_list(event.get("generated")):
@@ -149,15 +149,16 @@ def generated_of(run: RunData) -> list[Generated]:
             prompt = as_text(sample.get("prompt"))
             key = (name, as_text(sample.get("source")), as_count(sample.get("row")), prompt)
             found.setdefault(key, {})[step] = as_text(sample.get("text"))
-            first[key] = sample  # the last one, whose pictures are the newest
+            if as_list(sample.get("images")) or key not in shown:
+                shown[key] = sample  # the newest pictures; a run may write them once
     return [
         Generated(
             name=name,
             row=row,
             prompt=prompt,
-            reference=as_text(first[name, source, row, prompt].get("reference")),
+            reference=as_text(shown[name, source, row, prompt].get("reference")),
             texts=tuple(sorted(texts.items())),
-            images=tuple(map(as_text, as_list(first[name, source, row, prompt].get("images")))),
+            images=tuple(map(as_text, as_list(shown[name, source, row, prompt].get("images")))),
         )
         for (name, source, row, prompt), texts in list(found.items())[:MAX_SAMPLES]
     ]

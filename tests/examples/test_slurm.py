@@ -16,6 +16,8 @@ import pytest
 from tests.e2e.processes import processes
 from tests.e2e.worlds import ROOT
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = ROOT / "docs" / "examples" / "slurm.sh"
 LIMIT_S = 60.0
 JOB = 123457

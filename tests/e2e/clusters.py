@@ -139,9 +139,15 @@ class Cluster:
     # --- what a user does ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def following(self, job: str, command: list[str], **variables: str) -> Iterator[Follower]:
-        """``ray job submit``, which follows the job's logs to its end. variables: of the job's environment."""
+    def following(
+        self, job: str, command: list[str], working_dir: Path | None = None, **variables: str
+    ) -> Iterator[Follower]:
+        """``ray job submit``, which follows the job's logs to its end. variables: of the job's environment.
+
+        working_dir: sent along, and the job runs in a copy of it.
+        """
         arguments = ["job", "submit", "--address", self.url, "--submission-id", job]
+        arguments += ["--working-dir", str(working_dir)] if working_dir is not None else []
         arguments += ["--runtime-env-json", json.dumps({"env_vars": variables})] if variables else []
         with self.started(job, [str(BIN / "ray"), *arguments, "--", *command], self.environment()) as follower:
             yield follower

@@ -84,14 +84,16 @@ def test_every_query_has_data_and_a_starved_run_raises_its_alarm_alone(tmp_path:
     dashboards = tmp_path / "dashboards"
     dashboards.mkdir()
     shutil.copy(DASHBOARD, dashboards)
-    config = tmp_path / "starved.yaml"
+    config = tmp_path / "job" / "starved.yaml"
+    config.parent.mkdir()
     config.write_text(dump_resolved(starved_run(tmp_path)))
-    with cluster(RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR=str(dashboards)) as own:
+    variables = {"RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR": str(dashboards), "RAY_metrics_report_interval_ms": "3000"}
+    with cluster(**variables) as own:
         check_grafana_gets_it(own, dashboards)
         wait_until(own.targets.exists, LIMIT_S, lambda: "Ray lists no targets")
         with (
             prometheus(write_config(tmp_path, own.targets), tmp_path) as server,
-            own.following("starved", [str(BIN / "flowtrain"), "train", str(config)]) as job,
+            own.following("starved", [str(BIN / "flowtrain"), "train", config.name], working_dir=config.parent) as job,
         ):
 
             def alarms() -> bool:

@@ -68,6 +68,7 @@ def train(
     *,
     plan: PlanLike | None = None,
     devices: int | None = None,
+    callbacks: Sequence[object] = (),
     planned: Callable[[PlanReport], None] = lambda report: None,
     loading: Callable[[RunConfig], AbstractContextManager[object]] = lambda config: nullcontext(),
 ) -> RunSummary:
@@ -80,6 +81,7 @@ def train(
     plan: the ``plan`` of a report of ``flowtrain.plan``, or a ``plan.yaml``. It sets mode, degrees and resources;
         overrides win.
     devices: with ``mode: auto``, at most so many of the cluster's devices.
+    callbacks: follow the run, see ``flowtrain.Callback``; they are called in threads of this process.
     planned: called with the report of the plan that ``mode: auto`` starts.
     loading: context that is entered while libraries are imported.
 
@@ -93,11 +95,11 @@ def train(
         from flowtrain.controller.run import run_training
 
     if not start.is_open:
-        return run_training(start.config, resume, plan=start.plan)
+        return run_training(start.config, resume, plan=start.plan, callbacks=callbacks)
     with planned_on_cluster(start.config, devices) as report:
         decided = start.decided(report.plan)
         planned(report)
-        summary = run_training(decided, resume, plan=report.plan)
+        summary = run_training(decided, resume, plan=report.plan, callbacks=callbacks)
         return replace(summary, planned_tokens_per_s=report.tokens_per_s)
 
 

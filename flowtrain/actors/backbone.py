@@ -67,6 +67,8 @@ class BackboneRank:
         self._fetch_s = 0.0
         self._read_nbytes = 0
         self._is_checkpoint_due = False
+        self._pool: Pool | None = None
+        self._saves_s: dict[int, float] = {}  # when the save of a step began
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -145,7 +147,7 @@ class BackboneRank:
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
         self._last_traced_step = first_step + self._config.observability.trace_steps
-        pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
+        pool = self._pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
@@ -269,6 +271,8 @@ class BackboneRank:
             microbatch_s=microbatch_s,
             rewound_to=rewound_to,
             host_s=self._take_host_s(),
+            read_by_transport=self._pool.take_read_nbytes() if self._pool is not None else {},
+            sample_losses=result.sample_losses,
         )
         self._starved_s = self._fetch_s = 0.0
         self._read_nbytes = 0
@@ -293,6 +297,7 @@ class BackboneRank:
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
         """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step > self._saver.step:
+            self._saves_s[step] = time.time()
             self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
 
     def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
@@ -329,6 +334,7 @@ class BackboneRank:
         if self._rank != 0:
             return
         if problem is None:
-            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory))
+            duration_s = time.time() - self._saves_s.pop(step)
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory), duration_s)
         else:
             self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

@@ -193,9 +193,9 @@ class Coordinator(Answering, CoordinatorApi):
             self._event_signal.notify()
         return await self.begin(reports[0].unit + 1)
 
-    async def checkpoint_written(self, step: int, directory: str) -> None:
+    async def checkpoint_written(self, step: int, directory: str, duration_s: float = 0.0) -> None:
         """See ``CoordinatorApi``."""
-        self._flow.log.checkpoint_written(step, directory)
+        self._flow.log.checkpoint_written(step, directory, duration_s)
         self._event_signal.notify()
 
     async def checkpoint_failed(self, step: int, reason: str) -> None:

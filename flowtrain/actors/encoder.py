@@ -257,7 +257,14 @@ class Encoder:
 
     def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
         blocked_s, self._blocked_s = self._blocked_s, 0.0
-        report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, self._spans.take())
+        report = EncoderReport(
+            tuple(ready),
+            rejections,
+            member.pool.stats(),
+            blocked_s,
+            self._spans.take(),
+            read_by_transport=member.pool.take_read_nbytes(),
+        )
         with self._handing_in:
             member.pool.release(self._link.ask(CoordinatorApi.hand_in, member.index, report).refused)
 

@@ -14,6 +14,7 @@ from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed, FeederPlace
 from flowtrain.data.sources.base import Buffer
+from flowtrain.data.sources.retries import RETRIES
 from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent
@@ -112,6 +113,7 @@ class Feeder:
             sampler_state=feed.state(),
             stats=member.pool.stats(),
             spans=(Span(self._name, "size", started, time.time(), {"step": unit.step, "samples": num_samples}),),
+            num_retries=RETRIES.take(),
         )
 
 

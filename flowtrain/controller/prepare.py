@@ -28,6 +28,7 @@ from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
+from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
@@ -95,6 +96,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     """
     check_startable(config)
     check_emulated(config)
+    check_trackers(config.observability)
     indexes = SourceSet.index(config.data)
     sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:

@@ -42,6 +42,8 @@ _OVERRIDES = (
     "observability.progress=off",
     "observability.dashboard=false",
     "observability.trace_steps=0",
+    "observability.trackers=[]",
+    "observability.tracker_options={}",
 )
 
 

@@ -107,8 +107,8 @@ class CoordinatorApi(Protocol):
         """
         ...
 
-    async def checkpoint_written(self, step: int, directory: str) -> None:
-        """Report that all ranks have written their shares of a checkpoint; rank 0 reports it."""
+    async def checkpoint_written(self, step: int, directory: str, duration_s: float = 0.0) -> None:
+        """Report that all ranks have written their shares of a checkpoint, and what it took; rank 0 reports it."""
         ...
 
     async def checkpoint_failed(self, step: int, reason: str) -> None:

@@ -16,7 +16,7 @@ from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import PlannedUnit, Steps
-from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.memory import Extent, SegmentUse, Tier
 from flowtrain.types.messages import (
     EncoderReport,
     FeedOrder,
@@ -112,6 +112,7 @@ class Flow:
         if not self.members.is_living(owner):
             return ()
         self.log.stats(owner, report.stats)
+        self.log.retried(report.num_retries)
         refused: list[Extent] = []
         for ready in report.remade:
             try:
@@ -165,12 +166,14 @@ class Flow:
         if self.members.is_living(owner):
             self.log.stats(owner, report.stats)
         self.log.blocked(report.blocked_s)
+        self.log.read(report.read_by_transport)
         self.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
         if report.returned is not None:
             self.parts.give_back(owner, report.returned)
+            self.log.retried(1)
             has_grown = True
         for ready in report.ready:
             try:
@@ -246,7 +249,8 @@ class Flow:
         unit = reports[0].unit
         rows = self.parts.consume(self.microbatches.end(unit))
         planned, sampler_state = self.steps.finish(unit)
-        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.holdings.hbm_nbytes)
+        lookahead = self.microbatches.num_ready_units
+        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, lookahead, self._segments())
         return True
 
     def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
@@ -260,6 +264,20 @@ class Flow:
     def record(self, spans: tuple[Span, ...]) -> None:
         """Keep spans for the trace until its last step is done."""
         self.log.spans(spans, self.steps.num_done)
+
+    def _segments(self) -> tuple[SegmentUse, ...]:
+        """Return the use of all segments: in DRAM as their owners reported it, in HBM by the parts that lie there."""
+        name_of, hbm_nbytes_of = self.members.name_of, self.parts.holdings.hbm_nbytes_of
+        dram = [
+            SegmentUse(name_of(owner), Tier.DRAM, stats.used_nbytes, stats.bound_nbytes)
+            for owner, stats in self.log.segments.items()
+        ]
+        hbm = [
+            SegmentUse(name_of(each.process_index), Tier.HBM, hbm_nbytes_of(each.process_index), each.bound_nbytes)
+            for each in self.members.exports()
+            if each.tier is Tier.HBM
+        ]
+        return (*dram, *hbm)
 
     def _reject(self, rejections: Iterable[Rejection]) -> None:
         # A batch that is encoded again has the same bad image again; it counts once.

@@ -141,6 +141,11 @@ class Microbatches:
             return None
         return min((unit for unit, record in self._units.items() if record.num_unread), default=None)
 
+    @property
+    def num_ready_units(self) -> int:
+        """Planned units of which no unread microbatch misses a part."""
+        return sum(record.is_complete for record in self._units.values())
+
     def is_read(self, unit: int) -> bool:
         """Whether all microbatches of a planned unit are read."""
         record = self._units.get(unit)

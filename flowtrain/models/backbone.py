@@ -86,6 +86,7 @@ class Backbone(nn.Module):
         target_index: Tensor | None = None,
         hidden: Tensor | None = None,
         memory: StageMemory | None = None,
+        row_losses: Tensor | None = None,
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 
@@ -106,6 +107,7 @@ class Backbone(nn.Module):
         target_index: int64 ``[n]``, tokens that have a target. If None, the host waits for the device to find them.
         hidden: what the stage before returned; None for a first stage.
         memory: what the decoder layers keep for the backward pass; None for the default.
+        row_losses: float32 ``[n]``, filled with ``weights * nll`` of each token of ``target_index``, for a last stage.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
         offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]
@@ -137,7 +139,7 @@ class Backbone(nn.Module):
         if mesh is not None:
             hidden = join_tokens(hidden, mesh, num_tokens)
         head = self.language_model.get_output_embeddings()
-        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index)
+        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index, row_losses=row_losses)
 
     def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens.

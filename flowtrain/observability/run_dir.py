@@ -47,6 +47,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        """One JSON object for each thing that the run told, steps excepted."""
+        return self.root / "events.jsonl"
+
+    @property
     def ledger(self) -> Path:
         """The outcome of every position."""
         return self.root / "ledger.parquet"

@@ -13,6 +13,10 @@ from flowtrain.errors import DataError
 
 IGNORED_LABEL = -100
 LossNormalization = Literal["token", "sample"]
+_NOT_FORWARDED = frozenset(
+    {"num_samples", "num_tokens", "num_target_tokens", "images", "positions", "targets_per_sample"}
+)
+"""Fields of a batch that the model does not take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class PackedBatch:
     num_target_tokens: int
     images: ImageBatch | None = None
     """What the pipeline's encoder stages take; None without them. ``features`` is empty then, [0, D]."""
+    positions: tuple[int, ...] = ()
+    """Of its samples, in the order of their sequences; empty for the weightless microbatch."""
+    targets_per_sample: tuple[int, ...] = ()
+    """Tokens of each sample that carry loss."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
@@ -95,7 +103,7 @@ class PackedBatch:
 
     def forward_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``Backbone.forward``."""
-        names = [field.name for field in fields(self) if not field.name.startswith("num_") and field.name != "images"]
+        names = [field.name for field in fields(self) if field.name not in _NOT_FORWARDED]
         return {name: getattr(self, name) for name in names}
 
 
@@ -183,6 +191,8 @@ def pack_texts(
         num_samples=len(samples),
         num_tokens=sum(lengths),
         num_target_tokens=sum(num_targets),
+        positions=tuple(sample.position for sample in samples),
+        targets_per_sample=tuple(num_targets),
     )
 
 

@@ -52,7 +52,9 @@ class Stages:
     of the microbatch; between encoder stages ``[tokens of all its images, D]``; between the two feature rows,
     ``[rows, D]``. Encoder stages may run parts of a microbatch's images; the stage after them joins the parts.
     reduces_each: sum gradients over the data parallel ranks with every microbatch; else with a unit's last one.
-    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient.
+    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient, and
+        with ``row_losses`` in training the losses of its tokens that have a target, float32 ``[n]``; else None.
+    row_losses: keep these losses.
     record: gets the spans ``forward`` and ``backward``; on an accelerator each span waits for the device.
     """
 
@@ -63,13 +65,16 @@ class Stages:
         *,
         dtype: torch.dtype,
         reduces_each: bool,
-        take_loss: Callable[[PackedBatch, torch.Tensor], None],
+        take_loss: Callable[[PackedBatch, torch.Tensor, torch.Tensor | None], None],
         record: SpanRecorder | None = None,
+        row_losses: bool = False,
     ) -> None:
         self._model = model
         self._group = group
         self._dtype = dtype
         self._reduces_each, self._take_loss = reduces_each, take_loss
+        self._keeps_row_losses = row_losses
+        self._row_losses: torch.Tensor | None = None  # of the last forward
         self.record = record
         self._transfers = Transfers(group)
         self._flow = model.partition.stages
@@ -109,7 +114,7 @@ class Stages:
         with torch.set_grad_enabled(training):
             output = self._run(action, microbatch, given)
         if slot[0] == len(self._flow) - 1:
-            self._take_loss(microbatch, output.detach())
+            self._take_loss(microbatch, output.detach(), self._row_losses)
         else:
             self._hand_on(Payload.ACTIVATION, slot, output.detach())
         if training:
@@ -176,6 +181,10 @@ class Stages:
         if module.is_first_stage and given is not None:
             assert len(given.tensor) == len(batch.feature_index), "feature rows and image tokens differ in number"
             kwargs["features"], hidden = given.tensor, None
+        self._row_losses = None
+        if self._keeps_row_losses and self._loss_scale is not None and module.is_last_stage and batch.num_target_tokens:
+            self._row_losses = torch.empty(batch.num_target_tokens, device=self._group.device)
+            kwargs["row_losses"] = self._row_losses
         output = module(**kwargs, hidden=hidden, memory=action.memory)
         return output
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -38,6 +39,7 @@ from flowtrain.training.optimizer import (
 from flowtrain.training.snapshot import HostBuffers, Snapshot, copy_nbytes, take_snapshot
 from flowtrain.training.stages import SpanRecorder, Stages
 from flowtrain.training.tied import TiedEmbeddings
+from flowtrain.types.messages import SampleLoss
 from flowtrain.types.plan import StepPlan, UnitKind
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a unit; equal on all ranks."""
+    """Result of a unit; equal on all ranks, except ``sample_losses``."""
 
     loss: float
     """Under the configured normalisation. 0 if every sample was rejected: num_samples is 0, and no update was made."""
@@ -56,6 +58,8 @@ class StepResult:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+    sample_losses: tuple[SampleLoss, ...] = ()
+    """Only those of the samples whose loss this rank computed; empty unless the data has several sources."""
 
     @property
     def is_finite(self) -> bool:
@@ -106,10 +110,12 @@ class Trainer:
             reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
             record=record,
+            row_losses=len(config.data.sources) > 1,  # with one source its loss is that of the step
         )
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
+        self._row_losses: list[tuple[PackedBatch, torch.Tensor]] = []
         self._frozen_parts = frozen_parts(self.model, group)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
@@ -121,7 +127,7 @@ class Trainer:
         assert plan.dp_size == degrees.dp, (plan.dp_size, degrees)
         assert self._plan is None, "the unit before has not been finished"
         self._plan = plan
-        self._totals, self._loss_sums = UnitTotals(), []
+        self._totals, self._loss_sums, self._row_losses = UnitTotals(), [], []
         training = plan.unit.kind is UnitKind.TRAIN
         self.model.train(training)
         # FSDP averages over the replicas; the loss is a sum over them.
@@ -166,7 +172,8 @@ class Trainer:
         if self.stages.record is not None:
             self.stages.synchronize()
             self.stages.record("optimizer", start_s, time.time())
-        return _result(totals, actual, grad_norm, self.config.learning_rate * factor)
+        result = _result(totals, actual, grad_norm, self.config.learning_rate * factor)
+        return replace(result, sample_losses=self._sample_losses())
 
     def _update(self, correction: float, lr_factor: float, loss_is_finite: bool) -> float:
         """One optimizer step, if loss and gradients are finite; returns the norm of the gradients before clipping."""
@@ -228,11 +235,31 @@ class Trainer:
         trained = [each for _, each in self.model.named_parameters() if each.requires_grad]
         return sum(copy_nbytes(parameter, self.group.device) * (1 + adam) for parameter in trained)
 
-    def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
+    def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor, row_losses: torch.Tensor | None) -> None:
         """Count a microbatch; only one rank of its replica counts."""
         if self.group.tp_rank == 0:
             self._totals = self._totals.plus(batch)
             self._loss_sums.append(loss_sum)
+            if row_losses is not None:
+                self._row_losses.append((batch, row_losses))
+
+    def _sample_losses(self) -> tuple[SampleLoss, ...]:
+        """The losses of this rank's samples; fetches those of all tokens from the device, once."""
+        if not self._row_losses:
+            return ()
+        batches, rows = zip(*self._row_losses, strict=True)
+        losses = torch.cat(rows).cpu().numpy()
+        counts = [count for batch in batches for count in batch.targets_per_sample]
+        # A sample whose loss is not finite leaves the others as they are.
+        sums = np.bincount(np.repeat(np.arange(len(counts)), counts), weights=losses, minlength=len(counts)).tolist()
+        positions = [position for batch in batches for position in batch.positions]
+        by_token = self.config.loss_normalization == "token"
+        return tuple(
+            [
+                SampleLoss(position, loss, count if by_token else 1)
+                for position, loss, count in zip(positions, sums, counts, strict=True)
+            ]
+        )
 
     def _reduced_totals(self) -> UnitTotals:
         """All ranks' totals; fetches the microbatches' losses from the device, once, and adds them in float64."""

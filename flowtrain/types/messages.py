@@ -110,6 +110,17 @@ class Span:
     """Details that the trace shows."""
 
 
+@message
+class SampleLoss:
+    """The loss of one sample of a step."""
+
+    position: int
+    loss: float
+    """Sum over its target tokens; with ``loss_normalization: sample`` their mean."""
+    weight: int
+    """What the losses of several samples are divided by: its target tokens, or 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """What one backbone rank reports after a unit; the flow merges the reports of a replica's ranks."""
@@ -149,6 +160,10 @@ class RankReport:
     """Bytes of features or encoded images that this rank read for the unit."""
     host_s: float | None = None
     """On an emulated device: seconds of the unit in which it neither computed nor waited for data or another rank."""
+    read_by_transport: dict[str, int] = field(default_factory=dict)
+    """Bytes that this rank read from the pool since its last report, texts included, by transport."""
+    sample_losses: tuple[SampleLoss, ...] = ()
+    """Of the samples of a training step whose loss this rank computed; empty if all samples are of one source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +228,8 @@ class FeedReport:
     """Occupancy of the feeder's segment; None in the first report."""
     spans: tuple[Span, ...] = ()
     """New spans for the trace."""
+    num_retries: int = 0
+    """Reads of storage that it tried again since its last report."""
 
 
 @message
@@ -264,6 +281,8 @@ class EncoderReport:
     """New spans for the trace."""
     returned: int | None = None
     """Id of a lease whose images it could not read, since their feeder is gone."""
+    read_by_transport: dict[str, int] = field(default_factory=dict)
+    """Bytes that it read from the pool since its last report, by transport."""
 
 
 @dataclass(frozen=True, slots=True)

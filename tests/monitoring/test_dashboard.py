@@ -30,8 +30,6 @@ from tests.monitoring.queries import (
     rules,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")  # which Grafana 11 does not read
-
 QUERIES = [*panel_queries(), *rule_queries()]
 every_query = pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}-{len(query.expr)}")
 

@@ -59,6 +59,7 @@ class Cluster:
         command = [str(BIN / "ray"), "start", "--head", "--block", "--num-cpus", str(NUM_CPUS), "--port", "0"]
         command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
         command += ["--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)]
+        command += ["--min-worker-port", "0", "--max-worker-port", "0"]
         command += ["--temp-dir", str(self.temp_dir), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
         with self._log.open("wb") as output:
             self._ray = subprocess.Popen(

@@ -18,7 +18,7 @@ import torch
 
 from flowtrain.actors.cores import giving_way
 from flowtrain.actors.encoder_rank import join_replica, load_split
-from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.windows import Windows
@@ -103,7 +103,7 @@ class Encoder:
         self._windows.end_now()
 
     def run(self, link: CoordinatorLink) -> None:
-        """Encode until the coordinator sends stop."""
+        """Encode until the coordinator sends stop. Waits without limit: the consumer may be slower."""
         self._link = link
         self._spans.follow(link)
         torch.set_num_threads(self._settings.num_threads)
@@ -181,10 +181,8 @@ class Encoder:
     def _leases(self, member: PoolMember) -> Iterator[Lease]:
         while True:
             self._ahead.acquire()
-            patience = self._patience()
             order = self._next_order(member)
             while order.lease is None and not order.stop and not self._stopping.is_set():
-                patience.tick()
                 order = self._next_order(member)
             if order.lease is None:
                 return
@@ -197,17 +195,13 @@ class Encoder:
         member.pool.release(order.released)
         return order
 
-    def _patience(self) -> Patience:
-        reason = "no batch to encode: the backbone is slower (lookahead or pool memory), or nothing is sized yet"
-        return Patience(self._name, self._config.limits, lambda: reason, endless=True)
-
     def _read(self, pool: Pool, lease: Lease) -> list[np.ndarray] | None:
         """Return the encoded images of each sample of a lease, uint8; None if their feeder died since the answer."""
         started = time.monotonic()
         try:
             found = pool.get_batch([images.extents for images in lease.images])
         except OwnerLostError as error:
-            logger.warning("%s gives lease %d back: %s", self._name, lease.lease_id, error)
+            logger.info("%s gives lease %d back: %s", self._name, lease.lease_id, error)
             return None
         self._spans.add("fetch", started, time.monotonic(), nbytes=sum(map(len, found)))
         return found

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowtrain.actors.garbage import expect_many_objects
-from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
@@ -76,7 +76,7 @@ class Feeder:
         )
         state = member.joined.sampler_state
         assert state is not None
-        segment = _Segment(self._name, config, link, member)
+        segment = _Segment(link, member)
         feed = Feed.from_config(config, self._indexes, state, segment, self._place)
         try:
             self._serve(link, member, segment, feed)
@@ -122,11 +122,9 @@ class Feeder:
 
 
 class _Segment:
-    """The feeder's segment as its shelf; a full one is waited for until the backbone has released memory."""
+    """The feeder's segment as its shelf. While it is full, the feeder waits for the backbone to release memory."""
 
-    def __init__(self, name: str, config: RunConfig, link: CoordinatorLink, member: PoolMember) -> None:
-        self._name = name
-        self._limits = config.limits
+    def __init__(self, link: CoordinatorLink, member: PoolMember) -> None:
         self._link = link
         self._member = member
         self._more_users: Counter[int] = Counter()  # by address: users beside the first
@@ -135,8 +133,6 @@ class _Segment:
         """See ``Shelf``."""
         arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
         nbytes = sum(len(array) for array in arrays)
-        reason = "its pool segment is full of samples not consumed yet"
-        patience = Patience(self._name, self._limits, lambda: reason, endless=True)
         while True:
             try:
                 room = self._member.pool.reserve(nbytes)
@@ -145,7 +141,6 @@ class _Segment:
                 self.free(order.released)
                 if order.stop:
                     raise _Stopped from None
-                patience.tick()
             else:
                 break
         with room:

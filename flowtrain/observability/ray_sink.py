@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from flowtrain.observability.callback import Callback
+from flowtrain.observability.lasting_gauges import LastingGauges
 from flowtrain.types.metrics import PoolUse, StepMetrics
 from flowtrain.types.run_events import (
     CheckpointFinished,
     EvaluationFinished,
     Quarantined,
     Restarted,
+    RunEnded,
     RunStarted,
     StepFinished,
 )
@@ -71,7 +73,9 @@ class RayMetricsSink(Callback):
     """Sets the ``flowtrain_`` metrics; Ray must be initialised. Prometheus shows them with Ray's prefix ``ray_``."""
 
     def __init__(self) -> None:
-        self._gauges = {name: Gauge(PREFIX + name, text, RUN_TAGS + tags) for name, (text, tags) in GAUGES.items()}
+        self._gauges = LastingGauges(
+            {name: Gauge(PREFIX + name, text, RUN_TAGS + tags) for name, (text, tags) in GAUGES.items()}
+        )
         self._counters = {
             name: Counter(PREFIX + name, text, RUN_TAGS + tags) for name, (text, tags) in COUNTERS.items()
         }
@@ -122,6 +126,10 @@ class RayMetricsSink(Callback):
         """Count a rejected sample."""
         self._count("quarantined", 1)
 
+    def on_run_end(self, event: RunEnded) -> None:
+        """Let the gauges vanish; Ray keeps the counters."""
+        self._gauges.close()
+
     def _show_pool(self, metrics: StepMetrics) -> None:
         """Show the pool; what a process gave that is gone becomes 0."""
         now = {(use.role, use.rank or "", use.tier): use for use in metrics.pool}
@@ -138,7 +146,7 @@ class RayMetricsSink(Callback):
         self._set("pool_occupancy_ratio", use.used_nbytes / use.bound_nbytes if use.bound_nbytes else 0.0, **tags)
 
     def _set(self, name: str, value: float | None, **tags: str) -> None:
-        self._gauges[name].set(value, self._tags | tags)  # None leaves it as it is
+        self._gauges.set(name, value, self._tags | tags)
 
     def _count(self, name: str, count: int, **tags: str) -> None:
         if count:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from flowtrain.observability import ray_sink
 from flowtrain.observability.callback import deliver
+from flowtrain.observability.lasting_gauges import LastingGauges, SettableGauge
 from flowtrain.types.metrics import PoolUse
 from flowtrain.types.run_events import StepFinished
-from tests.observability.events import CHECKPOINT, EVALUATED, QUARANTINED, RESTARTED, started
+from tests.observability.events import CHECKPOINT, ENDED, EVALUATED, QUARANTINED, RESTARTED, started
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 
@@ -64,6 +66,22 @@ class Metrics:
 
     def of(self, name: str, **tags: str) -> float | None:
         return self.values.get((name, frozenset({"run": "small", **tags}.items())))
+
+
+@pytest.fixture(autouse=True)
+def lasting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LastingGauges]]:
+    """The gauges of each sink; their threads end with the test."""
+    found: list[LastingGauges] = []
+
+    class Noted(LastingGauges):
+        def __init__(self, gauges: Mapping[str, SettableGauge]) -> None:
+            super().__init__(gauges)
+            found.append(self)
+
+    monkeypatch.setattr(ray_sink, "LastingGauges", Noted)
+    yield found
+    for gauges in found:
+        gauges.close()
 
 
 @pytest.fixture
@@ -156,3 +174,12 @@ def test_metrics_of_emulated_devices_say_so(metrics: Metrics, make_metrics: Any)
     sink.on_run_start(started(device="emulated h200", emulated=True))
     sink.on_step(StepFinished(metrics=make_metrics(1, emulated="emulated h200")))
     assert metrics.of("loss", emulated="emulated h200") == 1.0 and metrics.of("loss") is None
+
+
+def test_gauges_last_until_the_end_of_the_run(metrics: Metrics, lasting: list[LastingGauges]) -> None:
+    sink = ray_sink.RayMetricsSink()
+    deliver(sink, started())
+    (gauges,) = lasting
+    assert gauges._thread is not None and gauges._thread.is_alive()
+    deliver(sink, ENDED)
+    assert not gauges._thread.is_alive()

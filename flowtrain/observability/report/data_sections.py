@@ -139,28 +139,28 @@ class Generated:
 
 def generated_of(run: RunData) -> list[Generated]:
     """Return the generated samples of a run, the same sample of several evaluations together."""
-    found: dict[tuple[str, str, int | None, str], dict[int, str]] = {}
-    shown: dict[tuple[str, str, int | None, str], Record] = {}
+    texts: dict[tuple[str, ...], dict[int, str]] = {}
+    shown: dict[tuple[str, ...], Record] = {}
     for event in run.of_kind("evaluation"):
         step, name = as_count(event.get("step")) or 0, as_text(event.get("name"))
         for sample in as_list(event.get("generated")):
             if not isinstance(sample, Mapping):
                 continue
-            prompt = as_text(sample.get("prompt"))
-            key = (name, as_text(sample.get("source")), as_count(sample.get("row")), prompt)
-            found.setdefault(key, {})[step] = as_text(sample.get("text"))
-            if as_list(sample.get("images")) or key not in shown:
-                shown[key] = sample  # the newest pictures; a run may write them once
+            row = sample.get("row")
+            key = (name, as_text(sample.get("source")), as_text(sample.get("prompt") if row is None else row))
+            texts.setdefault(key, {})[step] = as_text(sample.get("text"))
+            if key not in shown or as_list(sample.get("images")) or not shown[key].get("prompt"):
+                shown[key] = sample  # the newest one that has pictures: a run may write them once
     return [
         Generated(
-            name=name,
-            row=row,
-            prompt=prompt,
-            reference=as_text(shown[name, source, row, prompt].get("reference")),
-            texts=tuple(sorted(texts.items())),
-            images=tuple(map(as_text, as_list(shown[name, source, row, prompt].get("images")))),
+            name=key[0],
+            row=as_count(shown[key].get("row")),
+            prompt=as_text(shown[key].get("prompt")),
+            reference=as_text(shown[key].get("reference")),
+            texts=tuple(sorted(found.items())),
+            images=tuple(map(as_text, as_list(shown[key].get("images")))),
         )
-        for (name, source, row, prompt), texts in list(found.items())[:MAX_SAMPLES]
+        for key, found in list(texts.items())[:MAX_SAMPLES]
     ]
 
 

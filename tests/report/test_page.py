@@ -15,7 +15,8 @@ import pytest
 
 from flowtrain.errors import ConfigError
 from flowtrain.observability.report.build import MAX_RUNS, ReportOptions, build_report
-from flowtrain.observability.report.data_sections import MAX_REJECTED
+from flowtrain.observability.report.data_sections import MAX_REJECTED, generated_of
+from flowtrain.observability.report.run_data import read_run
 from tests.report.parsed import Node, parsed
 from tests.report.runs import (
     HOSTILE,
@@ -383,3 +384,15 @@ def test_too_many_runs_and_none_are_refused(directory: Path) -> None:
     for count in (0, MAX_RUNS + 1):
         with pytest.raises(ConfigError, match=f"{count} runs: a report shows 1 to {MAX_RUNS} runs"):
             build_report([directory] * count)
+
+
+def test_pictures_that_a_run_writes_once_stay_with_their_sample(directory: Path) -> None:
+    def evaluation(step: int, prompt: str, images: list[str]) -> dict[str, Any]:
+        sample = {"source": "s", "row": 1, "prompt": prompt, "reference": "r", "text": f"t{step}", "images": images}
+        return event("evaluation", step, float(step), name="e", loss=1.0, generated=[sample])
+
+    events = [evaluation(10, "p", ["x.png"]), evaluation(20, "p", []), evaluation(30, "", [])]
+    write_lines(directory / "events.jsonl", events)
+    (found,) = generated_of(read_run(directory))
+    assert (found.prompt, found.images) == ("p", ("x.png",))
+    assert found.texts == ((10, "t10"), (20, "t20"), (30, "t30"))

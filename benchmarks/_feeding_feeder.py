@@ -21,11 +21,13 @@ from typing import Any
 from flowtrain.actors.feeder import Feeder
 from flowtrain.actors.link import CoordinatorLink
 from flowtrain.config.run import RunConfig
+from flowtrain.observability.clocks import monotonic_clock_name
 from flowtrain.types.memory import Extent, SegmentExport
 from flowtrain.types.messages import FeedOrder, FeedReport, Joined, RoomOrder
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import SamplerState
 from flowtrain.types.sources import SourceIndex
+from flowtrain.types.tracing import ClockReading
 
 UNIT_POSITIONS = 50
 """Positions of a unit. It divides the rows of every data set of the benchmark."""
@@ -114,6 +116,8 @@ class ReleasingLink(CoordinatorLink):
             case "publish":
                 self._exports.append(args[0])
                 return None
+            case "clock":
+                return ClockReading(monotonic_clock_name(), time.monotonic(), 0.0)
             case "exports":
                 return tuple(self._exports)
             case "feed":

@@ -28,7 +28,7 @@ SMALL_MODEL = (
     "observability.progress=plain",
     "observability.dashboard=false",
     "observability.ray_metrics=false",
-    "observability.trace_steps=1",
+    "observability.trace.steps=1",
 )
 COMMAND = "from flowtrain.cli.app import main; main()"
 

@@ -26,7 +26,7 @@ COMMON = (
     "checkpoint.every_steps=100000",
     "observability.progress=off",
     "observability.dashboard=false",
-    "observability.trace_steps=0",
+    "observability.trace.steps=0",
 )
 LEARNING_RATE = 1e-4
 

@@ -112,7 +112,7 @@ def make_flow(num_samples: int, batch: int, space: AddressSpace) -> Flow:
         parts=Parts(space, alignment=ALIGNMENT, lease_timeout_s=600.0),
         order=InOrder(),
         planner=planner,
-        units=unit_sequence(-(-num_samples // batch), batch, num_samples, None, None),
+        units=unit_sequence(-(-num_samples // batch), batch, num_samples),
         lookahead=2 * num_samples // POOL_SHARE // batch,  # more than the pool holds, so that memory is the limit
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.zeros((3, len(sizes)))),
         sampler_state=SamplerState(0),

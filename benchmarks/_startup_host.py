@@ -28,6 +28,7 @@ from flowtrain.actors.replica_channel import Alone
 from flowtrain.config.run import RunConfig
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.training.batch import PackedBatch
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.events import Event, UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import LocatedTexts, MicrobatchLocation, RankReport
@@ -160,7 +161,12 @@ class EmulatedRank:
         return 1
 
     def start(
-        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+        self,
+        host: str,
+        port: int,
+        checkpoint: str | None,
+        evaluations: tuple[EvalRounds, ...],
+        shard_size: int | None,
     ) -> RankStart:
         """Load nothing."""
         reduction, sharding = GradientReduction("step", "emulated"), Sharding("full", "emulated")

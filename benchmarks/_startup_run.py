@@ -79,7 +79,7 @@ class Shape:
             "pool.max_processes=65536",
             "observability.progress=plain",
             "observability.dashboard=false",
-            "observability.trace_steps=0",
+            "observability.trace.steps=0",
         ]
 
 

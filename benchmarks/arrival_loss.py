@@ -32,7 +32,7 @@ OVERRIDES = (
     "checkpoint.every_steps=100000",
     "observability.progress=off",
     "observability.dashboard=false",
-    "observability.trace_steps=0",
+    "observability.trace.steps=0",
 )
 
 

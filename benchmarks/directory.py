@@ -94,7 +94,7 @@ def in_process_us(run_spec: RunSpec, num_units: int) -> dict[str, float]:
     planner = StepPlanner.from_config(run_spec.config, 1, run_spec.cost)
     bases = [space.gva(Tier.DRAM, owner, 0) for owner in (0, 1)]
     laps, num_consumed = Laps(), 0
-    units = unit_sequence(num_units, POSITIONS_PER_UNIT, None, None, 0)
+    units = unit_sequence(num_units, POSITIONS_PER_UNIT, None)
     for unit, samples in zip(units, samples_of(num_units), strict=True):
         report, plan = feed_report(unit, samples, bases[0]), planner.plan(unit, samples)
         laps.lap(OTHERS)
@@ -163,8 +163,6 @@ def actor_rate(run_spec: RunSpec, num_units: int) -> tuple[float, float]:
         dp_size=1,
         num_steps=num_units,
         total_positions=None,
-        eval_every=None,
-        num_eval=0,
         start_step=0,
         sampler_state=SamplerState(0),
         cost=run_spec.cost,

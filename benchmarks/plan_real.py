@@ -61,7 +61,7 @@ MODEL = (
     "checkpoint.every_steps=100000",
     "observability.progress=off",
     "observability.dashboard=false",
-    "observability.trace_steps=0",
+    "observability.trace.steps=0",
 )
 """A tower of 21 M parameters and a backbone of 7 M, images of 196 tokens: both take about the same time per sample."""
 

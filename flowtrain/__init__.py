@@ -14,16 +14,20 @@ _FUNCTIONS = (
     "pack",
     "plan",
     "profile",
+    "report",
     "simulate",
+    "status",
+    "trace",
     "train",
 )
-__all__ = ["__version__", *_FUNCTIONS]
+_PLACES = {"Callback": "flowtrain.observability.callback", **dict.fromkeys(_FUNCTIONS, "flowtrain.api")}
+__all__ = ["__version__", *_PLACES]
 
 
 def __getattr__(name: str) -> Any:
     """Import ``train``, ``plan`` and the like when they are first used, so that ``import flowtrain`` stays light."""
-    if name in _FUNCTIONS:
-        return getattr(import_module("flowtrain.api"), name)
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,7 +14,8 @@ from flowtrain.config.run import RunConfig
 from flowtrain.config.starting_file import starting_file
 from flowtrain.controller.resolve import ConfigLike, PlanLike, resolve, start_of
 from flowtrain.errors import ConfigError
-from flowtrain.observability.run_dir import check_run_dir
+from flowtrain.observability.run_dir import RunDir, check_run_dir
+from flowtrain.observability.trace_request import TraceAnswer, TraceWindow, request_trace
 
 if TYPE_CHECKING:
     from flowtrain.allocator.program.solvers import SolverName
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from flowtrain.controller.starting_config import StartingConfig
     from flowtrain.controller.summary import RunSummary
     from flowtrain.costs.profile import Profile
+    from flowtrain.observability.report.status import RunStatus
 
 
 def init(
@@ -72,6 +74,7 @@ def train(
     *,
     plan: PlanLike | None = None,
     devices: int | None = None,
+    callbacks: Sequence[object] = (),
     planned: Callable[[PlanReport], None] = lambda report: None,
     loading: Callable[[RunConfig], AbstractContextManager[object]] = lambda config: nullcontext(),
 ) -> RunSummary:
@@ -84,6 +87,7 @@ def train(
     plan: the ``plan`` of a report of ``flowtrain.plan``, or a ``plan.yaml``. It sets mode, degrees and resources;
         overrides win.
     devices: with ``mode: auto``, at most so many of the cluster's devices.
+    callbacks: follow the run, see ``flowtrain.Callback``; they are called in threads of this process.
     planned: called with the report of the plan that ``mode: auto`` starts.
     loading: context that is entered while libraries are imported.
 
@@ -95,14 +99,17 @@ def train(
     with loading(start.config):
         from flowtrain.controller.auto_mode import planned_on_cluster
         from flowtrain.controller.run import run_training
+        from flowtrain.controller.run_report import report_at_end
 
-    if not start.is_open:
-        return run_training(start.config, resume, plan=start.plan)
-    with planned_on_cluster(start.config, devices) as report:
-        decided = start.decided(report.plan)
-        planned(report)
-        summary = run_training(decided, resume, plan=report.plan)
-        return replace(summary, planned_tokens_per_s=report.tokens_per_s)
+    with report_at_end(start.config) as ending:
+        if not start.is_open:
+            return run_training(start.config, resume, plan=start.plan, callbacks=callbacks)
+        with planned_on_cluster(start.config, devices) as report:
+            decided = start.decided(report.plan)
+            planned(report)
+            ending.planning = report.as_record()
+            summary = run_training(decided, resume, plan=report.plan, callbacks=callbacks)
+            return replace(summary, planned_tokens_per_s=report.tokens_per_s)
 
 
 def dry_run(
@@ -322,13 +329,11 @@ def data_show(
     """Return samples as the model gets them: turns, tokens that bear loss, images, or why they are quarantined.
 
     rows: of one source, from 0.
-    source: its name or its number from 0; None: the only one, or with ``evaluation`` the evaluation's.
+    source: its name or its number from 0; None: the only one. With ``evaluation`` it is a held-out set.
     save_images: a directory to write each image to, as decoded and as the tower gets it.
 
     Raises ConfigError for a row or a source that is not there; DataError or SourceReadError if it cannot be read.
     """
-    if evaluation and source is not None:
-        raise ConfigError(f"source (--source {source}) and evaluation (--eval) name two sources; give one of them")
     resolved = resolve(config, overrides)
     if evaluation and resolved.data.eval is None:
         raise ConfigError("evaluation (--eval): data.eval is not configured; leave --eval out, or set data.eval")
@@ -355,19 +360,72 @@ def doctor(config: ConfigLike, overrides: Sequence[str] = (), *, plan: PlanLike 
         return examine(start.decided(report.plan), report)
 
 
+def trace(
+    run: str | PathLike[str],
+    steps: int = 10,
+    *,
+    profiler: bool = False,
+    memory: bool = False,
+    progress: Callable[[TraceAnswer], None] = lambda answer: None,
+) -> TraceWindow:
+    """Trace the next steps of a run that trains now in another process, and wait until they are done.
+
+    The request goes through a file of the run's directory, ``run``, which only its owner can open.
+
+    profiler, memory: the run also writes what torch's profiler, or the history of device memory, has of these steps.
+    progress: called once when recording begins.
+
+    Raises ConfigError if nothing trains there, FlowTrainError if the run ends before the trace is complete.
+    """
+    return request_trace(RunDir(Path(run).expanduser().absolute()), steps, profiler, memory, progress)
+
+
 def export(
     run: str | PathLike[str],
     to: str | PathLike[str] | None = None,
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    best: bool = False,
 ) -> Exported:
     """Write the last intact checkpoint of a run's directory as a Hugging Face directory, shard by shard.
 
     to: an empty or absent directory; by default ``export`` in the run's, which is replaced.
     dtype: of the weights; float32 is what was trained.
+    best: write the best checkpoint by ``checkpoint.keep_best`` instead.
 
     Raises ConfigError, or CheckpointError if there is nothing to export.
     """
     from flowtrain.controller.export import export_run
 
-    return export_run(Path(run), None if to is None else Path(to), dtype)
+    return export_run(Path(run), None if to is None else Path(to), dtype, best=best)
+
+
+def report(
+    *runs: str | PathLike[str],
+    output: str | PathLike[str] | None = None,
+    steps: tuple[int, int] | None = None,
+    thumbnails: bool = True,
+) -> Path:
+    """Write a page about a run, or about several side by side, and return its path. Needs no cluster and no network.
+
+    runs: directories, or names under ``./runs``; also of runs that go on, were killed, or are of earlier versions.
+    output: by default ``report.html`` in the run's directory; of several runs ``comparison.html`` in this one.
+    steps: the first and the last step of the timeline; by default three from the middle of the trace.
+    thumbnails: show pictures of rejected and generated samples; a process of its own makes them.
+
+    Raises ConfigError for what is no run, for steps that the trace has not, and if the file cannot be written.
+    """
+    from flowtrain.controller.run_report import find_run, write_report
+
+    return write_report([find_run(run) for run in runs], None if output is None else Path(output), steps, thumbnails)
+
+
+def status(run: str | PathLike[str]) -> RunStatus:
+    """Return how a run stands, also while it runs elsewhere; it reads the run's files alone.
+
+    run: a directory, or a name under ``./runs``. Raises ConfigError if it is no run.
+    """
+    from flowtrain.controller.run_report import find_run
+    from flowtrain.observability.report.status import status_of
+
+    return status_of(find_run(run))

@@ -9,7 +9,7 @@ import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer.main
@@ -28,7 +28,9 @@ from flowtrain.config.yaml_text import dump_yaml, parse_yaml
 from flowtrain.controller.planning.planned import is_model_file, planned_model
 from flowtrain.data.sources.base import Record
 from flowtrain.data.sources.registry import index_source, open_source
-from flowtrain.observability.metrics import StepMetrics
+from flowtrain.observability.event_file import NAMES, NOT_WRITTEN
+from flowtrain.types.metrics import StepMetrics
+from flowtrain.types.run_events import GeneratedSample, RunEvent
 from flowtrain.types.samples import RejectReason
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +120,7 @@ def _merge(values: dict[str, Any], fragment: dict[str, Any]) -> None:
         if one in fragment and other in values:
             values[other] = None
     for key, value in fragment.items():
-        if isinstance(value, dict) and isinstance(values.get(key), dict):
+        if isinstance(value, dict) and isinstance(values.get(key), dict) and key != "eval":  # one set, or several
             _merge(values[key], value)
         else:
             values[key] = value
@@ -176,7 +178,7 @@ def test_files_in_the_text_exist(page: Path) -> None:
     for name in code(prose(page)):
         if re.fullmatch(r"[\w.]+(/[\w.]+)+\.(py|toml|yaml|jinja|md)|\w+(/\w+)*/", name) and "runs/" not in name:
             places = (ROOT / name, ROOT / "flowtrain" / name)
-            assert any(place.exists() for place in places) or name in ("export/", "ledger.parquet/"), name
+            assert any(place.exists() for place in places) or name in ("export/", "generated/", "ledger.parquet/"), name
 
 
 @every_page
@@ -212,6 +214,16 @@ def test_tables_name_what_there_is() -> None:
     assert reasons == {reason.value for reason in RejectReason}
 
 
+def test_the_table_of_events_names_what_is_written() -> None:
+    classes = (*get_args(RunEvent), GeneratedSample)
+    written = {field.name for each in classes for field in dataclasses.fields(each)} - NOT_WRITTEN
+    rows = table_rows(ROOT / "docs" / "trackers.md", "events.jsonl")
+    assert [code(row[0])[0] for row in rows] == list(NAMES.values())
+    named = {name for row in rows for name in code(row[1])} | {"step", "timestamp"}
+    values = {"info", "warning", "done", "stopped", "failed"}
+    assert written - {"metrics"} == named - values
+
+
 def test_the_table_of_packs_json_names_what_it_prints(tmp_path: Path) -> None:
     file = tmp_path / "lengths.csv"
     file.write_text("num_image_tiles,num_tokens\n" + "1,20\n" * 8)
@@ -220,12 +232,6 @@ def test_the_table_of_packs_json_names_what_it_prints(tmp_path: Path) -> None:
     assert sorted(documented) == sorted([*record, *record["methods"][0]])
     cells = {name: code(row[1]) for row in table_rows(ROOT / "docs" / "scheduling.md", "JSON") for name in code(row[0])}
     assert set(record["settings"]) <= set(cells["settings"]) and set(record["steps"][0]) <= set(cells["steps"])
-
-
-def test_gauges_are_the_ones_that_are_set() -> None:
-    sink = (ROOT / "flowtrain" / "observability" / "ray_sink.py").read_text()
-    named = set(re.findall(r"ray_(flowtrain_\w+\w)", (ROOT / "docs" / "running.md").read_text()))
-    assert named == set(re.findall(r'_gauge\("(\w+)"', sink))
 
 
 def test_the_picture_is_well_formed() -> None:

@@ -247,6 +247,6 @@ def _config(name: str, source: Path, directory: Path, num_layers: int) -> RunCon
         "scheduler": {"microbatch_tokens": 1024},
         "checkpoint": {"every_steps": 1_000_000},
         "limits": {"stall_timeout_s": 60.0, "stop_timeout_s": 10.0},
-        "observability": {"progress": "off", "dashboard": False, "trace_steps": 0},
+        "observability": {"progress": "off", "dashboard": False, "trace": {"steps": 0}},
     }
     return RunConfig.model_validate(values)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from flowtrain.actors.answering import answering_of
 from flowtrain.actors.link import CoordinatorLink, node_address
 from flowtrain.actors.pooling import join_pool
 from flowtrain.actors.prefetch import Prefetcher
@@ -20,9 +21,11 @@ from flowtrain.actors.reading import Fetched, MicrobatchReader
 from flowtrain.actors.replica_channel import COLLECTIVE_MARGIN_S, channel_of
 from flowtrain.actors.spans import SpanLog
 from flowtrain.actors.timed_stages import TimedStages
+from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.flow.api import CoordinatorApi
+from flowtrain.flow.units import ends_step
 from flowtrain.mempool.pool import Pool
 from flowtrain.models.device import default_device
 from flowtrain.models.families.registry import unchecked_family
@@ -35,8 +38,10 @@ from flowtrain.training.mesh import init_backbone_group, open_listener
 from flowtrain.training.peak import device_peak
 from flowtrain.training.saver import CheckpointSaver, writes_in_background
 from flowtrain.training.trainer import StepResult, Trainer
+from flowtrain.types.evaluation import EvalRounds, GeneratedAnswer
 from flowtrain.types.messages import RankReport
 from flowtrain.types.plan import Degrees, RankStart, StepPlan, UnitKind
+from flowtrain.types.tracing import TraceOrder
 
 T = TypeVar("T")
 
@@ -63,10 +68,13 @@ class BackboneRank:
         self._run_id = run_id
         self._listener: socket.socket | None = None
         self._spans = SpanLog(name)
+        self._windows = Windows(name)
         self._starved_s = 0.0
         self._fetch_s = 0.0
         self._read_nbytes = 0
         self._is_checkpoint_due = False
+        self._pool: Pool | None = None
+        self._saves_s: dict[int, float] = {}  # when the save of a step began
 
     # --- start --------------------------------------------------------------------------------------------------
 
@@ -80,14 +88,19 @@ class BackboneRank:
         return int(self._listener.getsockname()[1])
 
     def start(
-        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+        self,
+        host: str,
+        port: int,
+        checkpoint: str | None,
+        evaluations: tuple[EvalRounds, ...],
+        shard_size: int | None,
     ) -> RankStart:
         """Join the group, build the model, load a checkpoint.
 
         shard_size: data parallel ranks that share one set of shards; None: all.
-        eval_every: steps between evaluation rounds; None: there are none. A checkpoint that is due waits for the round.
+        evaluations: of each held-out set. A checkpoint that is due waits for those after its step.
         """
-        self._eval_every = eval_every
+        self._evaluations = evaluations
         device = default_device(self._config.model.device)
         self._family = unchecked_family(self._config)
         limits = self._config.limits
@@ -130,6 +143,10 @@ class BackboneRank:
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
+    def trace(self, order: TraceOrder) -> tuple[str, ...]:
+        """Trace as the order says, from the next unit on, and wait for the end; returns what failed, and why."""
+        return self._windows.ask(order).result()
+
     def run(self, link: CoordinatorLink, first_unit: int, first_step: int, checkpoint_dir: str) -> None:
         """Run units until the coordinator sends stop; write checkpoints into temporaries under ``checkpoint_dir``.
 
@@ -144,8 +161,10 @@ class BackboneRank:
         self._link = link
         self._saver = self._make_saver(first_step)
         self._health = TrainingHealth(self._config.training, self.trainer, Path(checkpoint_dir), self._wait_saved)
-        self._last_traced_step = first_step + self._config.observability.trace_steps
-        pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
+        self._answering = answering_of(self._config, self._family, self.trainer, self._replica.is_leader)
+        self._spans.follow(link)
+        self._windows.last_step = first_step + self._config.observability.trace.steps
+        pool = self._pool = self._join_pool() if reads_pool(self._config, self.trainer.model, self._group) else None
         prefetcher = self._prefetcher(pool, first_unit)
         step = first_step
         try:
@@ -157,6 +176,7 @@ class BackboneRank:
             if self._config.checkpoint.at_end:
                 self._last_checkpoint(step, checkpoint_dir)
         finally:
+            self._windows.close()
             prefetcher.close(failed=True)
             if pool is not None:
                 pool.close()
@@ -187,10 +207,10 @@ class BackboneRank:
 
     def _run_unit(self, prefetcher: Prefetcher, checkpoint_dir: str) -> tuple[int, bool]:
         """Run a unit; returns its step, and whether another unit follows."""
-        started = time.time()
+        started = self._spans.now_s()
         plan = self._starving(prefetcher.next_plan)
-        if plan.unit.step > self._last_traced_step:
-            self.trainer.stages.record = None  # on an accelerator each span waits for the device
+        is_traced = self._windows.begin(self._group.device, plan.unit.step)
+        self._spans.is_on = self.trainer.stages.spans.is_on = is_traced
         actions = self.trainer.begin_unit(plan)
         is_training = plan.unit.kind is UnitKind.TRAIN
         clock = self._make_clock() if is_training else None
@@ -201,15 +221,17 @@ class BackboneRank:
             partial(self._ran, plan),
         )
         result = self.trainer.finish_unit()
+        generated = () if is_training else self._answers(plan)
         step = plan.unit.step
         verdict = self._health.after_step(step, result) if is_training else Verdict()
         microbatch_s = clock.times() if clock is not None else ()
-        goes_on = self._report(plan, result, started, microbatch_s, verdict.rewound_to)
+        goes_on = self._report(plan, result, started, microbatch_s, verdict.rewound_to, generated)
+        self._windows.end(step)
         self._health.raise_together(verdict.error)
         if is_training:
             self._saver.prepare()
         self._is_checkpoint_due |= step % self._config.checkpoint.every_steps == 0
-        is_its_turn = self._is_checkpoint_due and (not is_training or not self._eval_follows(step))
+        is_its_turn = self._is_checkpoint_due and ends_step(self._evaluations, plan.unit)
         if is_its_turn and self._health.may_save(step):
             self._checkpoint(step, checkpoint_dir)
             self._is_checkpoint_due = False
@@ -233,6 +255,19 @@ class BackboneRank:
         """Note that a microbatch is done; its bytes in the pool were released when it was read."""
         self._fetch_s += fetched.fetch_s
         self._read_nbytes += fetched.read_nbytes
+        if self._answering is not None and plan.unit.kind is UnitKind.EVAL:
+            self._answering.keep(plan, fetched)
+
+    def _answers(self, plan: StepPlan) -> tuple[GeneratedAnswer, ...]:
+        """Let the model answer some samples of an evaluation; the leader of a replica returns the answers."""
+        if self._answering is None:
+            return ()
+        spans, started = self.trainer.stages.spans, time.monotonic()
+        is_on, spans.is_on = spans.is_on, False  # a span of every token would bury others
+        answers = self._answering.answers(plan)
+        spans.is_on = is_on
+        self._spans.add("generate", started, time.monotonic(), samples=len(answers))
+        return answers
 
     def _starving(self, wait: Callable[[], T]) -> T:
         """Wait for the prefetch thread, counting the time."""
@@ -248,6 +283,7 @@ class BackboneRank:
         started: float,
         microbatch_s: tuple[float, ...],
         rewound_to: int | None,
+        generated: tuple[GeneratedAnswer, ...],
     ) -> bool:
         """Report a unit; returns whether another one follows."""
         report = RankReport(
@@ -262,16 +298,20 @@ class BackboneRank:
             num_tokens=result.num_tokens,
             num_target_tokens=result.num_target_tokens,
             started_s=started,
-            finished_s=time.time(),
+            finished_s=self._spans.now_s(),
             starved_s=self._starved_s,
             fetch_s=self._fetch_s,
             read_nbytes=self._read_nbytes,
             microbatch_s=microbatch_s,
             rewound_to=rewound_to,
             host_s=self._take_host_s(),
+            generated=generated,
+            read_by_transport=self._pool.take_read_nbytes() if self._pool is not None else {},
+            sample_losses=result.sample_losses,
         )
         self._starved_s = self._fetch_s = 0.0
         self._read_nbytes = 0
+        self.trainer.stages.spans.collect()
         members = self._replica.collect((report, self._spans.take()))
 
         def finish() -> bool:
@@ -287,12 +327,10 @@ class BackboneRank:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def _eval_follows(self, step: int) -> bool:
-        return self._eval_every is not None and step % self._eval_every == 0
-
     def _checkpoint(self, step: int, checkpoint_dir: str) -> None:
         """Save this rank's share of the state after ``step``, once; the driver commits the checkpoint."""
         if step > self._saver.step:
+            self._saves_s[step] = time.time()
             self._saver.save(step, temporary_directory(Path(checkpoint_dir), step, self._run_id))
 
     def _last_checkpoint(self, step: int, checkpoint_dir: str) -> None:
@@ -329,6 +367,7 @@ class BackboneRank:
         if self._rank != 0:
             return
         if problem is None:
-            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory))
+            duration_s = time.time() - self._saves_s.pop(step)
+            self._link.ask(CoordinatorApi.checkpoint_written, step, str(directory), duration_s)
         else:
             self._link.ask(CoordinatorApi.checkpoint_failed, step, problem)

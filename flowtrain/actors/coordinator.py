@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from flowtrain.costs.model_spec import ModelSpec
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.build import build_flow
 from flowtrain.flow.flow import Flow
+from flowtrain.observability.clocks import monotonic_clock_name
 from flowtrain.types.events import Event
 from flowtrain.types.memory import SegmentExport
 from flowtrain.types.messages import (
@@ -32,6 +34,7 @@ from flowtrain.types.messages import (
 )
 from flowtrain.types.plan import StepPlan
 from flowtrain.types.samples import Rejection
+from flowtrain.types.tracing import ClockReading, TraceSteps
 
 NOTHING_TO_LEASE = LeaseOrder(None, (), stop=False)
 NOTHING_TO_FEED = FeedOrder(None, (), (), stop=False)
@@ -60,6 +63,7 @@ class Coordinator(Answering, CoordinatorApi):
     def __init__(self, make_flow: Callable[[], Flow], poll_s: float = 5.0) -> None:
         self._flow = make_flow()
         self._poll_s = poll_s
+        self._clock_name = monotonic_clock_name()
         self._feed_signal = Signal()
         self._room_signal = Signal()
         self._lease_signal = Signal()
@@ -91,6 +95,10 @@ class Coordinator(Answering, CoordinatorApi):
     async def exports(self) -> tuple[SegmentExport, ...]:
         """See ``CoordinatorApi``."""
         return self._flow.members.exports()
+
+    async def clock(self) -> ClockReading:
+        """See ``CoordinatorApi``."""
+        return ClockReading(self._clock_name, time.monotonic(), self._flow.log.epoch_s)
 
     async def process_lost(self, name: str, for_good: bool = False) -> None:
         """See ``CoordinatorApi``."""
@@ -193,9 +201,9 @@ class Coordinator(Answering, CoordinatorApi):
             self._event_signal.notify()
         return await self.begin(reports[0].unit + 1)
 
-    async def checkpoint_written(self, step: int, directory: str) -> None:
+    async def checkpoint_written(self, step: int, directory: str, duration_s: float = 0.0) -> None:
         """See ``CoordinatorApi``."""
-        self._flow.log.checkpoint_written(step, directory)
+        self._flow.log.checkpoint_written(step, directory, duration_s)
         self._event_signal.notify()
 
     async def checkpoint_failed(self, step: int, reason: str) -> None:
@@ -222,6 +230,10 @@ class Coordinator(Answering, CoordinatorApi):
         """See ``CoordinatorApi``."""
         self._events_ended = True
         self._event_signal.notify()
+
+    async def trace(self, num_steps: int) -> TraceSteps:
+        """See ``CoordinatorApi``."""
+        return self._flow.trace.ask_for(num_steps)
 
     async def request_stop(self) -> None:
         """See ``CoordinatorApi``."""

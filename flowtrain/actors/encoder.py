@@ -18,9 +18,10 @@ import torch
 
 from flowtrain.actors.cores import giving_way
 from flowtrain.actors.encoder_rank import join_replica, load_split
-from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember, join_pool
 from flowtrain.actors.spans import SpanLog
+from flowtrain.actors.windows import Windows
 from flowtrain.config.run import RunConfig
 from flowtrain.data.images import pixels_of_sample
 from flowtrain.errors import OwnerLostError
@@ -32,9 +33,11 @@ from flowtrain.models.encoder import VisionEncoder
 from flowtrain.models.families.registry import unchecked_family
 from flowtrain.training.mesh import open_listener
 from flowtrain.training.tower_group import TowerGroup
+from flowtrain.training.work_spans import WorkSpans
 from flowtrain.types.memory import Extent
 from flowtrain.types.messages import EncoderReport, ImageBytes, Lease, LeaseOrder, PartReady
 from flowtrain.types.samples import Rejection, SampleRef
+from flowtrain.types.tracing import TraceOrder
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class Encoder:
         self._name = name
         self._run_id = run_id
         self._spans = SpanLog(name)
+        self._windows = Windows(name)
         self._blocked_s = 0.0
         self._stopping = threading.Event()
         # One batch is decoded while one is forwarded. More would wait here while another encoder could take them.
@@ -90,9 +94,18 @@ class Encoder:
                 self._port = int(self._listener.getsockname()[1])
             return self._port
 
+    def trace(self, order: TraceOrder) -> tuple[str, ...]:
+        """Profile as the order says until ``end_trace``; returns what failed, and why. Spans are always recorded."""
+        return self._windows.ask(order).result()
+
+    def end_trace(self) -> None:
+        """End what ``trace`` began, with the next batch."""
+        self._windows.end_now()
+
     def run(self, link: CoordinatorLink) -> None:
-        """Encode until the coordinator sends stop."""
+        """Encode until the coordinator sends stop. Waits without limit: the consumer may be slower."""
         self._link = link
+        self._spans.follow(link)
         torch.set_num_threads(self._settings.num_threads)
         self._family = unchecked_family(self._config)
         device = default_device(self._config.model.device)
@@ -100,6 +113,7 @@ class Encoder:
             self._run(device)
 
     def _run(self, device: torch.device) -> None:
+        self._work = WorkSpans(device, self._spans.add)
         self._module = self._load_tower().to(device)
         member = join_pool(
             self._link,
@@ -116,11 +130,13 @@ class Encoder:
         leaser.start()
         try:
             for work in self._decoded(ready):
+                self._windows.begin(device)
                 self._finish(member, work)
             if self._group is not None:
                 self._group.dismiss()
                 self._group.close()
         finally:
+            self._windows.close()
             self._stopping.set()
             self._ahead.release()
             member.pool.close()
@@ -165,10 +181,8 @@ class Encoder:
     def _leases(self, member: PoolMember) -> Iterator[Lease]:
         while True:
             self._ahead.acquire()
-            patience = self._patience()
             order = self._next_order(member)
             while order.lease is None and not order.stop and not self._stopping.is_set():
-                patience.tick()
                 order = self._next_order(member)
             if order.lease is None:
                 return
@@ -181,17 +195,16 @@ class Encoder:
         member.pool.release(order.released)
         return order
 
-    def _patience(self) -> Patience:
-        reason = "no batch to encode: the backbone is slower (lookahead or pool memory), or nothing is sized yet"
-        return Patience(self._name, self._config.limits, lambda: reason, endless=True)
-
     def _read(self, pool: Pool, lease: Lease) -> list[np.ndarray] | None:
         """Return the encoded images of each sample of a lease, uint8; None if their feeder died since the answer."""
+        started = time.monotonic()
         try:
-            return pool.get_batch([images.extents for images in lease.images])
+            found = pool.get_batch([images.extents for images in lease.images])
         except OwnerLostError as error:
-            logger.warning("%s gives lease %d back: %s", self._name, lease.lease_id, error)
+            logger.info("%s gives lease %d back: %s", self._name, lease.lease_id, error)
             return None
+        self._spans.add("fetch", started, time.monotonic(), nbytes=sum(map(len, found)))
+        return found
 
     def _return(self, member: PoolMember, lease: Lease) -> None:
         """Give a lease back, and wait a moment: the controller tells the flow that the feeder died."""
@@ -200,8 +213,7 @@ class Encoder:
         self._stopping.wait(RETRY_S)
 
     def _decode(self, lease: Lease, hold: Hold, data: Sequence[np.ndarray], decoders: ThreadPoolExecutor) -> Work:
-        leased_s = time.monotonic()
-        started = time.time()
+        started = leased_s = time.monotonic()
         pixels: dict[int, PixelValues] = {}
         rejections = []
         outcomes = decoders.map(self._load, lease.refs, lease.images, data)
@@ -210,7 +222,7 @@ class Encoder:
                 rejections.append(outcome)
             else:
                 pixels[ref.position] = outcome
-        self._spans.add("decode", started, time.time(), samples=len(lease.refs))
+        self._spans.add("decode", started, time.monotonic(), samples=len(lease.refs))
         return Work(lease, hold, leased_s, pixels, tuple(rejections))
 
     def _load(self, ref: SampleRef, images: ImageBytes, data: np.ndarray) -> PixelValues | Rejection:
@@ -222,25 +234,26 @@ class Encoder:
 
     def _finish(self, member: PoolMember, work: Work) -> None:
         features = self.encode(work)
-        started = time.time()
+        started = time.monotonic()
         ready = []
         for position in work.lease.needed:
             if position in features:
                 extents = self._write(member.pool, features[position], work.hold)
                 ready.append(PartReady(position, self._encoder, work.lease.epoch, extents))
         member.pool.unhold(work.hold)
-        self._spans.add("put", started, time.time(), samples=len(ready))
+        self._spans.add("put", started, time.monotonic(), samples=len(ready))
+        self._work.caught_up()  # the bytes are in the pool, so the host has waited for the device
+        self._work.collect()
         self._hand_in(member, ready, work.rejections)
 
     def encode(self, work: Work) -> dict[int, list[torch.Tensor]]:
         """Forward a batch. Returns the features of each position's images in order, ``[rows, feature_dim]`` each."""
-        started = time.time()
         flat = [array for arrays in work.pixels.values() for array in arrays]
-        with self._group.forwarding() if self._group is not None else nullcontext():
+        produced = [position for position in work.lease.needed if work.pixels.get(position)]
+        span = self._work.span("encode", produces=produced, images=len(flat), unit=work.lease.batch.unit)
+        with span, self._group.forwarding() if self._group is not None else nullcontext():
             rows = iter(self._module.encode(flat) if flat else [])
-        features = {position: [next(rows) for _ in arrays] for position, arrays in work.pixels.items() if arrays}
-        self._spans.add("encode", started, time.time(), images=len(flat), unit=work.lease.batch.unit)
-        return features
+        return {position: [next(rows) for _ in arrays] for position, arrays in work.pixels.items() if arrays}
 
     def _write(self, pool: Pool, images: Sequence[torch.Tensor], hold: Hold) -> tuple[Extent, ...]:
         """Write a part into its place in the pool, with one copy from the device that also converts its type."""
@@ -263,7 +276,14 @@ class Encoder:
 
     def _hand_in(self, member: PoolMember, ready: Sequence[PartReady], rejections: tuple[Rejection, ...]) -> None:
         blocked_s, self._blocked_s = self._blocked_s, 0.0
-        report = EncoderReport(tuple(ready), rejections, member.pool.stats(), blocked_s, self._spans.take())
+        report = EncoderReport(
+            tuple(ready),
+            rejections,
+            member.pool.stats(),
+            blocked_s,
+            self._spans.take(),
+            read_by_transport=member.pool.take_read_nbytes(),
+        )
         with self._handing_in:
             member.pool.release(self._link.ask(CoordinatorApi.hand_in, member.index, report).refused)
 

@@ -9,15 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from flowtrain.actors.garbage import expect_many_objects
-from flowtrain.actors.link import CoordinatorLink, Patience
+from flowtrain.actors.link import CoordinatorLink
 from flowtrain.actors.pooling import PoolMember, join_pool
+from flowtrain.actors.spans import SpanLog
 from flowtrain.config.run import RunConfig
 from flowtrain.data.feed import Feed, FeederPlace
 from flowtrain.data.sources.base import Buffer
+from flowtrain.data.sources.retries import RETRIES
 from flowtrain.errors import OutOfPoolMemory
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.types.memory import Extent
-from flowtrain.types.messages import FeedReport, PartReady, Remake, Span
+from flowtrain.types.messages import FeedReport, PartReady, Remake
 from flowtrain.types.plan import Unit
 from flowtrain.types.sources import SourceIndex
 
@@ -56,10 +58,12 @@ class Feeder:
         self._place = FeederPlace(feeder, num_feeders)
         self._name = feeder_name(feeder)
         self._segment_nbytes = segment_nbytes
+        self._spans = SpanLog(self._name)
 
     def run(self, link: CoordinatorLink) -> None:
         """Feed until the coordinator sends stop."""
         expect_many_objects()
+        self._spans.follow(link)
         config = self._config
         member = join_pool(
             link,
@@ -72,7 +76,7 @@ class Feeder:
         )
         state = member.joined.sampler_state
         assert state is not None
-        segment = _Segment(self._name, config, link, member)
+        segment = _Segment(link, member)
         feed = Feed.from_config(config, self._indexes, state, segment, self._place)
         try:
             self._serve(link, member, segment, feed)
@@ -100,9 +104,10 @@ class Feeder:
         return tuple([part for order in orders for part in feed.remake(order)])
 
     def _size(self, member: PoolMember, feed: Feed, unit: Unit, consumed: frozenset[int]) -> FeedReport:
-        started = time.time()
+        started = time.monotonic()
         share = feed.next_unit(unit, consumed)
         num_samples = len(share.sized) + len(share.rejections)
+        self._spans.add("size", started, time.monotonic(), step=unit.step, samples=num_samples)
         return FeedReport(
             unit=unit,
             sized=tuple(share.sized),
@@ -111,16 +116,15 @@ class Feeder:
             rejections=tuple(share.rejections),
             sampler_state=feed.state(),
             stats=member.pool.stats(),
-            spans=(Span(self._name, "size", started, time.time(), {"step": unit.step, "samples": num_samples}),),
+            spans=self._spans.take(),
+            num_retries=RETRIES.take(),
         )
 
 
 class _Segment:
-    """The feeder's segment as its shelf; a full one is waited for until the backbone has released memory."""
+    """The feeder's segment as its shelf. While it is full, the feeder waits for the backbone to release memory."""
 
-    def __init__(self, name: str, config: RunConfig, link: CoordinatorLink, member: PoolMember) -> None:
-        self._name = name
-        self._limits = config.limits
+    def __init__(self, link: CoordinatorLink, member: PoolMember) -> None:
         self._link = link
         self._member = member
         self._more_users: Counter[int] = Counter()  # by address: users beside the first
@@ -129,8 +133,6 @@ class _Segment:
         """See ``Shelf``."""
         arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
         nbytes = sum(len(array) for array in arrays)
-        reason = "its pool segment is full of samples not consumed yet"
-        patience = Patience(self._name, self._limits, lambda: reason, endless=True)
         while True:
             try:
                 room = self._member.pool.reserve(nbytes)
@@ -139,7 +141,6 @@ class _Segment:
                 self.free(order.released)
                 if order.stop:
                     raise _Stopped from None
-                patience.tick()
             else:
                 break
         with room:

@@ -183,7 +183,7 @@ class Leader:
         try:
             order = self._lead(location)
         except OwnerLostError as error:
-            logger.warning("microbatch %d of unit %d is asked for again: %s", location.slot, location.unit, error)
+            logger.info("microbatch %d of unit %d is asked for again: %s", location.slot, location.unit, error)
             order = LocatedTexts(location, None)
         if order.rejections:  # before the microbatch can be reported as read
             self._link.ask(CoordinatorApi.reject, self._dp_rank, order.rejections)

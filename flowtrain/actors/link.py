@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import threading
 import time
@@ -137,26 +138,28 @@ def node_address() -> str:
 
 
 class Patience:
-    """Measures a wait: logs warnings with the reason at intervals, and ends the wait at the limit.
+    """Measures a wait of a consumer: logs warnings with the reason at intervals, and ends the wait at the limit.
+
+    A producer has none: it waits for its consumer wherever the consumer is the bottleneck, as in a healthy run.
 
     who: name of the process that waits.
     limits: interval of the warnings, and the limit.
     describe: returns the reason of the wait; called only when a message is due.
-    endless: the wait has no limit (a producer waits for its consumer).
+    warns: False where another process logs the same wait.
     """
 
-    def __init__(self, who: str, limits: LimitsConfig, describe: Callable[[], str], endless: bool = False) -> None:
+    def __init__(self, who: str, limits: LimitsConfig, describe: Callable[[], str], warns: bool = True) -> None:
         self._who = who
         self._describe = describe
         self._warning_s = limits.stall_warning_s
-        self._limit_s = None if endless else limits.stall_timeout_s
+        self._limit_s = limits.stall_timeout_s
         self._started = time.monotonic()
-        self._next_warning_s = self._warning_s
+        self._next_warning_s = self._warning_s if warns else math.inf
 
     def tick(self) -> None:
         """Call after every attempt without a result. Raises StallError at the limit."""
         waited_s = time.monotonic() - self._started
-        if self._limit_s is not None and waited_s >= self._limit_s:
+        if waited_s >= self._limit_s:
             raise StallError(
                 f"{self._who} waited {waited_s:.0f} s, the limit of limits.stall_timeout_s: {self._describe()}"
             )

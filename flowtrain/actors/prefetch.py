@@ -25,6 +25,7 @@ POLL_S = 0.5
 """How often a waiting thread checks its limit and whether it must end."""
 ABANDON_S = 2.0
 """Longest wait for the thread of a rank that has failed."""
+WAY_OUT = "more encoders or feeders, or more CPUs for them, shorten such waits"
 READ, LOST, FAILED = range(3)
 """How a rank's reading of a microbatch ended; the worst result of all ranks counts."""
 
@@ -100,6 +101,7 @@ class Prefetcher:
         self._failed = threading.Event()
         self._error: BaseException | None = None
         self._plan: StepPlan | None = None
+        self._has_delivered = False
         # None: look at the error.
         self._plans: queue.Queue[StepPlan | None] = queue.Queue()
         # The leader asks only for what it has room for, so no rank's queue needs a limit.
@@ -127,6 +129,7 @@ class Prefetcher:
     def next_microbatch(self) -> Fetched:
         """Wait for the next microbatch of the unit whose plan was taken last; raises as ``next_plan``."""
         fetched = self._take(self._microbatches)
+        self._has_delivered = True
         self._room.note_taken()
         return self._reader.complete(fetched)
 
@@ -141,11 +144,7 @@ class Prefetcher:
         self._thread.join(timeout=ABANDON_S if failed else self._limits.stop_timeout_s)
 
     def _take(self, items: queue.Queue[T | None]) -> T:
-        limits = self._limits
-        if self._leader is None:  # the leader can say what the replica waits for, so its limit comes first
-            longer = limits.stall_timeout_s + COLLECTIVE_MARGIN_S
-            limits = limits.model_copy(update={"stall_timeout_s": longer})
-        patience = Patience(self._name, limits, self._describe_wait)
+        patience = self._patience()
         while True:
             try:
                 item = items.get(timeout=POLL_S)
@@ -157,9 +156,20 @@ class Prefetcher:
                 raise self._error
             patience.tick()
 
+    def _patience(self) -> Patience:
+        limits = self._limits
+        changes: dict[str, float] = {}
+        if not self._has_delivered:  # producers load their models meanwhile
+            changes["stall_warning_s"] = max(limits.stall_warning_s, limits.start_limit_s)
+        if self._leader is None:  # the leader can say what the replica waits for: it warns, and its limit comes first
+            changes["stall_timeout_s"] = limits.stall_timeout_s + COLLECTIVE_MARGIN_S
+        if changes:
+            limits = limits.model_copy(update=changes)
+        return Patience(self._name, limits, self._describe_wait, warns=self._leader is not None)
+
     def _describe_wait(self) -> str:
         if self._leader is not None:
-            return self._leader.describe_wait()
+            return f"{self._leader.describe_wait()}; {WAY_OUT}"
         return "the first rank of its replica sends nothing, and knows why"
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -199,7 +209,7 @@ class Prefetcher:
             try:
                 fetched = self._reader.read(self._plan, order)
             except OwnerLostError as lost:
-                logger.warning("%s could not read microbatch %d: %s", self._name, order.location.slot, lost)
+                logger.info("%s could not read microbatch %d: %s", self._name, order.location.slot, lost)
             except Exception as failure:
                 error = failure
         worst = self._channel.highest(FAILED if error is not None else LOST if fetched is None else READ)

@@ -101,7 +101,7 @@ class MicrobatchReader:
     def lead(self, location: MicrobatchLocation) -> LocatedTexts:
         """Return what all ranks need of a microbatch, for the leader; ``read`` comes next. Raises as ``Pool.get``."""
         assert self._pool is not None, "the leader is on the first stage"
-        self._started_s = time.time()
+        self._started_s = time.monotonic()
         self._decoded = None
         texts = self._pool.get_batch([part.extents for part in _texts(location)])
         order = LocatedTexts(location, tuple([data.tobytes() for data in texts]))
@@ -112,7 +112,7 @@ class MicrobatchReader:
 
     def read(self, plan: StepPlan, order: LocatedTexts) -> Fetched:
         """Read this rank's share and assemble the microbatch. Raises as ``Pool.get``."""
-        started, self._started_s = self._started_s or time.time(), None
+        started, self._started_s = self._started_s or time.monotonic(), None
         location, texts = order.location, order.texts
         assert texts is not None
         rejected = {*location.rejected, *(rejection.ref.position for rejection in order.rejections)}
@@ -144,9 +144,10 @@ class MicrobatchReader:
             if self._rows_of is not None:
                 batch = replace(batch, images=self._image_batch(positions, sizes_of, decoded))
         ready = self._staging.mark() if self._staging is not None else None
-        finished = time.time()
-        self._spans.add("fetch", started, finished, unit=plan.unit.index, microbatch=location.slot)
+        finished = time.monotonic()
         read_nbytes = self._read_nbytes(location, rejected)
+        unit = plan.unit.index
+        self._spans.add("fetch", started, finished, unit=unit, microbatch=location.slot, nbytes=read_nbytes)
         return Fetched(location.slot, batch, finished - started, features, ready, read_nbytes)
 
     def complete(self, fetched: Fetched) -> Fetched:
@@ -175,9 +176,9 @@ class MicrobatchReader:
         return sum(extent.nbytes for extent in extents)
 
     def _decode(self, images: ImageReader, location: MicrobatchLocation, leave_out: Collection[int] = ()) -> Decoded:
-        started = time.time()
+        started = time.monotonic()
         decoded = images.read(location, leave_out)
-        self._spans.add("decode", started, time.time(), samples=len(decoded.pixels) + len(decoded.rejections))
+        self._spans.add("decode", started, time.monotonic(), samples=len(decoded.pixels) + len(decoded.rejections))
         return decoded
 
     def _decoded_again(self, order: LocatedTexts, rejected: Collection[int]) -> Decoded | None:

@@ -297,6 +297,22 @@ def doctor(
 
 
 @app.command()
+def trace(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Number of steps, from the next one on.")] = 10,
+    profiler: Annotated[bool, typer.Option("--profiler", help="Also run torch's profiler in these steps.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also keep the history of device memory, and write a snapshot.")
+    ] = False,
+) -> None:
+    """Trace the next steps of a run that trains now, from another shell; no port is opened for it."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.trace import trace as trace_run
+
+        trace_run(_find_run(run), steps, profiler, memory)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
     to: Annotated[
@@ -306,6 +322,7 @@ def export(
         Literal["float32", "bfloat16"],
         typer.Option("--dtype", help="Type of the weights; float32 is what was trained."),
     ] = "float32",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint by checkpoint.keep_best.")] = False,
 ) -> None:
     """Write a run's last checkpoint as a Hugging Face directory."""
     with errors_to_exit_codes():
@@ -315,9 +332,49 @@ def export(
         from flowtrain import api
 
         transformers_logging.disable_progress_bar()
-        exported = api.export(run_path, to, dtype=dtype)
+        exported = api.export(run_path, to, dtype=dtype, best=best)
         later = "; the run is still training: export again for later steps" if exported.is_training else ""
         typer.echo(f"exported step {exported.step} to {exported.directory}{later}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Directories of runs, or names under ./runs.", metavar="RUN...")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            help="File to write; by default RUN/report.html, of several runs comparison.html.",
+            metavar="FILE.html",
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps", help="Steps of the timeline; by default three from the middle of the trace.", metavar="N[-M]"
+        ),
+    ] = None,
+    thumbnails: Annotated[
+        bool, typer.Option("--thumbnails/--no-thumbnails", help="Show pictures of rejected and generated samples.")
+    ] = True,
+) -> None:
+    """Write a page about RUN, or about several side by side: one HTML file without scripts, to be read offline."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.report import report as write
+
+        write(runs, output, steps, thumbnails)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under ./runs.", metavar="RUN")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+) -> None:
+    """Show how RUN stands, also from another shell while it runs."""
+    with errors_to_exit_codes():
+        from flowtrain.cli.status import status as show_status
+
+        show_status(run, as_json)
 
 
 def main() -> None:

@@ -60,7 +60,9 @@ def show(
         str | None,
         typer.Option("--source", help="Name or number of the source; needed if there are several.", metavar="NAME"),
     ] = None,
-    evaluation: Annotated[bool, typer.Option("--eval", help="Take the row from the evaluation.")] = False,
+    evaluation: Annotated[
+        bool, typer.Option("--eval", help="Take the row from a held-out set; --source names it if there are several.")
+    ] = False,
     save_images: Annotated[
         Path | None,
         typer.Option("--save-images", help="Write each image, as decoded and as the tower gets it.", metavar="DIR"),

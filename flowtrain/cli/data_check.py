@@ -164,7 +164,8 @@ def _duplicates(report: DataReport, names: Sequence[str]) -> Iterator[tuple[str,
         rows = ", ".join(f"{names[source]} {row}" for source, row in group[:6])
         yield "", f"the same: {rows}{', ...' if len(group) > 6 else ''}"
     if report.num_leaked:
-        pairs = [f"row {row} is {names[source]} {same}" for row, (source, same) in report.leaked[:SHOWN_ROWS]]
+        leaked = report.leaked[:SHOWN_ROWS]
+        pairs = [f"{names[held_out]} {row} is {names[source]} {same}" for (held_out, row), (source, same) in leaked]
         more = ", ..." if report.num_leaked > SHOWN_ROWS else ""
         yield "evaluation", f"{report.num_leaked:,} of its rows are also trained on: {', '.join(pairs)}{more}"
 

@@ -47,8 +47,11 @@ def plan_tables(
     run.add_row("steps", f"{run_spec.num_steps} of {config.training.global_batch_size} samples")
     for name, size in zip(run_spec.source_names, run_spec.source_sizes, strict=True):
         run.add_row(f"data {name}", f"{size:,} samples")
-    if config.data.eval is not None and run_spec.eval_every is not None:
-        run.add_row("evaluation", f"{run_spec.num_eval:,} samples every {run_spec.eval_every} steps")
+    for (name, held_out), rounds in zip(config.data.eval_sets.items(), run_spec.evaluations, strict=True):
+        label = "evaluation" if config.data.eval is held_out else f"evaluation {name}"
+        count = 0 if config.emulation is not None else min(held_out.num_generated, rounds.num_samples)
+        answered = f", {count:,} of them answered by the model" if count else ""
+        run.add_row(label, f"{rounds.num_samples:,} samples every {rounds.every} steps{answered}")
     run.add_row("order", _order(config))
     run.add_row("oversized", f"more than {config.data.max_seq_len:,} tokens: {config.data.oversized}")
     run.add_row("packing", f"{config.scheduler.packing}, {config.scheduler.microbatch_tokens:,} tokens a microbatch")

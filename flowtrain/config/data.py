@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.secrets import secret_in
@@ -53,10 +54,35 @@ class SourceConfig(StoredConfig):
 
 
 class EvalConfig(StoredConfig):
-    """Held-out evaluation: every ``every_steps`` steps the loss over the first ``max_samples`` samples of a source."""
+    """A held-out set: every ``every_steps`` steps the loss over its first ``max_samples`` samples."""
 
     every_steps: int = Field(100, ge=1)
     max_samples: int = Field(256, ge=1)
+    num_generated: int = Field(0, ge=0)
+    """How many of these samples, from the first on, the model answers after each evaluation: always with the likeliest
+    token. Each token is a forward pass."""
+    max_new_tokens: int = Field(64, ge=1, le=4096)
+    """The most tokens of such an answer; with its prompt it never has more than ``data.max_seq_len``."""
+
+
+THE_SET = "eval"
+"""Name of a held-out set that is given without a name."""
+_ONE_SET, _NAMED_SETS = "(one set)", "(sets by name)"
+EVAL_FORMS = frozenset({_ONE_SET, _NAMED_SETS})
+"""What pydantic adds to the places of faults in ``data.eval``."""
+
+
+def _eval_form(value: Any) -> str:
+    """Which form ``data.eval`` has: a mapping of mappings, none of whose keys is one of a set's."""
+    if not isinstance(value, Mapping) or EvalConfig.model_fields.keys() & value.keys():
+        return _ONE_SET
+    return _NAMED_SETS if all(isinstance(each, Mapping | EvalConfig) for each in value.values()) else _ONE_SET
+
+
+EvalSets = Annotated[
+    Annotated[EvalConfig, Tag(_ONE_SET)] | Annotated[dict[str, EvalConfig], Field(min_length=1), Tag(_NAMED_SETS)],
+    Discriminator(_eval_form),
+]
 
 
 class DataConfig(ConfigModel):
@@ -95,13 +121,27 @@ class DataConfig(ConfigModel):
     one for each device, else one."""
     system_prompt: str | None = None
     """Put before every conversation, if given."""
-    eval: EvalConfig | None = None
+    eval: EvalSets | None = None
+    """A held-out set, or several by name."""
 
     @field_validator("shuffle", mode="before")
     @classmethod
     def _switch(cls, value: Any) -> Any:
         """Take true for ``blocks`` and false for ``none``."""
         return {True: "blocks", False: "none"}[value] if isinstance(value, bool) else value
+
+    @property
+    def eval_sets(self) -> dict[str, EvalConfig]:
+        """The held-out sets by name, in their order."""
+        if self.eval is None:
+            return {}
+        return {THE_SET: self.eval} if isinstance(self.eval, EvalConfig) else self.eval
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """Their names in the quarantine file."""
+        is_one = isinstance(self.eval, EvalConfig)
+        return tuple(name if is_one else f"eval/{name}" for name in self.eval_sets)
 
     @property
     def text_limit_nbytes(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 MOVED_KEYS: Mapping[str, str] = {
     "backbone.pipeline_schedule": "pipeline.schedule",
     "backbone.chunks_per_rank": "pipeline.chunks",
+    "observability.trace_steps": "observability.trace.steps",
 }
 """Keys that have another place now, by their former one."""
 
@@ -23,8 +24,11 @@ def in_todays_words(values: dict[str, Any]) -> None:
     for former, key in MOVED_KEYS.items():
         section, name = former.split(".")
         if isinstance(values.get(section), dict) and name in values[section]:
-            new_section, new_name = key.split(".")
-            values.setdefault(new_section, {})[new_name] = values[section].pop(name)
+            *places, new_name = key.split(".")
+            place = values
+            for each in places:
+                place = place.setdefault(each, {})
+            place[new_name] = values[section].pop(name)
     data = values.get("data")
     if not isinstance(data, dict):
         return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowtrain.config.base import ConfigModel
+from flowtrain.config.trackers import tracker_faults
+from flowtrain.errors import ConfigError
 
 START_BASE_S = 300.0
 """Limit of a start that reads no weights: processes start, import, and meet."""
@@ -82,14 +84,36 @@ class LimitsConfig(ConfigModel):
         return START_BASE_S if self.start_timeout_s is None else self.start_timeout_s
 
 
+class TraceConfig(ConfigModel):
+    """What ``trace.json`` covers; ``flowtrain trace`` traces other steps while the run trains."""
+
+    steps: int = Field(100, ge=0)
+    """Steps from the start or a resume; 0 turns it off."""
+
+
 class ObservabilityConfig(ConfigModel):
     """What a run shows."""
 
     progress: Literal["auto", "plain", "off"] = "auto"
     """``auto``: a live display on a terminal, elsewhere one line every few seconds; ``plain``: always these lines."""
-    trace_steps: int = Field(100, ge=0)
-    """Steps that ``trace.json`` covers, from the start or a resume; 0 turns it off."""
+    trace: TraceConfig = TraceConfig()
     ray_metrics: bool = True
-    """Export gauges to Ray's metrics."""
+    """Export the run's metrics to Ray's (docs/trackers.md)."""
+    trackers: tuple[str, ...] = ()
+    """Who follows the run beside its own files: ``tensorboard``, ``wandb``, ``mlflow``, or a class of your own as
+    ``package.module:Class``, whose code then runs in the driver (docs/trackers.md)."""
+    tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Keyword arguments of trackers, by their names. Credentials come from the environment alone."""
+    report: bool = True
+    """Write ``report.html`` at the end of the run (docs/report.md)."""
+    report_thumbnails: bool = True
+    """Show pictures of rejected and generated samples in it."""
     dashboard: bool = True
     """Start the Ray dashboard on localhost when the run starts its own Ray."""
+
+    @model_validator(mode="after")
+    def _known_trackers(self) -> ObservabilityConfig:
+        fault = next(tracker_faults(self.trackers, self.tracker_options), None)
+        if fault is not None:
+            raise ConfigError(fault.text, [fault])
+        return self

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from flowtrain.config.data import EVAL_FORMS
 from flowtrain.config.earlier import MOVED_KEYS
 from flowtrain.config.yaml_text import Path, dotted
 from flowtrain.errors import ConfigError, Fault, FaultCode
@@ -102,7 +103,7 @@ def _is_echo(details: ErrorDetails) -> bool:
 
 
 def _faults(document: Document, details: ErrorDetails) -> Iterator[Fault]:
-    path, error = tuple(details["loc"]), (details.get("ctx") or {}).get("error")
+    path, error = _path(details), (details.get("ctx") or {}).get("error")
     if isinstance(error, ConfigError):  # raised by our own check, which names its faults
         for fault in error.faults:
             yield replace(fault, text=fault_line(document, path, fault.text))
@@ -113,7 +114,7 @@ def _faults(document: Document, details: ErrorDetails) -> Iterator[Fault]:
 
 def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Path, str]:
     """The code of a fault that pydantic found, the path whose place is shown, and the text."""
-    path, kind, value = tuple(details["loc"]), details["type"], details["input"]
+    path, kind, value = _path(details), details["type"], details["input"]
     context: dict[str, Any] = details.get("ctx") or {}
     key = dotted(path)
     if kind == "missing":
@@ -127,6 +128,11 @@ def _described(document: Document, details: ErrorDetails) -> tuple[FaultCode, Pa
         return FaultCode.VALUE, path, f"{key} = {show_value(value)}: {details['msg']}"
     text = f"{key} = {show_value(value)}: must be {_EXPECTED[kind].format(**context)}"
     return FaultCode.VALUE, path, text + _nearest_value(kind, value, context)
+
+
+def _path(details: ErrorDetails) -> Path:
+    """The keys to a fault; pydantic adds which form of a section it took the value for."""
+    return tuple(part for part in details["loc"] if part not in EVAL_FORMS)
 
 
 def _unknown_key(document: Document, path: Path, value: Any) -> str:

@@ -25,6 +25,8 @@ _FILES = (
     ("data", "sources", ANY, "image_root"),
     ("data", "eval", "path"),
     ("data", "eval", "image_root"),
+    ("data", "eval", ANY, "path"),
+    ("data", "eval", ANY, "image_root"),
     ("model", "chat_template"),
     ("scheduler", "cost_profile"),
     ("emulated", "profile"),
@@ -94,12 +96,15 @@ def looks_like_hub_data(text: str) -> bool:
 
 
 def _holders(value: Any, pattern: tuple[str, ...], walked: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Mappings in ``value`` in which the last name of the pattern is set, with the whole path of that key."""
+    """Mappings in ``value`` in which the last name of the pattern is set, with the whole path of that key.
+
+    A key that is not there is passed over: ``data.eval`` has one of two forms.
+    """
     if len(pattern) == 1:
-        if value is not None and value[pattern[0]] is not None:
+        if isinstance(value, dict) and value.get(pattern[0]) is not None:
             yield value, (*walked, pattern[0])
         return
-    if value is None:
+    if not isinstance(value, dict | list):
         return
     keys: Any = [pattern[0]]
     if pattern[0] == ANY:

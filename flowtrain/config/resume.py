@@ -23,6 +23,10 @@ _MAY_CHANGE = (
     "data.max_rejected_fraction",
     "data.num_feeders",  # every sample is read and sized the same, whoever does it
     "data.read_ahead_blocks",
+    "data.eval.num_generated",  # answers change no loss
+    "data.eval.*.num_generated",
+    "data.eval.max_new_tokens",
+    "data.eval.*.max_new_tokens",
     "scheduler.lookahead_steps",
     "scheduler.cost_profile",  # the coefficients themselves come from the checkpoint
     "encoders.*.data_parallel_size",

@@ -10,6 +10,7 @@ from flowtrain.config.allocator import PLANNER_CHOICES, AllocatorConfig, Planner
 from flowtrain.config.base import ConfigModel
 from flowtrain.config.data import DataConfig
 from flowtrain.config.emulated import EmulatedConfig, emulation_is_asked_for
+from flowtrain.config.evaluation import best_is_known, eval_sets_have_names
 from flowtrain.config.families import family_reads_its_keys
 from flowtrain.config.flow import LimitsConfig, ObservabilityConfig, PoolConfig, SchedulerConfig
 from flowtrain.config.messages import Document, refused
@@ -66,6 +67,8 @@ class RunConfig(ConfigModel):
             _a_frozen_cost_is_given,
             _encoder_names,
             _source_names,
+            eval_sets_have_names,
+            best_is_known,
             _not_yet_parallel,
             _split_encoders_have_a_place,
             ranks_have_whole_devices,

@@ -60,6 +60,9 @@ def _sections(annotation: Any) -> Iterator[tuple[type[ConfigModel], tuple[str, .
     origin = typing.get_origin(annotation)
     if origin is None or origin is typing.Literal:
         return
+    if origin is typing.Annotated:
+        yield from _sections(typing.get_args(annotation)[0])
+        return
     is_union = origin in (typing.Union, types.UnionType)
     for argument in typing.get_args(annotation):
         for section, suffix in _sections(argument):

@@ -1,9 +1,11 @@
-"""Secrets in URLs: a configuration is written into runs and printed in messages, so it may not hold any."""
+"""Secrets: a configuration is written into runs and printed in messages, so it may not hold any."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import unquote
 
 from flowtrain.config.yaml_text import Path, dotted
@@ -21,6 +23,8 @@ _PARAMETER = re.compile(
 )
 _TOKEN = re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|A[KS]IA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,})\b")
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]+")
+_SECRET_NAME = re.compile(r"(?<!image_)token$|secret|passw|credential|api_?key|access_?key|private_?key", re.IGNORECASE)
+HIDDEN = "(hidden)"
 
 
 def secret_in(text: str) -> str | None:
@@ -73,3 +77,35 @@ def _texts(value: object, path: Path) -> Iterator[tuple[Path, str]]:
 def without_queries(text: str) -> str:
     """Return a message whose URLs have lost their parameters, which may be signatures."""
     return _QUERY.sub(r"\1?...", text)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key says that its value is a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain values of a configuration as others may see them.
+
+    Secrets and options of trackers are hidden, URLs lose their parameters, and the home directory is ``~``.
+    """
+    shown: dict[str, Any] = _redacted(values, os.path.expanduser("~/"))
+    return shown
+
+
+def _redacted(value: Any, home: str) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN
+            if key == "tracker_options" or (isinstance(item, str) and is_secret_name(str(key)))
+            else _redacted(item, home)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_redacted(item, home) for item in value]
+    if not isinstance(value, str):
+        return value
+    if secret_in(value) is not None:
+        return HIDDEN
+    shown = without_queries(value)
+    return f"~/{shown.removeprefix(home)}" if shown.startswith(home) else shown

@@ -127,6 +127,9 @@ class CheckpointConfig(ConfigModel):
     at_end: bool = True
     """Without one a run cannot be exported; for runs that only measure."""
     keep: int = Field(2, ge=1)
+    keep_best: str | None = None
+    """Also keep the checkpoint with the lowest ``eval_loss``, or with the lowest one of a held-out set
+    (``eval_loss/<name>``); None: age alone decides."""
     background: Literal["auto"] | bool = "auto"
     """Copy the state to host memory and write it while training goes on. ``auto``: where host memory can hold the
     copy."""

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from flowtrain.controller.prepare import RunSpec
 from flowtrain.errors import RunFileError
+from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.units import eval_position_after
+from flowtrain.observability.files import read_json_lines
+from flowtrain.observability.ledger import LedgerRow, LedgerState, LedgerWriter
+from flowtrain.observability.metrics import MetricsWriter, read_metrics
+from flowtrain.observability.quarantine import QuarantineWriter
+from flowtrain.observability.run_dir import RunDir
+from flowtrain.types.events import LedgerRow as RowMessage
+from flowtrain.types.run_events import RunEvent, StepFinished
+from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection
 
 logger = logging.getLogger(__name__)
+
+MAX_BUFFERED_ROWS = 1 << 16
+"""Rows of the ledger kept in memory between checkpoints; more rows are written earlier."""
 
 
 class AuditWriter(Protocol):
@@ -78,4 +92,94 @@ class AuditFiles:
         return RunFileError(
             f"{writer.path} cannot be written: {error.strerror or error}; {writer.waiting_nbytes} bytes wait to be "
             f"written, {shutil.disk_usage(writer.path.parent).free} bytes are free on its disk; make room there"
+        )
+
+
+class AuditTrail:
+    """Metrics, ledger and quarantine of one run. A resume cuts them back to its step.
+
+    first_step, consumed: steps done before this start, and their positions. note: as of ``AuditFiles``.
+    """
+
+    def __init__(
+        self,
+        run_spec: RunSpec,
+        files: RunDir,
+        first_step: int,
+        consumed: ConsumedPositions,
+        note: Callable[[str], None],
+    ) -> None:
+        self._source_names = (*run_spec.source_names, *run_spec.config.data.eval_names)
+        self._metrics = MetricsWriter(files.metrics)
+        self._ledger = LedgerWriter(files.ledger)
+        self._quarantine = QuarantineWriter(files.quarantine, self._source_names, run_spec.indexes)
+        self._files = AuditFiles(note)
+        self._num_buffered_rows = 0
+        self._metrics.truncate_after(first_step)
+        self._ledger.truncate_after(first_step)
+        first_eval = eval_position_after(run_spec.evaluations, first_step)
+        self.num_rejected = self._quarantine.keep(
+            lambda position: position in consumed if position < EVAL_POSITION_BASE else position < first_eval
+        )
+        """Training samples that the steps before this start rejected."""
+        self.num_skipped = sum(record.get("skipped", False) for record in read_metrics(files.metrics))
+        """Steps before this start that were skipped."""
+        self._known_eval_rows = {
+            (record["source"], record["row"])
+            for record in read_json_lines(files.quarantine)
+            if record["position"] >= EVAL_POSITION_BASE
+        }
+
+    def take(self, event: RunEvent) -> None:
+        """Write a step's line. Raises RunFileError if too many lines wait for room on the disk; so do others below."""
+        if isinstance(event, StepFinished):
+            self._files.attempt(self._metrics, self._metrics.write, event.metrics)
+
+    def add(self, rows: Sequence[RowMessage]) -> None:
+        """Add positions that ended to the ledger."""
+        self._ledger.append([self._ledger_row(row) for row in rows])
+        self._num_buffered_rows += len(rows)
+        if self._num_buffered_rows >= MAX_BUFFERED_ROWS:
+            self._flush_ledger()
+
+    def quarantine(self, rejection: Rejection) -> bool:
+        """Write a rejected sample; returns False for one of an evaluation that an earlier round has rejected too."""
+        if rejection.ref.position >= EVAL_POSITION_BASE:
+            place = self.source_of(rejection), rejection.ref.row
+            if place in self._known_eval_rows:
+                return False
+            self._known_eval_rows.add(place)
+        self._files.attempt(self._quarantine, self._quarantine.write, rejection)
+        return True
+
+    def source_of(self, rejection: Rejection) -> str:
+        """Return the name of a rejected sample's source, as the quarantine has it."""
+        return self._source_names[rejection.ref.source]
+
+    def flush(self) -> None:
+        """Make all files durable. Raises RunFileError if one cannot be written now; its lines then stay in memory."""
+        self._flush_ledger()
+        self._files.attempt(self._metrics, self._metrics.sync)
+        self._files.attempt(self._quarantine, self._quarantine.sync)
+        self._files.check_written(self._ledger, self._metrics, self._quarantine)
+
+    def close(self) -> None:
+        """Close the files; ledger rows after the last flush are dropped. Errors are logged."""
+        for writer in (self._metrics, self._quarantine):
+            self._files.close(writer, writer.close)
+
+    def _flush_ledger(self) -> None:
+        self._num_buffered_rows = 0
+        self._files.attempt(self._ledger, self._ledger.flush)
+
+    def _ledger_row(self, row: RowMessage) -> LedgerRow:
+        return LedgerRow(
+            position=row.position,
+            source=self._source_names[row.source],
+            row=row.row,
+            epoch=row.epoch,
+            step=row.step,
+            dp_rank=row.dp_rank if row.dp_rank >= 0 else None,
+            microbatch=row.slot if row.slot >= 0 else None,
+            state=LedgerState(row.state),
         )

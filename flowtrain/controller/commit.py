@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,16 +22,23 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checkpoint_store import CheckpointMeta
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten
+from flowtrain.types.run_events import CheckpointFinished
 
 
 class Committer:
     """Commits a run's checkpoints. One that cannot become complete does not end training: the next one is tried.
 
-    note: shows a line to the user.
+    note: shows a line to the user. completed: receives each checkpoint that is complete.
     """
 
     def __init__(
-        self, run_spec: RunSpec, files: RunDir, recorder: Recorder, costs: CostKeeper, note: Callable[[str], None]
+        self,
+        run_spec: RunSpec,
+        files: RunDir,
+        recorder: Recorder,
+        costs: CostKeeper,
+        note: Callable[[str], None],
+        completed: Callable[[CheckpointFinished], None] = lambda event: None,
     ) -> None:
         self._run_spec = run_spec
         self._config = run_spec.config
@@ -39,6 +48,7 @@ class Committer:
         self.gradient_reduction: str | None = None
         """As the ranks decided it; None until they have."""
         self._note = note
+        self._completed = completed
         self._cost_file = Diagnostic(files.cost_profile.name, retries=True)
         self._incomplete: CheckpointWritten | None = None
 
@@ -84,10 +94,25 @@ class Committer:
             ) from error
 
     def _complete(self, written: CheckpointWritten) -> None:
+        started_s = time.monotonic()
         self._recorder.flush(written.step)
-        checkpoint_store.commit(Path(written.directory), self._meta(written.step), self._config.checkpoint.keep)
+        settings = self._config.checkpoint
+        final = checkpoint_store.commit(
+            Path(written.directory), self._meta(written.step), settings.keep, settings.keep_best
+        )
         self._recorder.forget_before(written.step)
         self._incomplete = None
+        duration_s = written.duration_s + time.monotonic() - started_s
+        event = CheckpointFinished(
+            step=written.step, duration_s=duration_s, nbytes=_nbytes(final), best_of=self._best_of(final)
+        )
+        self._completed(event)
+
+    def _best_of(self, final: Path) -> str | None:
+        """Return the metric by which a checkpoint is the best of those that are there."""
+        metric = self._config.checkpoint.keep_best
+        best = checkpoint_store.best_first(self._files.checkpoints, metric) if metric is not None else []
+        return metric if best[:1] == [final] else None
 
     def _meta(self, step: int) -> CheckpointMeta:
         degrees = self._run_spec.plan.backbone.degrees
@@ -105,6 +130,7 @@ class Committer:
             num_threads=self._config.backbone.num_threads,
             torch_version=str(torch.__version__),
             gradient_reduction=self.gradient_reduction,
+            metrics=self._recorder.eval_metrics(step),
         )
 
 
@@ -112,3 +138,10 @@ def _trained(config: RunConfig) -> tuple[str, ...]:
     """The keys of the modules that are trained."""
     modules = [name for name in ("connector", "backbone") if name not in config.frozen_modules]
     return (*modules, *(f"encoders.{name}" for name, encoder in config.encoders.items() if encoder.trainable))
+
+
+def _nbytes(directory: Path) -> int | None:
+    """Bytes of a checkpoint's files; None if they cannot be looked at."""
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in directory.iterdir())
+    return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,8 +23,10 @@ from flowtrain.models.initial_weights import LazyTensors, whole_tensors
 from flowtrain.observability.files import sync_directory
 from flowtrain.observability.run_dir import RunDir
 from flowtrain.training.checkpoint import stored_frozen, stored_state
-from flowtrain.training.checkpoint_store import intact_newest_first, read_meta
+from flowtrain.training.checkpoint_store import best_first, corruption_of, intact_newest_first, read_meta
 from flowtrain.training.frozen import add_digests, check_frozen, digests_of, frozen_entries
+
+logger = logging.getLogger(__name__)
 
 ExportDtype = Literal["float32", "bfloat16"]
 
@@ -44,24 +48,30 @@ def export_run(
     to: Path | None = None,
     dtype: ExportDtype = "float32",
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    best: bool = False,
 ) -> Exported:
     """Write the run's last intact checkpoint as a Hugging Face directory, shard by shard.
 
     to: by default ``<run_dir>/export``, which is replaced; any other directory must be empty or absent. The export
     appears whole or not at all. dtype: of the weights; float32 is what was trained. max_shard_nbytes: size of a file of
-    weights, and about the memory that the export takes. Raises ConfigError or CheckpointError if there is nothing to
-    export.
+    weights, and about the memory that the export takes. best: take the best one by ``checkpoint.keep_best`` instead.
+    Raises ConfigError or CheckpointError if there is nothing to export.
     """
     run = RunDir(run_dir.expanduser().absolute())
     config = run.load_config()
     target = run.export if to is None else to.expanduser().absolute()
     if target != run.export and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; name another directory with --to, or remove it")
-    checkpoint = next(intact_newest_first(run.checkpoints), None)
+    checkpoint = next(_best_first(run, config) if best else intact_newest_first(run.checkpoints), None)
     if checkpoint is None and config.emulation is not None:
         raise CheckpointError(
             f"{run.root}: the run's devices were emulated (model.device), so no weights exist and nothing can be "
             "exported; train it on real devices"
+        )
+    if checkpoint is None and best:
+        raise CheckpointError(
+            f"{run.checkpoints}: no complete checkpoint has {config.checkpoint.keep_best} (checkpoint.keep_best) yet; "
+            "export the last one, without --best"
         )
     if checkpoint is None:
         raise CheckpointError(
@@ -70,6 +80,20 @@ def export_run(
     step = read_meta(checkpoint).step
     _write(config, checkpoint, target, getattr(torch, dtype), max_shard_nbytes)
     return Exported(target, step, run.is_held())
+
+
+def _best_first(run: RunDir, config: RunConfig) -> Iterator[Path]:
+    """Yield the intact checkpoints that have the run's metric, from the best on."""
+    metric = config.checkpoint.keep_best
+    if metric is None:
+        raise ConfigError(
+            f"{run.root} keeps no best checkpoint: checkpoint.keep_best is not set; export the last one, without --best"
+        )
+    for checkpoint in best_first(run.checkpoints, metric):
+        if (problem := corruption_of(checkpoint)) is None:
+            yield checkpoint
+        else:
+            logger.warning("checkpoint %s is corrupt and is not used: %s", checkpoint, problem)
 
 
 def _write(config: RunConfig, checkpoint: Path, target: Path, dtype: torch.dtype, max_shard_nbytes: int) -> None:

@@ -81,7 +81,7 @@ def _workload(
     planner = StepPlanner.from_config(config, config.backbone.data_parallel_size, cost)
     sampler = file.sampler(config.seed, data.shuffle, data.shuffle_blocks)
     steps, num_rejected = [], 0
-    for unit in unit_sequence(count, config.training.global_batch_size, total_positions, None, 0):
+    for unit in unit_sequence(count, config.training.global_batch_size, total_positions):
         rows = np.array([draw.ref.row for draw in sampler.take(unit.num_positions)])
         lengths = file.treated(rows, data)
         steps.append(WorkloadStep(lengths, planner.rules(unit)))

@@ -70,8 +70,7 @@ def sized_units(run_spec: RunSpec, num_steps: int | None = None) -> Iterator[Siz
         run_spec.num_steps,
         run_spec.config.training.global_batch_size,
         run_spec.total_positions,
-        run_spec.eval_every,
-        run_spec.num_eval,
+        run_spec.evaluations,
     )
     training = (unit for unit in units if unit.kind is UnitKind.TRAIN)
     with closing(Feed.from_config(run_spec.config, run_spec.indexes)) as feed:

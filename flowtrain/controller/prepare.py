@@ -28,10 +28,12 @@ from flowtrain.flow.units import num_steps_of
 from flowtrain.models.families.base import Family
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.models.tower_plans import TOWER_PLANS
+from flowtrain.observability.trackers.registry import check_trackers
 from flowtrain.pipeline.configured import configured_memory, configured_partition
 from flowtrain.pipeline.partition import Partition
 from flowtrain.scheduler.cost_profile import CostProfile
 from flowtrain.scheduler.run_cost import configured_profile, first_cost
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import CostModel, Degrees
 from flowtrain.types.run_plan import Plan
@@ -50,9 +52,9 @@ class RunSpec:
     model_spec: ModelSpec
     source_names: tuple[str, ...]
     indexes: tuple[SourceIndex, ...]
-    """Files and blocks of the training sources, in the order of ``source_names``, then of the evaluation source."""
-    num_eval: int
-    """Samples of an evaluation round, 0 for none."""
+    """Files and blocks of the training sources, in the order of ``source_names``, then of the held-out sets."""
+    evaluations: tuple[EvalRounds, ...]
+    """Of each held-out set."""
     num_steps: int
     total_positions: int | None
     """``num_steps`` and ``total_positions``: as ``num_steps_of`` returns them."""
@@ -77,9 +79,9 @@ class RunSpec:
         return feeder_need(self.config, self.indexes, self.num_eval, self.plan.feeder.data_parallel_size)
 
     @property
-    def eval_every(self) -> int | None:
-        """Steps between evaluation rounds, None without evaluation."""
-        return self.config.data.eval.every_steps if self.config.data.eval and self.num_eval else None
+    def num_eval(self) -> int:
+        """Samples of the largest evaluation round, 0 for none."""
+        return max((each.num_samples for each in self.evaluations), default=0)
 
     @property
     def epoch_positions(self) -> int:
@@ -95,13 +97,14 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
     """
     check_startable(config)
     check_emulated(config)
+    check_trackers(config.observability)
     indexes = SourceSet.index(config.data)
     sources = SourceSet.from_config(config.data, indexes)
     if sum(sources.sizes) == 0:
         raise ConfigError(f"data.sources: {', '.join(s.name for s in sources.train)} have no rows")
-    num_eval = 0
-    if config.data.eval is not None and sources.evaluation is not None:
-        num_eval = min(config.data.eval.max_samples, len(sources.evaluation))
+    held_out = zip(config.data.eval_sets.values(), sources.all[len(sources.train) :], strict=True)
+    evaluations = tuple([EvalRounds(each.every_steps, min(each.max_samples, len(rows))) for each, rows in held_out])
+    num_eval = max((each.num_samples for each in evaluations), default=0)
     num_steps, total_positions = num_steps_of(config.training, sources.sizes)
     family = family_from_config(config)
     check_parameter_names(config, family)
@@ -127,7 +130,7 @@ def prepare(config: RunConfig, check_pool: bool = True, plan: Plan | None = None
         model_spec=spec,
         source_names=tuple(source.name for source in sources.train),
         indexes=indexes,
-        num_eval=num_eval,
+        evaluations=evaluations,
         num_steps=num_steps,
         total_positions=total_positions,
         cost=first_cost(config, spec, cost_profile),
@@ -245,12 +248,11 @@ def first_flow_settings(run_spec: RunSpec) -> FlowSettings:
         dp_size=degrees.dp,
         num_steps=run_spec.num_steps,
         total_positions=run_spec.total_positions,
-        eval_every=run_spec.eval_every,
-        num_eval=run_spec.num_eval,
         start_step=0,
         sampler_state=sampler_from_config(run_spec.config, tables).state(),
         cost=run_spec.cost,
         num_rejected=0,
         num_seen=0,
         num_feeders=run_spec.plan.feeder.data_parallel_size,
+        evaluations=run_spec.evaluations,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flowtrain.errors import DataError, FlowTrainError, ReplicaLostError, WorkerLostError
 
@@ -34,11 +34,12 @@ class Phase(enum.StrEnum):
 class Restart:
     """Report to the coordinator that this actor's memory is gone, and start it and its other ranks again.
 
-    rank: the encoder rank that died, if it was not the actor itself.
+    rank: the encoder rank that died, if it was not the actor itself. reason: why it died.
     """
 
     name: str
     rank: str | None = None
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class RunState:
             limit = f"limits.max_encoder_restarts is {self._max_restarts}"
             return self._lose(name, f"{name} died {restarts} times ({reason}), {limit}")
         self._restarts[name] = restarts
-        return [Restart(name, None if member == name else member)]
+        return [Restart(name, None if member == name else member, reason)]
 
     def on_overdue(self) -> list[Decision]:
         """The backbone is done, and producers do not return in time. All steps are trained, so nobody needs them."""

@@ -38,10 +38,13 @@ _OVERRIDES = (
     "training.warmup_steps=0",
     "data.eval=null",
     "checkpoint.every_steps=1000000",
+    "checkpoint.keep_best=null",
     "checkpoint.at_end=false",
     "observability.progress=off",
     "observability.dashboard=false",
-    "observability.trace_steps=0",
+    "observability.trace.steps=0",
+    "observability.trackers=[]",
+    "observability.tracker_options={}",
 )
 
 

@@ -33,7 +33,7 @@ class Watcher:
     """Waits for the next event of any actor, in one thread; it never waits for one actor alone.
 
     take: receives every event of the coordinator, in order. note: shows a line to the user. stop: set when the user
-    asks for the end.
+    asks for the end. restarted: receives each restart, once the new actor was asked for.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Watcher:
         take: Callable[[Event], None],
         note: Callable[[str], None],
         stop: threading.Event,
+        restarted: Callable[[Restart], None] = lambda restart: None,
     ) -> None:
         self._actors = actors
         self._state = state
@@ -51,8 +52,11 @@ class Watcher:
         self._take = take
         self._note = note
         self._stop = stop
+        self._restarted = restarted
         self._events = actors.link.start(CoordinatorApi.events)
         self._error: FlowTrainError | None = None
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called after every wait, a second apart at most; it may not raise."""
 
     def results(self, calls: Mapping[str, ray.ObjectRef[Any]], deadline_s: float, what: str) -> list[Any]:
         """Wait for one call to each of some actors, while watching all others; returns the answers.
@@ -109,6 +113,7 @@ class Watcher:
             done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
         if self._events in done:
             self._take_events()
+        self.on_turn()
         for ref, outcome in _outcomes(done, runs).items():
             # ``replace`` has removed the calls of a dead encoder's ranks: their end says nothing about the new ones.
             name = self._actors.runs.pop(ref, None)
@@ -157,6 +162,7 @@ class Watcher:
                 # Before the new process can join: the name must still mean the dead one.
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name)
                 self._actors.replace(decision.name)
+                self._restarted(decision)
             elif isinstance(decision, Abandon):
                 self._note(f"{decision.name} died too often and is given up; the other encoders do its work")
                 self._actors.link.ask(CoordinatorApi.process_lost, decision.name, for_good=True)

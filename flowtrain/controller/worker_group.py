@@ -28,6 +28,7 @@ from flowtrain.controller.state import Role
 from flowtrain.errors import ResourceError
 from flowtrain.flow.flow import Flow
 from flowtrain.training.mesh import LOOPBACK
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.plan import RankStart
 from flowtrain.types.sources import SourceIndex
 
@@ -198,7 +199,7 @@ def _options(
     config: RunConfig, specs: list[ActorSpec], group: PlacementGroup | None
 ) -> Iterator[tuple[ActorSpec, dict[str, Any]]]:
     for spec, index in zip(specs, bundle_indices(specs), strict=True):
-        options: dict[str, Any] = {"name": spec.name, "namespace": namespace_of(config), "max_concurrency": 2}
+        options: dict[str, Any] = {"name": spec.name, "namespace": namespace_of(config), "max_concurrency": 3}
         options["num_cpus"] = spec.plan.num_cpus
         if spec.plan.num_devices:
             options["num_gpus"] = spec.plan.num_devices
@@ -230,10 +231,15 @@ def _construct(
 
 
 def start_backbone(
-    workers: WorkerGroup, backbone: BackboneConfig, checkpoint: str | None, eval_every: int | None, results: Results
+    workers: WorkerGroup,
+    backbone: BackboneConfig,
+    checkpoint: str | None,
+    evaluations: tuple[EvalRounds, ...],
+    results: Results,
 ) -> RankStart:
     """Join the ranks to one process group and load their state; returns the answer of the rank with the slowest device.
 
+    evaluations: of each held-out set.
     results: waits for calls, given by actor name; it raises if they fail or take too long.
     """
     ranks = workers.of_role(Role.BACKBONE)
@@ -243,7 +249,7 @@ def start_backbone(
     host = LOOPBACK if len(set(addresses)) == 1 else addresses[0]
     name, first = next(iter(ranks.items()))
     (port,) = results({name: first.open_rendezvous.remote(host)})
-    args = (host, port, checkpoint, eval_every, shard_size)
+    args = (host, port, checkpoint, evaluations, shard_size)
     starts = results({name: rank.start.remote(*args) for name, rank in ranks.items()})
     slowest: RankStart = min(starts, key=attrgetter("peak.flops"))
     return slowest

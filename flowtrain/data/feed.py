@@ -128,7 +128,7 @@ class Feed:
     def next_unit(self, unit: Unit, consumed: Collection[int] = ()) -> Share:
         """Size and put the feeder's samples of a unit.
 
-        Training units must come in the order of their positions; an evaluation reads the first rows of its source.
+        Training units must come in the order of their positions; an evaluation reads the first rows of its set.
         consumed: positions to draw without sizing them. Raises SourceReadError if a source cannot be read.
         """
         share = Share()
@@ -179,7 +179,7 @@ class Feed:
     def _draws(self, unit: Unit) -> list[Draw]:
         """Return the feeder's draws of a unit."""
         if unit.kind is UnitKind.EVAL:
-            index = self._sources.eval_index
+            index = self._sources.eval_index(unit.eval_set)
             blocks = [self._sources.block_of(index, row) for row in range(unit.num_positions)]
             draws = [
                 Draw(SampleRef(position, index, row, 0), blocks[row]) for row, position in enumerate(unit.positions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, cast
 
 import numpy as np
@@ -53,8 +52,8 @@ class EmulatedEncoder(Encoder):
         }
         patches = [layout.num_patches for each in layouts.values() for layout in each]
         end = self._clock.compute(self._process.times(self._encoder).images_s(self._encoder, patches, self._tp), at)
-        epoch = time.time() - time.monotonic()
-        self._spans.add("encode", at + epoch, end + epoch, images=len(patches), unit=work.lease.batch.unit)
+        produced = [position for position in work.lease.needed if position in layouts]
+        self._spans.add("encode", at, end, produces=produced, images=len(patches), unit=work.lease.batch.unit)
         zero = torch.zeros(1, self._family.pooled_dim(self._encoder))
         return {position: [zero.expand(layout.num_rows, -1) for layout in each] for position, each in layouts.items()}
 

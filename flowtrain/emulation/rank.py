@@ -25,6 +25,7 @@ from flowtrain.training.memory_choice import foreseen_reduction, foreseen_shardi
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.saver import CheckpointSaver
 from flowtrain.training.trainer import Trainer
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.plan import Degrees, DevicePeak, GradientReduction, RankStart, Sharding
 
 T = TypeVar("T")
@@ -57,11 +58,16 @@ class EmulatedRank(BackboneRank):
         return 0
 
     def start(
-        self, host: str, port: int, checkpoint: str | None, eval_every: int | None, shard_size: int | None
+        self,
+        host: str,
+        port: int,
+        checkpoint: str | None,
+        evaluations: tuple[EvalRounds, ...],
+        shard_size: int | None,
     ) -> RankStart:
         """Take the place in the emulated backbone; no process group and no model is built."""
         process, run = self._process, self._process.run
-        self._eval_every, self._family = eval_every, process.family
+        self._evaluations, self._family = evaluations, process.family
         rooms, member = process.rooms(self._dp_rank), self._rank % self._degrees.replica_size
         self._replica, self._reading = ThreadChannel(member, rooms.training), ThreadChannel(member, rooms.reading)
         group = EmulatedGroup(self._rank, self._degrees, rooms.tensor[self._pp_rank])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
+
+import torch
 
 from flowtrain.costs.action_times import ActionTimes, StageWork
 from flowtrain.costs.microbatches import MicrobatchWork
@@ -15,7 +16,8 @@ from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
 from flowtrain.pipeline.image_parts import image_parts
 from flowtrain.pipeline.partition import Partition, Stage
 from flowtrain.training.batch import PackedBatch
-from flowtrain.training.stages import SpanRecorder
+from flowtrain.training.stages import span_args
+from flowtrain.training.work_spans import SpanRecorder, WorkSpans
 from flowtrain.types.plan import Degrees
 
 _Key = tuple[StageModule, int]
@@ -49,13 +51,14 @@ class EmulatedStages:
         self._places = {(stage.module, stage.index): place for place, stage in enumerate(self._flow)}
         self._works = {key: _work_of(partition, self._flow[place], encoder) for key, place in self._places.items()}
         self._encoder, self._gathers_each, self._reduces_each = encoder, gathers_each, reduces_each
-        self.clock, self.record = clock, record
-        dp_rank, self._pp_rank, tp_rank = degrees.coordinates(rank)
+        self.clock = clock
+        self.spans = WorkSpans(torch.device("cpu"), record)
+        dp_rank, self._pp_rank, self._tp_rank = degrees.coordinates(rank)
         first = dp_rank - dp_rank % times.shard_size
         self._shard_ranks = [
-            degrees.rank(each, self._pp_rank, tp_rank) for each in range(first, first + times.shard_size)
+            degrees.rank(each, self._pp_rank, self._tp_rank) for each in range(first, first + times.shard_size)
         ]
-        self._replica_ranks = [degrees.rank(each, self._pp_rank, tp_rank) for each in range(degrees.dp)]
+        self._replica_ranks = [degrees.rank(each, self._pp_rank, self._tp_rank) for each in range(degrees.dp)]
         self._gathered: set[_Key] = set()
         self._num_parts: dict[int, int] = {}
         self._link_free: dict[int, float] = {}
@@ -131,10 +134,7 @@ class EmulatedStages:
         if exposed:
             end += self.clock.scaled(exposed)
             self.clock.wait_until(end)
-        if self.record is not None:
-            epoch = time.time() - time.monotonic()
-            args = {"microbatch": action.microbatch, "module": action.module.value, "stage": action.stage}
-            self.record(name, at + epoch, end + epoch, **args, num_tokens=batch.num_tokens)
+        self.spans.add(name, at, end, **span_args(name, action, batch, self._tp_rank))
         return end
 
     def _microbatch_work(self, action: Action, batch: PackedBatch) -> MicrobatchWork:

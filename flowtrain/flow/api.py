@@ -25,6 +25,7 @@ from flowtrain.types.messages import (
     Span,
 )
 from flowtrain.types.samples import Rejection
+from flowtrain.types.tracing import ClockReading, TraceSteps
 
 
 class CoordinatorApi(Protocol):
@@ -42,6 +43,10 @@ class CoordinatorApi(Protocol):
 
     async def exports(self) -> tuple[SegmentExport, ...]:
         """Return the exports of all living processes."""
+        ...
+
+    async def clock(self) -> ClockReading:
+        """Return this moment on the coordinator's clocks, at once."""
         ...
 
     async def process_lost(self, name: str, for_good: bool = False) -> None:
@@ -107,8 +112,8 @@ class CoordinatorApi(Protocol):
         """
         ...
 
-    async def checkpoint_written(self, step: int, directory: str) -> None:
-        """Report that all ranks have written their shares of a checkpoint; rank 0 reports it."""
+    async def checkpoint_written(self, step: int, directory: str, duration_s: float = 0.0) -> None:
+        """Report that all ranks have written their shares of a checkpoint, and what it took; rank 0 reports it."""
         ...
 
     async def checkpoint_failed(self, step: int, reason: str) -> None:
@@ -127,6 +132,10 @@ class CoordinatorApi(Protocol):
 
     async def end_events(self) -> None:
         """Answer the waiting ``events`` at once, and all later ones: everything was reported."""
+        ...
+
+    async def trace(self, num_steps: int) -> TraceSteps:
+        """Trace so many more steps; returns which. Actors that record only when asked must be asked too."""
         ...
 
     async def request_stop(self) -> None:

@@ -56,7 +56,7 @@ def build_flow(config: RunConfig, model: ModelSpec, settings: FlowSettings) -> F
         dp_size=settings.dp_size,
         num_feeders=settings.num_feeders,
         refitter=CostRefitter(planner if is_refitted(config) else None),
-        last_traced_step=settings.start_step + config.observability.trace_steps,
+        last_traced_step=settings.start_step + config.observability.trace.steps,
         num_rejected=settings.num_rejected,
         num_seen=settings.num_seen,
         whole_units=config.mode == "disaggregated" or config.exchanges_units,
@@ -130,7 +130,8 @@ def _flops_of(spec: ModelSpec, config: RunConfig, sizes: SampleSizes) -> SampleF
 def _order(config: RunConfig, settings: FlowSettings, parts: Parts) -> Order:
     if config.data.order == "deterministic":
         return InOrder()
-    window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, settings.eval_every)
+    closing = {each.every for each in settings.evaluations if each.num_samples}
+    window = ArrivalWindow(config.scheduler.lookahead_steps, settings.num_steps, closing)
     limits = {name: encoder.max_batch_patches for name, encoder in config.encoders.items()}
     make_batches = partial(make_encode_batches, max_batch_patches=limits, alignment=config.pool.alignment)
     return ByArrival(window, parts, make_batches if config.has_encoder_actors else no_batches, settings.sampler_state)

@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from flowtrain.errors import StaleLeaseError
 from flowtrain.flow.eviction import make_room, may_evict
 from flowtrain.flow.feeding import Feeding
+from flowtrain.flow.flow_trace import FlowTrace
 from flowtrain.flow.members import Members
 from flowtrain.flow.microbatches import Microbatches
 from flowtrain.flow.parts import Parts
 from flowtrain.flow.report import EventLog
 from flowtrain.flow.steps import PlannedUnit, Steps
-from flowtrain.types.memory import Extent, Tier
+from flowtrain.types.memory import Extent, SegmentUse, Tier
 from flowtrain.types.messages import (
     EncoderReport,
     FeedOrder,
@@ -46,6 +47,7 @@ class Flow:
     microbatches: what replicas read.
     steps: units.
     log: events for the driver.
+    trace: what the trace gets.
     feeding: what each feeder has sized.
     in_turn: a unit is encoded only when the backbone has read all units before it (``pool.exchange: point_to_point``).
     """
@@ -67,6 +69,7 @@ class Flow:
         self.steps = steps
         self.log = log
         self.feeding = feeding
+        self.trace = FlowTrace(log, members, steps, parts.holdings)
         self._in_turn = in_turn
         self._grown: set[int] = set()  # encoders that have more room than at their last question for a lease
 
@@ -80,6 +83,7 @@ class Flow:
         index, previous = self.members.join(name, node_id)
         if previous is not None:
             self._owner_lost(previous, for_good=False)
+        self.trace.joined(name)
         if feeder is None:
             return Joined(index)
         self.feeding.join(index, feeder)
@@ -96,6 +100,8 @@ class Flow:
             self._owner_lost(index, for_good)
 
     def _owner_lost(self, owner: int, for_good: bool) -> None:
+        if self.members.is_living(owner):
+            self.trace.lost(owner, for_good)
         self.members.withdraw(owner)
         self.log.forget(owner)
         self._grown.discard(owner)
@@ -112,13 +118,15 @@ class Flow:
         if not self.members.is_living(owner):
             return ()
         self.log.stats(owner, report.stats)
+        self.log.retried(report.num_retries)
+        self.trace.occupied(owner)
         refused: list[Extent] = []
         for ready in report.remade:
             try:
                 self.parts.remade(owner, ready)
             except StaleLeaseError:  # meanwhile it was rejected or released
                 refused.extend(ready.extents)
-        self.record(report.spans)
+        self.trace.record(report.spans)
         if report.unit is not None:
             self._take_sized(owner, report.unit, report)
         return tuple(refused)
@@ -164,19 +172,23 @@ class Flow:
         """Take in what an encoder finished. Returns the extents of parts whose lease it no longer holds, to free."""
         if self.members.is_living(owner):
             self.log.stats(owner, report.stats)
+            self.trace.occupied(owner)
         self.log.blocked(report.blocked_s)
-        self.record(report.spans)
+        self.log.read(report.read_by_transport)
+        self.trace.record(report.spans)
         self._reject(report.rejections)
         refused: list[Extent] = []
         has_grown = bool(report.rejections)  # DRAM that was promised to rejected samples is free
         if report.returned is not None:
             self.parts.give_back(owner, report.returned)
+            self.log.retried(1)
             has_grown = True
         for ready in report.ready:
             try:
                 has_grown |= self.parts.ready(owner, ready) is Tier.HBM
             except StaleLeaseError:
                 refused.extend(ready.extents)
+        self.trace.ahead()
         if (has_grown or refused) and self.members.is_living(owner):
             self._grown.add(owner)
         return tuple(refused)
@@ -240,13 +252,15 @@ class Flow:
 
         reports: of the replica's ranks.
         """
-        self.record(spans)
+        self.trace.record(spans)
         if not self.log.finished(reports):
             return False
         unit = reports[0].unit
         rows = self.parts.consume(self.microbatches.end(unit))
         planned, sampler_state = self.steps.finish(unit)
-        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, self.parts.holdings.hbm_nbytes)
+        self.trace.ahead()
+        lookahead = self.microbatches.num_ready_units
+        self.log.unit_done(planned, rows, sampler_state, self.parts.num_produced, lookahead, self._segments())
         return True
 
     def describe_wait(self, unit_index: int, slot: int | None, dp_rank: int) -> str:
@@ -257,9 +271,19 @@ class Flow:
 
     # --- the driver's view --------------------------------------------------------------------------------------
 
-    def record(self, spans: tuple[Span, ...]) -> None:
-        """Keep spans for the trace until its last step is done."""
-        self.log.spans(spans, self.steps.num_done)
+    def _segments(self) -> tuple[SegmentUse, ...]:
+        """Return the use of all segments: in DRAM as their owners reported it, in HBM by the parts that lie there."""
+        name_of, hbm_nbytes_of = self.members.name_of, self.parts.holdings.hbm_nbytes_of
+        dram = [
+            SegmentUse(name_of(owner), Tier.DRAM, stats.used_nbytes, stats.bound_nbytes)
+            for owner, stats in self.log.segments.items()
+        ]
+        hbm = [
+            SegmentUse(name_of(each.process_index), Tier.HBM, hbm_nbytes_of(each.process_index), each.bound_nbytes)
+            for each in self.members.exports()
+            if each.tier is Tier.HBM
+        ]
+        return (*dram, *hbm)
 
     def _reject(self, rejections: Iterable[Rejection]) -> None:
         # A batch that is encoded again has the same bad image again; it counts once.
@@ -267,5 +291,5 @@ class Flow:
 
     def _note_plan(self, planned: PlannedUnit | None) -> None:
         if planned is not None:
-            args: dict[str, int | float | str] = {"step": planned.plan.unit.step}
-            self.record((Span("coordinator", "pack", planned.started_s, planned.finished_s, args),))
+            self.trace.planned(planned)
+            self.trace.ahead()

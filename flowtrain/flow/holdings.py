@@ -25,8 +25,7 @@ class Holdings:
         self._ready_of: defaultdict[int, set[PartRecord]] = defaultdict(set)
         self._released_of: defaultdict[int, list[Extent]] = defaultdict(list)
         self._released_nbytes: defaultdict[int, int] = defaultdict(int)
-        self.hbm_nbytes = 0
-        """Bytes of READY parts in HBM."""
+        self._hbm_nbytes_of: defaultdict[int, int] = defaultdict(int)
 
     def tier_of(self, part: PartRecord, owner: int, extents: tuple[Extent, ...]) -> Tier:
         """Return the tier in which an owner has put a part.
@@ -46,7 +45,7 @@ class Holdings:
         part.tier = tier
         self._ready_of[owner].add(part)
         if tier is not DRAM:
-            self.hbm_nbytes += part.nbytes
+            self._hbm_nbytes_of[owner] += part.nbytes
 
     def release(self, part: PartRecord) -> None:
         """Let the owner of a READY part free its bytes."""
@@ -54,7 +53,7 @@ class Holdings:
         self._ready_of[owner].discard(part)
         self._released_of[owner] += extents
         if part.tier is not DRAM:
-            self.hbm_nbytes -= part.nbytes
+            self._hbm_nbytes_of[owner] -= part.nbytes
         elif len(extents) == 1:
             self._released_nbytes[owner] += part.aligned_nbytes
         else:
@@ -69,8 +68,17 @@ class Holdings:
         """Forget all that a lost owner has. Returns the parts that were READY."""
         self.take_released(owner)
         parts = self._ready_of.pop(owner, set())
-        self.hbm_nbytes -= sum(part.nbytes for part in parts if part.tier is not DRAM)
+        self._hbm_nbytes_of.pop(owner, None)
         return parts
+
+    def hbm_nbytes_of(self, owner: int) -> int:
+        """Return the bytes of an owner's READY parts in HBM."""
+        return self._hbm_nbytes_of.get(owner, 0)
+
+    @property
+    def hbm_nbytes(self) -> int:
+        """Bytes of READY parts in HBM, of all owners."""
+        return sum(self._hbm_nbytes_of.values())
 
     def take_released(self, owner: int) -> tuple[Extent, ...]:
         """Return the extents that an owner may free, each once."""

@@ -20,6 +20,7 @@ class Members:
         self._nodes: dict[str, int] = {}
         self._num_joined: dict[int, int] = {}
         self._index_of_name: dict[str, int] = {}
+        self._name_of: dict[int, str] = {}
         self._living: set[int] = set()
         self._exports: dict[SegmentKey, SegmentExport] = {}
 
@@ -44,12 +45,17 @@ class Members:
         self._num_joined[node] = count + 1
         previous = self._index_of_name.get(name)
         self._index_of_name[name] = index
+        self._name_of[index] = name
         self._living.add(index)
         return index, previous
 
     def index_of(self, name: str) -> int | None:
         """Return the current index of the process called ``name``, or None if it never joined."""
         return self._index_of_name.get(name)
+
+    def name_of(self, process_index: int) -> str:
+        """Return the name of a process that joined."""
+        return self._name_of[process_index]
 
     def is_living(self, process_index: int) -> bool:
         """Whether a process joined and is not known to be dead. Messages of a dead process may still arrive."""

@@ -141,10 +141,20 @@ class Microbatches:
             return None
         return min((unit for unit, record in self._units.items() if record.num_unread), default=None)
 
+    @property
+    def num_ready_units(self) -> int:
+        """Planned units of which no unread microbatch misses a part."""
+        return sum(record.is_complete for record in self._units.values())
+
     def is_read(self, unit: int) -> bool:
         """Whether all microbatches of a planned unit are read."""
         record = self._units.get(unit)
         return record is not None and not record.num_unread
+
+    def is_complete(self, unit: int) -> bool:
+        """Whether a planned unit misses no part."""
+        record = self._units.get(unit)
+        return record is not None and record.is_complete
 
     def reject(self, dp_rank: int, rejection: Rejection) -> bool:
         """Quarantine a sample of a microbatch that a replica is reading; its ranks all leave it out.

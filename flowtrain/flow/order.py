@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -84,20 +84,20 @@ class ArrivalWindow:
     A step's *group* are the positions that it would run in ``deterministic`` order. A position runs at most ``window``
     (W) steps after its group's step; that last step takes it even if it is not ready.
 
-    Some steps close the window: the last one, and every ``close_every``-th one. A closing step takes all that is left
-    of its own and earlier groups, and no step before it takes positions of later groups. So every evaluation comes
-    after the same trained positions as in ``deterministic`` order, and no older position waits in the pool then.
+    Some steps close the window: the last one, and those that an evaluation follows. A closing step takes all that is
+    left of its own and earlier groups, and no step before it takes positions of later groups. So every evaluation
+    comes after the same trained positions as in ``deterministic`` order, and no older position waits in the pool then.
 
     window: W, in steps.
     last_step: the run's last step.
-    close_every: steps between evaluations; None: there are none.
+    close_every: steps between evaluations, of each held-out set.
     """
 
-    def __init__(self, window: int, last_step: int, close_every: int | None = None) -> None:
-        assert window >= 1 and (close_every is None or close_every >= 1), (window, close_every)
+    def __init__(self, window: int, last_step: int, close_every: Collection[int] = ()) -> None:
+        assert window >= 1 and all(every >= 1 for every in close_every), (window, close_every)
         self._window = window
         self._last_step = last_step
-        self._close_every = close_every
+        self._close_every = tuple(close_every)
         self._groups: dict[int, list[int]] = {}  # by step, ascending: positions that no step has taken
 
     def add_group(self, step: int, positions: Sequence[int]) -> None:
@@ -144,9 +144,7 @@ class ArrivalWindow:
 
     def _closing(self, step: int) -> int:
         """Return the first step, from this one on, that closes the window."""
-        if self._close_every is None:
-            return self._last_step
-        return min(self._last_step, -(-step // self._close_every) * self._close_every)
+        return min([self._last_step, *(-(-step // every) * every for every in self._close_every)])
 
 
 class ByArrival:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from flowtrain.flow.steps import PlannedUnit
 from flowtrain.scheduler.refit import CostRefitter
-from flowtrain.scheduler.summary import imbalance, packing_fill
+from flowtrain.scheduler.summary import imbalance, packing_fill, slot_costs, slot_imbalances
 from flowtrain.types.events import (
     CheckpointFailed,
     CheckpointWritten,
@@ -18,9 +20,10 @@ from flowtrain.types.events import (
     SpansRecorded,
     UnitDone,
 )
-from flowtrain.types.memory import PoolStats
+from flowtrain.types.memory import PoolStats, SegmentUse, Tier
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, SamplerState
+from flowtrain.types.tracing import Counter as TraceCounter
 
 
 class EventLog:
@@ -28,7 +31,7 @@ class EventLog:
 
     num_replicas: data parallel replicas of the backbone; each reports for all its ranks.
     refitter: fits the cost of microbatches to the reports.
-    last_traced_step: spans are kept until this step is done.
+    last_traced_step: spans and counters are kept until this step is done.
     num_rejected: training samples rejected so far.
     num_seen: training samples sized or rejected so far.
     """
@@ -45,9 +48,14 @@ class EventLog:
         self.has_news = False
         """Whether the driver must get the events now; spans alone can wait."""
         self._reports: dict[int, list[RankReport]] = {}
-        self._stats: dict[int, PoolStats] = {}
+        self.segments: dict[int, PoolStats] = {}
+        """The last reported occupancy of each living process's DRAM segment."""
         self._blocked_s = 0.0
+        self._read_by_transport: Counter[str] = Counter()
+        self._num_retries = 0
         self._produced_mark = 0
+        self.epoch_s = time.time() - time.monotonic()
+        """What turns the monotonic time of this process into the run's clock."""
 
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call."""
@@ -56,23 +64,48 @@ class EventLog:
         self.has_news = False
         return events
 
+    @property
+    def now_s(self) -> float:
+        """The run's clock now."""
+        return time.monotonic() + self.epoch_s
+
+    def trace_until(self, step: int) -> None:
+        """Keep spans and counters until this step is done, if not longer."""
+        self._last_traced_step = max(self._last_traced_step, step)
+
+    def is_tracing(self, num_done: int) -> bool:
+        """Whether spans and counters are kept now. num_done: steps done so far."""
+        return num_done < self._last_traced_step
+
     def spans(self, spans: tuple[Span, ...], num_done: int) -> None:
         """Keep spans for the trace. num_done: steps done so far."""
-        if spans and num_done < self._last_traced_step:
+        if spans and self.is_tracing(num_done):
             self._events.append(SpansRecorded(spans))
+
+    def counters(self, counters: tuple[TraceCounter, ...]) -> None:
+        """Keep values for the trace; call it only while it is on."""
+        self._events.append(SpansRecorded((), counters))
 
     def stats(self, owner: int, stats: PoolStats | None) -> None:
         """Note the occupancy of a process's segment; None: no new values."""
         if stats is not None:
-            self._stats[owner] = stats
+            self.segments[owner] = stats
 
     def forget(self, owner: int) -> None:
         """Note that a process is gone, with its segment."""
-        self._stats.pop(owner, None)
+        self.segments.pop(owner, None)
 
     def blocked(self, seconds: float) -> None:
         """Add seconds in which an encoder had nothing to encode."""
         self._blocked_s += seconds
+
+    def read(self, by_transport: Mapping[str, int]) -> None:
+        """Add bytes that a process read from the pool."""
+        self._read_by_transport.update(by_transport)
+
+    def retried(self, count: int) -> None:
+        """Add reads of storage or leases that were tried again."""
+        self._num_retries += count
 
     def seen(self, num_samples: int) -> None:
         """Add the number of training samples that were just sized or rejected."""
@@ -85,11 +118,11 @@ class EventLog:
             self.has_news = True
             self._events.append(Rejected(tuple(rejections), self._num_rejected, self._num_seen))
 
-    def checkpoint_written(self, step: int, directory: str) -> None:
-        """Note that all ranks have written their shares of a checkpoint."""
+    def checkpoint_written(self, step: int, directory: str, duration_s: float = 0.0) -> None:
+        """Note that all ranks have written their shares of a checkpoint. duration_s: what it took them."""
         self._events.extend(self._refitter.fitted(step))
         self.has_news = True
-        self._events.append(CheckpointWritten(step, directory))
+        self._events.append(CheckpointWritten(step, directory, duration_s))
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Note that a checkpoint could not be written."""
@@ -102,6 +135,7 @@ class EventLog:
         members: reports of the replica's ranks.
         """
         report = of_replica(members)
+        self.read(report.read_by_transport)
         reports = self._reports.setdefault(report.unit, [])
         reports.append(report)
         return len(reports) == self._num_replicas
@@ -112,7 +146,8 @@ class EventLog:
         rows: tuple[LedgerRow, ...],
         sampler_state: SamplerState,
         num_produced: int,
-        hbm_nbytes: int,
+        lookahead: int,
+        segments: tuple[SegmentUse, ...],
     ) -> None:
         """Note that a unit is consumed.
 
@@ -120,10 +155,13 @@ class EventLog:
         rows: ledger rows of its positions.
         sampler_state: state from which a run continues after it.
         num_produced: positions produced so far in the run.
-        hbm_nbytes: bytes of READY parts in HBM.
+        lookahead: units after it whose parts are all READY.
+        segments: use of the pool.
         """
         plan = planned.plan
         reports = tuple(sorted(self._reports.pop(plan.unit.index), key=attrgetter("dp_rank")))
+        source_losses = _source_losses(reports, rows)
+        reports = tuple([replace(each, sample_losses=()) for each in reports])  # the driver needs no more of them
         self.has_news = True
         self._events.append(
             UnitDone(
@@ -138,16 +176,24 @@ class EventLog:
                 blocked_s=self._blocked_s,
                 produced_samples=num_produced - self._produced_mark,
                 num_rejected=self._num_rejected,
-                pool_dram_nbytes=sum(stats.used_nbytes for stats in self._stats.values()),
-                pool_dram_bound_nbytes=sum(stats.bound_nbytes for stats in self._stats.values()),
+                pool_dram_nbytes=sum(use.used_nbytes for use in segments if use.tier is Tier.DRAM),
+                pool_dram_bound_nbytes=sum(use.bound_nbytes for use in segments if use.tier is Tier.DRAM),
                 ledger=rows,
                 sampler_state=sampler_state,
-                pool_hbm_nbytes=hbm_nbytes,
+                pool_hbm_nbytes=sum(use.used_nbytes for use in segments if use.tier is Tier.HBM),
+                source_losses=source_losses,
+                slot_imbalance=tuple(slot_imbalances(slot_costs(plan)).tolist()),
+                lookahead=lookahead,
+                read_by_transport=dict(self._read_by_transport),
+                retries=self._num_retries,
+                pool=segments,
             )
         )
         self._events.extend(self._refitter.take(plan, reports))
         self._produced_mark = num_produced
         self._blocked_s = 0.0
+        self._read_by_transport.clear()
+        self._num_retries = 0
 
 
 def of_replica(members: Sequence[RankReport]) -> RankReport:
@@ -156,6 +202,9 @@ def of_replica(members: Sequence[RankReport]) -> RankReport:
     Each duration is that of the slowest rank, since the others wait for it at every microbatch. A replica starts with
     its first rank and finishes with its last. Bytes add up.
     """
+    read: Counter[str] = Counter()
+    for member in members:
+        read.update(member.read_by_transport)
     return replace(
         members[0],
         started_s=min(member.started_s for member in members),
@@ -163,6 +212,20 @@ def of_replica(members: Sequence[RankReport]) -> RankReport:
         starved_s=max(member.starved_s for member in members),
         fetch_s=max(member.fetch_s for member in members),
         read_nbytes=sum(member.read_nbytes for member in members),
+        read_by_transport=dict(read),
+        sample_losses=tuple(loss for member in members for loss in member.sample_losses),
         host_s=max((member.host_s for member in members if member.host_s is not None), default=None),
         microbatch_s=tuple(map(max, zip(*(member.microbatch_s for member in members), strict=True))),
     )
+
+
+def _source_losses(reports: Iterable[RankReport], rows: Iterable[LedgerRow]) -> dict[int, float]:
+    """Return the loss of each source, normalised like that of the unit, from the losses of its samples."""
+    source_of = {row.position: row.source for row in rows}
+    sums: defaultdict[int, float] = defaultdict(float)
+    weights: Counter[int] = Counter()
+    for sample in (sample for report in reports for sample in report.sample_losses):
+        source = source_of[sample.position]
+        sums[source] += sample.loss
+        weights[source] += sample.weight
+    return {source: sums[source] / weight for source, weight in sorted(weights.items()) if weight}

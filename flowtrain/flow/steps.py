@@ -24,9 +24,9 @@ class PlannedUnit:
 
     plan: StepPlan
     started_s: float
-    """Start of planning, since the Unix epoch."""
+    """Start of planning, on the monotonic clock."""
     finished_s: float
-    """End of planning, since the Unix epoch."""
+    """End of planning, on the monotonic clock."""
     flops: SampleFlops
     """Model FLOPs of its samples."""
 
@@ -96,7 +96,7 @@ class Steps:
 
     def add_sized(self, unit: Unit, samples: Sequence[SizedSample], sampler_state: SamplerState) -> PlannedUnit | None:
         """Take in the upcoming unit without its rejected samples. Returns its plan if it is planned at once."""
-        started = time.time()
+        started = time.monotonic()
         upcoming = self._upcoming.popleft()
         assert unit == upcoming, f"unit {unit} was reported, not {upcoming}"
         self._order.add(unit, samples, sampler_state)
@@ -110,7 +110,7 @@ class Steps:
         if unit_index not in self._unfinished or unit_index in self._planned:
             return None
         self._asked = unit_index
-        return self._plan(self._unfinished[unit_index], time.time())
+        return self._plan(self._unfinished[unit_index], time.monotonic())
 
     def plan_of(self, unit_index: int) -> StepPlan | None:
         """Return the plan of a unit, or None while it has none."""
@@ -160,6 +160,24 @@ class Steps:
             return not any(unit_index < self._stop_at for unit_index in self._unfinished)
         return self.upcoming() is None and not self._unfinished
 
+    # --- for the trace ------------------------------------------------------------------------------------------
+
+    @property
+    def next_step(self) -> int:
+        """The first training step that no replica has begun."""
+        begun = self._unfinished.get(self._begun)
+        return (begun.step if begun is not None else self.num_done) + 1
+
+    @property
+    def num_sized_ahead(self) -> int:
+        """Units that are sized, after the one that the backbone works on or waits for."""
+        return sum(unit_index > self._current for unit_index in self._unfinished)
+
+    @property
+    def num_encoded_ahead(self) -> int:
+        """Those of them that are planned and miss no part."""
+        return sum(self._microbatches.is_complete(index) for index in self._planned if index > self._current)
+
     def describe_wait(self, unit_index: int) -> str:
         """Return why a unit has no plan."""
         unit, upcoming = self._unfinished.get(unit_index), self.upcoming()
@@ -179,7 +197,7 @@ class Steps:
         unit, samples = chosen
         sizes = self._planner.sizes_of(samples)
         plan = self._planner.plan(unit, sizes)
-        finished = time.time()
+        finished = time.monotonic()
         self._microbatches.add(plan)
         planned = self._planned[unit.index] = PlannedUnit(plan, started, finished, self._flops_of(sizes))
         return planned

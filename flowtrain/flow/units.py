@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from flowtrain.config.training import TrainingConfig
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import FlowSettings
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE
@@ -18,29 +19,44 @@ def unit_sequence(
     num_steps: int,
     global_batch_size: int,
     total_positions: int | None,
-    eval_every: int | None,
-    num_eval: int,
+    evaluations: Sequence[EvalRounds] = (),
     start_step: int = 0,
 ) -> Iterator[Unit]:
     """Yield the run's units after its first ``start_step`` steps.
 
     Step k trains positions [(k-1) * global_batch_size, k * global_batch_size). A resumed run gets the tail of the whole
-    sequence, with the same indices. The evaluation after ``start_step`` is not in it: a checkpoint waits for that.
+    sequence, with the same indices. The evaluations after ``start_step`` are not in it: a checkpoint waits for them.
 
     num_steps: steps of the whole run.
     global_batch_size: positions of a step.
     total_positions: training ends at this position; None: no end.
-    eval_every: steps between evaluation rounds; None: no evaluation.
-    num_eval: samples of an evaluation round; 0: no evaluation.
+    evaluations: of each held-out set. Sets that are due after the same step follow each other in this order.
     start_step: steps done before.
     """
-    every = eval_every if eval_every and num_eval > 0 else None
     for step in range(start_step + 1, num_steps + 1):
-        index = step - 1 + ((step - 1) // every if every else 0)  # earlier training units and earlier rounds
+        index = step - 1 + sum((step - 1) // each.every for each in evaluations if each.num_samples)
         yield _train_unit(index, step, global_batch_size, total_positions)
-        if every and step % every == 0:
-            first = EVAL_POSITION_BASE + (step // every - 1) * num_eval
-            yield Unit(index + 1, UnitKind.EVAL, step, first, num_eval)
+        first = eval_position_after(evaluations, step - 1)
+        for number in sets_due(evaluations, step):
+            index, count = index + 1, evaluations[number].num_samples
+            yield Unit(index, UnitKind.EVAL, step, first, count, eval_set=number)
+            first += count
+
+
+def sets_due(evaluations: Sequence[EvalRounds], step: int) -> list[int]:
+    """Return the numbers of the held-out sets that are evaluated after a step."""
+    return [number for number, each in enumerate(evaluations) if each.num_samples and step % each.every == 0]
+
+
+def eval_position_after(evaluations: Sequence[EvalRounds], step: int) -> int:
+    """Return the first evaluation position after the first ``step`` steps and their evaluations."""
+    return EVAL_POSITION_BASE + sum(step // each.every * each.num_samples for each in evaluations)
+
+
+def ends_step(evaluations: Sequence[EvalRounds], unit: Unit) -> bool:
+    """Whether a unit is the last one of its step: no evaluation follows it."""
+    due = sets_due(evaluations, unit.step)
+    return not due or (unit.kind is UnitKind.EVAL and unit.eval_set == due[-1])
 
 
 def units_left(settings: FlowSettings) -> Iterator[Unit]:
@@ -77,8 +93,7 @@ def _units(settings: FlowSettings, start_step: int, num_steps: int) -> Iterator[
         num_steps,
         settings.global_batch_size,
         settings.total_positions,
-        settings.eval_every,
-        settings.num_eval,
+        settings.evaluations,
         start_step,
     )
 

@@ -253,6 +253,10 @@ class Pool:
         """
         self._reader.copy_to_device(extents, destinations)
 
+    def take_read_nbytes(self) -> dict[str, int]:
+        """Return the bytes that this process has read since the last call, by transport, without views of ``get``."""
+        return self._reader.take_read_nbytes()
+
     def tier_of(self, extent: Extent) -> Tier:
         """Return the tier that an extent lies in."""
         return self._space.translate(extent.gva).tier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -85,6 +86,8 @@ class PoolReader:
         self._fetch_exports = fetch_exports
         self._refreshing = threading.Lock()
         self._closed = False
+        self._counting = threading.Lock()
+        self._read_nbytes: Counter[str] = Counter()
         self._windows: dict[int, np.ndarray] = {}  # bound bytes of same-node peers, by index; ``get`` looks here first
         self._table = PageTable(space)
         self._table.update(own_exports())
@@ -151,6 +154,13 @@ class PoolReader:
             self.refresh()
             raise
 
+    def take_read_nbytes(self) -> dict[str, int]:
+        """As ``Pool.take_read_nbytes``."""
+        with self._counting:
+            read = dict(self._read_nbytes)
+            self._read_nbytes.clear()
+        return read
+
     def refresh(self) -> None:
         """Fetch all exports again, in one thread at a time, so that no older list replaces a newer one."""
         with self._refreshing:
@@ -181,6 +191,9 @@ class PoolReader:
             export = source.export
             base = gva - source.offset
             end = base if export.process_index == self._process_index else base + export.bound_nbytes
+        with self._counting:
+            for transport, _, sources in routes.values():
+                self._read_nbytes[transport.name] += sum([source.nbytes for source in sources])
         return list(routes.values())
 
     def _resolve(self, extent: Extent) -> tuple[Mapping, Transport]:

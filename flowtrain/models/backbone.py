@@ -15,6 +15,7 @@ from flowtrain.models.activation_memory import applied
 from flowtrain.models.attention_backends.base import SegmentOffsets
 from flowtrain.models.connector import ConnectorModule
 from flowtrain.models.deepstack import rows_added
+from flowtrain.models.greedy import greedy_tokens
 from flowtrain.models.loss import weighted_nll_sum
 from flowtrain.models.token_split import join_tokens, slice_length, split_tokens
 from flowtrain.pipeline.actions import MemoryStrategy, StageMemory
@@ -84,8 +85,10 @@ class Backbone(nn.Module):
         feature_index: Tensor,
         sequence_lengths: Sequence[int] | None = None,
         target_index: Tensor | None = None,
+        next_index: Tensor | None = None,
         hidden: Tensor | None = None,
         memory: StageMemory | None = None,
+        row_losses: Tensor | None = None,
     ) -> Tensor:
         """Return the float32 scalar ``sum_t weights[t] * nll[t]`` of one packed microbatch.
 
@@ -104,8 +107,11 @@ class Backbone(nn.Module):
         feature_index: int64 ``[R]``, the token that each row replaces, no token twice.
         sequence_lengths: host copy of the lengths in cu_seqlens. If None, the host waits for the device to read them.
         target_index: int64 ``[n]``, tokens that have a target. If None, the host waits for the device to find them.
+        next_index: int64 ``[n]``; if given, the last stage returns the likeliest token after each of these, int64
+            ``[n]``, instead of the loss.
         hidden: what the stage before returned; None for a first stage.
         memory: what the decoder layers keep for the backward pass; None for the default.
+        row_losses: float32 ``[n]``, filled with ``weights * nll`` of each token of ``target_index``, for a last stage.
         """
         assert weights.dtype == torch.float32, "weights were cast (FSDP's cast_forward_inputs?); they must stay float32"
         offsets = cu_seqlens.tolist() if sequence_lengths is None else [0, *accumulate(sequence_lengths)]
@@ -137,7 +143,9 @@ class Backbone(nn.Module):
         if mesh is not None:
             hidden = join_tokens(hidden, mesh, num_tokens)
         head = self.language_model.get_output_embeddings()
-        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index)
+        if next_index is not None:
+            return greedy_tokens(hidden[0].index_select(0, next_index), head)
+        return weighted_nll_sum(hidden[0], targets, weights, head, rows=target_index, row_losses=row_losses)
 
     def _embed(self, input_ids: Tensor, features: Tensor, feature_index: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Embed the tokens, ``[1, T, H]``, and put the projected features in place of the image tokens.

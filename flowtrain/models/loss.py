@@ -37,6 +37,7 @@ def weighted_nll_sum(
     chunk_tokens: int = CHUNK_TOKENS,
     *,
     rows: Tensor | None = None,
+    row_losses: Tensor | None = None,
 ) -> Tensor:
     """Sum of ``weights[t] * nll[t]`` over the tokens that have a target, as a float32 scalar.
 
@@ -46,6 +47,7 @@ def weighted_nll_sum(
     head: its weight is a plain ``[V, H]``, or a DTensor ``Shard(0)`` on a mesh of one axis; the same for a bias. Ranks
         may have different numbers of rows.
     rows: int64 ``[n]``, the rows that have a target. If None, the host waits for the device to find them.
+    row_losses: float32 ``[n]``, filled with ``weights * nll`` of each of these rows; n must not be 0.
 
     Only rows with a target pass the head. At least one row always passes: so the head's gradient is zero instead of
     missing, and every rank runs the collectives. Softmax and sums are in float32 (in float64 if hidden is).
@@ -61,7 +63,7 @@ def weighted_nll_sum(
     bias = None if head.bias is None else _local_vocabulary(head.bias)[0]
     wants_gradients = torch.is_grad_enabled()
     loss: Tensor = _FusedHeadLoss.apply(
-        hidden, weight, bias, targets, weights, vocabulary, chunk_tokens, wants_gradients
+        hidden, weight, bias, targets, weights, vocabulary, chunk_tokens, wants_gradients, row_losses
     )
     return loss
 
@@ -114,6 +116,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         vocabulary: _Vocabulary,
         chunk_tokens: int,
         wants_gradients: bool,
+        row_losses: Tensor | None,
     ) -> Tensor:
         needed = [wants_gradients and needs for needs in ctx.needs_input_grad[:3]]
         gradients = _Gradients(hidden, weight, needed, num_chunks=-(-len(hidden) // chunk_tokens))
@@ -123,7 +126,10 @@ class _FusedHeadLoss(torch.autograd.Function):
             logits = nn.functional.linear(hidden[rows], weight, bias)
             size = _block_rows(logits, vocabulary)
             blocks = zip(logits.split(size), targets[rows].split(size), weights[rows].split(size), strict=True)
-            loss += sum(_block_loss(*block, vocabulary) for block in blocks)
+            losses = [_block_losses(*block, vocabulary) for block in blocks]
+            loss += sum(each.sum() for each in losses)
+            if row_losses is not None:
+                row_losses[rows] = torch.cat(losses)
             if any(needed):
                 gradients.add(rows, of_logits=logits)
             del logits
@@ -136,7 +142,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("backward ran on this loss before and used up its gradients; compute the loss again")
-        return *(None if gradient is None else gradient.mul_(grad_output) for gradient in gradients), *[None] * 5
+        return *(None if gradient is None else gradient.mul_(grad_output) for gradient in gradients), *[None] * 6
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
@@ -153,8 +159,8 @@ def _block_rows(logits: Tensor, vocabulary: _Vocabulary) -> int:
     return max(1, CPU_BLOCK_NUMBERS // logits.shape[1])
 
 
-def _block_loss(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """Weighted loss of some rows from this rank's logits ``[n, V_local]``; overwrites the logits with their gradient.
+def _block_losses(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _Vocabulary) -> Tensor:
+    """Weighted losses ``[n]`` of some rows, from this rank's logits ``[n, V_local]``, which become their gradient.
 
     Memory traffic is the cost here, so there are few passes over the logits: torch's fused softmax of this rank's
     columns, and one product that turns it into the gradient.
@@ -173,7 +179,7 @@ def _block_loss(logits: Tensor, targets: Tensor, weights: Tensor, vocabulary: _V
     # Written, not subtracted: a subtraction would cancel in bf16 when the target is nearly certain.
     of_target = (weights * torch.expm1(target_logit - log_sum)).to(logits.dtype)
     logits.scatter_(1, columns, torch.where(is_here, of_target, logits.gather(1, columns).squeeze(1))[:, None])
-    return ((log_sum - target_logit) * weights).sum()
+    return (log_sum - target_logit) * weights
 
 
 class _Gradients:

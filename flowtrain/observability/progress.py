@@ -16,8 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 from rich.table import Table
 
+from flowtrain.observability.callback import Callback
 from flowtrain.observability.diagnostics import Diagnostic
-from flowtrain.observability.metrics import StepMetrics
+from flowtrain.types.memory import Tier
+from flowtrain.types.metrics import StepMetrics
+from flowtrain.types.run_events import Noted, RunStarted, StepFinished
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class ProgressState:
         return _share(self.metrics.pool_dram_nbytes, self.pool_bound_nbytes)
 
 
-class ProgressDisplay:
+class ProgressDisplay(Callback):
     """Shows the phases of a run before its first step, then its progress; a context manager.
 
     If the stream breaks, the display is off and its notes go to the log.
@@ -80,6 +83,7 @@ class ProgressDisplay:
         self._status: Status | None = None
         self._output = Diagnostic("the progress display")
         self._live: _LiveView | None = None
+        self._num_encoders = 1
 
     def expect(self, total_steps: int, first_step: int = 0) -> None:
         """Set the run's number of steps, and the number that were done before a resume."""
@@ -98,6 +102,19 @@ class ProgressDisplay:
             self._status.start()
         else:
             self._status.update(text)
+
+    def on_run_start(self, event: RunStarted) -> None:
+        """Note how many encoders there are."""
+        self._num_encoders = event.roles.get("encoder", 0)
+
+    def on_step(self, event: StepFinished) -> None:
+        """Show a finished step."""
+        bound = sum(use.bound_nbytes for use in event.metrics.pool if use.tier == Tier.DRAM.value)
+        self.update(ProgressState(event.metrics, bound, self._num_encoders))
+
+    def on_note(self, event: Noted) -> None:
+        """Show a note."""
+        self.note(event.text)
 
     def update(self, state: ProgressState) -> None:
         """Show a finished step."""

@@ -16,8 +16,7 @@ QUARANTINE_SCHEMA = 1
 class QuarantineWriter:
     """Writes each rejected sample once: where it comes from, the reason, and a detail with the values.
 
-    source_names: name of each training source; the source of evaluation samples is written as ``eval``.
-    indexes: of the training sources, then of the evaluation source.
+    source_names, indexes: of the training sources, then of the held-out sets.
     """
 
     def __init__(self, path: Path, source_names: Sequence[str], indexes: Sequence[SourceIndex]) -> None:
@@ -29,13 +28,12 @@ class QuarantineWriter:
     def write(self, rejection: Rejection) -> None:
         """Append a rejected sample; raises OSError if it cannot be written now. It is then written later."""
         ref = rejection.ref
-        evaluated = ref.position >= EVAL_POSITION_BASE
         file, file_row = self._indexes[ref.source].place_of(ref.row)
         self._lines.append(
             {
                 "schema": QUARANTINE_SCHEMA,
                 "position": ref.position,
-                "source": "eval" if evaluated else self._source_names[ref.source],
+                "source": self._source_names[ref.source],
                 "row": ref.row,
                 "file": file,
                 "file_row": file_row,

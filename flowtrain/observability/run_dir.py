@@ -47,6 +47,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        """One JSON object for each thing that the run told, steps excepted."""
+        return self.root / "events.jsonl"
+
+    @property
     def ledger(self) -> Path:
         """The outcome of every position."""
         return self.root / "ledger.parquet"
@@ -58,13 +63,23 @@ class RunDir:
 
     @property
     def trace(self) -> Path:
-        """Spans of all actors, for Perfetto or Chrome."""
+        """Spans of all actors over the first steps, for Perfetto or Chrome."""
         return self.root / "trace.json"
+
+    @property
+    def windows(self) -> Path:
+        """Traces of steps that were asked for while the run trained, one directory each."""
+        return self.root / "traces"
 
     @property
     def cost_profile(self) -> Path:
         """The measured cost of the run's microbatches, for ``scheduler.cost_profile`` of later runs."""
         return self.root / "cost_profile.json"
+
+    @property
+    def generated(self) -> Path:
+        """What the model answered to held-out samples, with their pictures; a directory for each step."""
+        return self.root / "generated"
 
     @property
     def checkpoints(self) -> Path:

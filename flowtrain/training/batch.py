@@ -13,6 +13,10 @@ from flowtrain.errors import DataError
 
 IGNORED_LABEL = -100
 LossNormalization = Literal["token", "sample"]
+_NOT_FORWARDED = frozenset(
+    {"num_samples", "num_tokens", "num_target_tokens", "images", "positions", "targets_per_sample"}
+)
+"""Fields of a batch that the model does not take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,12 @@ class PackedBatch:
     num_target_tokens: int
     images: ImageBatch | None = None
     """What the pipeline's encoder stages take; None without them. ``features`` is empty then, [0, D]."""
+    next_index: torch.Tensor | None = None
+    """int64 [n], the tokens after which the likeliest ones are asked for instead of the loss; None: the loss is."""
+    positions: tuple[int, ...] = ()
+    """Of its samples, in the order of their sequences; empty for the weightless microbatch."""
+    targets_per_sample: tuple[int, ...] = ()
+    """Tokens of each sample that carry loss."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the batch."""
@@ -95,7 +105,7 @@ class PackedBatch:
 
     def forward_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of ``Backbone.forward``."""
-        names = [field.name for field in fields(self) if not field.name.startswith("num_") and field.name != "images"]
+        names = [field.name for field in fields(self) if field.name not in _NOT_FORWARDED]
         return {name: getattr(self, name) for name in names}
 
 
@@ -150,7 +160,7 @@ def pack_texts(
     ``sample``).
     """
     if not samples:
-        return _weightless(feature_dim, dtype, device, pad_token_id)
+        return weightless(feature_dim, dtype, device, pad_token_id)
     texts = [np.asarray(sample.text, dtype=np.int64) for sample in samples]
     targets = [_shift(text[1]) for text in texts]
     num_targets = [int(np.count_nonzero(target != IGNORED_LABEL)) for target in targets]
@@ -183,6 +193,8 @@ def pack_texts(
         num_samples=len(samples),
         num_tokens=sum(lengths),
         num_target_tokens=sum(num_targets),
+        positions=tuple(sample.position for sample in samples),
+        targets_per_sample=tuple(num_targets),
     )
 
 
@@ -223,7 +235,9 @@ def _check_loss(sample: SampleText, num_targets: int, loss_normalization: LossNo
         )
 
 
-def _weightless(feature_dim: int, dtype: torch.dtype, device: torch.device, pad_token_id: int) -> PackedBatch:
+def weightless(feature_dim: int, dtype: torch.dtype, device: torch.device, pad_token_id: int = 0) -> PackedBatch:
+    """Return the microbatch of a rank that has nothing to run while others do: one token of zero weight."""
+
     def tensor(values: list[int], tensor_dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=tensor_dtype, device=device)
 

@@ -66,6 +66,8 @@ class CheckpointMeta:
     """``microbatch`` or ``step``, as the ranks decided; None in older checkpoints, which summed once a step."""
     trained: tuple[str, ...] = ()
     """Modules that were trained, by the configuration's keys; empty in older checkpoints, which do not say."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The finite held-out losses after the step, by the names that ``checkpoint.keep_best`` has for them."""
     files: dict[str, FileSum] = field(default_factory=dict)
     """Size and checksum of every other file by its name; `commit` fills it in."""
     schema: int = CHECKPOINT_SCHEMA
@@ -89,18 +91,19 @@ def probe_directory(checkpoints: Path, nonce: str) -> Path:
     return checkpoints / f"{_TEMPORARY_PREFIX}probe-{nonce}"
 
 
-def commit(temporary: Path, meta: CheckpointMeta, keep: int) -> Path:
+def commit(temporary: Path, meta: CheckpointMeta, keep: int, keep_best: str | None = None) -> Path:
     """Complete a checkpoint that all ranks have written, and rename it; returns its final directory.
 
-    Then deletes all but the ``keep`` newest complete checkpoints. Temporaries stay, since ranks may be writing the next
-    one. A complete checkpoint of the same step is left as it is: a run that repeats a step gets the same state.
+    Then deletes all but the ``keep`` newest complete checkpoints, and the best by the metric ``keep_best``. Temporaries
+    stay, since ranks may be writing the next one. A complete checkpoint of the same step is left as it is: a run that
+    repeats a step gets the same state.
     May be called again after an OSError. Raises CheckpointError if a file that a rank wrote is gone or cut off.
     """
     final = final_directory(temporary.parent, meta.step)
     if temporary.exists() or problem_of(final) is not None:  # else only the last call's pruning failed
         _complete(temporary, final, meta)
     sync_directory(temporary.parent)
-    _prune(temporary.parent, keep)
+    _prune(temporary.parent, keep, keep_best)
     return final
 
 
@@ -134,6 +137,13 @@ def complete_newest_first(checkpoints: Path) -> Iterator[Path]:
             yield path
         else:
             logger.warning("checkpoint %s is skipped: %s", path, problem)
+
+
+def best_first(checkpoints: Path, metric: str) -> list[Path]:
+    """The complete checkpoints that have a metric, from its lowest value up; of equal ones the earlier comes first."""
+    metas = {path: read_meta(path) for path in _newest_first(checkpoints) if problem_of(path) is None}
+    known = {path: meta.metrics[metric] for path, meta in metas.items() if metric in meta.metrics}
+    return sorted(known, key=lambda path: (known[path], _step_of(path)))
 
 
 def damaged(checkpoints: Path) -> list[Path]:
@@ -239,12 +249,13 @@ def remove_temporaries(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _prune(checkpoints: Path, keep: int) -> None:
+def _prune(checkpoints: Path, keep: int, keep_best: str | None) -> None:
+    best = best_first(checkpoints, keep_best)[:1] if keep_best is not None else []
     complete = 0
     for path in _newest_first(checkpoints):
         if problem_of(path) is None:
             complete += 1
-            if complete <= keep:
+            if complete <= keep or path in best:
                 continue
         _retire(path)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from flowtrain.mempool.host import host_memory
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.snapshot import HostBuffers, Snapshot
-from flowtrain.training.stages import SpanRecorder
+from flowtrain.training.work_spans import SpanRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,9 @@ class CheckpointSaver:
         Raises what ended the save before, unless it was an error of the file system; that was reported.
         """
         self.wait()
-        started_s = time.time()
+        started_s = time.monotonic()
         snapshot = self._take(self._buffers)
-        self._record("checkpoint_copy", started_s, time.time(), step=step)
+        self._record("checkpoint_copy", started_s, time.monotonic(), step=step)
         self._step, self._under_way = step, Future()
         arguments = (step, directory, snapshot, self._under_way)
         if self._buffers is None:
@@ -96,10 +96,10 @@ class CheckpointSaver:
         """Wait for the save that is under way; returns why the last save failed, or None. Raises as ``save``."""
         if self._under_way is None:
             return None
-        started_s, waits = time.time(), not self._under_way.done()
+        started_s, waits = time.monotonic(), not self._under_way.done()
         problem = self._under_way.result()
         if waits:
-            self._record("checkpoint_wait", started_s, time.time(), step=self._step)
+            self._record("checkpoint_wait", started_s, time.monotonic(), step=self._step)
         self._under_way = None
         if problem is None:
             self._saved_step = self._step
@@ -109,9 +109,9 @@ class CheckpointSaver:
     def _run(self, step: int, directory: Path, snapshot: Snapshot, ended: Future[str | None]) -> None:
         try:
             self._use_device()
-            started_s = time.time()
+            started_s = time.monotonic()
             problem = self._write(directory, snapshot)
-            self._record("checkpoint_write", started_s, time.time(), step=step)
+            self._record("checkpoint_write", started_s, time.monotonic(), step=step)
             self._report(step, directory, problem)
             ended.set_result(problem)
         except BaseException as error:  # the training thread raises it at its next wait

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -15,16 +15,10 @@ from flowtrain.training.batch import ImageBatch, PackedBatch
 from flowtrain.training.chunks import ModelChunks, as_fsdp
 from flowtrain.training.mesh import BackboneGroup
 from flowtrain.training.transfers import Transfers
+from flowtrain.training.work_spans import SpanRecorder, WorkSpans
 
 _Slot = tuple[int, int, int | None]
 """Place of a stage in the flow, microbatch, part of it (None: the whole)."""
-
-
-class SpanRecorder(Protocol):
-    """Takes a timed stretch of work; times are seconds since the Unix epoch."""
-
-    def __call__(self, name: str, start_s: float, end_s: float, **args: int | float | str) -> None:
-        """Record one span; ``args`` go into the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +46,10 @@ class Stages:
     of the microbatch; between encoder stages ``[tokens of all its images, D]``; between the two feature rows,
     ``[rows, D]``. Encoder stages may run parts of a microbatch's images; the stage after them joins the parts.
     reduces_each: sum gradients over the data parallel ranks with every microbatch; else with a unit's last one.
-    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient.
-    record: gets the spans ``forward`` and ``backward``; on an accelerator each span waits for the device.
+    take_loss: on ranks of the last stage, gets each microbatch with its loss, a float32 scalar without gradient, and
+        with ``row_losses`` in training the losses of its tokens that have a target, float32 ``[n]``; else None.
+    row_losses: keep these losses.
+    record: gets the spans ``forward`` and ``backward``, on an accelerator with the device's times (``WorkSpans``).
     """
 
     def __init__(
@@ -63,14 +59,17 @@ class Stages:
         *,
         dtype: torch.dtype,
         reduces_each: bool,
-        take_loss: Callable[[PackedBatch, torch.Tensor], None],
+        take_loss: Callable[[PackedBatch, torch.Tensor, torch.Tensor | None], None],
         record: SpanRecorder | None = None,
+        row_losses: bool = False,
     ) -> None:
         self._model = model
         self._group = group
         self._dtype = dtype
         self._reduces_each, self._take_loss = reduces_each, take_loss
-        self.record = record
+        self._keeps_row_losses = row_losses
+        self._row_losses: torch.Tensor | None = None  # of the last forward
+        self.spans = WorkSpans(group.device, record)
         self._transfers = Transfers(group)
         self._flow = model.partition.stages
         self._places = {(stage.module, stage.index): place for place, stage in enumerate(self._flow)}
@@ -102,20 +101,23 @@ class Stages:
 
     def forward_stage(self, action: Action, microbatch: PackedBatch) -> None:
         """Run a stage forward; keeps its graph if a backward follows."""
-        start_s, slot = time.time(), self._slot(action)
+        with self._timed("forward", action, microbatch):
+            self._forward(action, microbatch)
+
+    def _forward(self, action: Action, microbatch: PackedBatch) -> None:
+        slot = self._slot(action)
         stage = self._flow[slot[0]]
         training = self._loss_scale is not None and stage.has_backward
         given = self._input(slot, training)
         with torch.set_grad_enabled(training):
             output = self._run(action, microbatch, given)
         if slot[0] == len(self._flow) - 1:
-            self._take_loss(microbatch, output.detach())
+            self._take_loss(microbatch, output.detach(), self._row_losses)
         else:
             self._hand_on(Payload.ACTIVATION, slot, output.detach())
         if training:
             passes_on = given is not None and given.tensor.requires_grad
             self._graphs[slot] = given if passes_on else None, output
-        self._span("forward", start_s, action, microbatch)
 
     def backward_stage(self, action: Action, microbatch: PackedBatch, *, is_last: bool) -> None:
         """Run a stage backward; its last backward, or each one, also sums gradients over the data parallel ranks.
@@ -123,7 +125,11 @@ class Stages:
         Under hybrid sharding a shard group sums with either of them, and the groups among each other with the last one.
         """
         assert self._loss_scale is not None, "an evaluation has no backward"
-        start_s, slot = time.time(), self._slot(action)
+        with self._timed("backward", action, microbatch):
+            self._backward(action, self._loss_scale, is_last)
+
+    def _backward(self, action: Action, loss_scale: float, is_last: bool) -> None:
+        slot = self._slot(action)
         fsdp = as_fsdp(self._model.stages[action.module, action.stage])
         reduces = is_last or self._reduces_each
         fsdp.set_requires_gradient_sync(reduces)
@@ -133,7 +139,7 @@ class Stages:
         fsdp.set_reshard_after_backward(is_last or self._model.shards_parameters)
         given, output = self._graphs.pop(slot)
         if slot[0] == len(self._flow) - 1:
-            (output * self._loss_scale).backward()
+            (output * loss_scale).backward()
         else:
             torch.autograd.backward(output, self._gradient(slot, output))
         if given is not None:
@@ -141,7 +147,6 @@ class Stages:
                 self._hand_on(Payload.GRADIENT, (*slot[:2], part), gradient)
         elif slot[0] and self._flow[slot[0] - 1].has_backward:
             self._hand_on(Payload.GRADIENT, slot, self._nothing())
-        self._span("backward", start_s, action, microbatch)
 
     def start_transfers(self, launches: Sequence[tuple[Action, PackedBatch]]) -> None:
         """Launch neighbouring sends and receives together; both ends know the shape from their microbatch."""
@@ -153,11 +158,6 @@ class Stages:
         if action.kind is ActionKind.WAIT_IRECV:
             assert action.payload is not None
             self._received[action.payload, self._slot(action)] = tensor
-
-    def synchronize(self) -> None:
-        """Wait for the accelerator, where there is one."""
-        if self._group.device.type != "cpu":
-            torch.accelerator.synchronize(self._group.device)
 
     # --- computing ----------------------------------------------------------------------------------------------
 
@@ -176,6 +176,10 @@ class Stages:
         if module.is_first_stage and given is not None:
             assert len(given.tensor) == len(batch.feature_index), "feature rows and image tokens differ in number"
             kwargs["features"], hidden = given.tensor, None
+        self._row_losses = None
+        if self._keeps_row_losses and self._loss_scale is not None and module.is_last_stage and batch.num_target_tokens:
+            self._row_losses = torch.empty(batch.num_target_tokens, device=self._group.device)
+            kwargs["row_losses"] = self._row_losses
         output = module(**kwargs, hidden=hidden, memory=action.memory)
         return output
 
@@ -255,9 +259,19 @@ class Stages:
         length = sum(map(shape.num_rows if is_last else shape.num_tokens, sizes))
         return length, shape.feature_width if is_last else shape.width_after(self._flow[producer].layers.stop)
 
-    def _span(self, name: str, start_s: float, action: Action, batch: PackedBatch) -> None:
-        if self.record is None:
-            return
-        self.synchronize()
-        args = {"microbatch": action.microbatch, "module": action.module.value, "stage": action.stage}
-        self.record(name, start_s, time.time(), **args, num_tokens=batch.num_tokens)
+    def _timed(self, name: str, action: Action, batch: PackedBatch) -> AbstractContextManager[None]:
+        if not self.spans.is_on:
+            return nullcontext()
+        return self.spans.span(name, **span_args(name, action, batch, self._group.tp_rank))
+
+
+def span_args(name: str, action: Action, batch: PackedBatch, tp_rank: int) -> dict[str, Any]:
+    """Return what the trace says of a stage's work; the forward of the first stage consumes the features."""
+    is_first = action.module is StageModule.BACKBONE and action.stage == 0 and tp_rank == 0
+    return {
+        "consumes": batch.positions if is_first and name == "forward" else (),
+        "microbatch": action.microbatch,
+        "module": action.module.value,
+        "stage": action.stage,
+        "num_tokens": batch.num_tokens,
+    }

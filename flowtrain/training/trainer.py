@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from flowtrain.config.run import RunConfig
 from flowtrain.errors import CheckpointError, ConfigError
 from flowtrain.pipeline.actions import Action, MemoryStrategy, Schedule
 from flowtrain.pipeline.configured import configured_memory
-from flowtrain.pipeline.executor import carried_schedule, checked_schedule
+from flowtrain.pipeline.executor import carried_schedule, checked_schedule, execute
 from flowtrain.training import checkpoint
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.checkpoint_writer import write_snapshot
@@ -36,8 +36,10 @@ from flowtrain.training.optimizer import (
     sum_of_squares,
 )
 from flowtrain.training.snapshot import HostBuffers, Snapshot, copy_nbytes, take_snapshot
-from flowtrain.training.stages import SpanRecorder, Stages
+from flowtrain.training.stages import Stages
 from flowtrain.training.tied import TiedEmbeddings
+from flowtrain.training.work_spans import SpanRecorder
+from flowtrain.types.messages import SampleLoss
 from flowtrain.types.plan import StepPlan, UnitKind
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a unit; equal on all ranks."""
+    """Result of a unit; equal on all ranks, except ``sample_losses``."""
 
     loss: float
     """Under the configured normalisation. 0 if every sample was rejected: num_samples is 0, and no update was made."""
@@ -56,6 +58,8 @@ class StepResult:
     num_samples: int
     num_tokens: int
     num_target_tokens: int
+    sample_losses: tuple[SampleLoss, ...] = ()
+    """Only those of the samples whose loss this rank computed; empty unless the data has several sources."""
 
     @property
     def is_finite(self) -> bool:
@@ -72,8 +76,8 @@ class Trainer:
 
     group: the process groups, with degrees, rank and device.
     num_steps: training steps of the run, for the learning rate schedule.
-    record: gets the spans ``forward``, ``backward``, ``optimizer``. On an accelerator each span waits for the device,
-        so set `record` to None once the trace is complete.
+    record: gets the spans ``forward``, ``backward``, ``optimizer``; on an accelerator once the device has passed them
+        and ``stages.spans.collect`` is called.
     before_optimizer: gets the model with its full, corrected gradients before clipping (for tests).
     resume_from: a checkpoint's directory; of the model's first weights only frozen ones are then read.
     """
@@ -106,10 +110,13 @@ class Trainer:
             reduces_each=config.backbone.gradient_reduction == "microbatch",
             take_loss=self._take_loss,
             record=record,
+            row_losses=len(config.data.sources) > 1,  # with one source its loss is that of the step
         )
         self._plan: StepPlan | None = None
         self._totals = UnitTotals()
         self._loss_sums: list[torch.Tensor] = []
+        self._row_losses: list[tuple[PackedBatch, torch.Tensor]] = []
+        self._next_tokens: list[torch.Tensor] = []
         self._frozen_parts, self._merged_digests = frozen_parts(self.model, group), merged_digests(family, group)
         self._frozen: dict[str, Any] | None = None
         if resume_from is not None:
@@ -121,7 +128,7 @@ class Trainer:
         assert plan.dp_size == degrees.dp, (plan.dp_size, degrees)
         assert self._plan is None, "the unit before has not been finished"
         self._plan = plan
-        self._totals, self._loss_sums = UnitTotals(), []
+        self._totals, self._loss_sums, self._row_losses = UnitTotals(), [], []
         training = plan.unit.kind is UnitKind.TRAIN
         self.model.train(training)
         # FSDP averages over the replicas; the loss is a sum over them.
@@ -137,13 +144,30 @@ class Trainer:
         carried = plan.schedules[self.group.dp_rank] if plan.schedules else ()
         if carried:
             return carried_schedule(carried, partition, num_microbatches=size, training=training, memory=self._memory)
+        return self._named_schedule(size, training)
+
+    def _named_schedule(self, num_microbatches: int, training: bool) -> Schedule:
         return checked_schedule(
             self._run_config.pipeline.schedule,
-            partition,
-            num_microbatches=size,
+            self.model.partition,
+            num_microbatches=num_microbatches,
             training=training,
             memory=self._memory if training else MemoryStrategy.KEEP,
         )
+
+    def next_tokens(self, batches: Sequence[PackedBatch]) -> list[int]:
+        """Run microbatches that ask for next tokens; returns these in their order, on ranks of the last stage alone.
+
+        Collective, between two units, with as many microbatches on every rank. Sharded parameters stay whole until
+        ``ModelChunks.reshard``.
+        """
+        assert self._plan is None and self.stages.is_idle, "a unit has not been finished"
+        self.model.train(False)
+        actions = self._named_schedule(len(batches), training=False)[self.group.pp_rank]
+        self.stages.begin(None, actions)
+        execute(actions, self.stages, lambda number: batches[number])
+        found, self._next_tokens = self._next_tokens, []  # the last stage runs microbatches in their order
+        return torch.cat(found).tolist() if found else []
 
     def finish_unit(self) -> StepResult:
         """Reduce the totals; in training, also correct the gradients for rejected samples, clip and update."""
@@ -154,19 +178,17 @@ class Trainer:
         if plan.unit.kind is UnitKind.EVAL:
             self.model.reshard()  # an evaluation has no backward that does it
             return _result(totals, actual, None, None)
-        start_s = time.time()
         factor = learning_rate_factor(plan.unit.step, self.num_steps, self.config)
         grad_norm = 0.0
-        if actual:
-            correction = planned_denominator(plan, self.config.loss_normalization) / actual
-            grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
-        else:
-            logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.stages.record is not None:
-            self.stages.synchronize()
-            self.stages.record("optimizer", start_s, time.time())
-        return _result(totals, actual, grad_norm, self.config.learning_rate * factor)
+        with self.stages.spans.span("optimizer"):
+            if actual:
+                correction = planned_denominator(plan, self.config.loss_normalization) / actual
+                grad_norm = self._update(correction, factor, math.isfinite(totals.loss_sum))
+            else:
+                logger.warning("step %d: every sample was rejected, the weights stay as they are", plan.unit.step)
+            self.optimizer.zero_grad(set_to_none=True)
+        result = _result(totals, actual, grad_norm, self.config.learning_rate * factor)
+        return replace(result, sample_losses=self._sample_losses())
 
     def _update(self, correction: float, lr_factor: float, loss_is_finite: bool) -> float:
         """One optimizer step, if loss and gradients are finite; returns the norm of the gradients before clipping."""
@@ -177,6 +199,7 @@ class Trainer:
         if self._before_optimizer is not None:
             self._before_optimizer(self.model)
         norm = self._gradient_norm()
+        self.stages.spans.caught_up()  # the host has waited for the norm
         if not (loss_is_finite and math.isfinite(norm)):
             return norm  # see training/health.py
         if (clip := clip_factor(norm, self.config.max_grad_norm)) < 1.0:
@@ -233,11 +256,33 @@ class Trainer:
         trained = [each for _, each in self.model.named_parameters() if each.requires_grad]
         return sum(copy_nbytes(parameter, self.group.device) * (1 + adam) for parameter in trained)
 
-    def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor) -> None:
-        """Count a microbatch; only one rank of its replica counts."""
-        if self.group.tp_rank == 0:
+    def _take_loss(self, batch: PackedBatch, loss_sum: torch.Tensor, row_losses: torch.Tensor | None) -> None:
+        """Count a microbatch; only one rank of its replica counts. Instead of a loss it may give next tokens."""
+        if batch.next_index is not None:
+            self._next_tokens.append(loss_sum)
+        elif self.group.tp_rank == 0:
             self._totals = self._totals.plus(batch)
             self._loss_sums.append(loss_sum)
+            if row_losses is not None:
+                self._row_losses.append((batch, row_losses))
+
+    def _sample_losses(self) -> tuple[SampleLoss, ...]:
+        """The losses of this rank's samples; fetches those of all tokens from the device, once."""
+        if not self._row_losses:
+            return ()
+        batches, rows = zip(*self._row_losses, strict=True)
+        losses = torch.cat(rows).cpu().numpy()
+        counts = [count for batch in batches for count in batch.targets_per_sample]
+        # A sample whose loss is not finite leaves the others as they are.
+        sums = np.bincount(np.repeat(np.arange(len(counts)), counts), weights=losses, minlength=len(counts)).tolist()
+        positions = [position for batch in batches for position in batch.positions]
+        by_token = self.config.loss_normalization == "token"
+        return tuple(
+            [
+                SampleLoss(position, loss, count if by_token else 1)
+                for position, loss, count in zip(positions, sums, counts, strict=True)
+            ]
+        )
 
     def _reduced_totals(self) -> UnitTotals:
         """All ranks' totals; fetches the microbatches' losses from the device, once, and adds them in float64."""

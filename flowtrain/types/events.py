@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from flowtrain.types.memory import SegmentUse
 from flowtrain.types.messages import RankReport, Span
 from flowtrain.types.plan import CostModel, Flops, Unit
 from flowtrain.types.samples import Rejection, SamplerState
+from flowtrain.types.tracing import Counter
 from flowtrain.types.wire import message
 
-METRICS_SCHEMA = 1
 LEDGER_SCHEMA = 1
 CHECKPOINT_SCHEMA = 2
 
@@ -71,6 +72,18 @@ class UnitDone:
     """Where a resume continues after this unit."""
     pool_hbm_nbytes: int = 0
     """Bytes of READY parts in HBM."""
+    source_losses: dict[int, float] = field(default_factory=dict)
+    """Loss of each source with samples in the unit, by its index. Empty for an evaluation, and with one source."""
+    slot_imbalance: tuple[float, ...] = ()
+    """Of each slot, the cost of its costliest microbatch over the mean, minus one."""
+    lookahead: int = 0
+    """Units after this one whose parts are all READY."""
+    read_by_transport: dict[str, int] = field(default_factory=dict)
+    """Bytes that ranks and encoders read from the pool since the last unit's end, by transport."""
+    retries: int = 0
+    """Reads of storage and leases that were tried again since the last unit's end."""
+    pool: tuple[SegmentUse, ...] = ()
+    """The segments of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +103,8 @@ class CheckpointWritten:
 
     step: int
     directory: str
+    duration_s: float = 0.0
+    """Seconds from the copy of the state until all ranks had written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +138,10 @@ class CostFitted:
 
 @dataclass(frozen=True, slots=True)
 class SpansRecorded:
-    """Spans for the trace."""
+    """Spans and counters for the trace."""
 
     spans: tuple[Span, ...]
+    counters: tuple[Counter, ...] = ()
 
 
 Event = UnitDone | Rejected | CheckpointWritten | CheckpointFailed | CostFitted | SpansRecorded

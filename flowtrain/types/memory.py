@@ -94,6 +94,19 @@ class PoolStats:
     """Share of the free bytes that lie outside the largest free run; promised bytes count as free here."""
 
 
+@message
+class SegmentUse:
+    """How much of a process's segment is in use, in bytes."""
+
+    name: str
+    """Name of the process's actor."""
+    tier: Tier
+    used_nbytes: int
+    """In DRAM with what is promised to leases; in HBM of READY parts."""
+    bound_nbytes: int
+    """Bytes that have physical memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Memory that a host has and can use now, in bytes."""

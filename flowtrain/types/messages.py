@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flowtrain.types.evaluation import EvalRounds, GeneratedAnswer
 from flowtrain.types.memory import Extent, PoolStats
 from flowtrain.types.plan import CostModel, EncodeBatch, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import Rejection, SampleRef, SamplerState, SizedSample
@@ -103,11 +104,26 @@ class Span:
     name: str
     """Kind of work."""
     start_s: float
-    """Since the Unix epoch."""
+    """On the run's clock: seconds since the Unix epoch, by the coordinator's node."""
     end_s: float
-    """Since the Unix epoch."""
+    """As ``start_s``."""
     args: dict[str, int | float | str] = field(default_factory=dict)
     """Details that the trace shows."""
+    produces: tuple[int, ...] = ()
+    """Positions whose features it produced: arrows lead from it to the spans that consume them."""
+    consumes: tuple[int, ...] = ()
+    """Positions whose features it consumed."""
+
+
+@message
+class SampleLoss:
+    """The loss of one sample of a step."""
+
+    position: int
+    loss: float
+    """Sum over its target tokens; with ``loss_normalization: sample`` their mean."""
+    weight: int
+    """What the losses of several samples are divided by: its target tokens, or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +150,9 @@ class RankReport:
     num_target_tokens: int
     """Tokens that carry loss, over all ranks."""
     started_s: float
-    """Since the Unix epoch."""
+    """On the run's clock, as of ``Span``."""
     finished_s: float
-    """Since the Unix epoch."""
+    """On the run's clock."""
     starved_s: float
     """Seconds that this rank waited for plans and microbatches since its last report."""
     fetch_s: float
@@ -149,6 +165,12 @@ class RankReport:
     """Bytes of features or encoded images that this rank read for the unit."""
     host_s: float | None = None
     """On an emulated device: seconds of the unit in which it neither computed nor waited for data or another rank."""
+    generated: tuple[GeneratedAnswer, ...] = ()
+    """Of an evaluation, from the first rank of the replica: what the model answered to some of its samples."""
+    read_by_transport: dict[str, int] = field(default_factory=dict)
+    """Bytes that this rank read from the pool since its last report, texts included, by transport."""
+    sample_losses: tuple[SampleLoss, ...] = ()
+    """Of the samples of a training step whose loss this rank computed; empty if all samples are of one source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +185,6 @@ class FlowSettings:
     """Steps of the whole run."""
     total_positions: int | None
     """Training positions of the whole run; None if ``num_steps`` alone ends it."""
-    eval_every: int | None
-    """Steps between evaluation rounds; None: no evaluation."""
-    num_eval: int
-    """Samples of an evaluation round."""
     start_step: int
     """Steps that earlier runs have done."""
     sampler_state: SamplerState
@@ -179,6 +197,8 @@ class FlowSettings:
     """Training samples sized or rejected so far."""
     num_feeders: int = 1
     """Processes that read and size the samples."""
+    evaluations: tuple[EvalRounds, ...] = ()
+    """Of each held-out set, in the order of the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +233,8 @@ class FeedReport:
     """Occupancy of the feeder's segment; None in the first report."""
     spans: tuple[Span, ...] = ()
     """New spans for the trace."""
+    num_retries: int = 0
+    """Reads of storage that it tried again since its last report."""
 
 
 @message
@@ -264,6 +286,8 @@ class EncoderReport:
     """New spans for the trace."""
     returned: int | None = None
     """Id of a lease whose images it could not read, since their feeder is gone."""
+    read_by_transport: dict[str, int] = field(default_factory=dict)
+    """Bytes that it read from the pool since its last report, by transport."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,8 @@ class Unit:
     """Its positions are consecutive, from ``first_position``."""
     chosen: tuple[int, ...] = ()
     """In ``arrival`` order: the same number of positions, ascending, that run instead. Empty until they are chosen."""
+    eval_set: int = field(default=0, repr=False)  # older plans, of one set, keep their digests
+    """EVAL: number of the held-out set, in the order of the configuration."""
 
     @property
     def positions(self) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ from flowtrain.actors.pooling import address_space
 from flowtrain.config.run import RunConfig
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.mempool.pool import Pool
+from flowtrain.observability.clocks import monotonic_clock_name
 from flowtrain.types.memory import SegmentExport
 from flowtrain.types.messages import Joined
+from flowtrain.types.tracing import ClockReading
 
 INDEX, FEEDER = 0, 2
 
@@ -45,6 +48,8 @@ class ScriptedLink(CoordinatorLink):
         if method == "publish":
             self.export = args[0]
             return None
+        if method == "clock":
+            return ClockReading(monotonic_clock_name(), time.monotonic(), 0.0)
         if method == "exports":
             return (*self.others, *(() if self.export is None else (self.export,)))
         answer = self._scripts[method].popleft()

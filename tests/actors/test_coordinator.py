@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +16,9 @@ from flowtrain.actors.signals import Signal
 from flowtrain.errors import PoolError
 from flowtrain.flow.api import CoordinatorApi
 from flowtrain.flow.flow import Flow
-from flowtrain.types.events import UnitDone
+from flowtrain.observability.clocks import monotonic_clock_name
+from flowtrain.types.evaluation import EvalRounds
+from flowtrain.types.events import SpansRecorded, UnitDone
 from flowtrain.types.memory import Extent, Tier
 from flowtrain.types.messages import (
     EncoderReport,
@@ -28,6 +31,7 @@ from flowtrain.types.messages import (
     PlanReply,
 )
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART
+from flowtrain.types.tracing import TraceSteps
 from tests.flow.simulation import (
     ENCODER_NBYTES,
     LEASE_TIMEOUT_S,
@@ -323,7 +327,7 @@ def test_a_unit_begun_while_stopping_is_handed_to_the_feeder() -> None:
         order = await soon(feed)
         assert order.unit.kind == "eval" and order.released
 
-    play(scenario, eval_every=1, num_eval=2)
+    play(scenario, evaluations=(EvalRounds(1, 2),))
 
 
 def test_waits_end_with_nothing_when_their_time_is_up() -> None:
@@ -461,3 +465,19 @@ def test_every_question_has_its_answer() -> None:
     """A method that only the Protocol has would answer None."""
     questions = [name for name, member in vars(CoordinatorApi).items() if inspect.iscoroutinefunction(member)]
     assert len(questions) > 10 and set(questions) <= set(vars(Coordinator))
+
+
+def test_its_clock_is_the_runs_clock_and_steps_are_traced_on_demand() -> None:
+    async def scenario(world: World) -> None:
+        before_s = time.monotonic()
+        reading = await world.coordinator.clock()
+        assert before_s <= reading.now_s <= time.monotonic() and reading.clock == monotonic_clock_name()
+        assert abs(reading.now_s + reading.epoch_s - time.time()) < 60.0, "it is a time since the Unix epoch"
+        assert (await world.coordinator.clock()).epoch_s == reading.epoch_s
+        assert await world.coordinator.trace(2) == TraceSteps(1, 2)
+        await world.size_next()
+        world.coordinator._flow._reject((rejection_of(1),))
+        events = await soon(world.coordinator.events())
+        assert any(isinstance(event, SpansRecorded) for event in events)
+
+    play(scenario)

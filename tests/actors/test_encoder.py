@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -154,7 +155,7 @@ def test_batches_are_forwarded_as_they_were_planned(world: World) -> None:
     assert [part.part for part in second.ready] == [VISION]
     assert world.link.said["join"] == [(NAME, "node-0", None)]
     names = {span.name for report in (first, second) for span in report.spans}
-    assert names == {"decode", "encode", "put"}
+    assert names == {"fetch", "decode", "encode", "put"}
 
 
 def test_a_batch_of_which_little_is_needed_is_forwarded_whole(world: World) -> None:
@@ -217,13 +218,26 @@ def test_the_room_of_a_lease_is_held_from_the_start(world: World) -> None:
     assert first - second == 256
 
 
-def test_a_lease_whose_feeder_is_gone_is_given_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_whose_feeder_is_gone_is_given_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(encoder_module, "RETRY_S", 0.0)
     world.feeder.close()
     world.link.others = []
     returned, after = world.run(lease(1, [2, 3]), lease(2, [5]), STOP, hand_in=[HandInReply(()), HandInReply(())])
     assert [returned.returned, after.returned] == [1, 2] and not returned.ready
     assert world.module.batches == [] and len(set(world.free_nbytes())) == 1, "nothing is held for it"
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == [], "it mends itself"
+
+
+def test_waiting_for_the_backbone_is_no_warning(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A healthy run whose bottleneck is the backbone has nothing that its user should change."""
+    world = World(override_config(config, ["limits.stall_warning_s=0.000000001"]), monkeypatch)
+    (report,) = world.run(*[NOTHING] * 50, lease(1, [3]), *[NOTHING] * 50, STOP, hand_in=[world.keep])
+    assert [part.position for part in report.ready] == [3] and len(world.link.said["lease"]) == 102
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_failing_model_ends_the_encoder_and_the_thread_that_leases(world: World) -> None:

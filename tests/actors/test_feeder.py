@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,11 @@ def narrow(config: RunConfig, expected: Expected) -> tuple[RunConfig, int]:
     return override_config(config, [f"pool.alignment={ALIGNMENT}"]), (held + BATCH) * ALIGNMENT
 
 
-def test_a_full_segment_waits_for_the_backbone(config: RunConfig, expected: Expected) -> None:
+def test_a_full_segment_waits_for_the_backbone(
+    config: RunConfig, expected: Expected, caplog: pytest.LogCaptureFixture
+) -> None:
     config, segment_nbytes = narrow(config, expected)
+    config = override_config(config, ["limits.stall_warning_s=0.000000001"])
     world = World(config, segment_nbytes=segment_nbytes)
     freed: list[Extent] = []
 
@@ -214,6 +218,8 @@ def test_a_full_segment_waits_for_the_backbone(config: RunConfig, expected: Expe
     reports = world.run()
     assert [report.unit and report.unit.step for report in reports] == [None, 1, 2]
     assert len(world.link.said["wait_for_room"]) > 1
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [], "the backbone is the bottleneck: the run is healthy"
 
 
 def test_a_stop_reaches_a_feeder_without_room(config: RunConfig, expected: Expected) -> None:

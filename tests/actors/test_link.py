@@ -140,11 +140,17 @@ def test_a_wait_warns_in_time_and_then_ends(monkeypatch: pytest.MonkeyPatch, cap
         patience.tick()
 
 
-def test_an_endless_wait_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_another_process_reports_ends_without_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock(monkeypatch)
-    patience = Patience("encoder-0", LIMITS, lambda: "the backbone is slower", endless=True)
-    clock.now_s = 1e6
-    patience.tick()
+    patience = Patience("rank 1", LIMITS, lambda: "rank 0 knows", warns=False)
+    for clock.now_s in (11.0, 21.0, 34.0):
+        patience.tick()
+    assert caplog.records == []
+    clock.now_s = 35.0
+    with pytest.raises(StallError, match="rank 1 waited 35 s.*rank 0 knows"):
+        patience.tick()
 
 
 def test_spans_are_returned_once() -> None:

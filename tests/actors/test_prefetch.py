@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.actors import leading, prefetch
-from flowtrain.actors.link import CoordinatorLink
+from flowtrain.actors.link import CoordinatorLink, Patience
 from flowtrain.actors.prefetch import Prefetcher
 from flowtrain.actors.reading import Fetched, MicrobatchReader, share_nbytes, share_of
 from flowtrain.actors.replica_channel import Alone, ReplicaChannel
@@ -562,6 +563,37 @@ def test_a_wait_that_is_too_long_names_what_it_waits_for() -> None:
         fetching.next_plan()
         with pytest.raises(StallError, match=r"rank waited .* unit 0, slot 0 waits for the moon"):
             fetching.next_microbatch()
+
+
+def test_only_the_leader_warns_and_later_while_producers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[float, bool]] = []
+
+    class Noted(Patience):
+        def __init__(self, who: str, limits: LimitsConfig, describe: Callable[[], str], warns: bool = True) -> None:
+            waits.append((limits.stall_warning_s, warns))
+            super().__init__(who, limits, describe, warns)
+
+    monkeypatch.setattr(prefetch, "Patience", Noted)
+    link = FakeCoordinator(num_slots=2)
+    with replica(link, tp=2, limits=LimitsConfig(stall_warning_s=60.0, start_timeout_s=400.0)) as (leader, other):
+        for rank in (leader, other):
+            rank.next_plan()
+        for _ in range(2):
+            all_take([leader, other])
+    assert sorted(waits) == [(60.0, False), (60.0, True), *[(400.0, False)] * 2, *[(400.0, True)] * 2]
+
+
+@pytest.mark.parametrize("part", [TEXT_PART, VISION])
+def test_what_mends_itself_is_no_warning(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The driver says that an owner died; until its parts are produced again, each attempt to read them fails."""
+    link = FakeCoordinator(num_slots=2)
+    link.pool.lost.add(link.parts[2][part][0].gva)
+    with prefetcher(link, depth=2) as fetching:
+        fetching.next_plan()
+        wait_for(lambda: link.num_located() > 5)
+        link.make(2)
+        assert [fetching.next_microbatch().slot for _ in range(2)] == [0, 1]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_being_far_ahead_is_no_stall() -> None:

@@ -300,7 +300,7 @@ def test_sources_rows_and_the_evaluation_are_found_or_refused(tmp_path: Path, wo
         (["--row", "0"], "data.sources has 2 sources; give one with --source: a, b"),
         (["--row", "5", "--source", "b"], "--row 5: source b has rows 0 to 4"),
         (["--row", "0", "--source", "c"], "--source c: there is no such source in data.sources, but a, b"),
-        (["--row", "0", "--source", "a", "--eval"], "name two sources"),
+        (["--row", "0", "--source", "a", "--eval"], "--source a: there is no such source in data.eval, but eval"),
     ):
         refused = data("show", config, *arguments)
         assert refused.exit_code == 2 and message in refused.stderr, refused.stderr

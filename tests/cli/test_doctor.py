@@ -172,10 +172,13 @@ def test_only_a_network_that_reads_memory_needs_locked_segments(run_spec: RunSpe
     assert "two 65536; raise memlock" in check_of(report, "segments can be locked").detail
 
 
+@pytest.mark.parametrize("keep_best", [None, "eval_loss"])
 def test_a_disk_without_room_for_the_checkpoints_is_named(
-    run_spec: RunSpec, two: list[NodeReport], monkeypatch: pytest.MonkeyPatch
+    run_spec: RunSpec, two: list[NodeReport], keep_best: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = run_spec.config.checkpoint.keep + 1
+    checkpoint = run_spec.config.checkpoint.model_copy(update={"keep_best": keep_best})
+    run_spec = replace(run_spec, config=run_spec.config.model_copy(update={"checkpoint": checkpoint}))
+    count = checkpoint.keep + (1 if keep_best is None else 2)
     one = 12 * run_spec.model_spec.num_trainable_parameters(run_spec.config.frozen_modules)
     for free, faults in ((count * one, []), (count * one - 1, ["checkpoints have room"])):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))

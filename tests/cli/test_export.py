@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> RunDir:
     return open_run_dir(load_config(QUICKSTART, [f"runs_dir={tmp_path / 'runs'}", *TINY]), resume=False)
 
 
-def save(run: RunDir, step: int, shift: float) -> dict[str, torch.Tensor]:
+def save(run: RunDir, step: int, shift: float, metrics: dict[str, float] | None = None) -> dict[str, torch.Tensor]:
     """Commit a checkpoint whose trained weights are the first ones plus ``shift``; returns all weights."""
     config = run.load_config()
     group = init_backbone_group(0, Degrees(), torch.device("cpu"))
@@ -51,8 +51,10 @@ def save(run: RunDir, step: int, shift: float) -> dict[str, torch.Tensor]:
     trainer.save_checkpoint(temporary)
     weights = {name: local_shard(parameter).clone() for name, parameter in trainer.model.named_parameters()}
     group.close()
-    meta = CheckpointMeta(step=step, state={}, config_digest="", dp_size=1, num_threads=1, torch_version="")
-    checkpoint_store.commit(temporary, meta, keep=2)
+    meta = CheckpointMeta(
+        step=step, state={}, config_digest="", dp_size=1, num_threads=1, torch_version="", metrics=metrics or {}
+    )
+    checkpoint_store.commit(temporary, meta, keep=2, keep_best=config.checkpoint.keep_best)
     return weights
 
 
@@ -193,3 +195,31 @@ def test_weights_frozen_by_pattern_are_exported_from_their_origin(tmp_path: Path
     run.config.write_text(run.config.read_text().replace("seed: 0", "seed: 1"))
     with pytest.raises(CheckpointError, match="frozen backbone of digest"):
         export_run(run.root, tmp_path / "b")
+
+
+@pytest.fixture
+def best_kept(tmp_path: Path) -> RunDir:
+    """A run that keeps its best checkpoint: step 3 is better than step 4, and step 5 has no loss."""
+    overrides = [f"runs_dir={tmp_path / 'best'}", *TINY, "checkpoint.keep_best=eval_loss"]
+    run = open_run_dir(load_config(QUICKSTART, overrides), resume=False)
+    for step, metrics in ((3, {"eval_loss": 1.0}), (4, {"eval_loss": 2.0}), (5, {})):
+        save(run, step, 0.1 * step, metrics)
+    return run
+
+
+def test_the_best_checkpoint_is_exported_on_request(best_kept: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    result = CliRunner().invoke(app, ["export", str(best_kept.root), "--best"])
+    assert result.exit_code == 0 and result.stdout == f"exported step 3 to {best_kept.export}\n", result.output
+    assert export_run(best_kept.root).step == 5
+    flip(best_kept.checkpoints / "step-00000003" / "__0_0.distcp")
+    assert export_run(best_kept.root, best=True).step == 4
+    assert "step-00000003 is corrupt and is not used" in caplog.text
+
+
+def test_a_run_that_keeps_or_has_no_best_checkpoint_says_so(run: RunDir, best_kept: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"keeps no best checkpoint: checkpoint.keep_best is not set.*without --best"):
+        export_run(run.root, best=True)
+    for path in best_kept.checkpoints.glob("step-*[34]"):
+        path.rename(path.with_name(f"gone-{path.name}"))
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint has eval_loss \(checkpoint.keep_best\) yet"):
+        export_run(best_kept.root, best=True)

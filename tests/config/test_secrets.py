@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from flowtrain.config.data import EvalConfig, SourceConfig
 from flowtrain.config.load import load_config, override_config
-from flowtrain.config.secrets import secret_in, without_queries
+from flowtrain.config.secrets import redacted, secret_in, without_queries
 from flowtrain.errors import ConfigError
 
 SECRET = "hunter2hunter2"
@@ -71,3 +71,35 @@ def test_what_is_no_secret(url: str) -> None:
 def test_messages_lose_the_parameters_of_urls() -> None:
     text = f"403 for url 'https://cdn/x?Signature={SECRET}&Key=1' (see https://help)"
     assert without_queries(text) == "403 for url 'https://cdn/x?...' (see https://help)"
+
+
+def test_what_others_see_of_a_configuration_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    values = {
+        "name": "run",
+        "data": {
+            "sources": [
+                {"path": f"s3://user:{SECRET}@bucket/x.parquet"},
+                {"path": "https://host/x.parquet?version=3"},
+                {"path": "/home/ada/cats/train.parquet"},
+                {"path": "/data/train.parquet"},
+            ]
+        },
+        "model": {"hf_token": SECRET, "max_tokens": 5, "image_token": None},
+        "observability": {"trackers": ["wandb"], "tracker_options": {"wandb": {"entity": SECRET}}},
+    }
+    shown = redacted(values)
+    assert SECRET not in repr(shown) and values["model"]["hf_token"] == SECRET  # type: ignore[index]
+    assert shown == {
+        "name": "run",
+        "data": {
+            "sources": [
+                {"path": "(hidden)"},
+                {"path": "https://host/x.parquet?..."},
+                {"path": "~/cats/train.parquet"},
+                {"path": "/data/train.parquet"},
+            ]
+        },
+        "model": {"hf_token": "(hidden)", "max_tokens": 5, "image_token": None},
+        "observability": {"trackers": ["wandb"], "tracker_options": "(hidden)"},
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from flowtrain.observability.run_dir import RunDir
 from flowtrain.training import checkpoint_store
 from flowtrain.training.checksums import FileSum, write_sums
 from flowtrain.types.events import CheckpointFailed, CheckpointWritten
+from flowtrain.types.run_events import CheckpointFinished
 from flowtrain.types.samples import SamplerState
 from tests.controller.test_cost_keeper import SPEC
 from tests.controller.test_recorder import make_prepared
@@ -23,7 +25,7 @@ from tests.controller.test_recorder import make_prepared
 class World:
     """A committer whose recorder and costs refuse to write for as long as the disk is full."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, keep_best: str | None = None, losses: Mapping[int, float] = {}) -> None:
         self.files = RunDir(root)
         self.is_full = False
         self.notes: list[str] = []
@@ -31,10 +33,15 @@ class World:
             flush=self._write,
             sampler_states={step: SamplerState(step) for step in range(9)},
             forget_before=lambda s: None,
+            eval_metrics=lambda s: {"eval_loss": losses[s]} if s in losses else {},
         )
         costs: Any = SimpleNamespace(write=self._write, in_use=make_prepared().cost)
         run_spec = replace(make_prepared(), model_spec=SPEC)
-        self.committer = Committer(run_spec, self.files, recorder, costs, self.notes.append)  # type: ignore[arg-type]
+        checkpoint = run_spec.config.checkpoint.model_copy(update={"keep": 1, "keep_best": keep_best})
+        if keep_best is not None:
+            run_spec = replace(run_spec, config=run_spec.config.model_copy(update={"checkpoint": checkpoint}))
+        self.completed: list[CheckpointFinished] = []
+        self.committer = Committer(run_spec, self.files, recorder, costs, self.notes.append, self.completed.append)  # type: ignore[arg-type]
 
     def _write(self, step: int | None = None) -> None:
         if self.is_full:
@@ -111,3 +118,15 @@ def test_a_checkpoint_that_ranks_could_not_write_is_said_and_makes_room(world: W
     world.commit(6)
     world.committer.finish()
     assert world.names() == ["step-00000006"]
+
+
+def test_the_best_checkpoint_stays_beside_the_newest_and_is_told(tmp_path: Path) -> None:
+    world = World(tmp_path, "eval_loss", {2: 0.5, 4: 0.25, 6: 0.75, 8: 0.25})
+    kept = []
+    for step in (1, 2, 4, 6, 8):
+        world.commit(step)
+        kept.append([int(name.removeprefix("step-")) for name in world.names()])
+    assert kept == [[1], [2], [4], [4, 6], [4, 8]], "1 has no loss, and 8 is not better than 4"
+    assert [event.best_of for event in world.completed] == [None, "eval_loss", "eval_loss", None, None]
+    (best, *_) = checkpoint_store.best_first(world.files.checkpoints, "eval_loss")
+    assert checkpoint_store.read_meta(best).metrics == {"eval_loss": 0.25}

@@ -26,7 +26,7 @@ FITTED = CostModel("profile", per_token=1e-4, per_square=2e-7, constant=0.01)
 
 def prepared_with(cost: CostModel, profile: CostProfile | None = None, *overrides: str) -> RunSpec:
     config = override_config(make_config(), overrides, check_paths=False)
-    return RunSpec(config, fixed_plan(config), SPEC, ("cats",), (8,), 0, 10, None, cost=cost, cost_profile=profile)
+    return RunSpec(config, fixed_plan(config), SPEC, ("cats",), (8,), (), 10, None, cost=cost, cost_profile=profile)
 
 
 def event(in_use: bool, r2: float = 0.9) -> CostFitted:

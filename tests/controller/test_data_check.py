@@ -134,7 +134,7 @@ def test_duplicates_within_and_across_sources_and_leaks_into_the_evaluation(tmp_
     assert report.duplicates.within == {0: 1, 1: 1}
     assert report.duplicates.across == {(1, 0): 2, (2, 0): 1, (2, 1): 1}
     assert (report.num_repeated, report.num_leaked) == (4, 2)
-    assert report.leaked == [(4, (0, 7)), (5, (1, 3))]
+    assert report.leaked == [((2, 4), (0, 7)), ((2, 5), (1, 3))]
     assert report.duplicates.groups == (
         ((0, 2), (0, 40), (1, 6)),
         ((0, 7), (1, 7), (2, 4)),
@@ -142,7 +142,7 @@ def test_duplicates_within_and_across_sources_and_leaks_into_the_evaluation(tmp_
         ((1, 3), (2, 5)),
     )
     record = json.loads(json.dumps(report.as_record()))
-    assert record["duplicates"]["leaked"][1] == {"row": 5, "source": "b", "source_row": 3}
+    assert record["duplicates"]["leaked"][1] == {"set": "eval", "row": 5, "source": "b", "source_row": 3}
     assert [(source["name"], source["num_checked"]) for source in record["sources"]] == [
         ("a", 41),
         ("b", 9),
@@ -269,7 +269,7 @@ def test_processes_find_the_same_as_one_and_end(many_blocks: RunConfig) -> None:
 @pytest.mark.parametrize("killed", [False, True])
 def test_processes_end_with_the_check_and_a_dead_one_is_an_error(many_blocks: RunConfig, killed: bool) -> None:
     indexes = SourceSet.index(many_blocks.data)
-    tasks = list(block_tasks(indexes, 1, 0))
+    tasks = list(block_tasks(indexes, ()))
     assert len(tasks) == 25
     with closing(blocks_found(many_blocks, indexes, False, tasks, 2)) as results:
         assert next(results).task == tasks[0]
@@ -291,7 +291,7 @@ def test_rows_are_checked_as_a_feeder_sizes_them(tmp_path: Path, world: World) -
     )
     indexes = SourceSet.index(config.data)
     sources, checker = SourceSet.from_config(config.data, indexes), RowChecker(config, False)
-    found = [checker.check(sources, task).rows for task in block_tasks(indexes, 1, 0)]
+    found = [checker.check(sources, task).rows for task in block_tasks(indexes, ())]
     planned = flowtrain.pack(config).workload
     assert [int(n) for step in planned.steps for n in step.lengths.tokens] == [
         int(n) for rows in found for n in rows["tokens"]

@@ -21,6 +21,7 @@ from flowtrain.errors import ConfigError, DataError
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.scheduler.encode_batches import make_encode_batches
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.samples import PartSize, SampleRef, SizedSample
 from tests.e2e.worlds import World, tiny_config
 
@@ -47,7 +48,7 @@ def test_a_run_by_steps(data: Path) -> None:
     run_spec = prepare(config_of(data))
     assert (run_spec.num_steps, run_spec.total_positions) == (4, None)
     assert run_spec.source_sizes == (NUM_ROWS,) and run_spec.epoch_positions == NUM_ROWS
-    assert run_spec.eval_every is None and run_spec.num_eval == 0
+    assert run_spec.evaluations == () and run_spec.num_eval == 0
     assert run_spec.plan.encoders["vision"].num_actors == 2
 
 
@@ -103,7 +104,7 @@ def test_a_run_by_epochs_with_evaluation(data: Path) -> None:
         )
     )
     assert (run_spec.num_steps, run_spec.total_positions) == (4, 30)
-    assert run_spec.num_eval == NUM_EVAL_ROWS and run_spec.eval_every == 2
+    assert run_spec.evaluations == (EvalRounds(2, NUM_EVAL_ROWS),) and run_spec.num_eval == NUM_EVAL_ROWS
     assert run_spec.source_names == ("clips",)
 
 

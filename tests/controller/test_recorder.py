@@ -12,20 +12,30 @@ import pytest
 
 from flowtrain.allocator.plan import fixed_plan
 from flowtrain.config.run import RunConfig
-from flowtrain.controller import recorder as recorder_module
+from flowtrain.controller import audit as audit_module
+from flowtrain.controller import step_meter
+from flowtrain.controller.audit import AuditTrail
+from flowtrain.controller.evaluations import Evaluations
 from flowtrain.controller.prepare import RunSpec
 from flowtrain.controller.recorder import Recorder
+from flowtrain.controller.run_traces import RunTraces
+from flowtrain.controller.state import Role
+from flowtrain.controller.step_meter import pool_uses
 from flowtrain.errors import RunFileError
 from flowtrain.flow.consumed import ConsumedPositions
+from flowtrain.flow.units import unit_sequence
 from flowtrain.observability.ledger import read_ledger
-from flowtrain.observability.metrics import StepMetrics
-from flowtrain.observability.progress import ProgressDisplay
 from flowtrain.observability.run_dir import RunDir
+from flowtrain.observability.stream import EventStream
 from flowtrain.observability.trace import read_spans
 from flowtrain.scheduler.cost import eq3
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.events import CheckpointWritten, Event, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.memory import SegmentUse, Tier
 from flowtrain.types.messages import RankReport, Span
+from flowtrain.types.metrics import PoolUse, StepMetrics
 from flowtrain.types.plan import DevicePeak, Flops, Unit, UnitKind
+from flowtrain.types.run_events import EvaluationFinished, Noted, Quarantined, Restarted, RunEvent, StepFinished
 from flowtrain.types.run_plan import Mode
 from flowtrain.types.samples import EVAL_POSITION_BASE, Rejection, RejectReason, SampleRef, SamplerState
 from flowtrain.types.sources import SourceIndex
@@ -56,7 +66,7 @@ def make_prepared(eval_every: int | None = EVAL_EVERY) -> RunSpec:
         model_spec=None,  # type: ignore[arg-type]  # the recorder does not look at it
         source_names=("cats", "dogs"),
         indexes=(index_of(12), index_of(8), *([index_of(NUM_EVAL)] if eval_every else [])),
-        num_eval=NUM_EVAL if eval_every else 0,
+        evaluations=(EvalRounds(eval_every, NUM_EVAL),) if eval_every else (),
         num_steps=10,
         total_positions=None,
         cost=eq3(512),
@@ -126,7 +136,7 @@ class World:
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
         self.files = RunDir(root)
-        self.shown: list[StepMetrics] = []
+        self.told: list[RunEvent] = []
 
     def record(self, *events: Event, run_spec: RunSpec | None = None) -> Recorder:
         recorder = self.open(run_spec=run_spec)
@@ -138,9 +148,16 @@ class World:
         self, first_step: int = 0, run_spec: RunSpec | None = None, consumed: ConsumedPositions | None = None
     ) -> Recorder:
         """Open behind steps that ran in order, or that consumed something else."""
-        display = ProgressDisplay("off", 10)
-        consumed = consumed or ConsumedPositions(first_step * BATCH)
-        return Recorder(run_spec or make_prepared(), self.files, first_step, consumed, display, self.shown.append)
+        run_spec, consumed = run_spec or make_prepared(), consumed or ConsumedPositions(first_step * BATCH)
+        self.stream = EventStream(first_step)
+        audit = AuditTrail(run_spec, self.files, first_step, consumed, self.stream.warn)
+        self.stream.add(audit.take)
+        self.stream.add(self.told.append)
+        return Recorder(run_spec, audit, Evaluations(run_spec, self.files, first_step), self.stream, consumed)
+
+    @property
+    def shown(self) -> list[StepMetrics]:
+        return [event.metrics for event in self.told if isinstance(event, StepFinished)]
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.files.metrics.read_text().splitlines()]
@@ -240,7 +257,7 @@ def test_sampler_states_are_kept_until_a_checkpoint_passes_them(world: World) ->
 
 
 def test_rows_do_not_pile_up_between_checkpoints(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "MAX_BUFFERED_ROWS", 2 * BATCH)
+    monkeypatch.setattr(audit_module, "MAX_BUFFERED_ROWS", 2 * BATCH)
     recorder = world.record(*(done(train_unit(step)) for step in (1, 2, 3)))
     assert world.ledger_steps() == [1, 2]
     recorder.flush(2)
@@ -310,7 +327,9 @@ def test_a_line_of_the_quarantine_has_the_file_and_the_row_in_it(world: World) -
 
 
 def test_spans_go_into_the_trace(world: World) -> None:
-    world.record(SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))).close()
+    trace = RunTraces(world.files, num_done=0, num_steps=100)
+    trace.take(SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),)))
+    trace.close()
     assert [(span.actor, span.name) for span in read_spans(world.files.trace)] == [("encoder-0", "encode")]
 
 
@@ -324,10 +343,12 @@ def test_without_evaluation_no_line_is_held(world: World) -> None:
 
 def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
     recorder = world.record(done(train_unit(1)), run_spec=make_prepared(eval_every=None))
+    trace = RunTraces(world.files, num_done=0, num_steps=100)
     recorder.flush(99)
     with full_from(100):
-        for event in (done(train_unit(2)), rejected(5), SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),))):
+        for event in (done(train_unit(2)), rejected(5)):
             recorder.take(event)
+        trace.take(SpansRecorded((Span("encoder-0", "encode", 1.0, 2.0),)))
         with pytest.raises(RunFileError, match=r"ledger.parquet cannot be written: File too large; \d+ bytes wait"):
             recorder.flush(99)
         recorder.take(done(train_unit(3)))
@@ -336,7 +357,9 @@ def test_on_a_full_disk_steps_are_kept_and_written_later(world: World) -> None:
     recorder.take(done(train_unit(4)))
     recorder.flush(99)
     assert world.steps() == world.ledger_steps() == [1, 2, 3, 4] and world.quarantined() == [5]
+    trace.take(SpansRecorded((Span("encoder-0", "encode", 3.0, 4.0),)))
     assert read_spans(world.files.trace) == [], "the trace is off"
+    trace.close()
     recorder.close()
 
 
@@ -359,18 +382,6 @@ def test_closing_says_what_is_lost_and_raises_nothing(world: World, caplog: pyte
     assert "metrics.jsonl lacks its last lines" in caplog.text
 
 
-def test_a_sink_that_fails_is_left_out(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = world.open(run_spec=make_prepared(eval_every=None))
-
-    def fail(metrics: StepMetrics) -> None:
-        raise RuntimeError("Ray is gone")
-
-    recorder._sink = fail
-    for step in (1, 2):
-        recorder.take(done(train_unit(step)))
-    assert world.steps() == [1, 2] and caplog.text.count("Ray is gone") == 1
-
-
 def test_steps_that_were_skipped_are_counted_over_a_resume(world: World) -> None:
     def skipped(step: int, **changes: Any) -> UnitDone:
         event = done(train_unit(step))
@@ -390,3 +401,140 @@ def test_steps_that_were_skipped_are_counted_over_a_resume(world: World) -> None
     assert [line["rewound_to"] for line in lines] == [None, None, 2]
     assert lines[0]["loss"] is None and lines[2]["grad_norm"] is None
     assert world.open(2, run_spec=spec).num_skipped == 1
+
+
+# --- what the run tells --------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_told_after_its_step(world: World) -> None:
+    world.record(done(train_unit(1)), done(train_unit(2)), done(eval_unit(2), loss=7.0))
+    step, evaluation = world.told[-2:]
+    assert isinstance(step, StepFinished) and step.step == 2 and step.metrics.eval_loss == 7.0
+    assert isinstance(evaluation, EvaluationFinished)
+    assert (evaluation.step, evaluation.name, evaluation.loss) == (2, "eval", 7.0)
+    assert (evaluation.num_samples, evaluation.num_target_tokens, evaluation.duration_s) == (4, 8, 0.5)
+
+
+TWO_SETS = (EvalRounds(EVAL_EVERY, NUM_EVAL), EvalRounds(EVAL_EVERY, 2))
+
+
+def two_sets() -> RunSpec:
+    """Held-out sets ``near`` and ``far``."""
+    held_out = {"path": "unused", "every_steps": EVAL_EVERY}
+    spec = make_prepared()
+    config = make_config(data={"sources": [{"path": "unused"}], "eval": {"near": held_out, "far": held_out}})
+    config = spec.config.model_copy(update={"data": spec.config.data.model_copy(update={"eval": config.data.eval})})
+    return replace(spec, config=config, evaluations=TWO_SETS, indexes=(*spec.indexes, index_of(2)))
+
+
+def eval_units(step: int) -> list[Unit]:
+    return [unit for unit in unit_sequence(step, BATCH, None, TWO_SETS, step - 1) if unit.kind is UnitKind.EVAL]
+
+
+def of_targets(unit: Unit, loss: float, num_target_tokens: int) -> UnitDone:
+    event = done(unit, loss=loss)
+    return replace(event, reports=tuple(replace(each, num_target_tokens=num_target_tokens) for each in event.reports))
+
+
+def test_a_step_waits_for_all_its_held_out_sets(world: World) -> None:
+    recorder = world.record(done(train_unit(1)), done(train_unit(2)), run_spec=two_sets())
+    near, far = eval_units(2)
+    recorder.take(of_targets(near, 2.0, 30))
+    assert world.steps() == [1] and len(world.told) == 1, "another set follows"
+    recorder.take(of_targets(far, 4.0, 10))
+    line = world.metrics()[-1]
+    assert line["eval_losses"] == {"near": 2.0, "far": 4.0} and line["eval_loss"] == 2.5, "by target tokens"
+    assert recorder.last_eval_loss == 2.5
+    assert recorder.eval_metrics(2) == {"eval_loss": 2.5, "eval_loss/near": 2.0, "eval_loss/far": 4.0}
+    step, *evaluated = world.told[1:]
+    assert isinstance(step, StepFinished) and step.metrics.eval_losses == {"near": 2.0, "far": 4.0}
+    assert [(each.step, each.name, each.loss) for each in evaluated if isinstance(each, EvaluationFinished)] == [
+        (2, "near", 2.0),
+        (2, "far", 4.0),
+    ]
+    recorder.forget_before(2)
+    assert recorder.eval_metrics(2) == {}
+
+
+def test_rejected_rows_of_several_held_out_sets_are_told_apart(world: World) -> None:
+    def bad(unit: Unit, source: int) -> Rejected:
+        ref = SampleRef(unit.first_position + 1, source, 1, 0)
+        return Rejected((Rejection(ref, RejectReason.EMPTY_ANSWER, ""),), 0, 8)
+
+    spec = two_sets()
+    units = [*eval_units(2), *eval_units(4)]
+    recorder = world.record(*(bad(unit, 2 + unit.eval_set) for unit in units), run_spec=spec)
+    recorder.close()
+    lines = [json.loads(line) for line in world.files.quarantine.read_text().splitlines()]
+    assert [(line["source"], line["row"]) for line in lines] == [("eval/near", 1), ("eval/far", 1)]
+    world.open(EVAL_EVERY, run_spec=spec).take(bad(units[3], 3))
+    assert len(world.quarantined()) == 2, "both are known after a resume"
+    world.open(0, run_spec=spec)
+    assert world.quarantined() == []
+
+
+def test_a_rejection_is_told_once_with_the_name_of_its_source(world: World) -> None:
+    first, again = EVAL_POSITION_BASE + 1, EVAL_POSITION_BASE + NUM_EVAL + 1
+    world.record(done(train_unit(1)), rejected(5, num_rejected=3), rejected(first), rejected(again))
+    told = [event for event in world.told if isinstance(event, Quarantined)]
+    assert [(event.step, event.num_rejected, event.position, event.source, event.row) for event in told] == [
+        (1, 3, 5, "cats", 5),
+        (1, 1, first, "eval", 1),
+    ]
+    assert {event.reason for event in told} == {"empty_answer"}
+
+
+def test_restarts_retries_and_bytes_count_for_the_step_in_which_they_were_also_in_evaluations(world: World) -> None:
+    recorder = world.record(done(train_unit(1), retries=1, read_by_transport={"local": 5}))
+    recorder.restarted("encoder-1", Role.ENCODER, "killed")
+    counted = {"retries": 2, "read_by_transport": {"local": 1, "nixl": 2}}
+    for unit in (train_unit(2), eval_unit(2), train_unit(3)):
+        recorder.take(done(unit, **counted))
+    recorder.take(done(train_unit(4)))
+    recorder.close()
+    lines = world.metrics()
+    assert [line["restarts"] for line in lines] == [0, 1, 0, 0]
+    assert [line["retries"] for line in lines] == [1, 2, 4, 0]
+    assert [line["read_nbytes_by_transport"] for line in lines] == [
+        {"local": 5},
+        {"local": 1, "nixl": 2},
+        {"local": 2, "nixl": 4},
+        {},
+    ]
+    (restart,) = (event for event in world.told if isinstance(event, Restarted))
+    assert (restart.step, restart.role, restart.name, restart.reason) == (1, "encoder", "encoder-1", "killed")
+
+
+def test_a_step_has_the_losses_of_its_sources_and_the_state_of_flow_and_pool(world: World) -> None:
+    segments = (SegmentUse("feeder-0", Tier.DRAM, 3, 9), SegmentUse("encoder-10", Tier.HBM, 1, 4))
+    changes: dict[str, Any] = {"source_losses": {1: 0.5}, "slot_imbalance": (0.0, 0.25), "lookahead": 2}
+    world.record(done(train_unit(1), pool=segments, **changes))
+    (line,) = world.metrics()
+    assert line["source_losses"] == {"dogs": 0.5}
+    assert line["slot_imbalance"] == [0.0, 0.25] and line["lookahead_steps"] == 2
+    assert line["pool"] == [
+        {"role": "encoder", "rank": "10", "tier": "hbm", "used_nbytes": 1, "bound_nbytes": 4},
+        {"role": "feeder", "rank": "0", "tier": "dram", "used_nbytes": 3, "bound_nbytes": 9},
+    ]
+
+
+def test_the_loss_of_the_only_source_is_that_of_the_step(world: World) -> None:
+    run_spec = replace(make_prepared(), source_names=("cats",))
+    world.record(done(train_unit(1), loss=3.0, ledger=()), run_spec=run_spec)
+    assert world.metrics()[0]["source_losses"] == {"cats": 3.0}
+
+
+def test_many_segments_are_summed_by_role_and_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [SegmentUse(f"encoder-{index}", Tier.DRAM, index, 10) for index in range(11)]
+    assert [use.rank for use in pool_uses(segments)] == [str(index) for index in range(11)]
+    monkeypatch.setattr(step_meter, "MAX_SHOWN_SEGMENTS", 10)
+    assert pool_uses(segments) == (PoolUse("encoder", None, "dram", 55, 110),)
+
+
+def test_going_back_to_a_checkpoint_is_told_after_the_step(world: World) -> None:
+    event = done(train_unit(1))
+    rewound = replace(event, reports=tuple(replace(report, rewound_to=0) for report in event.reports))
+    world.record(rewound)
+    step, note = world.told
+    assert isinstance(step, StepFinished) and isinstance(note, Noted)
+    assert note.level == "warning" and "went back to the checkpoint of step 0" in note.text

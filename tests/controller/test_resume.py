@@ -62,7 +62,7 @@ def test_behind_a_partial_step_a_longer_run_is_refused(data: Path, tmp_path: Pat
     assert (first.num_steps, first.total_positions) == (3, NUM_ROWS)
     files = checkpointed(first, tmp_path, 3, NUM_ROWS)
     longer = prepare(config_of(data, 2, order))
-    upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, None, 0, 3))
+    upcoming = next(unit_sequence(longer.num_steps, BATCH, longer.total_positions, start_step=3))
     start = find_resume_point(files, longer, ())
     assert start.sampler_state is not None and upcoming.first_position != start.sampler_state.next_position
     with pytest.raises(

@@ -17,6 +17,7 @@ from flowtrain.data.sizing import Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.errors import DataError
 from flowtrain.flow.units import unit_sequence
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.messages import Remake
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import (
@@ -107,7 +108,7 @@ def ref_of(outcome: Outcome) -> SampleRef:
 @pytest.mark.parametrize("shuffle", ["blocks", "rows", "none"])
 def test_units_are_sized_at_their_positions(make_feed: MakeFeed, shuffle: str) -> None:
     feed = make_feed(shuffle=shuffle)
-    for unit in unit_sequence(6, 4, None, eval_every=2, num_eval=3):
+    for unit in unit_sequence(6, 4, None, [EvalRounds(2, 3)]):
         found = feed.next_unit(unit)
         assert list(found) == list(unit.positions)
         refs = [ref_of(outcome) for outcome in found.values()]
@@ -125,9 +126,9 @@ def test_units_are_sized_at_their_positions(make_feed: MakeFeed, shuffle: str) -
 
 def test_evaluations_and_rejections_do_not_move_the_order(make_feed: MakeFeed) -> None:
     plain = make_feed()
-    without = [result for unit in unit_sequence(8, 4, None, None, 0) for result in plain.next_unit(unit).values()]
+    without = [result for unit in unit_sequence(8, 4, None) for result in plain.next_unit(unit).values()]
     feed = make_feed(bad=frozenset({2, 7}))
-    units = list(unit_sequence(8, 4, None, eval_every=3, num_eval=5))
+    units = list(unit_sequence(8, 4, None, [EvalRounds(3, 5)]))
     sized = [(unit, feed.next_unit(unit)) for unit in units]
     with_both = [result for unit, found in sized if unit.kind is UnitKind.TRAIN for result in found.values()]
     assert [ref_of(result) for result in with_both] == [ref_of(result) for result in without]
@@ -145,7 +146,7 @@ def test_feeders_share_the_work_of_one(make_feed: MakeFeed, shuffle: str, num_fe
     alone = make_feed(frozenset({2}), shuffle)
     feeders = [make_feed(frozenset({2}), shuffle, i, num_feeders) for i in range(num_feeders)]
     counts = [0] * num_feeders
-    for unit in unit_sequence(10, 5, None, eval_every=3, num_eval=5):
+    for unit in unit_sequence(10, 5, None, [EvalRounds(3, 5)]):
         whole, shares = alone.next_unit(unit), [feeder.next_unit(unit) for feeder in feeders]
         assert sum(len(share) for share in shares) == len(whole)
         together = {position: outcome for share in shares for position, outcome in share.items()}
@@ -157,7 +158,7 @@ def test_feeders_share_the_work_of_one(make_feed: MakeFeed, shuffle: str, num_fe
 
 @pytest.mark.parametrize("shuffle", ["blocks", "rows", "none"])
 def test_a_restored_feed_continues_also_with_others_beside_it(make_feed: MakeFeed, shuffle: str) -> None:
-    units = list(unit_sequence(6, 4, 22, eval_every=2, num_eval=3))
+    units = list(unit_sequence(6, 4, 22, [EvalRounds(2, 3)]))
     feed = make_feed(shuffle=shuffle)
     whole, states = [], []
     for unit in units:
@@ -174,7 +175,7 @@ def test_a_restored_feed_continues_also_with_others_beside_it(make_feed: MakeFee
 
 @pytest.mark.parametrize("shuffle", ["blocks", "rows", "none"])
 def test_what_was_consumed_is_drawn_and_not_sized(make_feed: MakeFeed, shuffle: str) -> None:
-    units = list(unit_sequence(4, 4, 16, None, 0))
+    units = list(unit_sequence(4, 4, 16))
     plain = make_feed(shuffle=shuffle)
     whole = [plain.next_unit(unit) for unit in units]
     feed = make_feed(shuffle=shuffle)
@@ -214,8 +215,7 @@ def test_the_data_in_the_repository_is_sized_whole(family: Callable[..., Any]) -
         eval=EvalConfig(path="assets/openclipart/eval.parquet"),
     )
     sources, tokenizer = SourceSet.from_config(config), AutoTokenizer.from_pretrained("assets/tokenizer")
-    assert sources.evaluation is not None
-    num_train, num_eval = sources.sizes[0], len(sources.evaluation)
+    num_train, num_eval = map(len, sources.all)
     sampler = Sampler(sources.tables, [1.0], 0, config.shuffle, config.shuffle_blocks)
     shelf = KeepingShelf()
     feed = Feed(config, sources, sampler, Sizer(family(tokenizer), tokenizer, config), shelf, end=num_train)

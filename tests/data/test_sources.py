@@ -69,18 +69,29 @@ def test_formats_that_are_left_out_are_named_once(
     ]
 
 
-def test_the_evaluation_source_comes_last(
+def test_held_out_sets_come_last(
     tmp_path: Path, write_parquet: Callable[..., Path], write_json: Callable[..., Path]
 ) -> None:
     parquet = str(write_parquet(tmp_path / "x.parquet", ROWS))
     lines = str(write_json(tmp_path / "x.jsonl", RECORDS))
     sources = (SourceConfig(path=parquet), SourceConfig(path=lines))
     opened = SourceSet.from_config(DataConfig(sources=sources, eval=EvalConfig(path=parquet)))
-    assert opened.sizes == (3, 1) and opened.eval_index == 2
+    assert opened.sizes == (3, 1) and opened.eval_index(0) == 2 and opened.names[2:] == ["eval"]
     assert opened.read(SampleRef(0, 0, 2, 0)).turns[0].text == "q2"
     assert opened.read(SampleRef(0, 1, 0, 0)).turns[0].text == "hi"
     assert opened.read(SampleRef(0, 2, 1, 0)).turns[0].text == "q1"
-    assert SourceSet.from_config(DataConfig(sources=sources)).evaluation is None
+    assert len(SourceSet.from_config(DataConfig(sources=sources)).all) == 2
+
+
+def test_held_out_sets_have_names(
+    tmp_path: Path, write_parquet: Callable[..., Path], write_json: Callable[..., Path]
+) -> None:
+    parquet = str(write_parquet(tmp_path / "x.parquet", ROWS))
+    lines = str(write_json(tmp_path / "x.jsonl", RECORDS))
+    held_out = {"plain": EvalConfig(path=parquet), "other": EvalConfig(path=lines)}
+    opened = SourceSet.from_config(DataConfig(sources=(SourceConfig(path=parquet, name="a"),), eval=held_out))
+    assert opened.names == ["a", "eval/plain", "eval/other"] and opened.sizes == (3,)
+    assert opened.read(SampleRef(0, opened.eval_index(1), 0, 0)).turns[0].text == "hi"
 
 
 def test_a_missing_image_file_is_rejected_and_never_tried_again(

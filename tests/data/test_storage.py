@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from flowtrain.data.sources import storage
 from flowtrain.data.sources.base import BadSample, RawImage, image_beneath
 from flowtrain.data.sources.image_files import path_beneath
-from flowtrain.data.sources.retries import read_with_retries
+from flowtrain.data.sources.retries import RETRIES, read_with_retries
 from flowtrain.errors import DataError, SourceReadError
 from flowtrain.types.samples import RejectReason
 
@@ -161,6 +161,7 @@ RemoteError.__module__ = "aiohttp.client_exceptions"
 )
 def test_only_what_may_pass_is_tried_again(error: Exception, raised: type[Exception]) -> None:
     attempts = []
+    RETRIES.take()  # of other tests
 
     def read() -> None:
         attempts.append(1)
@@ -169,6 +170,7 @@ def test_only_what_may_pass_is_tried_again(error: Exception, raised: type[Except
     with pytest.raises(raised) as caught:
         read_with_retries(read, "the thing")
     assert len(attempts) == (3 if raised is SourceReadError else 1)
+    assert RETRIES.take() == len(attempts) - 1 and RETRIES.take() == 0
     if raised in (SourceReadError, DataError):
         assert "the thing" in str(caught.value) and "Signature" not in str(caught.value)
 

@@ -41,21 +41,26 @@ def wait_until(happened: Callable[[], bool], limit_s: float, problem: Callable[[
 
 
 class Cluster:
-    """One node with its own ports, token and directory, which no other Ray of the machine sees."""
+    """One node with its own ports, token and directory, which no other Ray of the machine sees.
 
-    def __init__(self, directory: Path) -> None:
+    variables: more of its environment.
+    """
+
+    def __init__(self, directory: Path, **variables: str) -> None:
         self.directory = directory
-        self._temp_dir = directory / "ray"
+        self.temp_dir = directory / "ray"
+        self._variables = variables
         self._log = directory / "ray-start.log"
         self.token = secrets.token_hex(32)
         self._token_file = directory / "token"
         self._token_file.write_text(self.token)
-        dashboard, agent, client = _free_ports(3)
+        dashboard, agent, client = free_ports(3)
         self.url = f"http://127.0.0.1:{dashboard}"
         command = [str(BIN / "ray"), "start", "--head", "--block", "--num-cpus", str(NUM_CPUS), "--port", "0"]
         command += ["--dashboard-host", "127.0.0.1", "--dashboard-port", str(dashboard)]
         command += ["--dashboard-agent-listen-port", str(agent), "--ray-client-server-port", str(client)]
-        command += ["--temp-dir", str(self._temp_dir), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
+        command += ["--min-worker-port", "0", "--max-worker-port", "0"]
+        command += ["--temp-dir", str(self.temp_dir), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
         with self._log.open("wb") as output:
             self._ray = subprocess.Popen(
                 command, env=self.environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -68,6 +73,7 @@ class Cluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token_file or self._token_file),
             "RAY_metrics_report_interval_ms": "1000",
+            **self._variables,
         }
 
     def wait_until_up(self) -> None:
@@ -87,7 +93,7 @@ class Cluster:
     @property
     def address(self) -> str:
         """What RAY_ADDRESS is to be for a driver on this node."""
-        return (self._temp_dir / "ray_current_cluster").read_text().strip()
+        return (self.temp_dir / "ray_current_cluster").read_text().strip()
 
     def headers(self, token: str | None = None) -> dict[str, str]:
         """What shows an HTTP server of the cluster that one may talk to it."""
@@ -108,9 +114,14 @@ class Cluster:
         """Names of the living actors in a namespace."""
         return {actor.name for actor in self.actors() if actor.ray_namespace == namespace}
 
+    @property
+    def targets(self) -> Path:
+        """The list of what Prometheus scrapes, which Ray writes."""
+        return self.temp_dir / "prom_metrics_service_discovery.json"
+
     def metrics(self) -> dict[str, float]:
         """What Prometheus would scrape now: FlowTrain's gauges of all nodes, without labels, by name."""
-        discovery = json.loads((self._temp_dir / "prom_metrics_service_discovery.json").read_text())
+        discovery = json.loads(self.targets.read_text())
         values = {}
         for target in (target for group in discovery for target in group["targets"]):
             try:
@@ -129,9 +140,15 @@ class Cluster:
     # --- what a user does ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def following(self, job: str, command: list[str], **variables: str) -> Iterator[Follower]:
-        """``ray job submit``, which follows the job's logs to its end. variables: of the job's environment."""
+    def following(
+        self, job: str, command: list[str], working_dir: Path | None = None, **variables: str
+    ) -> Iterator[Follower]:
+        """``ray job submit``, which follows the job's logs to its end. variables: of the job's environment.
+
+        working_dir: sent along, and the job runs in a copy of it.
+        """
         arguments = ["job", "submit", "--address", self.url, "--submission-id", job]
+        arguments += ["--working-dir", str(working_dir)] if working_dir is not None else []
         arguments += ["--runtime-env-json", json.dumps({"env_vars": variables})] if variables else []
         with self.started(job, [str(BIN / "ray"), *arguments, "--", *command], self.environment()) as follower:
             yield follower
@@ -212,13 +229,13 @@ class Follower:
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster(**variables: str) -> Iterator[Cluster]:
     """A cluster that does not outlive the block, nor do its files."""
     with ExitStack() as stack:
         # Not in pytest's own directory: a Unix socket's path has little room.
         directory = Path(tempfile.mkdtemp(prefix="ft-", dir="/tmp"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        started = Cluster(directory)
+        started = Cluster(directory, **variables)
         stack.callback(started.end)
         started.wait_until_up()
         yield started
@@ -234,7 +251,7 @@ def fetch(url: str, headers: dict[str, str] | None = None) -> str:
         return text
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on; held all at once, so that they differ."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -18,7 +18,7 @@ BATCH = 8
 NUM_ROWS = 120  # so that the run begins a second epoch
 TRUNCATED_ROWS = (7, 50, 93)
 OVERSIZED_ROWS = (12, 71)
-NUM_EVAL = 6
+NUM_EVAL, NUM_ANSWERED = 6, 3
 EVERY_EVAL, EVERY_CHECKPOINT = 3, 2
 
 EXACT = ("step", "loss", "grad_norm", "lr", "eval_loss", "num_samples", "num_tokens", "num_target_tokens")
@@ -47,6 +47,7 @@ def eval_world() -> World:
 def config_of(world: Path, name: str, *overrides: str) -> RunConfig:
     """The run that is disturbed in many ways, under a name of its own."""
     evaluation = {"path": str(world / "eval.parquet"), "every_steps": EVERY_EVAL, "max_samples": NUM_EVAL}
+    evaluation |= {"num_generated": NUM_ANSWERED, "max_new_tokens": 4}
     return tiny_config(
         world,
         world / "train.parquet",
@@ -90,6 +91,11 @@ def exact_metrics(run: RunDir) -> list[dict[str, Any]]:
     return [{key: line[key] for key in EXACT} for line in json_lines(run.metrics)]
 
 
+def answers(run: RunDir) -> dict[str, str]:
+    """What the model answered, by file."""
+    return {str(path.relative_to(run.root)): path.read_text() for path in run.generated.glob("*/*.jsonl")}
+
+
 def quarantined(run: RunDir) -> list[tuple[Any, ...]]:
     keys = ("position", "source", "row", "epoch", "reason", "detail")
     return sorted(tuple(line[key] for key in keys) for line in json_lines(run.quarantine))
@@ -103,6 +109,10 @@ def check_same_end(run: RunDir, undisturbed: RunDir, num_steps: int = NUM_STEPS)
     assert [line["step"] for line in metrics if line["eval_loss"] is not None] == list(
         range(EVERY_EVAL, num_steps + 1, EVERY_EVAL)
     )
+    assert len(answers(run)) == num_steps // EVERY_EVAL and answers(run) == answers(undisturbed)
+    assert all([json.loads(line)["row"] for line in text.splitlines()] == [0, 2] for text in answers(run).values())
+    for line in (json.loads(line) for text in answers(run).values() for line in text.splitlines()):
+        assert line["prompt"] and all((run.root / name).is_file() for name in line["images"])
 
     ledger = read_ledger(run.ledger).to_pylist()
     assert [row["position"] for row in ledger] == list(range(num_steps * BATCH))

@@ -29,13 +29,16 @@ pytestmark = pytest.mark.e2e
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 BATCH = 8
 ACTORS = {"coordinator", "feeder-0", "encoder-0", "encoder-1", "backbone-dp0-pp0-tp0"}
-GAUGES = {
+METRICS = {
+    "ray_flowtrain_num_steps",
     "ray_flowtrain_step",
     "ray_flowtrain_loss",
     "ray_flowtrain_tokens_per_second",
     "ray_flowtrain_starved_seconds",
     "ray_flowtrain_blocked_seconds",
-    "ray_flowtrain_pool_bytes",
+    "ray_flowtrain_pool_used_bytes",
+    "ray_flowtrain_last_step_timestamp_seconds",
+    "ray_flowtrain_restarts_total",
 }
 START_LIMIT_S = 180.0
 
@@ -86,7 +89,7 @@ def test_a_submitted_job_is_followed_and_seen_and_succeeds(own_cluster: Cluster,
         assert f"step 1/{num_steps} " in job.said and f"step {num_steps}/{num_steps} " in job.said, job.said
     assert own_cluster.jobs().get_job_status("seen") is JobStatus.SUCCEEDED
     assert seen >= ACTORS
-    assert gauges.keys() >= GAUGES
+    assert gauges.keys() >= METRICS
     # A gauge is read at some moment of the run.
     assert 0 < gauges["ray_flowtrain_step"] <= num_steps
     assert gauges["ray_flowtrain_loss"] > 0 and gauges["ray_flowtrain_tokens_per_second"] > 0
@@ -109,7 +112,7 @@ def test_a_job_stopped_half_way_leaves_nothing_behind_and_resumes(own_cluster: C
         wait_until(trains, START_LIMIT_S, lambda: job.report("the job does not train"))
         assert own_cluster.pool_segments()
         own_cluster.jobs().stop_job("half-way")
-        job.wait()
+        assert job.wait() == 0, job.report("to have stopped is no failure of ray job submit")
         assert "stopping after this step" in job.said
         stopped_at = len(steps_of(run))
         assert 3 <= stopped_at < num_steps, job.report("it was to be stopped on its way")
@@ -126,6 +129,16 @@ def test_a_job_stopped_half_way_leaves_nothing_behind_and_resumes(own_cluster: C
         assert f"after step {stopped_at} of {num_steps}" in job.said
     assert own_cluster.jobs().get_job_status("resumed") is JobStatus.SUCCEEDED
     check_complete(run, num_steps)
+
+
+def test_a_refused_job_fails_with_its_exit_code_and_its_files_came_along(own_cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("nonsense: 1\n")
+    command = [str(BIN / "flowtrain"), "train", "mine.yaml"]
+    with own_cluster.following("nonsense", command, working_dir=tmp_path) as job:
+        assert job.wait() == 1, job.report("exit code of ray job submit")
+        assert "mine.yaml" in job.said and "nonsense" in job.said, job.said
+    info = own_cluster.jobs().get_job_info("nonsense")
+    assert info.status is JobStatus.FAILED and info.driver_exit_code == 2
 
 
 def test_drivers_are_refused_that_ask_too_much_or_have_no_token(own_cluster: Cluster, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from flowtrain.errors import ConfigError, WorkerLostError
 from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import RunDir, run_dir
 from flowtrain.types.plan import StepPlan
-from tests.e2e.disturbed import exact_metrics, json_lines
+from tests.e2e.disturbed import answers, exact_metrics, json_lines
 from tests.e2e.oracle import PlainLoop
 from tests.e2e.worlds import World, tiny_config
 
@@ -38,6 +38,8 @@ BATCH, NUM_STEPS, CHECKPOINT_STEP = 6, 4, 2
 CORRUPT_ROW, NUM_EVAL = 4, 3
 TEXT_STEP = 3
 """A step without images, which is also the one after the checkpoint."""
+
+ANSWERED = {"num_generated": 2, "max_new_tokens": 4}
 
 MODES: dict[str, tuple[str, ...]] = {
     "decoupled": (),
@@ -70,7 +72,7 @@ def config_of(directory: Path, mode: str, name: str, *overrides: str) -> RunConf
         directory,
         directory / "data.parquet",
         name,
-        data={"shuffle": False, "eval": {"path": str(directory / "eval.parquet"), "every_steps": 2}},
+        data={"shuffle": False, "eval": {"path": str(directory / "eval.parquet"), "every_steps": 2, **ANSWERED}},
         training={"global_batch_size": BATCH, "max_steps": NUM_STEPS, "optimizer": "sgd"},
         checkpoint={"every_steps": CHECKPOINT_STEP, "background": False},
     )
@@ -121,6 +123,7 @@ def test_a_mode_trains_as_the_plain_loop_does(
     evaluated = [line["eval_loss"] for line in json_lines(run_dir(whole("decoupled")).metrics)]
     for line, expected in zip(metrics, evaluated, strict=True):
         assert line["eval_loss"] == (expected and pytest.approx(expected, rel=1e-5))
+    assert answers(run_dir(config)) == answers(run_dir(whole("decoupled"))) != {}
     assert [line["rejected"] for line in metrics][-1] == 1
     predicted = run_workload(config).predictions
     assert [line["plan_digest"] for line in metrics] == [each.digest for each in predicted], "as flowtrain pack shows"
@@ -173,6 +176,7 @@ def test_a_run_that_lost_a_rank_goes_on_to_the_bit(
     config = config_of(directory, mode, f"again-{mode}")
     assert run_training(config, resume=True).step == NUM_STEPS
     assert exact_metrics(files) == exact_metrics(run_dir(whole(mode)))
+    assert answers(files) == answers(run_dir(whole(mode))) != {}
     assert "losses agree only closely" not in caplog.text
     check_ledger(config, [] if mode == "llm_only" else [CORRUPT_ROW])
 

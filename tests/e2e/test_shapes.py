@@ -22,6 +22,7 @@ from flowtrain.observability.ledger import read_ledger
 from flowtrain.observability.run_dir import run_dir
 from flowtrain.training.checkpoint_store import read_meta
 from flowtrain.types.plan import StepPlan
+from tests.e2e.disturbed import answers
 from tests.e2e.oracle import relative_difference
 from tests.e2e.worlds import World, tiny_config
 
@@ -66,11 +67,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(directory: Path, name: str, shape: Shape, chunks: int = 1, num_steps: int = NUM_STEPS) -> RunConfig:
     data_parallel, pipeline_parallel, tensor_parallel = shape
+    evaluation = {"path": str(directory / "eval.parquet"), "every_steps": 2, "num_generated": 2, "max_new_tokens": 4}
     config = tiny_config(
         directory,
         directory / "data.parquet",
         name,
-        data={"shuffle": False, "eval": {"path": str(directory / "eval.parquet"), "every_steps": 2}},
+        data={"shuffle": False, "eval": evaluation},
         training={"global_batch_size": BATCH, "max_steps": num_steps, "optimizer": "sgd"},
         backbone={
             "data_parallel_size": data_parallel,
@@ -129,6 +131,8 @@ def test_a_shape_trains_as_one_rank_does(
     config = config_of(directory, f"shape-{'-'.join(map(str, shape))}-{chunks}", shape, chunks)
     checkpoint = run_training(override_config(config, overrides)).checkpoint
     check_same(config, metrics_of(alone))
+    first = {name: text for name, text in answers(run_dir(alone)).items() if name.startswith("generated/2/")}
+    assert answers(run_dir(config)) == first != {}
     assert checkpoint is not None
     assert read_meta(checkpoint).gradient_reduction == ("microbatch" if overrides else "step"), "as decided"
 
@@ -151,6 +155,8 @@ def test_a_run_that_lost_a_rank_goes_on_under_another_shape(directory: Path, alo
     run_training(config, resume=True)
     assert len(metrics_of(config)) == NUM_STEPS_RESUMED
     check_same(config, metrics_of(alone))
+    first = {name: text for name, text in answers(run_dir(alone)).items() if name.startswith("generated/2/")}
+    assert answers(run_dir(config)) == first != {}
     ours, theirs = (export_run(run_dir(each).root).directory for each in (config, alone))
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
     weights = [load_file(path / "model.safetensors") for path in (ours, theirs)]

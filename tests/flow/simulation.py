@@ -26,6 +26,7 @@ from flowtrain.mempool.gva import AddressSpace
 from flowtrain.scheduler.cost import eq3
 from flowtrain.scheduler.encode_batches import make_encode_batches
 from flowtrain.scheduler.step_planner import StepPlanner
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.memory import Extent, PoolStats, Tier
 from flowtrain.types.messages import (
     EncoderReport,
@@ -126,8 +127,7 @@ def planner_of(dp_size: int, mode: Mode = "decoupled") -> StepPlanner:
 def build_flow(
     *,
     num_steps: int = 3,
-    eval_every: int | None = None,
-    num_eval: int = 0,
+    evaluations: tuple[EvalRounds, ...] = (),
     start_step: int = 0,
     sampler_state: SamplerState | None = None,
     arrival: bool = False,
@@ -150,17 +150,17 @@ def build_flow(
         ranks_read_images=mode == "monolithic",
         clock=clock,
     )
-    before = unit_sequence(start_step, BATCH, None, eval_every, num_eval, state.next_position // BATCH)
+    before = unit_sequence(start_step, BATCH, None, evaluations, state.next_position // BATCH)
     make_batches = partial(make_encode_batches, max_batch_patches=LIMITS, alignment=ALIGNMENT)
     if mode not in ENCODER_MODES:
         make_batches = no_batches  # type: ignore[assignment]
-    window = ArrivalWindow(lookahead, num_steps, eval_every)
+    window = ArrivalWindow(lookahead, num_steps, [each.every for each in evaluations])
     return assemble_flow(
         members=Members(SPACE.num_processes, SPACE.num_processes),
         parts=parts,
         order=ByArrival(window, parts, make_batches, state) if arrival else InOrder(),
         planner=planner_of(dp_size, mode),
-        units=unit_sequence(num_steps, BATCH, None, eval_every, num_eval, start_step),
+        units=unit_sequence(num_steps, BATCH, None, evaluations, start_step),
         leftovers=(unit for unit in before if unit.kind is UnitKind.TRAIN),
         lookahead=lookahead,
         flops_of=lambda sizes: SampleFlops(sizes.positions, *np.ones((3, len(sizes)))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -14,9 +15,12 @@ from flowtrain.errors import PoolError
 from flowtrain.flow.capacity import check_capacity
 from flowtrain.flow.consumed import ConsumedPositions
 from flowtrain.flow.flow import ASK_AGAIN, Flow
-from flowtrain.flow.units import unit_sequence
-from flowtrain.types.events import CheckpointFailed, CheckpointWritten, Rejected, SpansRecorded, UnitDone
-from flowtrain.types.messages import EncoderReport, Lease, MicrobatchLocation, Span
+from flowtrain.flow.report import _source_losses
+from flowtrain.flow.units import ends_step, unit_sequence
+from flowtrain.types.evaluation import EvalRounds
+from flowtrain.types.events import CheckpointFailed, CheckpointWritten, LedgerRow, Rejected, SpansRecorded, UnitDone
+from flowtrain.types.memory import Tier
+from flowtrain.types.messages import EncoderReport, FeedReport, Lease, MicrobatchLocation, SampleLoss, Span
 from flowtrain.types.plan import Flops, Unit, UnitKind
 from flowtrain.types.run_plan import ENCODER_MODES, Mode
 from flowtrain.types.samples import IMAGES_PART, TEXT_PART, SamplerState
@@ -45,7 +49,9 @@ from tests.flow.simulation import (
     text_only,
 )
 
-DP_SIZE, NUM_ENCODERS, NUM_STEPS, EVAL_EVERY, NUM_EVAL, MAX_FEEDERS = 2, 2, 4, 2, 3, 3
+DP_SIZE, NUM_ENCODERS, NUM_STEPS, MAX_FEEDERS = 2, 2, 4, 3
+EVALUATIONS = (EvalRounds(2, 3), EvalRounds(4, 2))
+"""Two held-out sets; both are due after the last step."""
 MODES: tuple[Mode, ...] = ("decoupled", "disaggregated", "monolithic", "llm_only")
 
 
@@ -93,8 +99,8 @@ class FlowMachine(RuleBasedStateMachine):
         self.encoder_nbytes = 1 << 16 if roomy else ARRIVAL_NBYTES if arrival else ENCODER_NBYTES
         self.lookahead = lookahead
         self.arrival = arrival
-        self.evaluation = (EVAL_EVERY, NUM_EVAL) if with_eval else (None, 0)
-        self.units = list(unit_sequence(NUM_STEPS, BATCH, None, *self.evaluation, start_step))
+        self.evaluations = EVALUATIONS if with_eval else ()
+        self.units = list(unit_sequence(NUM_STEPS, BATCH, None, self.evaluations, start_step))
         self.events: list[UnitDone] = []
         self.rejected: list[int] = []
         self.first_step = start_step
@@ -103,8 +109,7 @@ class FlowMachine(RuleBasedStateMachine):
     def start_run(self, start_step: int, sampler_state: SamplerState) -> None:
         self.flow = build_flow(
             num_steps=NUM_STEPS,
-            eval_every=self.evaluation[0],
-            num_eval=self.evaluation[1],
+            evaluations=self.evaluations,
             start_step=start_step,
             sampler_state=sampler_state,
             arrival=self.arrival,
@@ -309,7 +314,7 @@ class FlowMachine(RuleBasedStateMachine):
         """The run is resumed after one of its last steps, from that step's checkpoint."""
         self.take_events()
         self.num_feeders = num_feeders
-        whole = [end for end, unit in enumerate(self.units, 1) if not evaluates(unit, self.evaluation)]
+        whole = [end for end, unit in enumerate(self.units, 1) if ends_step(self.evaluations, unit)]
         ends = [0, *(end for end in whole if end <= len(self.events))]
         self.events = self.events[: ends[max(-1 - back, -len(ends))]]
         steps = [event for event in self.events if event.unit.kind is UnitKind.TRAIN]
@@ -393,7 +398,7 @@ class FlowMachine(RuleBasedStateMachine):
         step = event.unit.step
         late = [step - (1 + position // BATCH) for position in event.unit.positions]
         assert max(map(abs, late)) <= (self.lookahead if self.arrival else 0)
-        if step == NUM_STEPS or evaluates(self.units[self.events.index(event)], self.evaluation):
+        if step == NUM_STEPS or not ends_step(self.evaluations, self.units[self.events.index(event)]):
             assert (state.frontier, state.ahead) == (step * BATCH, ())
 
     def producers_stop(self) -> None:
@@ -423,11 +428,6 @@ class FlowMachine(RuleBasedStateMachine):
             feeder.free(self.flow.parts.holdings.take_released(feeder.index))  # what late leases have kept
         for owner in (*self.feeders, *self.encoders):
             assert owner is not None and owner.arena.used_nbytes == 0 and not owner.contents
-
-
-def evaluates(unit: Unit, evaluation: tuple[int | None, int]) -> bool:
-    """Whether an evaluation follows a step; the step's checkpoint waits for it."""
-    return unit.kind is UnitKind.TRAIN and evaluation[0] is not None and unit.step % evaluation[0] == 0
 
 
 def is_ahead(replicas: list[SimulatedReplica], dp_rank: int) -> bool:
@@ -492,7 +492,7 @@ def test_a_unit_that_was_begun_is_sized_and_run_although_the_stop_came_first() -
 
 
 def test_a_stop_waits_for_the_evaluation_of_the_step_that_ran() -> None:
-    flow = build_flow(num_steps=4, eval_every=1, num_eval=2, dp_size=1)
+    flow = build_flow(num_steps=4, evaluations=(EvalRounds(1, 2),), dp_size=1)
     feeder, encoder = joined(flow)
     feed_next(flow, feeder)
     encode_all(flow, encoder)
@@ -587,8 +587,53 @@ def test_reports_add_up_over_a_unit() -> None:
         assert done.flops == Flops(encoders=num_ran, connector=num_ran, backbone=num_ran)
 
 
+def test_a_step_says_what_was_read_and_tried_again_until_its_end() -> None:
+    flow = build_flow(num_steps=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    flow.feed(feeder.index, FeedReport(num_retries=2))
+    flow.hand_in(encoder.index, EncoderReport(read_by_transport={"shared_memory": 5}))
+    run_unit(flow, 0)
+    feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    run_unit(flow, 1)
+    first, second = (event for event in flow.log.take() if isinstance(event, UnitDone))
+    assert (first.retries, first.read_by_transport) == (2, {"shared_memory": 5})
+    assert (second.retries, second.read_by_transport) == (0, {})
+
+
+def test_a_step_says_how_many_are_ready_after_it_and_whose_memory_is_in_use() -> None:
+    flow = build_flow(num_steps=4, lookahead=2, dp_size=1)
+    feeder, encoder = joined(flow)
+    for _ in range(3):
+        feed_next(flow, feeder)
+    encode_all(flow, encoder)
+    for unit in range(3):
+        run_unit(flow, unit)
+    done = [event for event in flow.log.take() if isinstance(event, UnitDone)]
+    assert [event.lookahead for event in done] == [2, 1, 0]
+    for event in done:
+        assert [(use.name, use.tier) for use in event.pool] == [("feeder-0", Tier.DRAM), ("encoder-0", Tier.DRAM)]
+        assert event.pool_dram_nbytes == sum(use.used_nbytes for use in event.pool)
+        assert [use.bound_nbytes for use in event.pool] == [feeder.arena.bound_nbytes, encoder.arena.bound_nbytes]
+        assert len(event.slot_imbalance) == event.num_microbatches, "one rank"
+        assert set(event.slot_imbalance) == {0.0}
+
+
+def test_losses_of_sources_are_those_of_their_samples_over_all_ranks() -> None:
+    rows = tuple(LedgerRow(position, position % 3, position, 0, 1, 0, 0, "consumed") for position in range(6))
+    unit = Unit(0, UnitKind.TRAIN, 1, 0, 6)
+    first, second = (
+        replace(report_of(unit, rank), sample_losses=tuple(SampleLoss(*sample) for sample in samples))
+        for rank, samples in enumerate([[(0, 2.0, 4), (1, 9.0, 1)], [(3, 4.0, 2), (4, float("nan"), 1), (5, 0.0, 0)]])
+    )
+    losses = _source_losses((first, second), rows)
+    assert losses[0] == 1.0 and math.isnan(losses[1]) and 2 not in losses, "of source 2 no token carried loss"
+
+
 def test_rejections_count_training_samples_alone() -> None:
-    flow = build_flow(num_steps=4, eval_every=1, num_eval=8, lookahead=8, dp_size=1)
+    flow = build_flow(num_steps=4, evaluations=(EvalRounds(1, 8),), lookahead=8, dp_size=1)
     feeder, _ = joined(flow)
     for _ in range(4):
         feed_next(flow, feeder)
@@ -605,7 +650,7 @@ def test_the_trace_covers_its_steps_and_no_more(start_step: int, trace_steps: in
     feeder, encoder = joined(flow)
     recorded = []
     for step in itertools.count(start_step + 1):
-        flow.record((Span("x", f"before {step}", 0.0, 1.0),))
+        flow.trace.record((Span("x", f"before {step}", 0.0, 1.0),))
         order = flow.feed_order(feeder.index)
         if order is None or order.unit is None:
             break
@@ -643,7 +688,7 @@ def test_a_wait_names_what_it_waits_for() -> None:
 
 
 def test_state_does_not_grow_with_the_run() -> None:
-    flow = build_flow(num_steps=30, eval_every=5, num_eval=2, dp_size=1)
+    flow = build_flow(num_steps=30, evaluations=(EvalRounds(5, 2),), dp_size=1)
     feeder, encoder = joined(flow)
     sizes = []
     for unit in range(30 + 30 // 5):
@@ -733,7 +778,7 @@ def test_an_encoder_whose_room_grew_meanwhile_is_asked_again() -> None:
 
 def test_spans_wait_for_news() -> None:
     flow = build_flow(trace_steps=3)
-    flow.record((Span("x", "work", 0.0, 1.0),))
+    flow.trace.record((Span("x", "work", 0.0, 1.0),))
     assert not flow.log.has_news
     flow._reject((rejection_of(2),))
     assert flow.log.has_news

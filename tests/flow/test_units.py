@@ -5,13 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowtrain.config.training import TrainingConfig
-from flowtrain.flow.units import num_steps_of, unit_sequence
+from flowtrain.flow.units import ends_step, eval_position_after, num_steps_of, unit_sequence
+from flowtrain.types.evaluation import EvalRounds
 from flowtrain.types.plan import Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE
 
 
 def test_steps_and_evaluations_alternate_as_due() -> None:
-    assert list(unit_sequence(5, 4, None, eval_every=2, num_eval=3)) == [
+    assert list(unit_sequence(5, 4, None, [EvalRounds(2, 3)])) == [
         Unit(0, UnitKind.TRAIN, 1, 0, 4),
         Unit(1, UnitKind.TRAIN, 2, 4, 4),
         Unit(2, UnitKind.EVAL, 2, EVAL_POSITION_BASE, 3),
@@ -22,20 +23,43 @@ def test_steps_and_evaluations_alternate_as_due() -> None:
     ]
 
 
+def test_sets_that_are_due_together_follow_each_other_and_empty_ones_are_left_out() -> None:
+    evaluations = [EvalRounds(2, 3), EvalRounds(1, 0), EvalRounds(4, 2)]
+    base = EVAL_POSITION_BASE
+    assert [unit for unit in unit_sequence(4, 1, None, evaluations) if unit.kind is UnitKind.EVAL] == [
+        Unit(2, UnitKind.EVAL, 2, base, 3, eval_set=0),
+        Unit(5, UnitKind.EVAL, 4, base + 3, 3, eval_set=0),
+        Unit(6, UnitKind.EVAL, 4, base + 6, 2, eval_set=2),
+    ]
+
+
+rounds = st.lists(st.builds(EvalRounds, st.integers(1, 6), st.integers(0, 4)), max_size=3)
+
+
+@given(st.integers(1, 25), rounds)
+def test_a_step_ends_with_its_last_evaluation(num_steps: int, evaluations: list[EvalRounds]) -> None:
+    units = list(unit_sequence(num_steps, 1, None, evaluations))
+    last = {unit.step: unit for unit in units}
+    assert [unit for unit in units if ends_step(evaluations, unit)] == list(last.values())
+    for step in range(num_steps + 1):
+        later = [unit.first_position for unit in units if unit.kind is UnitKind.EVAL and unit.step > step]
+        assert not later or eval_position_after(evaluations, step) == min(later)
+
+
 @settings(deadline=None)
-@given(st.data(), st.integers(1, 25), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 6)), st.integers(0, 4))
+@given(st.data(), st.integers(1, 25), st.integers(1, 7), rounds)
 def test_resuming_gives_the_tail(
-    data: st.DataObject, num_steps: int, batch: int, eval_every: int | None, num_eval: int
+    data: st.DataObject, num_steps: int, batch: int, evaluations: list[EvalRounds]
 ) -> None:
     total = data.draw(st.one_of(st.none(), st.integers((num_steps - 1) * batch + 1, num_steps * batch)))
-    units = list(unit_sequence(num_steps, batch, total, eval_every, num_eval))
+    units = list(unit_sequence(num_steps, batch, total, evaluations))
     assert [unit.index for unit in units] == list(range(len(units)))
     trained = [p for unit in units if unit.kind is UnitKind.TRAIN for p in unit.positions]
     assert trained == list(range(num_steps * batch if total is None else total))
     evaluated = [p for unit in units if unit.kind is UnitKind.EVAL for p in unit.positions]
     assert evaluated == list(range(EVAL_POSITION_BASE, EVAL_POSITION_BASE + len(evaluated)))
     for start in range(num_steps + 1):
-        tail = list(unit_sequence(num_steps, batch, total, eval_every, num_eval, start))
+        tail = list(unit_sequence(num_steps, batch, total, evaluations, start))
         assert tail == units[len(units) - len(tail) :]
         before = units[: len(units) - len(tail)]
         assert [u.step for u in before if u.kind is UnitKind.TRAIN] == list(range(1, start + 1))

@@ -24,7 +24,7 @@ class Run:
     batch: int
     total: int
     window: int
-    close_every: int | None
+    close_every: tuple[int, ...]
     taken: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -35,7 +35,7 @@ class Run:
         return range((step - 1) * self.batch, min(step * self.batch, self.total))
 
     def closes(self, step: int) -> bool:
-        return step == self.num_steps or (self.close_every is not None and step % self.close_every == 0)
+        return step == self.num_steps or any(step % every == 0 for every in self.close_every)
 
     def run(self, start: int, until: int, is_ready: Ready) -> None:
         """Resume after ``start`` steps from what they consumed, and run until ``until`` steps are done."""
@@ -64,7 +64,7 @@ class Run:
 def runs(draw: st.DrawFn) -> tuple[Run, Ready]:
     batch = draw(st.integers(1, 5))
     total = draw(st.integers(1, 40))
-    run = Run(batch, total, draw(st.integers(1, 4)), draw(st.none() | st.integers(1, 5)))
+    run = Run(batch, total, draw(st.integers(1, 4)), tuple(draw(st.lists(st.integers(1, 5), max_size=2))))
     rng, share = random.Random(draw(st.integers(0, 1 << 16))), draw(st.sampled_from([0.2, 0.5, 0.9]))
     ready = [[rng.random() < share for _ in range(7)] for _ in range(5)]
     return run, lambda step, position: ready[step % 5][position % 7]
@@ -112,7 +112,7 @@ def test_where_everything_is_ready_steps_run_in_order(run_and_ready: tuple[Run, 
     assert all(list(run.taken[step]) == list(run.group(step)) for step in run.taken)
 
 
-def window_of(num_groups: int, *, window: int = 1, close_every: int | None = None) -> ArrivalWindow:
+def window_of(num_groups: int, *, window: int = 1, close_every: tuple[int, ...] = ()) -> ArrivalWindow:
     """Return a window with groups of three positions; the run has more after them."""
     made = ArrivalWindow(window, 100, close_every)
     for step in range(1, num_groups + 1):
@@ -134,7 +134,7 @@ def test_what_must_run_now_is_taken_unready() -> None:
 
 
 def test_a_step_before_an_evaluation_takes_all_that_is_left_and_nothing_from_after_it() -> None:
-    window = window_of(3, close_every=2)
+    window = window_of(3, close_every=(2,))
     assert window.choose(1, 3, lambda p: p > 4) is None, "positions of step 3 wait for the evaluation"
     assert window.choose(1, 3, lambda p: p in (0, 4, 5, 6)) == (0, 4, 5)
     assert window.choose(2, 3, lambda p: p > 5) == (1, 2, 3)
@@ -149,7 +149,12 @@ def test_a_window_made_smaller_by_a_resume_runs_the_oldest_first() -> None:
 
 @pytest.mark.parametrize(("step", "deadline"), [(1, 3), (2, 4), (3, 4), (4, 4), (5, 7), (98, 100), (100, 100)])
 def test_deadlines_end_at_evaluations_and_at_the_last_step(step: int, deadline: int) -> None:
-    assert ArrivalWindow(2, 100, 4).deadline(step) == deadline
+    assert ArrivalWindow(2, 100, [4]).deadline(step) == deadline
+
+
+def test_of_several_held_out_sets_the_first_that_is_due_closes_the_window() -> None:
+    window = ArrivalWindow(4, 100, {6, 4})
+    assert [window.deadline(step) for step in (1, 4, 5, 6, 7, 9)] == [4, 4, 6, 6, 8, 12]
 
 
 def test_groups_come_in_order() -> None:

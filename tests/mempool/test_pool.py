@@ -33,6 +33,15 @@ def fragment(pool: Pool) -> None:
         pool.release(part)
 
 
+def test_bytes_that_were_read_are_counted_by_transport(peers: Peers) -> None:
+    owner, reader = peers.open(0), peers.open(1)
+    parts = [owner.put(b"a" * 100), owner.put(b"b" * 50), reader.put(b"c" * 30)]
+    reader.get_batch(parts)
+    reader.read_into(parts[1], np.empty(50, np.uint8))
+    assert reader.take_read_nbytes() == {"shared_memory": 200, "local": 30}
+    assert reader.take_read_nbytes() == {} == owner.take_read_nbytes()
+
+
 @pytest.mark.parametrize("reader", ["owner", "peer"])
 def test_a_part_is_read_as_it_was_put(peers: Peers, reader: str) -> None:
     owner = peers.open(0)

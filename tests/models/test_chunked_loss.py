@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,6 +100,21 @@ def test_value_and_gradients_equal_the_plain_loss(case, block_numbers):
     assert loss.dtype == case.dtype and loss.shape == ()
     found = loss.detach(), gradients_of(loss, hidden, head)
     assert_equal(found, case.reference(), 1e-5 if case.dtype == torch.float32 else 1e-12)
+
+
+@given(CASES, st.integers(1, 400))
+def test_losses_of_rows_come_with_the_same_loss_to_the_bit(case, block_numbers):
+    hidden, targets, weights, head = case.build()
+    rows = (targets != -100).nonzero().squeeze(1)
+    assume(len(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_module, "CPU_BLOCK_NUMBERS", block_numbers)
+        plain = weighted_nll_sum(hidden, targets, weights, head, case.chunk_tokens, rows=rows)
+        losses = torch.full((len(rows),), torch.nan)
+        found = weighted_nll_sum(hidden, targets, weights, head, case.chunk_tokens, rows=rows, row_losses=losses)
+    assert torch.equal(found, plain)
+    expected = cross_entropy(head(hidden)[rows].double(), targets[rows], reduction="none") * weights[rows]
+    assert torch.allclose(losses.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 LONG = Case(seed=0, num_tokens=64, vocab_size=97, chunk_tokens=8, ignored=0.0)

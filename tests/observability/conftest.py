@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from flowtrain.observability.metrics import StepMetrics
+from flowtrain.types.metrics import StepMetrics
 
 
 class MakeMetrics(Protocol):

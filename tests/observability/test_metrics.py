@@ -21,6 +21,8 @@ KEYS = [
     *("produced_samples_per_s", "consumed_samples_per_s"),
     *("num_microbatches", "packing_fill", "dp_imbalance", "pool_dram_nbytes", "pool_hbm_nbytes"),
     *("eval_loss", "rejected", "skipped", "skipped_steps", "emulated", "host_s", "rewound_to"),
+    *("eval_losses", "source_losses", "slot_imbalance", "lookahead_steps", "read_nbytes_by_transport"),
+    *("retries", "restarts", "pool"),
 ]
 
 
@@ -38,7 +40,7 @@ def test_a_line_has_exactly_the_documented_keys_and_is_private(path: Path, make_
     writer.write(make_metrics(1))
     (line,) = path.read_text().splitlines()  # before close: it can be followed while the run goes on
     assert list(json.loads(line)) == KEYS
-    assert json.loads(line)["schema"] == 1
+    assert json.loads(line)["schema"] == 2
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     writer.close()
 

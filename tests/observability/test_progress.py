@@ -3,7 +3,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from flowtrain.observability.callback import deliver
 from flowtrain.observability.progress import ProgressDisplay, ProgressState
+from flowtrain.types.metrics import PoolUse
+from flowtrain.types.run_events import StepFinished
+from tests.observability.events import NOTED, started
 
 
 class Clock:
@@ -108,3 +112,25 @@ def test_on_a_terminal_the_display_is_live(make_metrics: Any) -> None:
         display.update(ProgressState(make_metrics(4), 4096))
     shown = stream.getvalue()
     assert "4/4" in shown and "a note" in shown and "eval 0.5000" in shown and "starved 25%" in shown
+
+
+def test_as_a_callback_it_knows_encoders_pool_and_notes(make_metrics: Any) -> None:
+    stream = io.StringIO()
+    with ProgressDisplay("plain", total_steps=1, stream=stream) as display:
+        deliver(display, NOTED)
+        deliver(display, started(roles={"encoder": 4}))
+        pool = (PoolUse("encoder", "0", "dram", 3, 2048), PoolUse("feeder", "0", "dram", 1, 2048))
+        hbm = PoolUse("encoder", "0", "hbm", 9, 9)
+        metrics = make_metrics(1, step_time_s=2.0, blocked_s=4.0, pool_dram_nbytes=1024, pool=(*pool, hbm))
+        deliver(display, StepFinished(metrics=metrics))
+    note, line = stream.getvalue().splitlines()
+    assert note == "sharding: full"
+    assert "pool 25%" in line and "blocked 50%" in line
+
+
+def test_without_encoders_nothing_is_blocked(make_metrics: Any) -> None:
+    stream = io.StringIO()
+    with ProgressDisplay("plain", total_steps=1, stream=stream) as display:
+        deliver(display, started(roles={"backbone": 1}))
+        deliver(display, StepFinished(metrics=make_metrics(1)))
+    assert "blocked" not in stream.getvalue()

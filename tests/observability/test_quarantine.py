@@ -39,7 +39,7 @@ def positions(path: Path) -> list[int]:
 
 
 def test_a_line_says_where_the_sample_is_from_and_why_it_is_bad(path: Path) -> None:
-    writer = QuarantineWriter(path, ["first", "second"], INDEXES)
+    writer = QuarantineWriter(path, ["first", "second", "eval/cats"], INDEXES)
     writer.write(replace(rejection(3, source=1), id="a-17", image=2, path="b/c.jpg"))
     writer.write(rejection(EVAL_POSITION_BASE + 1, source=2))
     train, held_out = map(json.loads, path.read_text().splitlines())
@@ -57,7 +57,7 @@ def test_a_line_says_where_the_sample_is_from_and_why_it_is_bad(path: Path) -> N
         "path": "b/c.jpg",
         "detail": "schön kaputt 3",
     }
-    assert (held_out["source"], held_out["file"], held_out["file_row"]) == ("eval", "d.parquet", 1)
+    assert (held_out["source"], held_out["file"], held_out["file_row"]) == ("eval/cats", "d.parquet", 1)
     assert held_out["id"] is held_out["image"] is held_out["path"] is None
 
 

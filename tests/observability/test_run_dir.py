@@ -71,6 +71,16 @@ def test_a_run_of_an_earlier_version_goes_on_row_by_row(config: RunConfig) -> No
     assert open_run_dir(rows, resume=True).load_config() == rows
 
 
+def test_a_run_of_an_earlier_version_keeps_the_steps_of_its_trace(config: RunConfig) -> None:
+    run = open_run_dir(config, resume=False)
+    text = run.config.read_text()
+    assert "  trace:\n    steps: 100\n" in text
+    run.config.write_text(text.replace("  trace:\n    steps: 100\n", "  trace_steps: 7\n"))
+    assert run.load_config().observability.trace.steps == 7
+    with pytest.raises(ConfigError, match=r"trace_steps = 7: this key is called observability.trace.steps now"):
+        load_config(QUICKSTART, ["observability.trace_steps=7"])
+
+
 def test_a_tensor_parallel_run_of_an_earlier_version_had_whole_norms(config: RunConfig) -> None:
     """A resume splits them by tokens and says so; without tensor parallelism there is nothing to say."""
     for tp, then in ((1, True), (2, False)):

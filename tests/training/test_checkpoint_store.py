@@ -44,12 +44,48 @@ def test_commit_names_prunes_and_keeps_the_driver_state(tmp_path):
 def test_a_checkpoint_from_before_partitions_and_modes_is_read(tmp_path):
     final = write_and_commit(tmp_path, 2)
     values = json.loads((final / store.META_FILE).read_text())
-    for name in ("crc32", "partition", "mode", "trained"):
+    for name in ("crc32", "partition", "mode", "trained", "metrics"):
         del values[name]
     (final / store.META_FILE).write_text(store._sealed({**values, "num_chunks": 2}))
     meta = store.read_meta(final)
     assert (meta.partition, meta.mode, meta.trained) == ("chunks=2", "decoupled", ())
     assert store.latest_complete(tmp_path) == final
+
+
+def commit_with(checkpoints: Path, step: int, keep_best: str | None = "eval_loss", **metrics: float) -> Path:
+    meta = replace(META, step=step, metrics=metrics)
+    return store.commit(write(checkpoints, step), meta, 1, keep_best)
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in checkpoints.iterdir())
+
+
+def test_the_best_stays_until_a_better_one_comes(tmp_path):
+    kept = []
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 1.0), (5, 0.5), (6, 0.75)):
+        commit_with(tmp_path, step, eval_loss=loss)
+        kept.append(steps_in(tmp_path))
+    assert kept == [[1], [2], [2, 3], [2, 4], [5], [5, 6]], "of equal ones the earlier stays"
+    assert [path.name[-1] for path in store.best_first(tmp_path, "eval_loss")] == ["5", "6"]
+    assert store.best_first(tmp_path, "eval_loss/cats") == []
+
+
+def test_a_resume_prunes_by_what_earlier_starts_measured(tmp_path):
+    commit_with(tmp_path, 1, eval_loss=0.5)
+    commit_with(tmp_path, 2, eval_loss=0.9)
+    commit_with(tmp_path, 3)
+    assert steps_in(tmp_path) == [1, 3], "a checkpoint without the metric is no candidate"
+    commit_with(tmp_path, 4, keep_best=None, eval_loss=0.1)
+    assert steps_in(tmp_path) == [4], "the setting of the last start decides"
+
+
+def test_a_damaged_best_gives_way_to_the_next(tmp_path):
+    best = commit_with(tmp_path, 1, eval_loss=0.5)
+    (best / "shard").write_bytes(b"")
+    commit_with(tmp_path, 2, eval_loss=0.9)
+    commit_with(tmp_path, 3, eval_loss=1.0)
+    assert steps_in(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize("call", ["sync_directory", "_prune"])

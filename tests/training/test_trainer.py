@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,41 @@ def test_training_equals_a_plain_loop(world_size, steps, normalization):
         assert outcome.results == outcomes[0].results
         assert outcome.spans.count("forward") == outcome.spans.count("backward") == sum(len(s) for s in steps)
         assert outcome.spans.count("optimizer") == len(steps)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sample"])
+def test_losses_of_samples_make_up_that_of_the_step_and_change_no_bit(normalization):
+    training = {"loss_normalization": normalization}
+    sources = [{"path": "unused", "name": name} for name in ("cats", "dogs")]
+    rejected = frozenset({2, 5})
+    plain, kept = (
+        run_ranks(2, Job(make_config(training=training, **data), STEPS_DP2, rejected=rejected))
+        for data in ({}, {"data": {"sources": sources}})
+    )
+    assert not any(result.sample_losses for outcome in plain for result in outcome.results)
+    for number, slots in enumerate(STEPS_DP2):
+        results = [outcome.results[number] for outcome in kept]
+        assert [replace(result, sample_losses=()) for result in results] == [plain[0].results[number]] * 2
+        samples = [sample for result in results for sample in result.sample_losses]
+        ran = {position for row in slots for held in row for position in held} - rejected
+        assert sorted(sample.position for sample in samples) == sorted(ran)
+        total = sum(sample.loss for sample in samples) / sum(sample.weight for sample in samples)
+        assert total == pytest.approx(results[0].loss, rel=1e-5)
+    for name, weight in kept[0].weights.items():
+        assert np.array_equal(weight, plain[0].weights[name]), name
+
+
+@pytest.mark.parametrize("degrees", [Degrees(pp=2), Degrees(tp=2)])
+def test_ranks_of_one_replica_count_each_sample_once(degrees):
+    sources = [{"path": "unused", "name": name} for name in ("cats", "dogs")]
+    job = Job(make_config(data={"sources": sources}), STEPS_DP1, TinyFamily(num_kv_heads=2))
+    outcomes = run_ranks(degrees, job)
+    for number, slots in enumerate(STEPS_DP1):
+        results = [outcome.results[number] for outcome in outcomes]
+        samples = [sample for result in results for sample in result.sample_losses]
+        assert sorted(sample.position for sample in samples) == sorted(p for row in slots for held in row for p in held)
+        total = sum(sample.loss for sample in samples) / sum(sample.weight for sample in samples)
+        assert total == pytest.approx(results[0].loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(

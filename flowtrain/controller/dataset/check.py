@@ -18,7 +18,6 @@ from flowtrain.controller.dataset.duplicates import MAX_LISTED, find_duplicates
 from flowtrain.controller.dataset.files import FoundFiles, whole_files
 from flowtrain.controller.dataset.report import DataReport, FileFault, SourceReport, Spread
 from flowtrain.controller.dataset.workers import blocks_found
-from flowtrain.data.sources.base import Source
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.flow.units import num_steps_of
 from flowtrain.types.samples import Rejection
@@ -27,8 +26,6 @@ from flowtrain.types.sources import SourceIndex
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
-
-EVAL_NAME = "eval"
 SPREADS = ("tokens", "vision_tokens", "target_tokens", "images", "image_nbytes")
 
 
@@ -46,7 +43,7 @@ class Tally:
     """By source and file."""
 
     def __post_init__(self) -> None:
-        num_sources = len(all_sources(self.sources))
+        num_sources = len(self.sources.all)
         self.rows = [[] for _ in range(num_sources)]
         self.reasons = [Counter() for _ in range(num_sources)]
 
@@ -62,7 +59,7 @@ class Tally:
         file = source.index.files[source.index.block_files[task.block]]
         before = self.faults.get((task.source, file))
         num_rows, detail = (0, found.fault) if before is None else (before.num_rows, before.detail)
-        name = source_names(self.sources)[task.source]
+        name = self.sources.names[task.source]
         self.faults[task.source, file] = FileFault(name, file, num_rows + task.num_rows, detail)
 
 
@@ -74,7 +71,7 @@ def check_data(
     rejected: Path | None = None,
     progress: Progress | None = None,
 ) -> DataReport:
-    """Look at every row of a run's data, and of its evaluation those that are evaluated.
+    """Look at every row of a run's data, and of its held-out sets those that are evaluated.
 
     workers: processes; None: one for each core. With one, all happens in this process.
     decode: decode images too, as encoders do.
@@ -90,8 +87,8 @@ def check_data(
     indexes = SourceSet.index(config.data)
     report("listing files", 1, 1)
     sources = SourceSet.from_config(config.data, indexes)
-    num_eval = config.data.eval.max_samples if config.data.eval is not None else 0
-    tasks = list(block_tasks(indexes, len(sources.train), num_eval))
+    num_evaluated = [each.max_samples for each in config.data.eval_sets.values()]
+    tasks = list(block_tasks(indexes, num_evaluated))
     total, done = sum(task.num_rows for task in tasks), 0
     tally = Tally(sources)
     num_workers = min(workers or len(os.sched_getaffinity(0)), len(tasks))
@@ -101,7 +98,7 @@ def check_data(
         else (checker.check(sources, task) for task in tasks)
     )
     with whole_files([sizes, rejected]) as (sizes_file, rejected_file), closing(results) as found_blocks:
-        files = FoundFiles(sizes_file, rejected_file, source_names(sources), indexes, len(sources.train))
+        files = FoundFiles(sizes_file, rejected_file, sources.names, indexes, len(sources.train))
         for found in found_blocks:
             tally.add(found)
             files.write(found)
@@ -110,20 +107,14 @@ def check_data(
     return make_report(config, decode, tally, tasks)
 
 
-def all_sources(sources: SourceSet) -> list[Source]:
-    """Return the training sources, then the evaluation source, if there is one."""
-    return [*sources.train, *([] if sources.evaluation is None else [sources.evaluation])]
+def block_tasks(indexes: Sequence[SourceIndex], num_evaluated: Sequence[int]) -> Iterator[BlockTask]:
+    """Yield all blocks of the training sources, then those that evaluations read.
 
-
-def source_names(sources: SourceSet) -> list[str]:
-    """Return the names of all sources as the quarantine file has them."""
-    return [*(source.name for source in sources.train), *([] if sources.evaluation is None else [EVAL_NAME])]
-
-
-def block_tasks(indexes: Sequence[SourceIndex], num_train: int, num_eval: int) -> Iterator[BlockTask]:
-    """Yield all blocks of the training sources, then those that an evaluation of ``num_eval`` rows reads."""
-    for source, index in enumerate(indexes):
-        end = index.num_rows if source < num_train else min(num_eval, index.num_rows)
+    num_evaluated: the most rows that an evaluation reads of each held-out set; they are the last of ``indexes``.
+    """
+    limits = [None] * (len(indexes) - len(num_evaluated)) + list(num_evaluated)
+    for source, (index, limit) in enumerate(zip(indexes, limits, strict=True)):
+        end = index.num_rows if limit is None else min(limit, index.num_rows)
         for block, (first, after) in enumerate(zip(index.first_rows[:-1], index.first_rows[1:], strict=True)):
             if first < end:
                 yield BlockTask(source, block, int(min(after, end) - first))
@@ -139,7 +130,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
     for (source, _), fault in tally.faults.items():
         unread[source] += fault.num_rows
     num_train = len(tally.sources.train)
-    names = source_names(tally.sources)
+    names = tally.sources.names
     reports = tuple(
         _source_report(
             names[index],
@@ -151,7 +142,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
             checked[index],
             unread[index],
         )
-        for index, source in enumerate(all_sources(tally.sources))
+        for index, source in enumerate(tally.sources.all)
     )
     num_steps, total = num_steps_of(config.training, tally.sources.sizes)
     weights = np.array([source.weight for source in config.data.sources])
@@ -160,7 +151,7 @@ def make_report(config: RunConfig, decode: bool, tally: Tally, tasks: Sequence[B
         run=config.name,
         is_decoded=decode,
         sources=reports,
-        indexes=tuple(source.index for source in all_sources(tally.sources)),
+        indexes=tuple(source.index for source in tally.sources.all),
         rejected=tuple(tally.rejected),
         rejected_share=float(shares @ weights / weights.sum()),
         max_rejected_fraction=config.data.max_rejected_fraction,

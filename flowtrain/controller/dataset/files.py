@@ -29,7 +29,7 @@ _SIZES = {
 class FoundFiles:
     """Writes what is found; training rows' sizes as ``flowtrain pack --lengths`` reads them.
 
-    names, indexes: of the sources; the evaluation is number ``num_train``, and its rows are left out of the sizes.
+    names, indexes: of the sources. Those after the first ``num_train`` are held out, and have no rows in the sizes.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class DataReport:
     is_decoded: bool
     """Whether images were decoded too; else damage after a good header is not seen."""
     sources: tuple[SourceReport, ...]
-    """The training sources, then the evaluation."""
+    """The training sources, then the held-out sets."""
     indexes: tuple[SourceIndex, ...]
     """Their files and blocks, in the same order."""
     rejected: tuple[Rejection, ...]
@@ -133,10 +133,10 @@ class DataReport:
         return within + sum(across)
 
     @property
-    def leaked(self) -> list[tuple[int, Place]]:
-        """Those of the listed groups: evaluation row, and the first training row that is the same."""
+    def leaked(self) -> list[tuple[Place, Place]]:
+        """Those of the listed groups: held-out row, and the first training row that is the same."""
         return [
-            (row, group[0])
+            ((source, row), group[0])
             for group in self.duplicates.groups
             for source, row in group
             if self.sources[source].is_eval and not self.sources[group[0][0]].is_eval
@@ -144,8 +144,10 @@ class DataReport:
 
     @property
     def num_leaked(self) -> int:
-        """Evaluation rows that are also in the training data."""
-        return sum(count for (one, _), count in self.duplicates.across.items() if self.sources[one].is_eval)
+        """Held-out rows that are also in the training data."""
+        across = self.duplicates.across.items()
+        is_eval = [source.is_eval for source in self.sources]
+        return sum(count for (one, other), count in across if is_eval[one] and not is_eval[other])
 
     @property
     def would_end(self) -> bool:
@@ -183,8 +185,8 @@ class DataReport:
                     for (one, other), count in self.duplicates.across.items()
                 ],
                 "leaked": [
-                    {"row": row, "source": names[source], "source_row": source_row}
-                    for row, (source, source_row) in self.leaked
+                    {"set": names[held_out], "row": row, "source": names[source], "source_row": source_row}
+                    for (held_out, row), (source, source_row) in self.leaked
                 ],
                 "num_groups": self.duplicates.num_groups,
                 "groups": [

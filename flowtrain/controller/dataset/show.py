@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flowtrain.config.run import RunConfig
-from flowtrain.controller.dataset.check import all_sources, source_names
 from flowtrain.controller.dataset.images import ImageViewer, ShownImage
 from flowtrain.data.conversation import IGNORE_LABEL
 from flowtrain.data.rejections import rejected
@@ -84,16 +83,19 @@ def show_rows(
     """Look at rows of one source.
 
     source: its name, or its number from 0; None: the only one.
-    evaluation: take the rows of the evaluation instead.
+    evaluation: take the rows of a held-out set instead, which ``source`` names then.
     save_images: a directory for each image as decoded and as the tower gets it.
 
     Raises ConfigError for a row or a source that is not there; DataError, SourceReadError if it cannot be read.
     """
     viewer = _Viewer(config, save_images)
     sources = SourceSet.from_config(config.data)
-    names = source_names(sources)
-    chosen = sources.eval_index if evaluation else _find_source(names[: len(sources.train)], source)
-    index = all_sources(sources)[chosen].index
+    names, num_train = sources.names, len(sources.train)
+    if evaluation:
+        chosen = num_train + _find_source(list(config.data.eval_sets), source, "data.eval", "held-out sets")
+    else:
+        chosen = _find_source(names[:num_train], source, "data.sources", "sources")
+    index = sources.all[chosen].index
     outside = [row for row in rows if not 0 <= row < index.num_rows]
     if outside:
         raise ConfigError(f"--row {outside[0]}: source {names[chosen]} has rows 0 to {index.num_rows - 1}")
@@ -113,19 +115,19 @@ def show_rows(
     return shown
 
 
-def _find_source(names: Sequence[str], asked: str | None) -> int:
+def _find_source(names: Sequence[str], asked: str | None, key: str, what: str) -> int:
     if asked is None:
         if len(names) == 1:
             return 0
-        raise ConfigError(f"data.sources has {len(names)} sources; give one with --source: {', '.join(names)}")
+        raise ConfigError(f"{key} has {len(names)} {what}; give one with --source: {', '.join(names)}")
     found = [index for index, name in enumerate(names) if name == asked]
     if len(found) > 1:
         numbers = ", ".join(map(str, found))
-        raise ConfigError(f"--source {asked}: {len(found)} sources have this name; give a number: {numbers}")
+        raise ConfigError(f"--source {asked}: {len(found)} {what} have this name; give a number: {numbers}")
     if not found and asked.isdecimal() and int(asked) < len(names):
         return int(asked)
     if not found:
-        raise ConfigError(f"--source {asked}: there is no such source in data.sources, but {', '.join(names)}")
+        raise ConfigError(f"--source {asked}: there is no such source in {key}, but {', '.join(names)}")
     return found[0]
 
 

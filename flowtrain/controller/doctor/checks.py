@@ -108,11 +108,12 @@ def _disk(run_spec: RunSpec) -> Check:
     config = run_spec.config
     if config.emulation is not None:
         return Check("checkpoints have room", True, "none are written: model.device is 'emulated'")
-    count = config.checkpoint.keep + 1
+    others = 1 if config.checkpoint.keep_best is None else 2
+    count = config.checkpoint.keep + others
     one = RESUMED_NBYTES * run_spec.model_spec.num_trainable_parameters(config.frozen_modules)
     root = run_dir(config).root
     free = shutil.disk_usage(existing(root)).free
-    detail = f"{count} checkpoints of about {one} bytes (checkpoint.keep + 1); {free} bytes are free at {root}"
+    detail = f"{count} checkpoints of about {one} bytes (checkpoint.keep + {others}); {free} bytes are free at {root}"
     way_out = "; free some, lower checkpoint.keep, or set runs_dir to a larger disk"
     fits = count * one <= free
     return Check("checkpoints have room", fits, detail if fits else detail + way_out)

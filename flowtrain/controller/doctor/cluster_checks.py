@@ -102,8 +102,8 @@ def clocks(nodes: Sequence[NodeReport]) -> Check:
         return Check(
             name,
             False,
-            f"{last.name} is ahead of {first.name}: {found}; traces and reports compare times of nodes: run chrony or "
-            "another NTP client on all of them",
+            f"{last.name} is ahead of {first.name}: {found}; their logs cannot be compared: run chrony or another NTP "
+            "client on all of them",
         )
     return Check(name, True, found)
 

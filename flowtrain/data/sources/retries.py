@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -43,6 +44,28 @@ _PASSING_STATUS = (408, 425, 429)
 _T = TypeVar("_T")
 
 
+class RetryTally:
+    """Counts the reads of this process that were tried again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def add(self) -> None:
+        """Count one."""
+        with self._lock:
+            self._count += 1
+
+    def take(self) -> int:
+        """Return the count since the last call."""
+        with self._lock:
+            count, self._count = self._count, 0
+        return count
+
+
+RETRIES = RetryTally()
+
+
 def read_with_retries(read: Callable[[], _T], what: str) -> _T:
     """Call ``read``; retry a few times after an error that may pass.
 
@@ -65,6 +88,7 @@ def read_with_retries(read: Callable[[], _T], what: str) -> _T:
                     f"cannot read {what} after {attempts} attempts: {without_queries(str(error))}; check the storage, "
                     "then resume the run"
                 ) from error
+            RETRIES.add()
             time.sleep(delay_s)
     raise AssertionError("unreachable")
 

@@ -1,4 +1,4 @@
-"""All sources of a run under one index: the training mixture first, the evaluation source last."""
+"""All sources of a run under one index: the training mixture first, the held-out sets last."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ from flowtrain.types.sources import SourceIndex
 
 
 class SourceSet:
-    """The training sources by index, then the evaluation source, if there is one."""
+    """The training sources by index, then the held-out sets in the order of the configuration.
+
+    eval_names: names of the held-out sets in the quarantine file.
+    """
 
     def __init__(
-        self, train: Sequence[Source], evaluation: Source | None = None, cache: BlockCache | None = None
+        self,
+        train: Sequence[Source],
+        evaluations: Sequence[Source] = (),
+        cache: BlockCache | None = None,
+        eval_names: Sequence[str] = (),
     ) -> None:
         self.train = tuple(train)
-        self.evaluation = evaluation
+        self.all = (*self.train, *evaluations)
+        """The training sources, then the held-out sets."""
+        self.eval_names = tuple(eval_names)
         self._cache = BlockCache() if cache is None else cache
 
     @staticmethod
     def index(config: DataConfig) -> tuple[SourceIndex, ...]:
-        """Find the blocks of the training sources, then of the evaluation source; raises as ``index_source``."""
+        """Find the blocks of the training sources, then of the held-out sets; raises as ``index_source``."""
         return tuple(index_source(source) for source in _configs(config))
 
     @classmethod
@@ -36,7 +45,8 @@ class SourceSet:
         """
         indexes = cls.index(config) if indexes is None else indexes
         sources = [open_source(*pair) for pair in zip(_configs(config), indexes, strict=True)]
-        return cls(sources[: len(config.sources)], sources[-1] if config.eval is not None else None)
+        num_train = len(config.sources)
+        return cls(sources[:num_train], sources[num_train:], eval_names=config.eval_names)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -48,17 +58,18 @@ class SourceSet:
         """The first rows of the blocks of each training source, ``[num_blocks + 1]``, as a ``Sampler`` takes them."""
         return tuple(source.index.first_rows for source in self.train)
 
+    def eval_index(self, eval_set: int) -> int:
+        """Return the value of ``SampleRef.source`` for rows of a held-out set, by its number."""
+        return len(self.train) + eval_set
+
     @property
-    def eval_index(self) -> int:
-        """The value of ``SampleRef.source`` for rows of the evaluation source."""
-        return len(self.train)
+    def names(self) -> list[str]:
+        """Names of all sources, as the quarantine file has them."""
+        return [*(source.name for source in self.train), *self.eval_names]
 
     def source(self, index: int) -> Source:
         """Return the source for a value of ``SampleRef.source``."""
-        if index < len(self.train):
-            return self.train[index]
-        assert index == self.eval_index and self.evaluation is not None, f"there is no source {index}"
-        return self.evaluation
+        return self.all[index]
 
     def block_of(self, source: int, row: int) -> int:
         """Return the block of a source that holds a row."""
@@ -97,4 +108,4 @@ class SourceSet:
 
 
 def _configs(config: DataConfig) -> list[SourceConfig | EvalConfig]:
-    return [*config.sources, *([] if config.eval is None else [config.eval])]
+    return [*config.sources, *config.eval_sets.values()]

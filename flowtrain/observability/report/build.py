@@ -1,0 +1,200 @@
+"""From runs' directories to one page."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from markupsafe import Markup
+
+from flowtrain.errors import ConfigError
+from flowtrain.observability.report.blocks import Section, charts, gantt_figure
+from flowtrain.observability.report.compare import (
+    Compared,
+    changes_table,
+    compared_charts,
+    figures_table,
+    labels_of,
+    paired_table,
+)
+from flowtrain.observability.report.data_sections import (
+    ImageOf,
+    ask_generated,
+    ask_quarantined,
+    generated_content,
+    generated_of,
+    quarantine_content,
+    sources_table,
+    transports_table,
+)
+from flowtrain.observability.report.figures import Chart
+from flowtrain.observability.report.gantt import gantt_of, read_trace, step_ends
+from flowtrain.observability.report.lines import Notes
+from flowtrain.observability.report.markup import Content, element, join
+from flowtrain.observability.report.outcome import key_figures, outcome_of, verdict_of
+from flowtrain.observability.report.page import page
+from flowtrain.observability.report.pictures import Pictures
+from flowtrain.observability.report.run_charts import flow_charts, learning_charts, packing_charts, speed_charts
+from flowtrain.observability.report.run_data import RunData, read_run
+from flowtrain.observability.report.run_sections import (
+    PILL,
+    checkpoints_table,
+    configuration,
+    faults_table,
+    glance,
+    lead,
+    modes_table,
+    notes_box,
+    packing_table,
+    plan_content,
+    steady_note,
+    verdict_box,
+)
+
+MAX_RUNS = 6
+"""Runs in one page: as many as there are colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What a report shows."""
+
+    steps: tuple[int, int] | None = None
+    """First and last step of the timeline; None: three from the middle of the trace."""
+    thumbnails: bool = True
+    """Show pictures of rejected and generated samples."""
+    image_of: ImageOf | None = None
+    """Reads the image of a rejected sample; None: rejected samples have no pictures."""
+
+
+def build_report(
+    roots: Sequence[str | os.PathLike[str]], options: ReportOptions | None = None, now: float | None = None
+) -> str:
+    """Return the page of a run, or of several side by side; a run's directory is all that is read.
+
+    now: seconds since the Unix epoch; None: the clock's. Raises ConfigError if a directory is no run's, and if the
+    steps of the timeline are not in a trace.
+    """
+    options = ReportOptions() if options is None else options
+    now = time.time() if now is None else now
+    if not 1 <= len(roots) <= MAX_RUNS:
+        raise ConfigError(f"{len(roots)} runs: a report shows 1 to {MAX_RUNS} runs; leave some out")
+    runs = [read_run(Path(root)) for root in roots]
+    if len(runs) == 1:
+        return _single(runs[0], options, now)
+    return _comparison(runs, options, now)
+
+
+def _single(run: RunData, options: ReportOptions, now: float) -> str:
+    outcome = outcome_of(run, now)
+    heading = join([run.name, " ", element("span", str(outcome.state), class_=f"pill {PILL[outcome.state]}")])
+    sections = _sections(run, options, now, "", Pictures(options.thumbnails))
+    return page(f"{run.name}: FlowTrain report", "FlowTrain run report", heading, lead(run, outcome), sections, now)
+
+
+def _sections(run: RunData, options: ReportOptions, now: float, prefix: str, pictures: Pictures) -> list[Section]:
+    """Return the sections of one run; prefix: of their keys."""
+    figures = key_figures(run)
+    outcome = outcome_of(run, now)
+    samples = generated_of(run)
+    ask_quarantined(run, pictures, options.image_of if options.thumbnails else None, prefix)
+    ask_generated(run, samples, pictures, prefix)
+    trace_notes = Notes()
+    timeline = _timeline(run, options, prefix, trace_notes)
+    steady = element("p", steady_note(run), class_="muted") if len(run.steps) else None
+    at_once: list[Content] = [verdict_box(outcome, verdict_of(run, figures)), glance(run, figures), steady]
+    found: list[tuple[str, str, list[Content]]] = [
+        ("glance", "At a glance", [*at_once, notes_box((*run.notes, *trace_notes.texts))]),
+        ("learning", "Learning", [_charts(learning_charts(run), prefix)]),
+        ("samples", "Generated samples", [generated_content(samples, pictures, prefix)]),
+        ("speed", "Speed", [_charts(speed_charts(run), prefix)]),
+        ("flow", "Flow of data", [_charts(flow_charts(run), prefix), transports_table(run)]),
+        ("timeline", "Timeline", [timeline]),
+        ("packing", "Packing and balance", [_charts(packing_charts(run), prefix), packing_table(run)]),
+        ("plan", "Plan and reality", [*plan_content(run, figures), modes_table(run)]),
+        ("data", "Data", [sources_table(run)]),
+        ("quarantine", "Quarantine", [*quarantine_content(run, pictures, prefix)]),
+        ("faults", "Faults and restarts", [faults_table(run) or element("p", "None.", class_="muted")]),
+        ("checkpoints", "Checkpoints", [checkpoints_table(run)]),
+        ("configuration", "Configuration", [configuration(run)]),
+    ]
+    return [
+        Section(f"{prefix}{key}", title, join(content))
+        for key, title, content in found
+        if any(each for each in content)
+    ]
+
+
+def _charts(shown: Sequence[Chart], prefix: str) -> Markup | None:
+    return charts(replace(chart, key=f"{prefix}{chart.key}-chart") for chart in shown)
+
+
+def _timeline(run: RunData, options: ReportOptions, prefix: str, notes: Notes) -> Markup | None:
+    work = read_trace(run.files.trace, notes)
+    first, last = options.steps if options.steps is not None else (None, None)
+    gantt = gantt_of(work, run.steps, first, last) if work else None
+    if gantt is not None:
+        return gantt_figure(gantt, f"{prefix}gantt")
+    if options.steps is not None:
+        for window in sorted(run.files.root.glob("traces/steps-*/trace.json")):  # of flowtrain trace
+            if (gantt := gantt_of(read_trace(window, notes), run.steps, first, last)) is not None:
+                return gantt_figure(gantt, f"{prefix}gantt")
+        traced = sorted(step_ends(work, run.steps))
+        has = f"it has steps {traced[0]} to {traced[-1]}" if traced else "it has no whole step"
+        raise ConfigError(f"steps {first} to {last} (--steps) are not in {run.files.trace}: {has}")
+    return None
+
+
+def _comparison(runs: Sequence[RunData], options: ReportOptions, now: float) -> str:
+    labels = labels_of(runs)
+    compared = [
+        Compared(label, run, outcome_of(run, now), key_figures(run)) for label, run in zip(labels, runs, strict=True)
+    ]
+    notes = [f"{each.label}: {note}" for each in compared for note in each.run.notes]
+    sections = [
+        Section("glance", "At a glance", join([figures_table(compared), notes_box(notes)])),
+        Section(
+            "differences",
+            "Paired differences",
+            join([paired_table(compared) or element("p", "The runs have no step in common.", class_="muted"), _PAIRED]),
+        ),
+    ]
+    drawn = _charts(compared_charts(compared), "")
+    if drawn is not None:
+        sections.append(Section("curves", "Curves", drawn))
+    changes = changes_table(compared) or element("p", "The configurations are the same.", class_="muted")
+    sections.append(Section("configurations", "Configurations", changes))
+    sections += [_of_one(each, options, now, f"run{index}-") for index, each in enumerate(compared, start=1)]
+    title = f"{len(runs)} runs: {', '.join(labels)}"
+    lead_text = f"Each run is compared with the first one, {labels[0]}."
+    return page(
+        f"{title[:120]}: FlowTrain report", "FlowTrain comparison", " and ".join(labels), lead_text, sections, now
+    )
+
+
+_PAIRED = element(
+    "p",
+    "Steps are compared with the step of the same number. Neighbouring steps are alike, so an interval is that of the "
+    "means of ten blocks of steps. Differences whose interval leaves out 0 are coloured. Rates leave out the first "
+    "step of each start. Same plans: steps that packed the same samples in the same way.",
+    class_="muted",
+)
+
+
+def _of_one(each: Compared, options: ReportOptions, now: float, prefix: str) -> Section:
+    """Return what a comparison shows of a single run."""
+    run = each.run
+    notes = Notes()
+    alone = replace(options, steps=None)  # traces of several runs rarely have the same steps
+    content: list[Content] = [
+        element("p", lead(run, each.outcome), class_="muted"),
+        verdict_box(each.outcome, verdict_of(run, each.figures)),
+        _timeline(run, alone, prefix, notes),
+        notes_box(notes.texts),
+        *plan_content(run, each.figures),
+        faults_table(run),
+    ]
+    return Section(f"{prefix}run", f"Run {each.label}", join(content))

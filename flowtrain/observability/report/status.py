@@ -1,0 +1,138 @@
+"""How a run stands now, for a terminal: a quick look at the ends of its files."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowtrain.observability.report.lines import TAIL_NBYTES, as_number, as_text
+from flowtrain.observability.report.outcome import State, eval_points, outcome_of, steady_steps
+from flowtrain.observability.report.run_data import RunData, event_time, read_run
+from flowtrain.observability.report.sampling import FloatArray
+
+STATUS_SCHEMA = 1
+RECENT_STEPS = 20
+"""Steps that rates and shares are over."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How a run stands; numbers are None where they are not known.
+
+    Rates and shares are over its last ``RECENT_STEPS`` steps without the first of a start.
+    """
+
+    name: str
+    directory: Path
+    state: State
+    reason: str
+    """Why it failed or was stopped; empty otherwise."""
+    mode: str
+    step: int
+    num_steps: int | None
+    age_s: float | None
+    """Since the last step or event."""
+    eta_s: float | None
+    """Until the last step, at the recent pace; None unless it runs."""
+    loss: float | None
+    eval_losses: dict[str, float]
+    """The last loss of each held-out set; NaN if it was not finite."""
+    tokens_per_s: float | None
+    step_time_s: float | None
+    mfu: float | None
+    starved_share: float | None
+    blocked_share: float | None
+    """None without encoder actors."""
+    pool_nbytes: float | None
+    pool_bound_nbytes: int | None
+    num_restarts: int
+    num_rejected: int
+    num_skipped: int
+    checkpoint_step: int | None
+    """Of the last complete checkpoint that the run told of."""
+    warnings: tuple[str, ...]
+    """The last warnings."""
+    notes: tuple[str, ...]
+    """What is damaged or missing among the run's files."""
+    emulated: str | None
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        losses = {name: loss if math.isfinite(loss) else None for name, loss in self.eval_losses.items()}
+        changed = {"directory": str(self.directory), "state": self.state.name.lower(), "eval_losses": losses}
+        lists = {"warnings": list(self.warnings), "notes": list(self.notes)}
+        return {"schema": STATUS_SCHEMA, **asdict(self), **changed, **lists}
+
+
+def status_of(root: str | os.PathLike[str], now: float | None = None) -> RunStatus:
+    """Return how the run in a directory stands, also while it runs; raises ConfigError if it is no run's directory.
+
+    now: seconds since the Unix epoch; None: the clock's.
+    """
+    now = time.time() if now is None else now
+    run = read_run(root, last_nbytes=TAIL_NBYTES)
+    outcome = outcome_of(run, now)
+    steps = run.steps
+    recent = np.flatnonzero(steady_steps(run))[-RECENT_STEPS:]
+    time_s = steps["step_time_s"][recent]
+    blocked = _share(steps["blocked_s"][recent], time_s) if run.num_encoders else None
+    seconds_a_step = _pace(run)
+    left = outcome.num_steps - outcome.step if outcome.num_steps is not None else None
+    is_running = outcome.state is State.RUNNING
+    checkpoints = [as_number(event.get("step")) for event in run.of_kind("checkpoint")]
+    warnings = [as_text(event.get("text")) for event in run.of_kind("note") if event.get("level") == "warning"]
+    return RunStatus(
+        name=run.name,
+        directory=run.files.root,
+        state=outcome.state,
+        reason=outcome.reason,
+        mode=run.mode,
+        step=outcome.step,
+        num_steps=outcome.num_steps,
+        age_s=max(0.0, now - outcome.last_s) if outcome.last_s is not None else None,
+        eta_s=left * seconds_a_step if is_running and left is not None and seconds_a_step is not None else None,
+        loss=steps.last("loss"),
+        eval_losses={name: float(losses[-1]) for name, (_, losses) in eval_points(run).items() if len(losses)},
+        tokens_per_s=_share(steps["num_tokens"][recent], time_s),
+        step_time_s=_median(time_s),
+        mfu=_share(steps["mfu"][recent] * time_s, time_s),
+        starved_share=_share(steps["starved_s"][recent], time_s),
+        blocked_share=None if blocked is None else min(1.0, blocked / run.num_encoders),
+        pool_nbytes=steps.last("pool_dram_nbytes"),
+        pool_bound_nbytes=run.planned_pool_nbytes or None,
+        num_restarts=len(run.of_kind("restart")),
+        num_rejected=int(steps.last("rejected") or 0),
+        num_skipped=int(steps.last("skipped_steps") or 0),
+        checkpoint_step=int(max(checkpoints)) if checkpoints and math.isfinite(max(checkpoints)) else None,
+        warnings=tuple(warnings[-3:]),
+        notes=run.notes,
+        emulated=steps.emulated,
+    )
+
+
+def _pace(run: RunData) -> float | None:
+    """Return seconds of the wall clock that a step takes, evaluations and checkpoints included; None if not known."""
+    times = run.steps["timestamp"][-RECENT_STEPS:]
+    starts = run.of_kind("run_started")
+    if starts and math.isfinite(event_time(starts[-1])):
+        times = times[times >= event_time(starts[-1])]
+    times = times[np.isfinite(times)]
+    if len(times) < 2 or times[-1] <= times[0]:
+        return None
+    return float((times[-1] - times[0]) / (len(times) - 1))
+
+
+def _share(parts: FloatArray, wholes: FloatArray) -> float | None:
+    known = np.isfinite(parts) & np.isfinite(wholes) & (wholes > 0)
+    return float(parts[known].sum() / wholes[known].sum()) if known.any() else None
+
+
+def _median(values: FloatArray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else None

@@ -1,0 +1,305 @@
+"""TensorBoard, Weights & Biases and MLflow over stand-ins of their libraries; a class of the user's own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from PIL import Image
+
+from flowtrain.config.flow import ObservabilityConfig
+from flowtrain.errors import ConfigError
+from flowtrain.observability.callback import Callback, deliver
+from flowtrain.observability.stream import EventStream
+from flowtrain.observability.trackers import registry
+from flowtrain.observability.trackers.mlflow import MlflowTracker
+from flowtrain.observability.trackers.registry import check_trackers, make_trackers
+from flowtrain.observability.trackers.scalars import step_scalars
+from flowtrain.observability.trackers.tensorboard import TensorBoardTracker
+from flowtrain.observability.trackers.wandb import WandbTracker
+from flowtrain.types.metrics import PoolUse
+from flowtrain.types.run_events import Noted, RunEvent, RunStarted, StepFinished
+from tests.observability.events import CHECKPOINT, ENDED, EVALUATED, T0, started
+
+
+class Calls(list[tuple[Any, ...]]):
+    """Stands for an object whose calls are kept: (name, positional arguments, keyword arguments)."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.append((name, args, kwargs))
+
+    def of(self, name: str) -> list[Any]:
+        return [args for called, args, _ in self if called == name]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's directory with the image that an evaluation names."""
+    image = tmp_path / EVALUATED.generated[0].images[0]
+    image.parent.mkdir(parents=True)
+    Image.new("RGB", (5, 3), "red").save(image)
+    return tmp_path
+
+
+def whole_run(tracker: Callback, run: Path, make_metrics: Any, **changes: Any) -> None:
+    step = make_metrics(2, source_losses={"cats": 0.75}, timestamp=T0, grad_norm=float("nan"))
+    for event in (started(run, **changes), StepFinished(metrics=step), EVALUATED, CHECKPOINT, ENDED):
+        deliver(tracker, event)
+
+
+def test_the_numbers_of_a_step_are_those_of_its_line(make_metrics: Any) -> None:
+    metrics = make_metrics(
+        3,
+        loss=float("inf"),
+        source_losses={"a": 1.0, "b": float("nan")},
+        slot_imbalance=(0.1, 0.4),
+        read_nbytes_by_transport={"nixl": 5},
+        pool=(PoolUse("encoder", "0", "dram", 1, 2),),
+    )
+    scalars = step_scalars(metrics)
+    assert scalars["source_losses/a"] == 1.0 and scalars["read_nbytes_by_transport/nixl"] == 5
+    assert scalars["slot_imbalance"] == 0.4 and scalars["tokens_per_s"] == 2000.0
+    for missing in ("loss", "source_losses/b", "step", "timestamp", "schema", "pool", "plan_digest", "mfu", "skipped"):
+        assert missing not in scalars
+    assert "slot_imbalance" not in step_scalars(make_metrics(3))
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def boards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Calls]]:
+    found: list[tuple[dict[str, Any], Calls]] = []
+
+    def writer(**options: Any) -> Calls:
+        found.append((options, Calls()))
+        return found[-1][1]
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=writer))  # type: ignore[arg-type]
+    return found
+
+
+def test_tensorboard_gets_numbers_texts_and_pictures(run: Path, make_metrics: Any, boards: Any) -> None:
+    whole_run(TensorBoardTracker(max_queue=3), run, make_metrics)
+    ((options, calls),) = boards
+    assert options == {"logdir": str(run / "tensorboard"), "flush_secs": 10, "max_queue": 3}
+    scalars = {name: (value, step, at) for name, value, step, at in calls.of("add_scalar")}
+    assert scalars["loss"] == (0.5, 2, T0) and scalars["source_losses/cats"] == (0.75, 2, T0)
+    assert "grad_norm" not in scalars, "it is not finite"
+    assert scalars["eval/held-out/loss"] == (0.5, 2, T0) and scalars["checkpoint/nbytes"] == (1000, 2, T0)
+    config, sample = calls.of("add_text")
+    assert config[0] == "config" and '"name": "small"' in config[1]
+    assert sample[0] == "eval/held-out/0"
+    assert all(line.startswith("    ") for line in sample[1].splitlines()), "a block of code: no Markdown, no HTML"
+    assert (
+        "what is <b>this</b>?" in sample[1] and "reference: a cat" in sample[1] and "generated: a **dog**" in sample[1]
+    )
+    ((tag, pixels, step, _),) = calls.of("add_image")
+    assert (tag, pixels.shape, step) == ("eval/held-out/0/0", (3, 5, 3), 2)
+    assert calls[-1][0] == "close"
+
+
+def test_tensorboard_forgets_what_a_resume_repeats(run: Path, make_metrics: Any, boards: Any) -> None:
+    whole_run(TensorBoardTracker(), run, make_metrics, step=7, resumed_from=7)
+    assert boards[0][0]["purge_step"] == 8
+
+
+# --- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+class FakeWandb(ModuleType):
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.inits: list[dict[str, Any]] = []
+        self.runs: list[Calls] = []
+        self.table = Calls()
+
+    def init(self, **options: Any) -> Calls:
+        self.inits.append(options)
+        self.runs.append(Calls())
+        return self.runs[-1]
+
+    def Table(self, columns: list[str]) -> Calls:
+        self.columns = columns
+        return self.table
+
+    def Image(self, path: str) -> str:
+        return path
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_gets_numbers_and_a_table(run: Path, make_metrics: Any, wandb: FakeWandb) -> None:
+    whole_run(WandbTracker(project="cats", mode="offline"), run, make_metrics)
+    (options,), (calls,) = wandb.inits, wandb.runs
+    assert options["project"] == "cats" and options["mode"] == "offline" and options["name"] == "small"
+    assert options["config"] == {"name": "small"} and options["dir"] == str(run)
+    assert options["settings"] == {"console": "off"}
+    logged = [args[0] for args in calls.of("log")]
+    assert [values["step"] for values in logged] == [2, 2, 2]
+    assert logged[0]["loss"] == 0.5 and logged[1]["eval/held-out/loss"] == 0.5
+    assert logged[1]["eval/held-out/generated"] is wandb.table and logged[2]["checkpoint/duration_s"] == 0.25
+    assert wandb.table.of("add_data") == [
+        ("cats", 3, "what is <b>this</b>?", "a cat", "a **dog**", str(run / "generated/2/cat.png"))
+    ]
+    assert calls[-1] == ("finish", (), {"exit_code": 1}), "it was stopped"
+
+
+def test_wandb_goes_on_with_its_run_after_a_resume_and_only_then(
+    run: Path, make_metrics: Any, wandb: FakeWandb
+) -> None:
+    for resumed_from in (None, 2, None):
+        whole_run(WandbTracker(), run, make_metrics, resumed_from=resumed_from)
+    first, resumed, again = (options["id"] for options in wandb.inits)
+    assert first == resumed != again
+
+
+# --- MLflow ----------------------------------------------------------------------------------------------------------
+
+
+class FakeMlflow:
+    """A server with its runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = Calls()
+        self.experiments: dict[str, str] = {}
+        self.num_runs = 0
+        outer = self
+
+        class Client:
+            def __init__(self, tracking_uri: str | None) -> None:
+                outer.calls.append(("MlflowClient", (tracking_uri,), {}))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(outer.calls, name)
+
+            def get_experiment_by_name(self, name: str) -> Any:
+                found = outer.experiments.get(name)
+                return None if found is None else SimpleNamespace(experiment_id=found)
+
+            def create_experiment(self, name: str) -> str:
+                return outer.experiments.setdefault(name, f"number of {name}")
+
+            def create_run(self, experiment: str, run_name: str) -> Any:
+                assert experiment in outer.experiments.values()
+                outer.num_runs += 1
+                return SimpleNamespace(info=SimpleNamespace(run_id=f"run-{outer.num_runs}"))
+
+        metric = lambda key, value, timestamp, step: (key, value, timestamp, step)  # noqa: E731
+        monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=metric))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
+    return FakeMlflow(monkeypatch)
+
+
+def test_mlflow_gets_numbers_and_files(run: Path, make_metrics: Any, mlflow: FakeMlflow) -> None:
+    whole_run(MlflowTracker("http://server", experiment="cats"), run, make_metrics)
+    assert mlflow.experiments == {"cats": "number of cats"}
+    logged = [metric for _, _, kwargs in mlflow.calls if "metrics" in kwargs for metric in kwargs["metrics"]]
+    assert ("loss", 0.5, int(T0 * 1000), 2) in logged and ("eval/held-out/loss", 0.5, int(T0 * 1000), 2) in logged
+    (config, generated) = mlflow.calls.of("log_dict")
+    assert config == ("run-1", {"name": "small"}, "config.json")
+    assert generated[2] == "generated/00000002/held-out.json"
+    assert json.loads(json.dumps(generated[1]))["samples"][0]["text"] == "a **dog**"
+    assert mlflow.calls.of("log_artifact") == [("run-1", str(run / "generated/2/cat.png"), "generated/00000002")]
+    assert mlflow.calls[-1] == ("set_terminated", ("run-1",), {"status": "KILLED"})
+
+
+def test_mlflow_goes_on_with_its_run_after_a_resume(run: Path, make_metrics: Any, mlflow: FakeMlflow) -> None:
+    whole_run(MlflowTracker(), run, make_metrics)
+    before = len(mlflow.calls)
+    whole_run(MlflowTracker(), run, make_metrics, resumed_from=2)
+    later = mlflow.calls[before:]
+    assert mlflow.num_runs == 1 and ("update_run", ("run-1",), {"status": "RUNNING"}) in later
+    assert not any(name == "log_param" for name, _, _ in later), "a parameter cannot change"
+
+
+def test_a_name_that_mlflow_refuses_is_changed(run: Path, make_metrics: Any, mlflow: FakeMlflow) -> None:
+    tracker = MlflowTracker()
+    tracker.on_run_start(started(run))
+    tracker.on_evaluation(replace(EVALUATED, name="käse (50%)", generated=()))
+    keys = [metric[0] for _, _, kwargs in mlflow.calls if "metrics" in kwargs for metric in kwargs["metrics"]]
+    assert keys == ["eval/käse _50__/loss", "eval/käse _50__/duration_s"]
+
+
+# --- which run, and with what ----------------------------------------------------------------------------------------
+
+
+class Mine(Callback):
+    """A class of the user's own."""
+
+    told: ClassVar[list[tuple[str, RunEvent]]] = []
+
+    def __init__(self, mark: str = "") -> None:
+        self._mark = mark
+
+    def on_run_start(self, event: RunStarted) -> None:
+        self.told.append((self._mark, event))
+
+
+@pytest.fixture
+def told() -> Iterator[list[tuple[str, RunEvent]]]:
+    Mine.told.clear()
+    yield Mine.told
+
+
+def test_a_class_by_its_path_and_a_callback_of_the_caller_are_called(
+    told: list[tuple[str, RunEvent]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "users_module", SimpleNamespace(Mine=Mine))  # type: ignore[arg-type]
+    settings = ObservabilityConfig(
+        trackers=("users_module:Mine",), tracker_options={"users_module:Mine": {"mark": "configured"}}
+    )
+    stream = EventStream()
+    stream.add_trackers(make_trackers(settings, [Mine("given")]))
+    stream.emit(started())
+    stream.close()
+    assert sorted(mark for mark, _ in told) == ["configured", "given"]
+
+
+def test_a_class_that_is_not_there_switches_its_tracker_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "users_module", SimpleNamespace())  # type: ignore[arg-type]
+    told: list[RunEvent] = []
+    stream = EventStream()
+    stream.add(told.append)
+    stream.add_trackers(make_trackers(ObservabilityConfig(trackers=("users_module:Mine",))))
+    stream.emit(started())
+    stream.close()
+    warnings = [*caplog.messages, *(event.text for event in told if isinstance(event, Noted))]
+    (warning,) = (text for text in warnings if text.startswith("tracker users_module:Mine is off"))
+    assert "AttributeError" in warning
+
+
+def test_a_library_or_module_that_is_not_installed_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_is_there", lambda module: module == "mlflow")
+    check_trackers(ObservabilityConfig(trackers=("mlflow",)))
+    with pytest.raises(
+        ConfigError, match=r"names wandb, but .* no module wandb here; pip install 'flowtrain\[wandb\]'"
+    ):
+        check_trackers(ObservabilityConfig(trackers=("mlflow", "wandb")))
+    with pytest.raises(ConfigError, match=r"no module my.board here; put its directory on PYTHONPATH"):
+        check_trackers(ObservabilityConfig(trackers=("my.board:Board",)))
+
+
+def test_modules_are_looked_for_without_an_import() -> None:
+    assert registry._is_there("json.tool") and not registry._is_there("absent") and not registry._is_there("absent.too")
+
+
+def test_without_a_name_nothing_runs() -> None:
+    assert make_trackers(ObservabilityConfig()) == []

@@ -1,0 +1,70 @@
+"""How a run stands now."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from flowtrain.observability.report import status
+from flowtrain.observability.report.outcome import State
+from flowtrain.observability.report.status import status_of
+from tests.report.runs import START_S, event, started, write_lines, write_run
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_run(tmp_path, num_steps=60)
+
+
+def test_a_run_that_goes_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowtrain.observability.run_dir.RunDir.is_held", lambda self: True)
+    events = [
+        started(num_steps=100),
+        event("evaluation", 50, 50.0, name="shapes", loss=2.5),
+        event("checkpoint", 50, 51.0, duration_s=1.0, nbytes=1, best_of=None),
+        event("note", 50, 50.0, level="info", text="fine"),
+        *(event("note", 50, 50.0, level="warning", text=f"warning {number}") for number in range(5)),
+        event("restart", 55, 55.0, role="encoder", name="encoder-0", reason="died", down_s=None),
+    ]
+    write_lines(directory / "events.jsonl", events)
+    found = status_of(directory, now=START_S + 70.0)
+    assert (found.state, found.step, found.num_steps, found.age_s) == (State.RUNNING, 60, 100, 10.0)
+    assert found.eta_s == pytest.approx(40.0), "at a step a second"
+    assert found.eval_losses == {"shapes": 2.5} and found.checkpoint_step == 50 and found.num_restarts == 1
+    assert found.warnings == ("warning 2", "warning 3", "warning 4")
+    assert found.pool_bound_nbytes == 2 * 16_777_216 + 20_055_438
+    assert found.tokens_per_s is not None and 1000 < found.tokens_per_s < 2000
+    record = found.as_record()
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert (record["schema"], record["state"], record["directory"]) == (1, "running", str(directory))
+
+
+def test_a_run_that_ended_has_no_time_left(directory: Path) -> None:
+    found = status_of(directory, now=START_S + 5000.0)
+    assert (found.state, found.eta_s, found.reason) == (State.DONE, None, "")
+
+
+def test_only_the_end_of_a_long_file_is_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = status_of(directory, now=START_S)
+    size = (directory / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr(status, "TAIL_NBYTES", size // 2)
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("rubbish" + "".join(lines))  # at the start, which is not read
+    assert status_of(directory, now=START_S) == whole
+
+
+def test_a_run_that_only_began(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: new\n")
+    found = status_of(tmp_path)
+    assert (found.state, found.step, found.loss, found.age_s) == (State.EMPTY, 0, None, None)
+    assert found.notes == ("the run has not finished a step",)
+    json.dumps(found.as_record(), allow_nan=False)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(directory: Path) -> None:
+    write_lines(directory / "events.jsonl", [started(), event("evaluation", 5, 5.0, name="x", loss=None)])
+    found = status_of(directory)
+    assert math.isnan(found.eval_losses["x"]) and found.as_record()["eval_losses"] == {"x": None}

@@ -433,9 +433,7 @@ def eval_units(step: int) -> list[Unit]:
 
 def of_targets(unit: Unit, loss: float, num_target_tokens: int) -> UnitDone:
     event = done(unit, loss=loss)
-    return replace(
-        event, reports=tuple(replace(each, num_target_tokens=num_target_tokens) for each in event.reports)
-    )
+    return replace(event, reports=tuple(replace(each, num_target_tokens=num_target_tokens) for each in event.reports))
 
 
 def test_a_step_waits_for_all_its_held_out_sets(world: World) -> None:

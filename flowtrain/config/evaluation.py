@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from flowtrain.errors import Fault, FaultCode
 
 if TYPE_CHECKING:
+    from flowtrain.config.data import EvalConfig
     from flowtrain.config.run import RunConfig
 
 EVAL_LOSS = "eval_loss"
@@ -43,9 +44,10 @@ def best_is_known(config: RunConfig) -> Iterator[Fault]:
     if not sets:
         yield _fault(f"{_KEY} ({metric!r}) needs a held-out set; set data.eval, or unset {_KEY} with =null")
         return
-    chosen = {eval_loss_of(name): (each,) for name, each in sets.items()} | {EVAL_LOSS: tuple(sets.values())}
+    chosen: dict[str, tuple[EvalConfig, ...]] = {EVAL_LOSS: tuple(sets.values())}
+    chosen.update((eval_loss_of(name), (each,)) for name, each in sets.items())
     if metric not in chosen:
-        near = difflib.get_close_matches(metric, chosen, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(metric, list(chosen), n=1, cutoff=0.0)
         yield _fault(f"{_KEY} = {metric!r}: must be one of {', '.join(sorted(chosen))}; did you mean {near[0]!r}?")
         return
     intervals = sorted({each.every_steps for each in chosen[metric]})

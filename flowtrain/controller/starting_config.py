@@ -49,7 +49,7 @@ _PICTURE = (1920, 1080)
 _HINTS = {
     "model": ["freeze: [backbone] # trains the connector alone; encoders are frozen anyway"],
     "data.sources.0": ["weight: 0.8 # several sources make a mixture"],
-    "data": ["eval: {path: /path/to/held/out/data, every_steps: 250, max_samples: 256}"],
+    "data": ["eval: {path: /path/to/held/out/data, every_steps: 250, num_generated: 4}"],
 }
 """Keys that many set, as comments."""
 

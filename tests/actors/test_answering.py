@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,22 @@ from flowtrain.actors.answering import Answering, answering_of
 from flowtrain.actors.reading import Fetched
 from flowtrain.config.load import override_config
 from flowtrain.config.run import RunConfig
+from flowtrain.data.images import tiles_of
 from flowtrain.data.sizing import SizedResult, Sizer
 from flowtrain.data.sources.source_set import SourceSet
 from flowtrain.models.families.base import Family
+from flowtrain.models.families.internvl import InternVLFamily
+from flowtrain.models.families.qwen3_vl import Qwen3VLFamily
 from flowtrain.models.families.registry import family_from_config
 from flowtrain.training.batch import SampleArrays, build_batch
 from flowtrain.training.mesh import init_backbone_group
 from flowtrain.training.trainer import Trainer
 from flowtrain.types.plan import Degrees, Microbatch, PlannedSample, StepPlan, Unit, UnitKind
 from flowtrain.types.samples import EVAL_POSITION_BASE, SampleRef
+from tests import internvl, qwen3_vl
 from tests.e2e.worlds import World, tiny_config
+from tests.internvl import stock_pixels
+from tests.qwen3_vl import stock_inputs
 
 NUM_ROWS, NUM_ANSWERED, MAX_NEW_TOKENS = 5, 4, 8
 FIRST = EVAL_POSITION_BASE + 40
@@ -73,11 +80,15 @@ class Rank:
 
     def expected(self, row: int, max_new_tokens: int) -> str:
         """What Hugging Face's class says."""
-        ids, labels = (torch.from_numpy(each.astype(np.int64)) for each in self.sized[row].text)
+        ids, labels = (torch.from_numpy(each.astype(np.int64)) for each in self.sized[row].text[:2])
         prompt = ids[: int((labels != -100).nonzero()[0])][None]
-        inputs = {}
-        if self.images[row]:
-            processed = self.family.image_processor(self.images[row], return_tensors="pt")  # type: ignore[attr-defined]
+        inputs, family = dict[str, torch.Tensor](), self.family
+        if isinstance(family, Qwen3VLFamily):
+            inputs = stock_inputs(self.images[row], prompt, family.image_token_id)
+        elif self.images[row] and isinstance(family, InternVLFamily):
+            inputs = {"pixel_values": stock_pixels(family, self.images[row])}
+        elif self.images[row]:
+            processed = family.image_processor(self.images[row], return_tensors="pt")  # type: ignore[attr-defined]
             inputs = {"pixel_values": processed["pixel_values"]}
         model, end = self.family.load_joined().eval(), self.family.tokenizer.eos_token_id
         settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
@@ -86,8 +97,22 @@ class Rank:
         return str(self.family.tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)).strip()
 
 
-@pytest.fixture(scope="module")
-def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
+def overrides_of(family: str) -> list[str]:
+    """Tiny models of a family."""
+    given = [f"model.family={family}"]
+    if family == "qwen3_vl":
+        text, processor = {**qwen3_vl.TEXT, "vocab_size": 4224}, qwen3_vl.PROCESSOR
+        given += [f"backbone.config={json.dumps(text)}", f"encoders.vision.config={json.dumps(qwen3_vl.VISION)}"]
+        given += [f"encoders.vision.image_processor={json.dumps(processor)}", "encoders.vision.max_batch_patches=200"]
+    elif family == "internvl":
+        given += [f"encoders.vision.config={json.dumps(internvl.VISION)}"]
+        given += [f"encoders.vision.image_processor={json.dumps(internvl.PROCESSOR)}"]
+        given += ["encoders.vision.feature_layer=-1", "backbone.config.vocab_size=4224"]
+    return given
+
+
+@pytest.fixture(scope="module", params=["llava", "qwen3_vl", "internvl"])
+def rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
     directory = tmp_path_factory.mktemp("answering")
     world = World(seed=6)
     for count in (1, 0, 2, 1, 1):
@@ -96,10 +121,15 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
     config = tiny_config(
         directory,
         Path(path),
-        data={"eval": {"path": path, "num_generated": NUM_ANSWERED, "max_new_tokens": MAX_NEW_TOKENS}},
+        data={
+            "eval": {"path": path, "num_generated": NUM_ANSWERED, "max_new_tokens": MAX_NEW_TOKENS},
+            "max_seq_len": 256,
+        },
+        scheduler={"microbatch_tokens": 256},
     )
+    config = override_config(config, overrides_of(request.param))
     family = family_from_config(config)
-    sources, sizer, encoder = SourceSet.from_config(config.data), Sizer(family, family.tokenizer, config.data), None
+    sources, sizer = SourceSet.from_config(config.data), Sizer(family, family.tokenizer, config.data)
     encoder = family.load_encoder("vision")
     sized, images, features = [], list[list[Image.Image]](), list[torch.Tensor | None]()
     for row in range(NUM_ROWS):
@@ -110,7 +140,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rank]:
         assert isinstance(result, SizedResult)
         sized.append(result)
         images.append([Image.open(io.BytesIO(image.read())).convert("RGB") for image in raw.images])
-        rows = encoder.encode([family.preprocess("vision", image) for image in images[-1]])
+        rows = encoder.encode([tile for image in images[-1] for tile in tiles_of(family.preprocess("vision", image))])
         features.append(torch.cat(rows).clone() if rows else None)
     group = init_backbone_group(0, Degrees(), torch.device("cpu"))
     yield Rank(config, family, Trainer(config, family, group, num_steps=4), sized, images, features)

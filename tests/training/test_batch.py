@@ -103,7 +103,7 @@ def test_the_weightless_microbatch():
     assert (batch.num_samples, batch.num_tokens, batch.num_target_tokens) == (0, 0, 0)
     assert set(batch.forward_kwargs()) == {
         *("input_ids", "targets", "weights", "position_ids", "cu_seqlens", "max_seqlen", "features", "feature_index"),
-        *("target_index", "sequence_lengths"),
+        *("target_index", "sequence_lengths", "next_index"),
     }
     assert batch.target_index.shape == (0,)
 

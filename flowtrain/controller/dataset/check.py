@@ -112,7 +112,8 @@ def block_tasks(indexes: Sequence[SourceIndex], num_evaluated: Sequence[int]) ->
 
     num_evaluated: the most rows that an evaluation reads of each held-out set; they are the last of ``indexes``.
     """
-    limits = [None] * (len(indexes) - len(num_evaluated)) + list(num_evaluated)
+    num_train = len(indexes) - len(num_evaluated)
+    limits: list[int | None] = [*[None] * num_train, *num_evaluated]
     for source, (index, limit) in enumerate(zip(indexes, limits, strict=True)):
         end = index.num_rows if limit is None else min(limit, index.num_rows)
         for block, (first, after) in enumerate(zip(index.first_rows[:-1], index.first_rows[1:], strict=True)):

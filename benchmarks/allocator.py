@@ -1,5 +1,6 @@
 """Time of the allocator's parts for 64 to 16,384 devices: enumeration, surrogate, program (model building included);
-and of the comparison of all modes over all settings that a plan may choose, for every file of configs/models.
+and of the comparison of all modes over all settings that a plan may choose, with the simulation of the fastest, for
+every file of configs/models.
 
 python benchmarks/allocator.py [--model YAML] [--device h200] [--solver auto] [--repeats N] [--json]
 
@@ -16,7 +17,6 @@ import os
 import sys
 import time
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -32,11 +32,12 @@ from flowtrain.allocator.program.solvers import Solver
 from flowtrain.allocator.request import Request
 from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.controller.planning.planned import planned_model
+from flowtrain.controller.planning.request import device_times, surrogates
 from flowtrain.costs.cluster import Cluster, data_sheet_device_type
 from flowtrain.costs.configured_setup import configured_setup
-from flowtrain.costs.roofline import Roofline
+from flowtrain.costs.roofline import Efficiency, Roofline
 from flowtrain.costs.training_setup import TrainingSetup
-from flowtrain.types.run_plan import BackboneSettings, Mode
+from flowtrain.types.run_plan import Mode
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_DEVICES = (64, 256, 1024, 16384)
@@ -88,13 +89,8 @@ def comparison_s(path: Path, device: str, num_devices: int, solver: str) -> floa
     )
     started = time.perf_counter()
 
-    @cache
-    def surrogate_of(settings: BackboneSettings | None) -> Surrogate:
-        at = asked.with_settings(settings) if settings is not None else asked
-        times = {each.name: Roofline(each, at.model, at.workload, at.setup) for each in at.cluster.device_types}
-        return Surrogate(at.cluster, at.model, at.workload, at.setup, times, slices=at.slices)
-
-    compare_modes(asked, lambda request: surrogate_of(request.settings), Solver(solver), MODES)
+    times_of = device_times(config, Efficiency(), profile=None)
+    compare_modes(asked, surrogates(times_of), Solver(solver), MODES, times_of=times_of)
     return time.perf_counter() - started
 
 

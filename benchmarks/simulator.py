@@ -24,7 +24,7 @@ from _report import Figure, at_least, at_most, emit
 import flowtrain
 from flowtrain.pipeline.partition import build_partition
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
-from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.engine import NUM_SAVES, Timeline
 from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.program import Program
 
@@ -53,7 +53,7 @@ def engine_figures(random: Random) -> list[Figure]:
         started = time.perf_counter()
         Timeline(program, seconds, transfers)
         runs.append(time.perf_counter() - started)
-    timeline, changes = Timeline(program, seconds, transfers), []
+    timeline, changes = Timeline(program, seconds, transfers, num_saves=NUM_SAVES), []
     for _ in range(CHANGES):
         which, value = np.array([random.randrange(len(seconds))]), np.array([random.uniform(1.0, 2.0)])
         started = time.perf_counter()

@@ -189,6 +189,8 @@ def simulate(
         raise ConfigError(f"num_steps (--steps) is {num_steps}; it must be at least 2, since the second half counts")
     from flowtrain.controller.simulation import simulate_plan
 
+    if compare and any(each.startswith("mode=") for each in overrides):
+        raise ConfigError("compare (--compare) simulates all modes, and a mode is given (--mode, mode=); leave one out")
     changes = (*overrides, "mode=auto") if compare else tuple(overrides)
     planned, asked, measured = _to_plan(config, changes, device, devices, nodes, profile)
     return simulate_plan(planned, asked, profile=measured, num_steps=num_steps)

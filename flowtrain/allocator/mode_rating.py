@@ -27,7 +27,7 @@ class ModeRating:
     encoder_layers: EncoderPlace | None = None
     """In ``monolithic``: where the encoder's layers lie."""
     rate_formula: float | None = None
-    """Samples/s by the surrogate alone; ``rate`` is that of packed batches of the length distribution."""
+    """Samples/s by the surrogate alone; ``rate`` is simulated, or with a profile that of packed batches."""
     imbalance: float = 0.0
     """Time of a step's slowest replica over the mean, minus one."""
     predicted: float | None = None

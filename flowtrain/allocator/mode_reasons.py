@@ -21,7 +21,7 @@ _EQUAL = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """The best candidate of a mode with its rate by drawn batches."""
+    """A candidate of a mode with its rate by drawn batches, simulated or not."""
 
     candidate: ModeCandidate
     rate: float

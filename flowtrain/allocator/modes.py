@@ -37,8 +37,8 @@ from flowtrain.types.run_plan import Mode
 
 _EQUAL = 0.999
 """Of a mode's candidates with this share of its best rate, the one with the fewest devices is taken."""
-_MOST_SIMULATED = 4
-"""Candidates of a mode."""
+_NEARLY, _MOST_SIMULATED = 0.9, 4
+"""Share of a mode's best rate by drawn batches that a candidate needs to be simulated, and how many are at most."""
 _APART: tuple[Mode, ...] = ("decoupled", "disaggregated")
 """Encoders and backbone have devices of their own."""
 
@@ -57,7 +57,7 @@ def compare_modes(
     """Return the best plan of each mode over all of the request's choices.
 
     method: of ``decoupled`` and ``disaggregated``. batches: drawn from the workload; None: by a fixed seed.
-    times_of: of single actions, by which a mode's last candidates are simulated; None: they are rated by formula.
+    times_of: of single actions, by which the fastest candidates of a mode are simulated; None: none is.
     trials: plans that ran, by which predicted rates are corrected. ``llm_only`` is a bound, not a contestant, unless it
     is the only mode. Raises ConfigError if no mode fits.
     """
@@ -115,6 +115,12 @@ def _ratings(
     yield from (ModeRating(mode, None, reason) for mode, reason in found.items() if isinstance(reason, str))
 
 
+def as_run(candidate: ModeCandidate, allocation: Allocation | None) -> ModeCandidate:
+    """Return the candidate; on an only device both sides share it, as each one does in mode colocated."""
+    shared = candidate.mode in _APART and allocation is not None and allocation.shared
+    return replace(candidate, mode="colocated") if shared else candidate
+
+
 def _contestants(modes: Collection[Mode]) -> Collection[Mode]:
     """The modes that may win."""
     return [mode for mode in modes if mode != "llm_only"] or modes
@@ -163,14 +169,15 @@ class _Search:
         )
 
     def _rated(self, candidates: Sequence[ModeCandidate]) -> list[Contestant]:
-        """Rate all by drawn batches; then simulate the fastest, one after the other, until no other promises more."""
+        """Rate all by drawn batches; then simulate those that are nearly as fast as the best."""
         drawn = [self._drawn(each) for each in candidates]
         rated = [self._contestant(each, rate) for each, rate in zip(candidates, drawn, strict=True)]
         if self.times_of is None:
             return rated
         found: list[Contestant] = []
+        best = max((each.rate for each in rated), default=0.0)
         for index in sorted(range(len(rated)), key=lambda index: -rated[index].rate)[:_MOST_SIMULATED]:
-            if found and rated[index].rate <= max(known.rate for known in found):
+            if rated[index].rate < _NEARLY * best:
                 break
             simulated = self._simulated(candidates[index], drawn[index], self.times_of)
             found.append(self._contestant(candidates[index], simulated))
@@ -224,9 +231,7 @@ class _Search:
         return replace(drawn, rate=at.workload.global_batch_size / run.step_s, starved=run.starved)
 
     def _as_run(self, candidate: ModeCandidate) -> ModeCandidate:
-        """The candidate; on an only device both sides share it, as each one does in mode colocated."""
-        shared = candidate.mode in _APART and self.allocation is not None and self.allocation.shared
-        return replace(candidate, mode="colocated") if shared else candidate
+        return as_run(candidate, self.allocation)
 
     def _contestant(self, candidate: ModeCandidate, drawn: DrawnRate) -> Contestant:
         at = self.request.of(candidate.backbone)

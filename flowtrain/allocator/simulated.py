@@ -16,6 +16,7 @@ from flowtrain.allocator.surrogate import Surrogate
 from flowtrain.costs.action_times import ActionTimes, DeviceTimes
 from flowtrain.costs.flops import IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.profiled_times import CPU
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import ScheduleName
 from flowtrain.simulator.run import SimulatedRun, StepWork, simulate
@@ -24,8 +25,8 @@ from flowtrain.simulator.step import StepSimulator
 DeviceTimesOf = Callable[[Request, str], DeviceTimes]
 """Times of any work on a type of device, with a request's settings."""
 
-_ENOUGH_OPS = 8192
-"""Operations of a replica after which no more batches are simulated: lists of long pipelines take time to build."""
+_MOST_BATCHES = 4
+"""Of the drawn ones: lists of long pipelines take time to build."""
 
 
 def simulated_run(
@@ -50,19 +51,16 @@ def simulated_run(
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
     schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
     steps: list[StepWork] = []
-    num_ops = 0
-    for index, (first, last) in enumerate(zip([0, *packed.slot_ends[:-1]], packed.slot_ends, strict=True)):
-        if num_ops > _ENOUGH_OPS:
-            break
+    ends = packed.slot_ends[:_MOST_BATCHES]
+    for index, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         works = _works(request, packed, int(first), int(last), has_images=candidate.mode == "monolithic")
         program = simulator.named(schedule, int(last - first), packed.dp)
-        num_ops += len(program.op) // packed.dp
         step = StepWork(program, works, tuple(each[index] for each in encoded))
         steps.append(_shared(step, simulator, candidate, packed, slowdown) if candidate.mode == "colocated" else step)
     return simulate(
         simulator,
         steps,
-        num_steps=max(num_steps, 2 * len(steps)),
+        num_steps=-(-num_steps // (2 * len(steps))) * 2 * len(steps),  # each half has each batch as often
         replicas=[replicas_of(each, packed) for each in candidate.encoders.values()],
         lookahead=batches.scheduler.lookahead_steps,
         is_barrier=candidate.mode == "disaggregated",
@@ -89,7 +87,8 @@ def _simulator(
     times = replace(times_of(request, backbone.device_type), setup=setup)
     # Groups of shards as in the run, also where only a part of the ranks is packed for.
     actions = ActionTimes(times, backbone.degrees, shards)
-    return StepSimulator(partition_of(request, candidate), actions, _encoder(request, candidate))
+    is_buffered = times.device.name == CPU  # gloo copies what is sent, NCCL does not
+    return StepSimulator(partition_of(request, candidate), actions, _encoder(request, candidate), is_buffered)
 
 
 def _encoder(request: Request, candidate: ModeCandidate) -> str:

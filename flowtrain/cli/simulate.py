@@ -52,15 +52,15 @@ def _modes(report: SimulationReport) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("mode", no_wrap=True)
     table.add_column("degrees, settings", overflow="fold", min_width=13)
-    for heading in ("samples/s", "planned", "step, s", "MFU", "starved", "bubble"):
+    for heading in ("samples/s", "by formula", "step, s", "MFU", "starved", "bubble"):
         table.add_column(heading, justify="right", no_wrap=True)
     for mode in report.modes:
-        assert mode.rating.rate is not None
+        assert mode.rating.rate_formula is not None
         table.add_row(
             mode.rating.mode,
             plan_text(mode.rating),
             f"{mode.rate:.4g}",
-            f"{mode.rating.rate:.4g}",
+            f"{mode.rating.rate_formula:.4g}",
             f"{mode.run.step_s:.4g}",
             f"{mode.mfu:.1%}",
             f"{mode.run.starved:.1%}",

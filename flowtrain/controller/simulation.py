@@ -10,6 +10,7 @@ from typing import Any
 
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
+from flowtrain.allocator.modes import as_run
 from flowtrain.allocator.program.solvers import SolverName
 from flowtrain.allocator.simulated import partition_of, simulated_run
 from flowtrain.allocator.whole import slowdown_of
@@ -61,7 +62,8 @@ class SimulatedMode:
     def _with_own_devices(self) -> tuple[Any, ...]:
         """Modules, without encoders that share the backbone's devices."""
         modules = self.rating.modules
-        return modules[-1:] if self.rating.mode in ("colocated", "monolithic") else modules
+        shared = sum(module.devices for module in modules) > self.rating.devices
+        return modules[-1:] if shared else modules
 
     @property
     def peak_nbytes(self) -> dict[str, int]:
@@ -70,13 +72,13 @@ class SimulatedMode:
 
     def gantt(self, width: int) -> list[str]:
         """Return the last step of the first replica's pipeline ranks, a line of text each."""
-        timeline = self.run.steps[-1].timeline
+        timeline = self.run.last
         pp = timeline.program.num_ranks // timeline.program.num_replicas
         return text_rows(timeline, range(min(pp, MOST_ROWS)), width)
 
     def trace(self) -> dict[str, Any]:
         """Return the last step as a Chrome trace."""
-        return {"displayTimeUnit": "ms", "traceEvents": trace_events(self.run.steps[-1].timeline, self.partition)}
+        return {"displayTimeUnit": "ms", "traceEvents": trace_events(self.run.last, self.partition)}
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -98,13 +100,13 @@ class SimulatedMode:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """Simulated modes, the fastest first."""
+    """Simulated modes, the fastest first; ``llm_only`` last, since it is a bound."""
 
     planning: PlanReport
     modes: tuple[SimulatedMode, ...]
     num_steps: int
     seconds: float
-    """Of simulating, without planning."""
+    """Of packing and simulating, without planning."""
 
     def as_record(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -131,7 +133,7 @@ def simulate_plan(
     """Plan, then simulate the best plan of each mode that was planned; ConfigError if nothing fits."""
     planning = make_report(planned, asked, solver=solver, profile=profile)
     started = time.perf_counter()
-    found = sorted(_simulated(planning, num_steps), key=lambda mode: -mode.rate)
+    found = sorted(_simulated(planning, num_steps), key=lambda mode: (mode.rating.mode == "llm_only", -mode.rate))
     return SimulationReport(planning, tuple(found), num_steps, time.perf_counter() - started)
 
 
@@ -144,7 +146,7 @@ def _simulated(planning: PlanReport, num_steps: int) -> Iterator[SimulatedMode]:
         candidate = rating.candidate
         if candidate is None:
             continue
-        at = request.of(candidate.backbone)
+        candidate, at = as_run(candidate, planning.comparison.allocation), request.of(candidate.backbone)
         surrogate = surrogate_for(at)
         slowdown, _ = slowdown_of(at, surrogate, candidate.backbone.device_type)
         run = simulated_run(at, surrogate, times_of, candidate, batches, slowdown=slowdown, num_steps=num_steps)

@@ -81,7 +81,7 @@ class DeviceTimes:
 
     @cached_property
     def of_any_data(self) -> ModuleTimes:
-        """Times of what is asked with its data, or does not depend on them."""
+        """Times that need no workload: callers pass the data, or the time is the same for all data."""
         one = np.ones(1, dtype=np.int64)
         return self.of(Workload(1, 1, one, one * 0, one * 0, {}, freeze=self.freeze))
 

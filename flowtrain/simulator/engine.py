@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.errors import ScheduleError
 from flowtrain.scheduler.compiled import compiled
-from flowtrain.simulator.program import Program
+from flowtrain.simulator.program import Op, Program
 
 NUM_SAVES = 16
-"""States that are saved along a run, from which a later one may go on."""
+"""A good number of saved states for lists that change again and again."""
 
 
 class Timeline:
@@ -27,6 +27,7 @@ class Timeline:
     begin_s: when each rank begins, ``[R]``; by default at 0.
     buffered: a send is over for its sender once it is launched, as where the transport copies; otherwise a transfer
         starts when both ends have launched it, as with NCCL.
+    num_saves: states that are saved along the run, from which ``change`` may go on.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class Timeline:
         ready_s: FloatArray | None = None,
         begin_s: FloatArray | None = None,
         buffered: bool = True,
+        num_saves: int = 0,
     ) -> None:
         assert len(seconds) == len(program.computations) and len(transfer_s) == len(program.transfers)
+        assert len(program.members) or Op.MEET not in program.op, "one replica alone meets nobody"
         self.program, self._buffered = program, buffered
         self._seconds, self._transfer_s = seconds.astype(np.float64), transfer_s.astype(np.float64)
         self._ready_s = np.zeros(len(program.fetches)) if ready_s is None else ready_s
@@ -57,13 +60,14 @@ class Timeline:
                 [ranks],
             ]
         )
-        self._saved_floats = np.empty((NUM_SAVES, len(self._floats)))
-        self._saved_ints = np.empty((NUM_SAVES, len(self._ints)), dtype=np.int64)
+        self._saved_floats = np.empty((num_saves, len(self._floats)))
+        self._saved_ints = np.empty((num_saves, len(self._ints)), dtype=np.int64)
         self._num_saved = 0
         self._run()
 
     def change(self, computations: IntArray, seconds: FloatArray) -> None:
         """Give computations other times; only what runs after the earliest of them is timed again."""
+        assert len(self._saved_ints), "num_saves is 0: nothing was saved to go on from"
         self._seconds[computations] = seconds
         columns = self.program.computations
         at = self._saved_ints[: self._num_saved, columns.rank[computations]] <= columns.op[computations]
@@ -172,7 +176,7 @@ def _advance(
     come = ints[ranks + 2 * transfers : ranks + 2 * transfers + groups]
     stack = ints[ranks + 2 * transfers + groups : -1]
     depth = ints[-1]
-    every = len(op) // len(saved_floats) + 1
+    every = len(op) // max(len(saved_floats), 1) + 1
     since = every
     while depth > 0:
         if since >= every and num_saved < len(saved_floats):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -17,7 +18,8 @@ from flowtrain.simulator.program import Computations, Fetches, Group, Meets, Op,
 def program_of(lists: Schedule, partition: Partition, meets: Meets | None = None) -> Program:
     """Return the operations of one replica's lists, which must be valid (``pipeline.validate``).
 
-    A rank fetches microbatch k right before its first action of k or a later one, as the executor does. meets: with
+    A rank fetches microbatch k right before its first action of k or a later one, or before the launches that form one
+    group with it, as the executor does. meets: with
     other replicas; None for one replica.
     """
     builder = _Builder(partition, lists, meets)
@@ -77,15 +79,22 @@ class _Builder:
     def add_rank(self, rank: int, actions: Sequence[Action]) -> None:
         num_fetched, begun = 0, set[int]()
         for at, action in enumerate(actions):
-            while num_fetched <= action.microbatch:
+            for number in range(num_fetched, self._needed(actions, at) + 1):
                 self._add(Op.FETCH, len(self._fetches))
-                self._fetches.append((rank, num_fetched))
-                num_fetched += 1
+                self._fetches.append((rank, number))
+                num_fetched = number + 1
             if action.kind.is_compute:
                 self._add_computation(rank, action, (rank, at) in self._last_at, begun)
             else:
                 self._add(_OPS[action.kind], self._numbers[self._transfer(action)])
         self._first.append(len(self._op))
+
+    def _needed(self, actions: Sequence[Action], at: int) -> int:
+        """The latest microbatch of an action, or of the group of launches that it begins."""
+        if not actions[at].kind.is_launch or (at and actions[at - 1].kind.is_launch):
+            return actions[at].microbatch
+        group = takewhile(lambda action: action.kind.is_launch, islice(actions, at, None))
+        return max(action.microbatch for action in group)
 
     def _add_computation(self, rank: int, action: Action, is_last: bool, begun: set[int]) -> None:
         place, is_backward = self._place(action), action.kind is ActionKind.BACKWARD_STAGE

@@ -26,9 +26,9 @@ class StepWork:
     encoded: tuple[EncodedStep, ...] = ()
     """By encoder with actors of its own, as in ``replicas`` of ``simulate``."""
     shared_s: float = 0.0
-    """Seconds that a device works for the step if it carries an encoder too: the backbone's part. 0: it does not."""
+    """Backbone seconds of each device, where the devices also run encoders; otherwise 0."""
     shared_encode_s: float = 0.0
-    """As before: the encoders' part."""
+    """Encoder seconds of each device, where the devices also run the backbone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,22 +38,26 @@ class SimulatedStep:
     begin_s: float
     end_s: float
     """After the update."""
-    timeline: Timeline
+    starved_s: float
+    """Seconds that replicas wait for data: mean over replicas of each one's slowest rank, as in metrics."""
+    busy_s: float
+    """Seconds that a mean rank computes, or waits for collectives that computing does not hide."""
 
-    @property
-    def starved_s(self) -> float:
-        """Seconds that replicas wait for data: mean over replicas of each one's slowest rank, as in metrics."""
-        program = self.timeline.program
+    @classmethod
+    def of(cls, begin_s: float, end_s: float, timeline: Timeline) -> SimulatedStep:
+        """Return a step with these times."""
+        program = timeline.program
         is_fetch = program.op == Op.FETCH
         waited = np.zeros(program.num_ranks)
-        spans = self.timeline.ends[is_fetch] - self.timeline.starts[is_fetch]
+        spans = timeline.ends[is_fetch] - timeline.starts[is_fetch]
         np.add.at(waited, program.fetches.rank[program.index[is_fetch]], spans)
-        return float(waited.reshape(program.num_replicas, -1).max(axis=1).mean())
+        starved = float(waited.reshape(program.num_replicas, -1).max(axis=1).mean())
+        return cls(begin_s, end_s, starved, float(timeline.busy_s.mean()))
 
     @property
-    def bubble(self) -> float:
-        """Share of the step in which a mean rank does not compute."""
-        return 1.0 - float(self.timeline.busy_s.mean()) / (self.end_s - self.begin_s)
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +65,8 @@ class SimulatedRun:
     """Times of many steps."""
 
     steps: tuple[SimulatedStep, ...]
+    last: Timeline
+    """Of the last step."""
 
     @property
     def ends_s(self) -> FloatArray:
@@ -78,12 +84,13 @@ class SimulatedRun:
     def starved(self) -> float:
         """Share of the second half's time in which replicas wait for data."""
         counted = self._counted
-        return sum(step.starved_s for step in counted) / sum(step.end_s - step.begin_s for step in counted)
+        return sum(step.starved_s for step in counted) / sum(step.seconds for step in counted)
 
     @property
     def bubble(self) -> float:
-        """Share of the second half's time in which a mean rank does not compute."""
-        return sum(step.bubble for step in self._counted) / len(self._counted)
+        """Share of the second half's time in which a mean rank neither computes nor waits for collectives."""
+        counted = self._counted
+        return 1.0 - sum(step.busy_s for step in counted) / sum(step.seconds for step in counted)
 
     @property
     def _counted(self) -> tuple[SimulatedStep, ...]:
@@ -104,7 +111,7 @@ def simulate(
     A step may be encoded once the one ``lookahead + 1`` before it is done. A microbatch may start when its images are
     encoded, or with ``is_barrier`` when those of the whole step are.
 
-    replicas: of each encoder with actors of its own.
+    num_steps: at least 1. replicas: of each encoder with actors of its own.
     """
     free = [[0.0] * count for count in replicas]
     durations = [simulator.durations(step.program, step.works) for step in steps]
@@ -128,9 +135,9 @@ def simulate(
             works[index], encodes[index] = step.shared_s, step.shared_encode_s
             end = max(end, shared_end_s(ends, works, encodes, index, lookahead))
         ends[index] = end
-        done.append(SimulatedStep(now, end, timeline))
+        done.append(SimulatedStep.of(now, end, timeline))
         now = end
-    return SimulatedRun(tuple(done))
+    return SimulatedRun(tuple(done), timeline)
 
 
 def _ready(step: StepWork, free: Sequence[list[float]], opened: float, *, is_barrier: bool) -> FloatArray:

@@ -12,6 +12,7 @@ import numpy as np
 from flowtrain.costs.action_times import ActionTimes, StageWork
 from flowtrain.costs.flops import FloatArray, IntArray
 from flowtrain.costs.microbatches import MicrobatchColumns
+from flowtrain.costs.profiled_times import CPU
 from flowtrain.pipeline.actions import Schedule, StageModule
 from flowtrain.pipeline.dataflow import WHOLE
 from flowtrain.pipeline.image_parts import image_parts
@@ -62,8 +63,11 @@ class StepSimulator:
         )
 
     def computing_s(self, program: Program, works: MicrobatchColumns) -> float:
-        """Return the seconds of a step that a mean device computes, the update included."""
-        seconds, _ = self.durations(program, works, with_collectives=False)
+        """Return the seconds of a step in which a mean device can do nothing else, the update included.
+
+        An accelerator may compute while collectives run; a CPU's cores run them.
+        """
+        seconds, _ = self.durations(program, works, with_collectives=self.times.times.device.name == CPU)
         return float(seconds.sum()) / program.num_ranks + self.optimizer_s()
 
     def durations(
@@ -79,10 +83,10 @@ class StepSimulator:
         seconds = np.zeros(len(columns))
         for places in self._alike():
             mine = np.isin(columns.place, places)
-            work, own = self._work(self.partition.stages[places[0]]), _only(columns, mine)
-            seconds[mine] = self._computing_s(work, own, works, at[mine])
+            stage, own = self.partition.stages[places[0]], _only(columns, mine)
+            seconds[mine] = self._computing_s(self._work(stage), own, works, at[mine])
             if with_collectives:
-                seconds[mine] += self._exposed_s(work, own, seconds[mine])
+                seconds[mine] += self._exposed_s(stage, own, seconds[mine])
         transfers = program.transfers
         sent = transfers.source // pp * each + transfers.microbatch
         return seconds, self._transfers_s(transfers, works, sent)
@@ -103,20 +107,35 @@ class StepSimulator:
         forward, backward = self.times.passes_s(work, works)
         return np.where(columns.is_backward, backward[at], forward[at])
 
-    def _exposed_s(self, work: StageWork, columns: Computations, computing: FloatArray) -> FloatArray:
+    def _exposed_s(self, stage: Stage, columns: Computations, computing: FloatArray) -> FloatArray:
         """Seconds of collectives that the computations do not hide."""
-        times, meets = self.times, self._meets
+        times, meets, work = self.times, self._meets, self._work(stage)
         exposed = np.zeros_like(computing)
         if times.degrees.dp == 1:
             return exposed
+        reduced = columns.is_backward & (columns.is_last | meets.reduces_each)
+        if (measured := self._measured_s(stage)) is not None:
+            gathering, reducing = measured
+            return np.where(columns.is_backward, 0.0, gathering) + reduced * reducing
         if meets.gathers != "never":
             forward = times.gather_s(work, computing)
             backward = times.gather_s(work, computing, of_backward=True)
             each = meets.gathers == "each"
             exposed += np.where(columns.is_backward, backward if each else 0.0, forward * (each | columns.is_first))
-        reduced = columns.is_backward & (columns.is_last | meets.reduces_each)
         last, other = (times.reduce_s(work, computing, is_last=is_last) for is_last in (True, False))
         return exposed + reduced * np.where(columns.is_last, last, other)
+
+    def _measured_s(self, stage: Stage) -> tuple[float, float] | None:
+        """A stage's share of its rank's gathers of a microbatch and of a reduction, where a profile has them."""
+        times = self.times
+        own = times.parameters(self._work(stage)).total
+        whole = sum(times.parameters(self._work(each)).total for each in self.partition.of_rank(stage.rank))
+        asked = times.times.setup.sharding, np.array([whole]), np.array([times.shard_size])
+        measured = times.times.of_any_data.replicas_s(*asked)
+        if measured is None:
+            return None
+        gathering, reducing = (own / whole * float(each[0]) for each in measured)
+        return gathering, reducing
 
     def _transfers_s(self, transfers: Transfers, works: MicrobatchColumns, at: IntArray) -> FloatArray:
         """Seconds of transfers: hidden states or their gradients, or rows of an encoder."""

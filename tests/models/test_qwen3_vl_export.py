@@ -168,6 +168,7 @@ def test_weights_of_a_checkpoint_are_loaded_without_a_progress_bar(
 ) -> None:
     family = make()
     family.export(family.load_backbone().state_dict(), tmp_path)
+    logging.enable_progress_bar()  # as Hugging Face has it; a command that ran in this process has switched it off
     capsys.readouterr()
     family_from_config(whole(family.config, tmp_path)).load_encoder("vision")
     assert "Loading" not in capsys.readouterr().err and logging.is_progress_bar_enabled()

@@ -16,10 +16,15 @@ def finish_times(
     *,
     buffered: bool = True,
     ready: Callable[[int, int], float] = lambda replica, microbatch: 0.0,
-    gathers: bool = False,
+    gathers: str = "never",
+    reduces_each: bool = False,
+    shard_size: int = 1,
 ) -> list[list[float]]:
-    """When each rank of each replica is done. gathers: ranks of a stage meet before each computation, and after the
-    last backward of each stage."""
+    """When each rank of each replica is done.
+
+    gathers: ranks of a set of shards meet before each computation, or once before the first of each stage.
+    reduces_each: they meet after each backward. All replicas meet after the last backward of each stage.
+    """
     ranks = [(d, r) for d, lists in enumerate(replicas) for r in range(len(lists))]
     at, clock, fetched = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0)
     launched: dict[tuple[int, Action], float] = {}
@@ -28,10 +33,10 @@ def finish_times(
     met: dict[tuple[int, int, str], dict[int, float]] = {}
     last = {(d, r): _last_backwards(lists[r]) for d, lists in enumerate(replicas) for r in range(len(lists))}
 
-    def meet(rank: tuple[int, int], what: str) -> float | None:
-        come = met.setdefault((rank[1], at[rank], what), {})
+    def meet(rank: tuple[int, int], what: str, size: int) -> float | None:
+        come = met.setdefault((rank[1], at[rank], f"{what} {rank[0] // size}"), {})
         come.setdefault(rank[0], clock[rank])
-        return max(come.values()) if len(come) == len(replicas) else None
+        return max(come.values()) if len(come) == size else None
 
     def arrival(d: int, send: Action, source: int, destination: int) -> float | None:
         """Transfers of a link go one after the other, in the order of their launches."""
@@ -52,12 +57,15 @@ def finish_times(
     def step(rank: tuple[int, int]) -> bool:
         d, r = rank
         action = replicas[d][r][at[rank]]
-        while fetched[rank] <= action.microbatch:
+        while fetched[rank] <= _needed(replicas[d][r], at[rank]):
             clock[rank] = max(clock[rank], ready(d, fetched[rank]))
             fetched[rank] += 1
         if action.kind.is_compute:
-            if gathers:
-                begins = meet(rank, "before")
+            stage = action.module, action.stage
+            before = [each for each in replicas[d][r][: at[rank]] if each.kind.is_compute]
+            is_first = all((each.module, each.stage) != stage for each in before)
+            if len(replicas) > 1 and (gathers == "each" or (gathers == "once" and is_first)):
+                begins = meet(rank, "before", shard_size)
                 if begins is None:
                     return False
                 clock[rank] = begins
@@ -65,8 +73,9 @@ def finish_times(
             if d not in done:
                 done[d] = clock[rank] + times(d, action)
             clock[rank] = done[d]
-            if gathers and at[rank] in last[rank]:
-                ends = meet(rank, "after")
+            is_backward = action.kind is ActionKind.BACKWARD_STAGE
+            if len(replicas) > 1 and is_backward and (at[rank] in last[rank] or reduces_each):
+                ends = meet(rank, "after", len(replicas) if at[rank] in last[rank] else shard_size)
                 if ends is None:
                     return False
                 clock[rank] = ends
@@ -91,6 +100,15 @@ def finish_times(
                 going = True
     assert all(at[d, r] == len(replicas[d][r]) for d, r in ranks), "the lists hang"
     return [[clock[d, r] for r in range(len(lists))] for d, lists in enumerate(replicas)]
+
+
+def _needed(actions: Sequence[Action], at: int) -> int:
+    """The latest microbatch of an action and the launches that follow it directly, if it is the first of them."""
+    last = at
+    if actions[at].kind.is_launch and not (at > 0 and actions[at - 1].kind.is_launch):
+        while last + 1 < len(actions) and actions[last + 1].kind.is_launch:
+            last += 1
+    return max(each.microbatch for each in actions[at : last + 1])
 
 
 def _send_of(lists: Schedule, rank: int, receive: Action) -> Action:

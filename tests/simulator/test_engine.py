@@ -14,7 +14,7 @@ from flowtrain.pipeline.actions import Schedule
 from flowtrain.pipeline.partition import Partition
 from flowtrain.pipeline.schedules.build import build_schedule
 from flowtrain.pipeline.schedules.one_f_one_b import one_f_one_b
-from flowtrain.simulator.engine import Timeline
+from flowtrain.simulator.engine import NUM_SAVES, Timeline
 from flowtrain.simulator.lists import program_of
 from flowtrain.simulator.program import Meets, Op, Program, side_by_side
 from tests.pipeline.partitions import ANY_PARTITION, even, parse_actions
@@ -63,15 +63,22 @@ def test_any_schedule_takes_what_plain_rules_give(drawn, seed, buffered):
     assert timeline.finish_s.tolist() == expected[0]
 
 
-@given(drawn=any_schedule(), seed=SEEDS, dp=st.integers(2, 3))
-def test_replicas_meet_at_gathers_and_reductions(drawn, seed, dp):
+@given(
+    drawn=any_schedule(),
+    seed=SEEDS,
+    replicas=st.sampled_from([(2, 2), (3, 3), (4, 2), (2, 1)]),
+    gathers=st.sampled_from(["each", "once", "never"]),
+    reduces_each=st.booleans(),
+)
+def test_replicas_meet_at_gathers_and_reductions(drawn, seed, replicas, gathers, reduces_each):
     lists, partition = drawn
-    program, random = program_of(lists, partition, Meets("each")), Random(seed)
+    dp, shard_size = replicas
+    program, random = program_of(lists, partition, Meets(gathers, reduces_each)), Random(seed)
     times = [drawn_times(random, program) for _ in range(dp)]
     seconds, transfers = [each[0] for each in times], [each[1] for each in times]
-    timeline = Timeline(side_by_side([program] * dp, shard_size=dp), np.concatenate(seconds), np.concatenate(transfers))
+    timeline = Timeline(side_by_side([program] * dp, shard_size), np.concatenate(seconds), np.concatenate(transfers))
     asked = of_action([program] * dp, [lists] * dp, seconds, transfers)
-    expected = finish_times([lists] * dp, asked, gathers=True)
+    expected = finish_times([lists] * dp, asked, gathers=gathers, reduces_each=reduces_each, shard_size=shard_size)
     assert timeline.finish_s.tolist() == [each for replica in expected for each in replica]
 
 
@@ -92,7 +99,7 @@ def test_timing_again_gives_the_times_of_a_new_run(drawn, seed, num_changes):
     lists, partition = drawn
     program, random = program_of(lists, partition), Random(seed)
     seconds, transfers = drawn_times(random, program)
-    timeline = Timeline(program, seconds, transfers)
+    timeline = Timeline(program, seconds, transfers, num_saves=random.randint(1, NUM_SAVES))
     for _ in range(num_changes):
         changed = random.sample(range(len(seconds)), random.randint(1, min(3, len(seconds))))
         seconds[changed] = [float(random.randint(1, 20)) for _ in changed]

@@ -71,4 +71,5 @@ def test_a_starved_backbone_says_so():
     alone = simulate(simulator, [replace(slow, encoded=())], num_steps=6)
     assert run.step_s == pytest.approx(5.0)
     assert run.steps[-1].starved_s == pytest.approx(5.0 - alone.step_s)
+    assert run.starved == pytest.approx(1.0 - alone.step_s / 5.0)
     assert alone.steps[-1].starved_s == 0.0

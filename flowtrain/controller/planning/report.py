@@ -205,7 +205,8 @@ def make_report(
         method=config.allocator.method,
         batches=batches,
         trials=trials,
-        times_of=times_of,
+        # A profile's trials correct what the formula predicts.
+        times_of=times_of if profile is None else None,
     )
     winner = comparison.winner
     setup = (request if winner.settings is None else request.with_settings(winner.settings)).setup

@@ -7,7 +7,7 @@ turns, and must give the same features; else the benchmark fails.
 
 - ``natural``: 480p to 1080p, not shrunk. For a Qwen3-VL tower against Hugging Face's own call with all patches of a
   batch; for the others against one forward for each shape of a batch, as ``variable_llava`` had it before.
-- ``fitted``: the same images, shrunk to the tower's own size, as ``variable_llava`` shrinks them unless it is told
+- ``fitted``: the same images, shrunk to the tower's own size, as ``variable_llava`` shrinks them unless asked
   otherwise; against one forward for each shape too.
 - ``small``: the same images shrunk to at most 16 patches a side, against one forward for each image.
 

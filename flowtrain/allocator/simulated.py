@@ -47,7 +47,7 @@ def simulated_run(
     """
     degrees = candidate.backbone.degrees
     packed = batches.packed(request, degrees.dp)
-    simulator = _simulator(request, times_of, candidate, packed)
+    simulator = _simulator(request, times_of, candidate)
     encoded = [encoded_steps(request, surrogate, candidate, packed, name) for name in candidate.encoders]
     schedule: ScheduleName = "1f1b" if request.slices.chunks == 1 else "interleaved_1f1b"
     steps: list[StepWork] = []
@@ -78,9 +78,7 @@ def _shared(
     return replace(step, shared_s=slowdown * work, shared_encode_s=slowdown * encode)
 
 
-def _simulator(
-    request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate, packed: PackedBatches
-) -> StepSimulator:
+def _simulator(request: Request, times_of: DeviceTimesOf, candidate: ModeCandidate) -> StepSimulator:
     backbone = candidate.backbone
     shards = request.num_shards(backbone)
     setup = replace(request.setup, shard_size=shards, gradient_reduction=backbone.gradient_reduction)

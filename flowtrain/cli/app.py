@@ -101,21 +101,31 @@ def train(
             raise typer.Exit(EXIT_INTERRUPTED)
 
 
+# What plan and simulate have in common.
+PlannedConfig = Annotated[
+    Path, typer.Argument(help="YAML file of a run, or a model file of configs/models.", metavar="CONFIG")
+]
+PlannedOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Overrides, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
+    ),
+]
+PlannedDevices = Annotated[
+    int | None,
+    typer.Option("--devices", min=1, help="Number of devices; by default as many as CONFIG's own degrees take."),
+]
+PlannedNodes = Annotated[
+    int | None,
+    typer.Option("--nodes", min=1, help="Number of nodes; by default as many as it takes with 8 devices each."),
+]
+
+
 @app.command()
 def plan(
-    config: Annotated[
-        Path, typer.Argument(help="YAML file of a run, or a model file of configs/models.", metavar="CONFIG")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Overrides, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option("--devices", min=1, help="Number of devices; by default as many as CONFIG's own degrees take."),
-    ] = None,
+    config: PlannedConfig,
+    overrides: PlannedOverrides = None,
+    devices: PlannedDevices = None,
     device: Annotated[
         list[str] | None,
         typer.Option(
@@ -125,10 +135,7 @@ def plan(
             metavar="TYPE[=COUNT]",
         ),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", min=1, help="Number of nodes; by default as many as it takes with 8 devices each."),
-    ] = None,
+    nodes: PlannedNodes = None,
     solver: Annotated[str, typer.Option("--solver", help="MILP solver: auto, highs, gurobi or cbc.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
     save: Annotated[
@@ -159,27 +166,14 @@ def plan(
 
 @app.command()
 def simulate(
-    config: Annotated[
-        Path, typer.Argument(help="YAML file of a run, or a model file of configs/models.", metavar="CONFIG")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Overrides, e.g. training.global_batch_size=96", metavar="SECTION.KEY=VALUE", show_default=False
-        ),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option("--devices", min=1, help="Number of devices; by default as many as CONFIG's own degrees take."),
-    ] = None,
+    config: PlannedConfig,
+    overrides: PlannedOverrides = None,
+    devices: PlannedDevices = None,
     device: Annotated[
         list[str] | None,
         typer.Option("--device", help="Type of device, as for flowtrain plan.", metavar="TYPE[=COUNT]"),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", min=1, help="Number of nodes; by default as many as it takes with 8 devices each."),
-    ] = None,
+    nodes: PlannedNodes = None,
     mode: Annotated[str | None, typer.Option("--mode", help="Short for mode=NAME.", metavar="NAME")] = None,
     steps: Annotated[int, typer.Option("--steps", help="Least number of steps to simulate.")] = 12,
     compare: Annotated[bool, typer.Option("--compare", help="Simulate the best plan of every mode.")] = False,

@@ -84,7 +84,7 @@ def _facts(report: SimulationReport) -> list[tuple[str, str]]:
     return [
         ("chart", f"a step of {first.rating.mode}: {shown} of its first replica; {signs}"),
         ("devices", f"{devices}, times from {rates}"),
-        ("simulated", f"{report.num_steps} steps of packed batches in {report.seconds:.2f} s; the second half counts"),
+        ("simulated", f"{len(first.run.steps)} steps of packed batches; the second half counts"),
         *((each.mode, each.reason) for each in planning.comparison.ratings if each.rate is None),
     ]
 

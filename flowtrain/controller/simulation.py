@@ -11,7 +11,6 @@ from typing import Any
 from flowtrain.allocator.drawn_batches import DrawnBatches
 from flowtrain.allocator.mode_rating import ModeRating
 from flowtrain.allocator.modes import as_run
-from flowtrain.allocator.program.solvers import SolverName
 from flowtrain.allocator.simulated import partition_of, simulated_run
 from flowtrain.allocator.whole import slowdown_of
 from flowtrain.controller.planning.devices import AskedDevices
@@ -24,7 +23,6 @@ from flowtrain.simulator.gantt import text_rows, trace_events
 from flowtrain.simulator.run import SimulatedRun
 
 SIMULATION_SCHEMA = 1
-DEFAULT_STEPS = 12
 MOST_ROWS = 16
 """Ranks in a Gantt chart."""
 
@@ -90,6 +88,7 @@ class SimulatedMode:
             "rate_planned": self.rating.rate,
             "rate_formula": self.rating.rate_formula,
             "tokens_per_s": self.tokens_per_s,
+            "num_steps": len(self.run.steps),
             "step_s": self.run.step_s,
             "mfu": self.mfu,
             "starved": self.run.starved,
@@ -104,7 +103,6 @@ class SimulationReport:
 
     planning: PlanReport
     modes: tuple[SimulatedMode, ...]
-    num_steps: int
     seconds: float
     """Of packing and simulating, without planning."""
 
@@ -115,7 +113,6 @@ class SimulationReport:
             "source": self.planning.planned.source,
             "devices": {each.name: each.count for each in self.planning.cluster.device_types},
             "profile": self.planning.profile.source if self.planning.profile is not None else None,
-            "num_steps": self.num_steps,
             "seconds": self.seconds,
             "modes": [mode.as_record() for mode in self.modes],
             "not_possible": {each.mode: each.reason for each in self.planning.comparison.ratings if each.rate is None},
@@ -126,15 +123,14 @@ def simulate_plan(
     planned: Planned,
     asked: AskedDevices,
     *,
-    solver: SolverName = "auto",
     profile: Profile | None = None,
-    num_steps: int = DEFAULT_STEPS,
+    num_steps: int,
 ) -> SimulationReport:
     """Plan, then simulate the best plan of each mode that was planned; ConfigError if nothing fits."""
-    planning = make_report(planned, asked, solver=solver, profile=profile)
+    planning = make_report(planned, asked, profile=profile)
     started = time.perf_counter()
     found = sorted(_simulated(planning, num_steps), key=lambda mode: (mode.rating.mode == "llm_only", -mode.rate))
-    return SimulationReport(planning, tuple(found), num_steps, time.perf_counter() - started)
+    return SimulationReport(planning, tuple(found), time.perf_counter() - started)
 
 
 def _simulated(planning: PlanReport, num_steps: int) -> Iterator[SimulatedMode]:

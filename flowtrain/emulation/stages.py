@@ -14,7 +14,8 @@ from flowtrain.emulation.meetings import Meeting, Meetings
 from flowtrain.models.encoder_stage import EncoderShape
 from flowtrain.pipeline.actions import Action, ActionKind, Payload, StageModule
 from flowtrain.pipeline.image_parts import image_parts
-from flowtrain.pipeline.partition import Partition, Stage
+from flowtrain.pipeline.partition import Partition
+from flowtrain.simulator.step import stage_work
 from flowtrain.training.batch import PackedBatch
 from flowtrain.training.stages import span_args
 from flowtrain.training.work_spans import SpanRecorder, WorkSpans
@@ -49,7 +50,7 @@ class EmulatedStages:
         self._rank, self._degrees, self._times, self._meetings = rank, degrees, times, meetings
         self._flow, self._tower = partition.stages, tower
         self._places = {(stage.module, stage.index): place for place, stage in enumerate(self._flow)}
-        self._works = {key: _work_of(partition, self._flow[place], encoder) for key, place in self._places.items()}
+        self._works = {key: stage_work(partition, self._flow[place], encoder) for key, place in self._places.items()}
         self._encoder, self._gathers_each, self._reduces_each = encoder, gathers_each, reduces_each
         self.clock = clock
         self.spans = WorkSpans(torch.device("cpu"), record)
@@ -159,15 +160,3 @@ class EmulatedStages:
         if self._flow[producer].module is StageModule.ENCODER:
             return self._times.rows_s(self._encoder, work)
         return self._times.transfer_s(work)
-
-
-def _work_of(partition: Partition, stage: Stage, encoder: str) -> StageWork:
-    stages = partition.of_module(stage.module)
-    is_encoder = stage.module is StageModule.ENCODER
-    return StageWork(
-        num_layers=len(stage.layers),
-        is_first=stage.index == 0,
-        is_last=stage.index == len(stages) - 1,
-        has_backward=stage.has_backward,
-        encoder=encoder if is_encoder else None,
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -176,10 +177,8 @@ def _give_one_mode(directory: Path) -> None:
 def generation_config(path: str | None, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """The checkpoint's generation settings, or settings that stop at the tokenizer's end of sequence."""
     if path is not None:
-        try:
+        with suppress(OSError):  # a checkpoint need not have any
             return GenerationConfig.from_pretrained(path)
-        except OSError:
-            pass
     return GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

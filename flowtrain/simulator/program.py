@@ -190,7 +190,7 @@ def side_by_side(programs: Sequence[Program], shard_size: int = 1) -> Program:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Numbering:
-    """Things of which each replica has some, numbered replica after replica."""
+    """Numbers of operations, computations or the like over all replicas, one replica after another."""
 
     before: IntArray
     """Those of earlier replicas, by replica."""

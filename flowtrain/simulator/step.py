@@ -155,14 +155,18 @@ class StepSimulator:
         return Meets(gathers, reduces_each=setup.gradient_reduction == "microbatch")
 
     def _work(self, stage: Stage) -> StageWork:
-        of_module = self.partition.of_module(stage.module)
-        return StageWork(
-            num_layers=len(stage.layers),
-            is_first=stage.index == 0,
-            is_last=stage.index == len(of_module) - 1,
-            has_backward=stage.has_backward,
-            encoder=self.encoder if stage.module is StageModule.ENCODER else None,
-        )
+        return stage_work(self.partition, stage, self.encoder)
+
+
+def stage_work(partition: Partition, stage: Stage, encoder: str) -> StageWork:
+    """Return what a stage's time depends on. encoder: name of the encoder, whose stages the partition may have."""
+    return StageWork(
+        num_layers=len(stage.layers),
+        is_first=stage.index == 0,
+        is_last=stage.index == len(partition.of_module(stage.module)) - 1,
+        has_backward=stage.has_backward,
+        encoder=encoder if stage.module is StageModule.ENCODER else None,
+    )
 
 
 @lru_cache(maxsize=256)

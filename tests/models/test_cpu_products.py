@@ -78,7 +78,7 @@ def test_attention_in_blocks_is_torchs(
     exact = (each.double() for each in (query, key, value))
     expected = nn.functional.scaled_dot_product_attention(*exact, scale=scaling, enable_gqa=heads != kv_heads)
     assert found.dtype == dtype and (found - expected).norm() < tolerance * expected.norm()
-    assert kernel.num_calls == 2 * 2 * heads * 2
+    assert kernel.num_calls == 2 * heads * 3 * 2, "three blocks of two products"
 
 
 def test_only_long_rows_without_gradients_are_attended_in_blocks(kernel: Kernel) -> None:

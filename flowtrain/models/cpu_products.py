@@ -1,7 +1,7 @@
 """Products of frozen towers, and of connectors that run with them, on a CPU: by oneDNN.
 
-torch's own are, in float32 and within its attention, MKL's, which leaves AVX-512 unused on AMD's processors: one core of
-an EPYC multiplied at 96 GFLOP/s by MKL, at 227 by oneDNN (torch 2.13).
+torch's own are, in float32 and within its attention, MKL's, which leaves AVX-512 unused on AMD's processors: one core
+of an EPYC multiplied at 96 GFLOP/s by MKL, at 227 by oneDNN (torch 2.13).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _FEWEST_MULTIPLICATIONS = 1 << 21
 _FEWEST_TOKENS = 1024
 """Of an image; attention within smaller ones takes little of the time."""
 _BLOCK = 128
-"""Queries that are attended for at once. Their scores stay in the cache: 1.3 times as fast as torch's attention at 1,024
-tokens, 1.6 times at 5,262."""
+"""Queries that are attended for at once. Their scores stay in the cache: 1.3 times as fast as torch's attention at
+1,024 tokens, 1.6 times at 5,262."""
 
 
 def fast_products(tensor: Tensor) -> AbstractContextManager[Any]:

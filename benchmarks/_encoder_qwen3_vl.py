@@ -79,7 +79,8 @@ class PackedTower:
         self._dtype: torch.dtype = getattr(torch, family.config.model.dtype)
         self._config = family.vision_config
         tower = family._load_tower()
-        missing, unexpected = tower.load_state_dict(family._load_mergers().state_dict(), strict=False)
+        mergers = {name.removeprefix("connector."): value for name, value in family.merged_connector().items()}
+        missing, unexpected = tower.load_state_dict(mergers, strict=False)
         assert not unexpected and not any("merger" in name for name in missing), (missing, unexpected)
         self._tower = tower.to(self._dtype).eval().requires_grad_(False)
         self._tower.set_attn_implementation("sdpa")

@@ -11,7 +11,7 @@ from _end_to_end_auto import AUTO
 from _end_to_end_contest import BLIND
 from _end_to_end_figures import ABLATIONS, Rounds, is_ablation, rates
 from _end_to_end_peers import PEERS
-from _end_to_end_store import Setting
+from _end_to_end_store import Record, Setting
 from _modes_data import ROOT
 from _report import Figure, commit, machine
 
@@ -32,7 +32,8 @@ CONDITIONS = (
     "samples in order or sorted by cost within a step (`train_sampling_strategy: batch_rebalance`). Ray Data encodes "
     "ahead through all samples, so there the whole run counts, from the first encoded sample on. Other machines on the "
     "same host slow this one down for seconds or minutes. So a probe watches its speed, and runs while it was more "
-    "than 5 % slower than ever are repeated."
+    "than 5 % slower than ever are repeated. *Starved* is the share of its time in which the backbone waits for data, "
+    "*copied* what processes copy out of the pool and into it, *peak memory* that of all actors together."
 )
 
 
@@ -65,21 +66,30 @@ def page(
 
 def _rates_table(rounds: Rounds) -> list[str]:
     lines = [
-        "| | tokens/s | lowest to highest | `auto` over it | starved | how |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | tokens/s | lowest to highest | `auto` over it | starved | copied a step | peak memory | how |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     auto = rounds.get(AUTO, {})
     for name in sorted(rounds, key=lambda name: -median(rates(rounds[name]))):
         runs = rounds[name]
         ratios = [auto[number].tokens_per_s / run.tokens_per_s for number, run in runs.items() if number in auto]
         first = next(iter(runs.values()))
-        starved = [run.details["starved_share"] for run in runs.values() if "starved_share" in run.details]
         spread = f"{min(rates(runs)):.0f} to {max(rates(runs)):.0f} in {len(runs)} rounds"
         over = f"{median(ratios):.3f}" if ratios and name != AUTO else "-"
-        share = f"{median(starved):.3f}" if starved else "-"
-        cells = [_title(name), f"{median(rates(runs)):.0f}", spread, over, share, first.how]
+        details = [
+            _middle(runs, "starved_share", "{:.3f}"),
+            _middle(runs, "copied_nbytes", "{:.2f} MB", 1e-6),
+            _middle(runs, "peak_nbytes", "{:.2f} GB", 1e-9),
+        ]
+        cells = [_title(name), f"{median(rates(runs)):.0f}", spread, over, *details, first.how]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _middle(runs: dict[int, Record], detail: str, form: str, factor: float = 1.0) -> str:
+    """The median of a detail over the rounds, or a dash where contestants do not have it."""
+    found = [run.details[detail] for run in runs.values() if detail in run.details]
+    return form.format(factor * median(found)) if found else "-"
 
 
 def _title(name: str) -> str:

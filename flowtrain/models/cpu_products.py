@@ -1,7 +1,7 @@
-"""Float32 products of frozen towers, and of connectors that run with them, on a CPU: by oneDNN, as torch's in bfloat16.
+"""Products of frozen towers, and of connectors that run with them, on a CPU: by oneDNN.
 
-torch's float32 products are MKL's, which leaves AVX-512 unused on AMD's processors: one core of an EPYC multiplied at
-96 GFLOP/s by MKL, at 227 by oneDNN (torch 2.13).
+torch's own are, in float32 and within its attention, MKL's, which leaves AVX-512 unused on AMD's processors: one core
+of an EPYC multiplied at 96 GFLOP/s by MKL, at 227 by oneDNN (torch 2.13).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 _FEWEST_MULTIPLICATIONS = 1 << 21
 """Smaller products are faster without oneDNN's overhead of some 10 us."""
+_FEWEST_TOKENS = 1024
+"""Of an image; attention within smaller ones takes little of the time."""
+_BLOCK = 128
+"""Queries that are attended for at once. Their scores stay in the cache: 1.3 times as fast as torch's attention at
+1,024 tokens, 1.6 times at 5,262."""
 
 
 def fast_products(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -33,6 +39,33 @@ class _ByOneDnn(TorchFunctionMode):
         if func is linear:
             return _linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def attends_in_blocks(query: Tensor) -> bool:
+    """Whether ``attend_in_blocks`` is faster than torch's attention for ``[B, H, T, D]``; only without gradients."""
+    is_plain = query.device.type == "cpu" and not torch.is_grad_enabled()
+    return is_plain and query.shape[-2] >= _FEWEST_TOKENS and _one_dnn() is not None
+
+
+def attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Return softmax(query key^T scaling) value, in float32, for a block of queries after another.
+
+    query: ``[B, H, T, D]``. key, value: ``[B, H_kv, T, D]``. scaling: None: ``D ** -0.5``. Returns ``[B, H, T, D]``.
+    """
+    kernel = _one_dnn()
+    assert kernel is not None, "attends_in_blocks was not asked"
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    group = query.shape[1] // key.shape[1]
+    output = torch.empty_like(query)
+    for row, head in product(range(query.shape[0]), range(query.shape[1])):
+        queries = query[row, head].float() * scaling
+        keys = key[row, head // group].float().contiguous()
+        values = value[row, head // group].float().t().contiguous()
+        for first in range(0, len(queries), _BLOCK):
+            block = slice(first, first + _BLOCK)
+            shares = kernel(queries[block], keys, None, "none", [], "").softmax(dim=-1)
+            output[row, head, block] = kernel(shares, values, None, "none", [], "")
+    return output
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flowtrain.models import cpu_products
-from flowtrain.models.cpu_products import fast_products
+from flowtrain.models.cpu_products import attend_in_blocks, attends_in_blocks, fast_products
 
 BIG, SMALL = (2, 150, 128), (2, 5, 128)
 
@@ -64,3 +64,26 @@ def test_a_torch_without_it_computes_as_ever(monkeypatch: pytest.MonkeyPatch) ->
     layer, states = nn.Linear(128, 128), torch.randn(BIG)
     with torch.no_grad():
         assert torch.equal(run(layer, states), layer(states))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_attention_in_blocks_is_torchs(
+    dtype: torch.dtype, tolerance: float, scaling: float | None, heads: int, kv_heads: int, kernel: Kernel
+) -> None:
+    """The last block is not full, and the kernel's stand-in shows that both products are its."""
+    query, key, value = (torch.randn(2, count, 300, 16, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+    found = attend_in_blocks(query, key, value, scaling)
+    exact = (each.double() for each in (query, key, value))
+    expected = nn.functional.scaled_dot_product_attention(*exact, scale=scaling, enable_gqa=heads != kv_heads)
+    assert found.dtype == dtype and (found - expected).norm() < tolerance * expected.norm()
+    assert kernel.num_calls == 2 * heads * 3 * 2, "three blocks of two products"
+
+
+def test_only_long_rows_without_gradients_are_attended_in_blocks(kernel: Kernel) -> None:
+    long, short = torch.empty(1, 2, 1024, 16), torch.empty(1, 2, 1023, 16)
+    assert not attends_in_blocks(long), "gradients are on"
+    with torch.inference_mode():
+        assert attends_in_blocks(long) and attends_in_blocks(long.bfloat16()) and not attends_in_blocks(short)
+        assert not attends_in_blocks(long.to("meta"))

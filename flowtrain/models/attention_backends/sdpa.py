@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowtrain.models.attention_backends.base import Backend, SegmentOffsets, Segments, check_request, tokens_first
+from flowtrain.models.cpu_products import attend_in_blocks, attends_in_blocks
 
 
 @torch.compiler.disable
@@ -69,14 +70,17 @@ def bidirectional_sdpa(
     outputs = []
     for run, tensors in zip(segments.runs, own, strict=True):
         own_query, own_key, own_value = (tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)
-        output = scaled_dot_product_attention(
-            own_query,
-            own_key,
-            own_value,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        if not dropout and attends_in_blocks(own_query):
+            output = attend_in_blocks(own_query, own_key, own_value, scaling)
+        else:
+            output = scaled_dot_product_attention(
+                own_query,
+                own_key,
+                own_value,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 

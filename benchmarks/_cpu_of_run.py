@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -69,6 +70,9 @@ def cpu_seconds(command: Sequence[str], environment: Mapping[str, str], director
         deadline = time.monotonic() + END_LIMIT_S
         while living := meter.look():
             if time.monotonic() > deadline:
+                for pid in living:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 raise RuntimeError(f"processes that do not end: {sorted(living)}\n{_end_of(log)}")
             time.sleep(POLL_S)
     finally:
